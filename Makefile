@@ -4,11 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PORTING := .venv-porting
+SCHEDULERS := .venv-schedulers
 
 FUZZ   ?= 500000
 NAMES  ?= all
 
-.PHONY: help install demo check test check-models stress chaos fuzz siege porting bench bench-overlap paper tune docs clean
+.PHONY: help install demo check test check-models stress chaos fuzz siege porting ray bench bench-overlap paper tune docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,8 +36,9 @@ test: check  ## run `make check` and all tests, two files at a time (about 10 mi
 check-models: $(READY)  ## check every interleaving of 3 workers, 2 shards and 4 iterations under every sync model (slow; prints its progress)
 	PACELINE_CHECK_MODELS=1 $(BIN)/python -m pytest -s tests/zipline/test_methods.py tests/sync/test_properties.py tests/sync/test_exhaustive.py
 
-stress: $(READY)  ## test 100,000 pulls during concurrent pushes on each transport, and a million small steps (about half an hour)
+stress: $(READY)  ## test 100,000 pulls during concurrent pushes on each transport, and a million small steps; keep workers on a loaded machine for ten minutes (about an hour)
 	PACELINE_STRESS=1 $(BIN)/python -m pytest -s tests/test_stress.py
+	PACELINE_STRESS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m chaos tests/test_patience.py
 
 chaos: $(READY)  ## test 50 runs in which a random process receives a random signal, and other ways in which runs end (about 15 minutes)
 	PACELINE_CHAOS=$${PACELINE_CHAOS:-50} $(BIN)/python -m pytest -s -m chaos
@@ -44,8 +46,8 @@ chaos: $(READY)  ## test 50 runs in which a random process receives a random sig
 fuzz: $(READY)  ## send 500,000 mutated frames to hosts in the same process and 50,000 over sockets, with a valid token (about 9 minutes; FUZZ=n for fewer)
 	PACELINE_FUZZ=$(FUZZ) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_fuzz.py
 
-siege: $(READY)  ## during a run with few file descriptors, open 10,000 connections that reset immediately, and hold 2,000 open (about 3 minutes)
-	PACELINE_SIEGE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_siege.py
+siege: $(READY)  ## during a run with few file descriptors, open 10,000 connections that reset immediately, and hold 2,000 open; try to get into a served run (about 5 minutes)
+	PACELINE_SIEGE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_siege.py tests/test_door.py
 
 $(PORTING)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PORTING)
@@ -55,6 +57,15 @@ $(PORTING)/.ready: pyproject.toml constraints.txt
 
 porting: $(PORTING)/.ready  ## create .venv-porting with Hugging Face, Lightning and Jupyter, and run the scripts in docs/porting.md (2 minutes after the installation)
 	OMP_NUM_THREADS=1 $(PORTING)/bin/python -m pytest -p no:cacheprovider tests/test_porting.py
+
+$(SCHEDULERS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(SCHEDULERS)
+	$(SCHEDULERS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(SCHEDULERS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,schedulers]'
+	@touch $@
+
+ray: $(SCHEDULERS)/.ready  ## create .venv-schedulers with Ray and Kubernetes' schemas, and test runs on a Ray cluster and the manifests (2 minutes after the installation)
+	OMP_NUM_THREADS=1 $(SCHEDULERS)/bin/python -m pytest -p no:cacheprovider tests/test_ray.py tests/test_kubernetes.py
 
 bench: $(READY)  ## measure a training step against plain copies, plain sockets and gloo all-reduce (about 11 minutes, idle machine)
 	$(BIN)/python -m benchmarks transport
@@ -76,4 +87,4 @@ docs: $(READY)  ## regenerate pages and pictures of the documentation, and run i
 	$(BIN)/python -m pytest docs README.md
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(PORTING) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PORTING) $(SCHEDULERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -140,6 +140,33 @@ def overlap(
         save(benchmark.picture(report), picture)
 
 
+@app.command("links", cls=_SpacedLists)
+def links(
+    as_json: AsJson = False,
+    rate: Annotated[
+        str, typer.Option("--rate", help="Rate of each network link in each direction, for example 250mbit.")
+    ] = "1gbit",
+    sizes: Annotated[
+        str, typer.Option("--sizes", metavar="MB ...", help="Model sizes in MB (2**20 bytes).")
+    ] = "25,100",
+    rounds: Annotated[
+        int, typer.Option("--rounds", help="Number of rounds. Each result is the median over the rounds.")
+    ] = 3,
+) -> None:
+    """Compare a push and a pull over a network link with iperf3, without and with TLS.
+
+    Also measures what a slow link to one of two servers slows down. Takes about 4 minutes.
+
+    Requires root privileges and the commands ip, tc and iperf3.
+    """
+    from . import links as benchmark
+
+    plan = benchmark.LinksPlan(rate=rate, sizes_mb=tuple(read_numbers("sizes", sizes) or ()), rounds=rounds)
+    plan.require_sound()
+    report = _measured(benchmark.estimate_s(plan), lambda tell: benchmark.measure(plan, tell))
+    _show(report, benchmark.tables(report), as_json=as_json)
+
+
 @app.command("sync")
 def sync(as_json: AsJson = False) -> None:
     """Time a push and a pull under each sync model, with 10 and with 10,000 workers.
@@ -231,6 +258,18 @@ def data(as_json: AsJson = False) -> None:
     _show(report, benchmark.tables(report), as_json=as_json)
 
 
+@app.command("coordinator")
+def coordinator(as_json: AsJson = False) -> None:
+    """Measure how much of a core the coordinator uses with 1,000 light workers, and how fast it responds.
+
+    Takes about 3 minutes.
+    """
+    from . import coordinator as benchmark
+
+    rows = _measured(benchmark.estimate_s(), benchmark.measure)
+    _show(rows, [benchmark.table(rows)], as_json=as_json)
+
+
 @app.command("startup")
 def startup(as_json: AsJson = False) -> None:
     """Measure the time from the start of a script to its first update, alone and in runs with one and four workers.
@@ -241,6 +280,18 @@ def startup(as_json: AsJson = False) -> None:
 
     rows = _measured(benchmark.estimate_s(), benchmark.measure)
     _show(rows, [benchmark.table(rows)], as_json=as_json)
+
+
+@app.command("ray-startup")
+def ray_startup(as_json: AsJson = False) -> None:
+    """Measure the time from the call of `launch` to the first update on a warm Ray cluster and on the local engine.
+
+    Needs paceline[ray]. Takes about a minute.
+    """
+    from . import ray_startup as benchmark
+
+    found = _measured(benchmark.estimate_s(), benchmark.measure)
+    _show(found, [benchmark.table(found)], as_json=as_json)
 
 
 def _measured(estimate_s: float, measure: Callable[[TellShare], Result]) -> Result:

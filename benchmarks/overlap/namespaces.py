@@ -22,7 +22,7 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -106,7 +106,9 @@ def why_not() -> str:
 
 
 @contextlib.contextmanager
-def network(count: int, link: NetworkLink) -> Iterator[Network]:
+def network(
+    count: int, link: NetworkLink, others: Mapping[int, NetworkLink] | None = None
+) -> Iterator[Network]:
     """Create a network of machines with one link each, and remove it when the context exits.
 
     A process can have only one network at a time.
@@ -114,11 +116,14 @@ def network(count: int, link: NetworkLink) -> Iterator[Network]:
     Args:
         count: number of machines.
         link: settings of each machine's link.
+        others: index of a machine, counted from 0 -> settings of its link, where they are different.
 
     Raises:
         ConfigurationError: an argument is invalid, a command or permission is missing, or a command failed.
     """
-    bps = rate_bps(link.rate)
+    links = [(others or {}).get(index, link) for index in range(count)]
+    for each in [link, *links]:
+        rate_bps(each.rate)
     if not 1 <= count <= MOST_MACHINES:
         raise ConfigurationError(
             f"count is {count}, expected a number of machines from 1 to {MOST_MACHINES}."
@@ -129,13 +134,13 @@ def network(count: int, link: NetworkLink) -> Iterator[Network]:
         if not Path(f"/proc/{owner}").exists():
             _remove(owner)
     try:
-        yield _make(f"paceline{os.getpid()}", count, link, bps)
+        yield _make(f"paceline{os.getpid()}", links)
     finally:
         with _uninterrupted():
             _remove(os.getpid())
 
 
-def _make(name: str, count: int, link: NetworkLink, bps: float) -> Network:
+def _make(name: str, links: Sequence[NetworkLink]) -> Network:
     subnet = _free_subnet()
     switch = f"{name}-switch"
     _do(f"ip netns add {switch}")
@@ -145,9 +150,10 @@ def _make(name: str, count: int, link: NetworkLink, bps: float) -> Network:
     _do(f"ip -n {switch} link set launcher master bridge up")
     _do(f"ip addr add {subnet}.{LAUNCHER}/24 dev {name}")
     _do(f"ip link set {name} up")
-    delayed = link.delay_s > 0 and _has_netem(switch)
+    delayed = any(link.delay_s > 0 for link in links) and _has_netem(switch)
     machines = []
-    for index in range(count):
+    for index, link in enumerate(links):
+        bps = rate_bps(link.rate)
         machine, port, host = f"{name}-{index}", f"port{index}", f"{subnet}.{index + 1}"
         _do(f"ip netns add {machine}")
         _do(f"ip -n {machine} link set lo up")

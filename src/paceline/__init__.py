@@ -28,6 +28,7 @@ _HOMES = {
     "save": "frontend.saving",
     "set_sync": "frontend.session",
     "simulate": "sim",
+    "track": "frontend.tracking",
     "worker_count": "frontend.session",
     "worker_index": "frontend.session",
 }
@@ -53,6 +54,7 @@ __all__ = [
     "sim",
     "simulate",
     "sync",
+    "track",
     "worker_count",
     "worker_index",
     "zipline",
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from .frontend.prepare import prepare
     from .frontend.saving import save
     from .frontend.session import is_main, set_sync, worker_count, worker_index
+    from .frontend.tracking import track
     from .launcher.launch import RunResult, launch
     from .shard.foreign import register_elementwise
     from .shard.lars import LARS

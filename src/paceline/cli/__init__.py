@@ -14,21 +14,35 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from .. import __version__
 from .checking import check
+from .joining import join, serve, status
 from .options import ModelImports
 from .rehearsing import advise, simulate
 from .running import RunCommand, demo, run
+from .scheduled import SLURM, scheduled_join
 from .terminal import load_named_models, run_app
 
 __all__ = ["app", "main"]
 
+
+class Commands(TyperGroup):
+    """The commands. With --slurm, `join` is another command, which has other options and no address."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[:2] == ["join", "--slurm"]:
+            args = ["join --slurm", *args[2:]]
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=Commands,
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -90,6 +104,19 @@ for with_script in (run, check):
         help=_help(with_script),
         context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
     )(with_script)
+app.command(help=_help(serve))(serve)
+for name, text, joining in (
+    ("join", _help(join), join),
+    ("join --slurm", SLURM, scheduled_join("slurm")),
+):
+    app.command(
+        name,
+        cls=RunCommand,
+        help=text,
+        hidden=name != "join",
+        context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
+    )(joining)
+app.command(help=_help(status))(status)
 app.command(help=_help(demo))(demo)
 app.command(help=_help(simulate))(simulate)
 app.command(help=_help(advise))(advise)

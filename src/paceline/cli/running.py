@@ -7,7 +7,7 @@ import shlex
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -40,7 +40,10 @@ from .options import (
 )
 from .terminal import EXIT_NOT_ALL_WELL, interruptible, read_numbers, read_paces
 
-__all__ = ["RunCommand", "demo", "run"]
+if TYPE_CHECKING:
+    from ..launcher.results import RunResult
+
+__all__ = ["RunCommand", "demo", "find_script", "report", "run"]
 
 
 class RunCommand(TyperCommand):
@@ -119,15 +122,10 @@ def run(
     paceline run --workers 4 --servers 2 --sync elastic-bsp:lookahead=15 train.py --epochs 10
     """
     with interruptible("nothing was started"):
-        from ..runtime.job import describe, make_job, require_script
+        from ..runtime.job import describe, make_job
 
         module = str(script) if as_module else ""
-        if module:
-            sys.path.insert(0, os.getcwd())
-            script = _find_module(module)
-        else:
-            sys.path.insert(0, str(script.resolve().parent))  # --import may name modules in this directory
-        require_script(script)
+        script = find_script(script, as_module=as_module)
         job = make_job(
             workers=workers,
             servers=servers,
@@ -179,6 +177,11 @@ def run(
             if end.summary:
                 _print_summary(end.summary)
             raise
+    report(result)
+
+
+def report(result: RunResult) -> None:
+    """Print the summary of a finished run, and where its results are. Exit with code 3 if there were problems."""
     _print_summary(result.summary)
     if Path(result.summary["weights"]).parent == result.run_dir:
         print(f"weights, traces and logs: {result.run_dir}")
@@ -186,6 +189,23 @@ def run(
         print(f"weights: {result.summary['weights']}; traces and logs, possibly incomplete: {result.run_dir}")
     if result.problems or result.summary["crashed_workers"]:
         raise typer.Exit(EXIT_NOT_ALL_WELL)
+
+
+def find_script(script: Path, *, as_module: bool) -> Path:
+    """Return the path of a script or module, and let modules next to it be imported (--import may name them).
+
+    Raises:
+        ConfigurationError: there is no such script or module.
+    """
+    from ..runtime.job import require_script
+
+    if as_module:
+        sys.path.insert(0, os.getcwd())
+        script = _find_module(str(script))
+    else:
+        sys.path.insert(0, str(script.resolve().parent))
+    require_script(script)
+    return script
 
 
 def _find_module(name: str) -> Path:

@@ -67,13 +67,17 @@ if __name__ == "__main__":
 
     from paceline.launcher.fork_server import begin
 
-    order, payload = begin(kind)
+    # Schedulers send SIGTERM to all processes, and all children end with the fork server.
+    at_sigterm = signal.signal(signal.SIGTERM, signal.SIG_IGN) if kind == "fork server" else None
+    order, descriptors = begin(kind)
+    if kind == "fork server":
+        signal.signal(signal.SIGTERM, at_sigterm)
     shared = frozenset(sys.modules)
 
     from paceline.launcher.child import main
     from paceline.launcher.leaving import leave
 
-    status = main(order, payload)
+    status = main(order, descriptors)
     sys.stdout.flush()
     sys.stderr.flush()
     if kind == "fork server":

@@ -52,16 +52,26 @@ class Channels:
         streams: what the user wants.
         terminal: the terminal that worker 0 uses, if any.
         screen: shows the output.
+        shown: name of the process whose output is shown.
     """
 
-    def __init__(self, streams: Streams, terminal: Terminal | None, screen: Screen) -> None:
+    def __init__(
+        self, streams: Streams, terminal: Terminal | None, screen: Screen, shown: str = "worker 0"
+    ) -> None:
         self._streams = streams
         self._terminal = terminal
         self._screen = screen
+        self._shown = shown
 
-    def open(self, name: str, log: Path) -> Channel:
-        """Return the standard streams of the process with this name, such as "worker 0"."""
-        if name == "worker 0" and self._terminal is not None:
+    def open(self, name: str, log: Path, *, append: bool = False) -> Channel:
+        """Return the standard streams of the process with this name, such as "worker 0".
+
+        Args:
+            name: name of the process.
+            log: path of its log.
+            append: True if the log contains the output of an earlier process, which is kept.
+        """
+        if name == self._shown and self._terminal is not None:
             terminal = self._terminal
             stdout = terminal.take_worker()
             stdin = os.dup(stdout) if terminal.reads else self._input(name)
@@ -77,12 +87,13 @@ class Channels:
                     log,
                     lambda file: file.write,
                     lambda line: show(line.decode(errors="replace").rstrip("\n")),
+                    append=append,
                 )
 
         return Channel(self._input(name), sink, copy, output.close)
 
     def _input(self, name: str) -> int:
-        if name == "worker 0" and self._streams.reads and not os.isatty(0):
+        if name == self._shown and self._streams.reads and not os.isatty(0):
             return os.dup(0)
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -90,4 +101,4 @@ class Channels:
         """Return the function that shows a line of this process."""
         if self._streams.show_all:
             return lambda line: self._screen.print(f"{name} | {line}")
-        return self._screen.print if name == "worker 0" else lambda line: None
+        return self._screen.print if name == self._shown else lambda line: None

@@ -10,9 +10,12 @@ import logging
 import os
 import runpy
 import signal
+import socket
 import sys
+import time
 import traceback
 from pathlib import Path
+from types import FrameType
 from typing import BinaryIO
 
 import cloudpickle
@@ -27,19 +30,23 @@ from ..runtime.worker import WorkerSession
 from ..shard.foreign import use_sources
 from .dynamo import defer_dynamo
 from .endings import EXIT_PEER_LOST
-from .orders import Order, open_file
+from .orders import Descriptors, Order, open_file
 
 __all__ = ["main"]
 
+# Maximum time between two signals that a scheduler sends to all processes at once.
+SAME_SIGNAL_S = 0.5
+POLL_INTERVAL_S = 0.02
 
-def main(order: Order, payload: int) -> int:
+
+def main(order: Order, descriptors: Descriptors) -> int:
     """Run this process as the server or worker that the order describes. Return the exit code.
 
     Args:
         order: the order of the launcher.
-        payload: descriptor of a file that contains the payload.
+        descriptors: the descriptors of the process.
     """
-    objects = open_file(payload)
+    objects = open_file(descriptors.payload)
     assignment, job = order.assignment, order.assignment.job
     logging.basicConfig(level=os.environ.get("PACELINE_LOG", "WARNING"), format="%(name)s: %(message)s")
     defer_dynamo()
@@ -50,7 +57,7 @@ def main(order: Order, payload: int) -> int:
         local_conditions.update(cloudpickle.load(objects))
         objects.close()
         load_models(job.sync, job.imports)
-        serve(assignment)
+        serve(assignment, None if descriptors.passed is None else socket.socket(fileno=descriptors.passed))
         return 0
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(job.torchrun_environment(assignment.index))
@@ -64,6 +71,8 @@ def main(order: Order, payload: int) -> int:
     load_models(job.sync, job.imports)
     session = WorkerSession.connect(assignment)
     sessions.install(session)
+    if job.joined:
+        leave_on_sigterm(session)
     watch_torch()
     try:
         _train(kind, arguments, objects)
@@ -72,13 +81,55 @@ def main(order: Order, payload: int) -> int:
             session.fail(_describe_exit(end.code), "")
             return 1
     except BaseException as error:
+        if job.joined and _is_leaving(session):
+            print(
+                f"paceline: the script failed when the worker was to leave: {first_line(error)}",
+                file=sys.stderr,
+            )
+            session.finish()
+            session.close()
+            return 0
         # Any exception from the script is sent to the launcher, which reports it once.
         consequence = _caused_by_peer_loss(error)
+        if (
+            consequence and job.joined
+        ):  # the launcher may have closed the connection, and is on another machine
+            print(f"paceline: {first_line(error)}", file=sys.stderr)
         session.fail(first_line(error), _script_traceback(error), consequence=consequence)
         return EXIT_PEER_LOST if consequence else 1
     session.finish()
     session.close()
     return 0
+
+
+def leave_on_sigterm(session: WorkerSession) -> None:
+    """Let SIGTERM ask this worker to leave the run.
+
+    Schedulers send this signal to all processes on a machine that they are about to take away. So a worker may
+    receive it twice, from the scheduler and from its agent, which kills a worker that does not leave.
+    """
+    process = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process:
+            session.leave()
+        else:  # a process that the script has forked
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, handle)
+
+
+def _is_leaving(session: WorkerSession) -> bool:
+    """Return True if a scheduler has asked this worker to leave the run.
+
+    The signal may also have ended another process, such as one of a `DataLoader`. If this was noticed first, the
+    worker receives the signal a little later.
+    """
+    deadline_s = time.monotonic() + SAME_SIGNAL_S
+    while not session.asked_to_leave and time.monotonic() < deadline_s:
+        time.sleep(POLL_INTERVAL_S)
+    return session.asked_to_leave
 
 
 def _train(kind: str, arguments: list[str], objects: BinaryIO) -> None:

@@ -15,7 +15,14 @@ logger = logging.getLogger("paceline.copying")
 Sink = Callable[[bytes], object]
 
 
-def copy_output(output: Iterable[bytes], log: Path, record: Callable[[BinaryIO], Sink], show: Sink) -> None:
+def copy_output(
+    output: Iterable[bytes],
+    log: Path,
+    record: Callable[[BinaryIO], Sink],
+    show: Sink,
+    *,
+    append: bool = False,
+) -> None:
     """Copy the output of a process to its log and to the screen until the output ends.
 
     If writing to the log fails, no more output is written to the log; the same applies to the screen. The output is
@@ -26,11 +33,12 @@ def copy_output(output: Iterable[bytes], log: Path, record: Callable[[BinaryIO],
         log: path of the log.
         record: given the opened log, returns the function that writes a piece to it.
         show: shows a piece on the screen. It may raise any exception.
+        append: True to append to the log instead of overwriting it.
     """
     sinks: dict[str, Sink] = {"shown": show}
     with contextlib.ExitStack() as opened:
         try:
-            sinks["written"] = record(opened.enter_context(log.open("wb", buffering=0)))
+            sinks["written"] = record(opened.enter_context(log.open("ab" if append else "wb", buffering=0)))
         except OSError as error:
             logger.warning("the log %s cannot be written: %s", log, error.strerror)
         for piece in output:

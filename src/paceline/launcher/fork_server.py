@@ -43,8 +43,8 @@ EXIT_THREADS = 76
 """Exit code of a fork server that cannot fork because it has several threads."""
 
 
-def begin(kind: str) -> tuple[Order, int]:
-    """Return the order of this process, and the descriptor of its payload.
+def begin(kind: str) -> tuple[Order, Descriptors]:
+    """Return the order of this process, and its descriptors.
 
     Args:
         kind: "fork server" if this process is to fork. Then this function returns in each child, and never in this
@@ -60,7 +60,7 @@ def begin(kind: str) -> tuple[Order, int]:
     set_title(received.order.title)
     if kind == "fork server":
         _renew_generators()
-    return received.order, received.descriptors.payload
+    return received.order, received.descriptors
 
 
 def _next_child(control: socket.socket) -> Received:
@@ -105,7 +105,7 @@ def _next_child(control: socket.socket) -> Received:
             selector.register(handle, selectors.EVENT_READ)
             with contextlib.suppress(OSError):
                 report_start(received.report, process_id, handle)
-            for descriptor in received.descriptors:
+            for descriptor in received.descriptors.given:
                 os.close(descriptor)
 
 

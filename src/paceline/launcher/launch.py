@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import cloudpickle
 from msgspec import structs
 from rich.console import Console
 
+from .. import __version__
 from ..errors import ConfigurationError, UsageError, unknown_name
 from ..frontend.session import current
 from ..plugins.optimizer_sources import OptimizerSources, imported_packages
@@ -19,23 +20,25 @@ from ..runtime.job import Job, make_job
 from ..shard.foreign import loaded_optimizers
 from ..sync import SyncModel
 from ..sync.schedule import Schedule
+from ..wire.secret import new_secret, read_secret
 from .channels import Streams
 from .local import Placement
 from .progress import announce
+from .ray_run import import_ray, start_on_ray
 from .results import RunResult
 from .run import start
 from .starting import Starter
 
 __all__ = ["ENGINES", "RunResult", "launch", "run_script"]
 
-ENGINES = ("local",)
+ENGINES = ("local", "ray")
 
 
 def launch(
     function: Callable[..., object],
     *,
     args: Sequence[object] = (),
-    workers: int,
+    workers: int | tuple[int, int],
     servers: int | None = None,
     shards: int | None = None,
     slicing: str = "even",
@@ -58,6 +61,7 @@ def launch(
     snapshot_every_s: float | None = None,
     placement: Placement | None = None,
     show_all: bool = False,
+    resources: Mapping[str, float] | None = None,
 ) -> RunResult:
     """Run a training function in several workers, each in its own process, and return the result.
 
@@ -67,8 +71,10 @@ def launch(
     Args:
         function: the training function, which uses `DistributedOptimizer` and `distribute`.
         args: arguments for the function.
-        workers: number of workers.
-        servers: number of servers. Default: one for each CPU core that the workers leave free, but at least one.
+        workers: number of workers. With engine "ray", this may be a pair: training begins with the least number of
+            workers and pauses below it, and others join, as Ray has resources for them, up to the largest number.
+        servers: number of servers. Default: one for each CPU core that the workers leave free, but at least one; with
+            engine "ray", one.
         shards: number of slices into which the parameters are divided. Default: one per server.
         slicing: "even" for slices of equal size, as in FluentPS, or "by-parameter" to keep each parameter whole, as
             in PS-Lite.
@@ -78,9 +84,11 @@ def launch(
             command line. The string may also describe a schedule ("bsp@0,elastic-bsp@epoch:5").
         imports: names of modules that define conditions, if the function changes to these conditions during the run
             with `paceline.set_sync`, and of packages that define the optimizer, if the function itself imports it.
-        engine: where the processes run; only "local" is available.
+        engine: where the processes run: "local" for this machine, or "ray" for a Ray cluster, which needs
+            `pip install paceline[ray]` on all of its nodes. Without a connection to a cluster, `ray.init()` is called
+            and, at the end, `ray.shutdown()`.
         transport: "shm" (shared memory), "unix" (AF_UNIX sockets), "tcp", or "auto" for the best one available.
-        port: TCP port of the coordinator if the transport is "tcp"; 0 for any free port.
+        port: TCP port of the coordinator if the transport is "tcp" or the engine is "ray"; 0 for any free port.
         batch: "equal" if `distribute` gives all workers batches of the same size, or "balanced" if it gives faster
             workers larger batches and slower workers smaller ones.
         seed: random seed for the order of the data, the jitter and the sync models.
@@ -102,6 +110,8 @@ def launch(
         placement: machine of each process; requires transport "tcp". Default: all processes run on this machine.
         show_all: True to show the output of all workers and servers, each line with the name of its process. Default:
             show the output of worker 0.
+        resources: with engine "ray", the resources that Ray reserves for each worker. Default: {"CPU": 1}. With
+            "GPU", Ray sets CUDA_VISIBLE_DEVICES for the worker. Each server gets one CPU.
 
     Raises:
         ConfigurationError: an argument is not valid; no process was started.
@@ -124,15 +134,26 @@ def launch(
             f"the training function, or an object that it refers to, cannot be sent to another process: {error}. "
             "Create such objects inside the function."
         ) from error
+    least, most = workers if isinstance(workers, tuple) else (workers, workers)
+    on_ray = engine == "ray"
+    if on_ray:
+        import_ray()
+        _require_for_ray(transport, torchrun_env, placement)
+    elif isinstance(workers, tuple) or resources is not None:
+        given = "resources is given" if resources is not None else f"workers is {workers!r}"
+        raise ConfigurationError(f"{given}, but engine is {engine!r}; this needs engine 'ray'.")
     job = make_job(
-        workers=workers,
-        servers=servers,
+        workers=most,
+        least=least,
+        pause_below=(least if isinstance(workers, tuple) else 1) if on_ray else 0,
+        joined=on_ray,
+        servers=1 if on_ray and servers is None else servers,
         shards=shards,
         slicing=slicing,
         overlap=overlap,
         sync=sync,
         imports=imports,
-        transport=transport,
+        transport="tcp" if on_ray else transport,
         batch=batch,
         seed=seed,
         pace=pace,
@@ -148,6 +169,19 @@ def launch(
     job = structs.replace(job, optimizers=loaded_optimizers(imports))
     console = Console(stderr=True, quiet=not (progress if progress is not None else sys.stderr.isatty()))
     announce(job, console)
+    if on_ray:
+        job = structs.replace(
+            job, version=__version__, token=read_secret(os.environ) or new_secret(), secure=True
+        )
+        return start_on_ray(
+            job,
+            payload,
+            sys.path,
+            resources={"CPU": 1.0} if resources is None else resources,
+            console=console,
+            snapshot_every_s=snapshot_every_s,
+            show_all=show_all,
+        )
     return start(
         job,
         ["function"],
@@ -158,6 +192,19 @@ def launch(
         placement=placement,
         streams=Streams(show_all=show_all),
     )
+
+
+def _require_for_ray(transport: str, torchrun_env: bool, placement: Placement | None) -> None:
+    """Raise `ConfigurationError` for options that a run on a Ray cluster does not have."""
+    if transport not in ("auto", "tcp"):
+        raise ConfigurationError(
+            f"transport is {transport!r}, but the nodes of a Ray cluster are connected by 'tcp'; omit transport."
+        )
+    if torchrun_env or placement is not None:
+        name = "torchrun_env" if torchrun_env else "placement"
+        raise ConfigurationError(
+            f"{name} cannot be used with engine 'ray', because Ray places the workers; omit it."
+        )
 
 
 def run_script(

@@ -10,13 +10,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from ..errors import ConfigurationError, RunFailedError
 from ..runtime.job import LOOPBACK, Assignment, Job
+from ..runtime.listener import Listener
 from .channels import Channels
 from .endings import EXIT_PEER_LOST, describe_ending, is_crash, out_of_memory_kills
 from .orders import Descriptors, Order, file_of
@@ -73,12 +74,14 @@ class Placement(msgspec.Struct, frozen=True):
 
     @classmethod
     def on_loopback(cls, job: Job) -> Placement:
-        """Return a placement of all processes on this machine."""
-        return cls(LOOPBACK, (HostMachine(),) * job.servers, (HostMachine(),) * job.workers)
+        """Return a placement of all processes on this machine, except for workers on machines that join the run."""
+        workers = 0 if job.joined else job.workers
+        return cls(LOOPBACK, (HostMachine(),) * job.servers, (HostMachine(),) * workers)
 
     def require_for(self, job: Job) -> None:
         """Raise `ConfigurationError` if this placement does not fit the job."""
-        placed, wanted = (len(self.servers), len(self.workers)), (job.servers, job.workers)
+        placed = len(self.servers), len(self.workers)
+        wanted = job.servers, 0 if job.joined else job.workers
         if placed != wanted:
             raise ConfigurationError(
                 f"the placement has machines for {placed[0]} servers and {placed[1]} workers, expected {wanted[0]} "
@@ -207,7 +210,7 @@ class Process:
             self._child.await_start()
             self._started.set()
         finally:
-            for descriptor in set(descriptors):
+            for descriptor in set(descriptors.given):
                 os.close(descriptor)
         exit_code = self._child.await_end()
         self._out_of_memory = out_of_memory_kills() > self._kills_before
@@ -217,54 +220,71 @@ class Process:
 
 
 class LocalEngine:
-    """Starts, monitors and ends the server and worker processes of one run.
+    """Starts, monitors and ends the processes of one run on this machine.
 
     Args:
         job: the configuration of the run.
         coordinator: the address of the coordinator.
-        placement: the machine of each process.
         starter: starts the processes.
         channels: opens the standard streams of the processes.
         worker_ended: called on a separate thread when the process of a worker has ended for any reason, with the
             index of the worker and a description of how its process ended.
+        machine: index of this machine; 0 for the one with the coordinator.
+        listener: passes connections to the servers of this machine, if they do not listen themselves.
+
+    Attributes:
+        servers: index of a server -> its process, for all servers that were started here.
+        workers: index of a worker -> its process, for all workers that were started here.
     """
 
     def __init__(
         self,
         job: Job,
         coordinator: str,
-        placement: Placement,
         starter: Starter,
         channels: Channels,
         worker_ended: Callable[[int, str], None],
+        machine: int = 0,
+        listener: Listener | None = None,
     ) -> None:
         self._job = job
         self._coordinator = coordinator
-        self._placement = placement
         self._starter = starter
         self._channels = channels
         self._worker_ended = worker_ended
-        self.servers: list[Process] = []
-        self.workers: list[Process] = []
+        self._machine = machine
+        self._listener = listener
+        self.servers: dict[int, Process] = {}
+        self.workers: dict[int, Process] = {}
 
-    def start(
-        self, worker_arguments: Sequence[str], worker_payload: bytes = b"", server_payload: bytes = b""
+    @property
+    def processes(self) -> list[Process]:
+        """All processes: the workers, and then the servers."""
+        return [*self.workers.values(), *self.servers.values()]
+
+    def start_server(self, index: int, machine: HostMachine, payload: bytes) -> None:
+        """Start a server, to which the objects in `payload` are sent."""
+        self.servers[index] = self._spawn("server", index, machine, [], payload)
+
+    def start_worker(
+        self,
+        index: int,
+        machine: HostMachine,
+        arguments: Sequence[str],
+        payload: bytes = b"",
+        incarnation: int = 0,
     ) -> None:
-        """Start every process.
+        """Start a worker, to which the objects in `payload` are sent. See `Order` for the arguments."""
+        self.workers[index] = self._spawn("worker", index, machine, arguments, payload, incarnation)
 
-        Args:
-            worker_arguments: arguments of each worker. See `Order`.
-            worker_payload: the objects that are sent to each worker.
-            server_payload: the objects that are sent to each server.
-        """
-        for index, machine in enumerate(self._placement.servers):
-            self.servers.append(self._spawn("server", index, machine, [], server_payload))
-        for index, machine in enumerate(self._placement.workers):
-            self.workers.append(self._spawn("worker", index, machine, worker_arguments, worker_payload))
+    @property
+    def finished(self) -> bool:
+        """True if a worker has finished its script."""
+        return any(worker.exit_code == 0 for worker in self.workers.values())
 
     def failed_server(self) -> RunFailedError | None:
         """Return the failure of a server that has ended during the run, or None if all servers are still running."""
-        for server in self.servers:
+        for server in self.servers.values():
             if server.exit_code is not None:
                 return RunFailedError(server.name, server.ending, server.tail())
         return None
@@ -275,17 +295,17 @@ class LocalEngine:
         A worker that was terminated by a signal is lost, which is not a failure: the other workers continue. The same
         applies to a worker that could not continue because another process was lost.
         """
-        for worker in self.workers:
+        for worker in self.workers.values():
             if worker.exit_code is not None and worker.exit_code > 0 and worker.exit_code != EXIT_PEER_LOST:
                 return RunFailedError(worker.name, worker.ending, worker.tail())
         return None
 
-    def process(self, role: str, index: int) -> Process:
-        """Return the process of a server or worker."""
-        return (self.servers if role == "server" else self.workers)[index]
+    def process(self, role: str, index: int) -> Process | None:
+        """Return the process of a server or worker; None if it runs on another machine."""
+        return (self.servers if role == "server" else self.workers).get(index)
 
     def end(
-        self, processes: Sequence[Process], *, grace_s: float, hurried: Callable[[], bool] = lambda: False
+        self, processes: Iterable[Process], *, grace_s: float, hurried: Callable[[], bool] = lambda: False
     ) -> list[Process]:
         """End processes, and return the processes that are still running afterwards.
 
@@ -311,7 +331,13 @@ class LocalEngine:
         return left
 
     def _spawn(
-        self, role: str, index: int, machine: HostMachine, arguments: Sequence[str], payload: bytes
+        self,
+        role: str,
+        index: int,
+        machine: HostMachine,
+        arguments: Sequence[str],
+        payload: bytes,
+        incarnation: int = 0,
     ) -> Process:
         assignment = Assignment(
             job=self._job,
@@ -319,16 +345,21 @@ class LocalEngine:
             index=index,
             coordinator=self._coordinator,
             host=machine.host,
+            incarnation=incarnation,
+            machine=self._machine,
         )
         name = f"{role} {index}"
         log = Path(self._job.run_dir, f"{role}-{index}.log")
-        channel = self._channels.open(name, log)
-        descriptors = Descriptors(channel.stdin, channel.stdout, channel.stdout, file_of(payload))
+        channel = self._channels.open(name, log, append=incarnation > 0)
+        passed = None
+        if role == "server" and self._listener is not None:
+            passed = self._listener.receiver(index).detach()
+        descriptors = Descriptors(channel.stdin, channel.stdout, channel.stdout, file_of(payload), passed)
         try:
             child = self._starter.start(machine.prefix, Order(assignment, tuple(arguments)), descriptors)
         except OSError:
             channel.close()
-            for descriptor in set(descriptors):
+            for descriptor in set(descriptors.given):
                 os.close(descriptor)
             raise
 

@@ -67,12 +67,19 @@ class Descriptors(NamedTuple):
         stdout: its standard output.
         stderr: its standard error.
         payload: a file with the objects that are sent to the process. It is read from the start, whatever its offset.
+        passed: a socket over which the process receives its connections, or None. See `Listener`.
     """
 
     stdin: int
     stdout: int
     stderr: int
     payload: int
+    passed: int | None = None
+
+    @property
+    def given(self) -> list[int]:
+        """All descriptors that there are."""
+        return [descriptor for descriptor in self if descriptor is not None]
 
     @property
     def terminal(self) -> bool:
@@ -139,7 +146,7 @@ def send_order(control: socket.socket, order: Order, descriptors: Descriptors, r
     """Send an order. The caller may close all descriptors afterwards."""
     file = file_of(msgspec.msgpack.encode(order))
     try:
-        socket.send_fds(control, [MARK], [file, *descriptors, report.fileno()])
+        socket.send_fds(control, [MARK], [file, *descriptors.given, report.fileno()])
     finally:
         os.close(file)
 

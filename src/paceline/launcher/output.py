@@ -1,4 +1,4 @@
-"""A text stream that drops output that cannot be written, instead of raising an exception.
+"""Text on the screen. Output that cannot be written is dropped, instead of raising an exception.
 
 Training may take hours. Its result must be kept even if the reader of the output stops reading
 (`paceline run ... | head`), the disk is full, or the terminal is closed.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 from typing import IO, Any
 
-__all__ = ["ForgivingStream"]
+from ..errors import InternalError
+
+__all__ = ["ForgivingStream", "PlainScreen", "print_line"]
 
 log = logging.getLogger("paceline.output")
 
@@ -57,3 +59,23 @@ class ForgivingStream:
         self.failed = True
         if not isinstance(error, BrokenPipeError):
             log.warning("%s can no longer be written: %s", self._name, error.strerror)
+
+
+def print_line(line: str) -> None:
+    """Print a line to standard output. Several threads may do so at the same time.
+
+    `print` would write the end of the line separately, so that another thread's line could come in between.
+    """
+    print(f"{line}\n", end="", flush=True)
+
+
+class PlainScreen:
+    """Shows the output of a worker line by line on standard output. See `Screen`."""
+
+    def print(self, line: str) -> None:
+        """Show a line."""
+        print_line(line)
+
+    def draw(self, data: bytes) -> None:
+        """Only a worker with a terminal draws, and no worker has one here."""
+        raise InternalError("a worker without a terminal draws on the screen")

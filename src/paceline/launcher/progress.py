@@ -14,15 +14,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..core.requests import worker_peer
+from ..core.job_status import worker_state
 from ..runtime.job import Job
-from .output import ForgivingStream
+from .output import ForgivingStream, print_line
 from .terminal import left_behind
 
 if TYPE_CHECKING:
     from ..runtime.coordinator import CoordinatorHost  # imports torch
 
-__all__ = ["Progress", "announce"]
+__all__ = ["COLORS", "Progress", "announce", "counted"]
 
 REFRESH_PER_S = 8
 PLAIN_INTERVAL_S = 5.0
@@ -34,8 +34,12 @@ COLORS = {
     "starting": "dim",
     "before its first forward pass": "dim",
     "waiting for the others to start": "yellow",
+    "paused": "yellow",
     "finished": "blue",
+    "left": "blue",
     "lost": "red",
+    "stopped by a signal": "red",
+    "held by a debugger": "magenta",
 }
 
 
@@ -47,7 +51,7 @@ def announce(job: Job, console: Console) -> None:
         console: the console to write to.
     """
     if console.is_terminal:
-        counts = f"{_count(job.workers, 'worker')} and {_count(job.servers, 'server')}"
+        counts = f"{counted(job.workers, 'worker')} and {counted(job.servers, 'server')}"
         console.print(f"starting {counts}, {job.sync}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -99,7 +103,7 @@ class Progress:
         if self._live is not None and sys.stdout is not None and sys.stdout.isatty():
             self._console.print(Text.from_ansi(line), soft_wrap=True)
         else:
-            print(line, flush=True)
+            print_line(line)
 
     def draw(self, data: bytes) -> None:
         """Write output of worker 0 to the terminal unchanged. From now on, no table and no progress is shown.
@@ -154,8 +158,11 @@ class Progress:
 
     def _title(self) -> Text:
         job = self._coordinator.job
-        counts = f"{_count(job.workers, 'worker')}, {_count(job.servers, 'server')}"
-        lines = [f"{self._coordinator.core.sync}, {counts}, {job.now_s():.0f} s"]
+        workers = f"{len(self._coordinator.core.live)} of " if job.joined else ""
+        counts = f"{workers}{counted(job.workers, 'worker')}, {counted(job.servers, 'server')}"
+        core = self._coordinator.core
+        pause = f", paused: {core.shortage}" if core.paused else ""
+        lines = [f"{core.sync}, {counts}, {job.now_s():.0f} s{pause}"]
         if job.emulated:
             lines.append(f"emulated: {job.emulated}")
         return Text("\n".join(lines))
@@ -174,7 +181,8 @@ class Progress:
     def _rows(self) -> list[tuple[str, str, str, str]]:
         """Return the name, the iteration, the loss and the state of each worker, as text."""
         rows = []
-        for worker in range(self._coordinator.job.workers):
+        core = self._coordinator.core
+        for worker in sorted({*core.live, *core.finished, *core.lost}):
             status = self._coordinator.core.board.get(worker)
             loss = "-" if status is None or status.loss is None else f"{status.loss:.4f}"
             iteration = str(status.iteration) if status else "-"
@@ -183,16 +191,7 @@ class Progress:
 
     def _state(self, worker: int) -> str:
         """Return what a worker is doing: one of the keys of `COLORS`, or a call in which the worker waits."""
-        coordinator = self._coordinator
-        if gone := coordinator.core.fate(worker):
-            return gone
-        if call := coordinator.core.collectives.waiting.get(worker):
-            return f"waits in {call.name}"
-        if worker in coordinator.core.board:
-            return coordinator.core.board[worker].state
-        if coordinator.core.expects_model(worker_peer(worker)):
-            return "before its first forward pass"
-        return "waiting for the others to start" if ("worker", worker) in coordinator.heard_s else "starting"
+        return worker_state(self._coordinator.core, worker, ("worker", worker) in self._coordinator.heard_s)
 
 
 def _write(data: bytes) -> None:
@@ -201,5 +200,6 @@ def _write(data: bytes) -> None:
         data = data[os.write(1, data) :]
 
 
-def _count(count: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
+    """Return a number of things in words, such as "2 workers"."""
     return f"{count} {noun}{'s' if count != 1 else ''}"

@@ -52,6 +52,12 @@ class RunResult(msgspec.Struct, frozen=True):
     problems: tuple[str, ...] = ()
 
     @property
+    def tracked(self) -> dict[str, Any]:
+        """The states of the objects that the script tracked, by name, as kept last. See `paceline.track`."""
+        path = self.run_dir / "tracked.pt"
+        return torch.load(path)["states"] if path.exists() else {}
+
+    @property
     def trace(self) -> list[Trace]:
         """The traces of all shards, in order, followed by the trace of the coordinator."""
         return read_run(self.run_dir)
@@ -161,6 +167,7 @@ def summarize(
         "seed": job.seed,
         **epochs,
         "emulated": job.emulated,
+        "left": coordinator.core.left,
         "lost_workers": coordinator.core.lost,
         "losses": {str(w): coordinator.ending(w) for w in coordinator.core.lost},
         "crashed_workers": list(crashed),

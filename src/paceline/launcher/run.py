@@ -14,7 +14,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,12 @@ from ..errors import ConfigurationError, PacelineError, RunFailedError
 from ..plugins.conditions import local_conditions
 from ..runtime.coordinator import CoordinatorHost
 from ..runtime.job import Job, claim_run_dir
+from ..runtime.listener import Listener
 from ..runtime.reader import Reader, WeightsSnapshot
 from ..sync import Conditions
+from ..wire.addresses import seen_from
+from ..wire.passing import PassedSockets
+from ..wire.preface import COORDINATOR
 from .channels import Channels, Streams
 from .interruption import Interruption
 from .local import LocalEngine, Placement
@@ -34,9 +38,10 @@ from .progress import Progress
 from .results import RunResult, save_weights, summarize, write_summary
 from .starting import Starter
 from .terminal import Terminal
+from .vacancies import Vacancies
 from .waiting import Waiting
 
-__all__ = ["start"]
+__all__ = ["server_payload_of", "start"]
 
 log = logging.getLogger("paceline.run")
 
@@ -62,6 +67,8 @@ def start(
     placement: Placement | None = None,
     starter: Starter | None = None,
     streams: Streams | None = None,
+    listening: Callable[[str, Job], None] = lambda address, job: None,
+    patience_s: float | None = None,
 ) -> RunResult:
     """Start the processes of a run, wait until all of them have ended, and return the result. See `launch`.
 
@@ -75,29 +82,35 @@ def start(
         placement: see `launch`.
         starter: starts the processes; by default, a new one, which is closed at the end.
         streams: what the user wants of the standard streams of the processes.
+        listening: called with the address of the coordinator and the configuration of the run, once both are known.
+        patience_s: if machines can join the run: number of seconds for which it may have too few workers; None for
+            no limit.
     """
     if placement is None:
         placement = Placement.on_loopback(job)
     else:
         placement.require_for(job)
-    server_payload = _server_payload(job, path)
-    listener = CoordinatorHost.listen_for(job, placement.coordinator)
+    server_payload = server_payload_of(job, path)
+    sock, address = CoordinatorHost.listen_for(job, placement.coordinator)
     try:
         job = claim_run_dir(job)
     except ConfigurationError:
-        listener[0].close()
+        sock.close()
         raise
+    listening(address, job)
     streams = streams or Streams()
     # Lines with the names of their processes cannot be drawn by one of them.
-    terminal = None if streams.show_all else Terminal.here()
+    terminal = None if streams.show_all or job.joined else Terminal.here()
     with (
         Interruption() as interruption,
         terminal or contextlib.nullcontext(),
         starter or Starter(placement.prefixes()) as starter,
+        Listener(sock, bytes.fromhex(job.mark)) if job.secure else contextlib.nullcontext() as listener,
     ):
+        source = sock if listener is None else PassedSockets(listener.receiver(COORDINATOR))
         run = LiveRun(
             job,
-            CoordinatorHost(job, *listener),
+            CoordinatorHost(job, source, address),
             placement,
             starter,
             console,
@@ -105,11 +118,13 @@ def start(
             snapshot_every_s,
             streams,
             terminal,
+            patience_s,
+            listener,
         )
         return run.carry_out(worker_arguments, worker_payload, server_payload)
 
 
-def _server_payload(job: Job, path: Sequence[str]) -> bytes:
+def server_payload_of(job: Job, path: Sequence[str]) -> bytes:
     """Return the payload of the servers: the module search path and the conditions that cannot be imported."""
     models = [model for model in job.schedule.models if isinstance(model, Conditions)]
     names = {name for model in models for name in (model.pull, model.push) if name in local_conditions}
@@ -136,6 +151,8 @@ class LiveRun:
         snapshot_every_s: see `launch`.
         streams: what the user wants of the standard streams of the processes.
         terminal: the terminal that worker 0 uses, if any.
+        patience_s: see `start`.
+        listener: the listener of this machine, if its processes do not listen themselves.
     """
 
     def __init__(
@@ -149,19 +166,23 @@ class LiveRun:
         snapshot_every_s: float | None,
         streams: Streams,
         terminal: Terminal | None,
+        patience_s: float | None,
+        listener: Listener | None,
     ) -> None:
         self._job = job
         self._run_dir = Path(job.run_dir)
         self._coordinator = coordinator
+        self._placement = placement
         self._console = console
         self._interruption = interruption
         self._progress = Progress(coordinator, console)
         self._terminal = terminal
         channels = Channels(streams, terminal, self._progress)
         self._engine = LocalEngine(
-            job, coordinator.address, placement, starter, channels, coordinator.worker_ended
+            job, coordinator.address, starter, channels, coordinator.worker_ended, listener=listener
         )
         self._waiting = Waiting(coordinator, self._engine, job.stall_timeout_s, self._say, terminal)
+        self._vacancies = Vacancies(coordinator, patience_s, self._say) if job.joined else None
         self._sampler = Sampler(coordinator, snapshot_every_s) if snapshot_every_s else None
         self._weights: WeightsSnapshot | None = None
         self._weights_path: Path | None = None
@@ -185,16 +206,20 @@ class LiveRun:
         with self._progress:
             try:
                 try:
-                    engine.start(worker_arguments, worker_payload, server_payload)
+                    for index, machine in enumerate(self._placement.servers):
+                        engine.start_server(index, machine, server_payload)
+                    for index, machine in enumerate(self._placement.workers):
+                        engine.start_worker(index, machine, worker_arguments, worker_payload)
                 except OSError as error:
                     raise RunFailedError("the launcher", f"a process cannot be started: {error}") from error
                 if self._sampler is not None:
                     self._sampler.start()
                 failure = self._await_end()
                 self._lost = tuple(coordinator.core.lost)
+                coordinator.dismiss("" if failure is None else str(failure))
                 early = failure is not None or self._interruption.asked
                 if early:
-                    engine.end(engine.workers, grace_s=0.0, hurried=self._interruption.hurried)
+                    engine.end(engine.workers.values(), grace_s=0.0, hurried=self._interruption.hurried)
                 if self._sampler is not None:
                     self._sampler.stop()
                 self._keep_weights()
@@ -205,12 +230,11 @@ class LiveRun:
                 grace_s = FAILED_GRACE_S if early or self._notes else GRACE_S
                 deadline_s = time.monotonic() + grace_s
                 coordinator.stop(grace_s, self._interruption.hurried)
-                # A server that the coordinator has awaited in vain gets no more time.
+                # A server that has not answered the coordinator in time gets no more time.
                 grace_s = max(FAILED_GRACE_S, deadline_s - time.monotonic())
-                processes = [*engine.workers, *engine.servers]
-                left = engine.end(processes, grace_s=grace_s, hurried=self._interruption.hurried)
+                left = engine.end(engine.processes, grace_s=grace_s, hurried=self._interruption.hurried)
         # The coordinator has stopped and no longer records how processes end, so the launcher records it here.
-        for worker, process in enumerate(engine.workers):
+        for worker, process in engine.workers.items():
             if process.ending:
                 coordinator.core.endings.setdefault(worker, process.ending)
         for process in left:
@@ -230,17 +254,20 @@ class LiveRun:
             self._progress.update()
             if self._interruption.asked:
                 return None
-            if self._interruption.suspended and all(p.started for p in [*engine.servers, *engine.workers]):
+            if self._interruption.suspended and all(p.started for p in engine.processes):
                 self._suspend()
             if engine.failed_server() or engine.failed_worker():
                 break
-            if standstill := self._waiting.look():
-                coordinator.fail(RunFailedError("the run", standstill))
+            reason = self._waiting.look()
+            if not reason and self._vacancies is not None:
+                reason = self._vacancies.look()
+            if reason:
+                coordinator.fail(RunFailedError("the run", reason))
         return self._failure()
 
     def _suspend(self) -> None:
         """Stop all processes of the run and this one, until this process is continued."""
-        processes = [*self._engine.servers, *self._engine.workers]
+        processes = self._engine.processes
         self._progress.pause()
         if self._terminal is not None:
             self._terminal.pause()
@@ -277,7 +304,7 @@ class LiveRun:
             return reported
         if worker := engine.failed_worker():
             return worker
-        if len(coordinator.core.lost) == self._job.workers:
+        if coordinator.core.everybody_left and not coordinator.core.finished:
             return RunFailedError("the run", f"every worker was lost{self._losses()}")
         if not coordinator.started.is_set():
             return RunFailedError(
@@ -297,17 +324,19 @@ class LiveRun:
         if coordinator.gone_servers or coordinator.core.cut_off:
             return False
         # The connection of a lost worker was closed, so its process is about to exit.
-        if any(worker not in coordinator.core.endings for worker in coordinator.core.lost):
+        core = coordinator.core
+        if any(core.fate(worker) == "lost" and worker not in core.endings for worker in core.lost):
             return False
         # The coordinator may not have read the report of a failed worker yet.
-        failed = [w for w, process in enumerate(engine.workers) if (process.exit_code or 0) > 0]
+        failed = [w for w, process in engine.workers.items() if (process.exit_code or 0) > 0]
         return all(coordinator.core.fate(worker) for worker in failed)
 
     def _losses(self) -> str:
         """Return a text that says how the process of each lost worker ended, one line per worker."""
         coordinator = self._coordinator
         return "".join(
-            f"\n  worker {worker}: {coordinator.ending(worker)}" for worker in coordinator.core.lost
+            f"\n  worker {worker}: {coordinator.ending(worker)}"
+            for worker in dict.fromkeys(coordinator.core.lost)
         )
 
     # -- after the run ------------------------------------------------------------------------------------
@@ -326,7 +355,7 @@ class LiveRun:
         self._coordinator.end_collection(servers)
         self._weights = collection.result()
         for server in servers:
-            process = self._engine.process("server", server)
+            process = self._engine.servers[server]
             how = process.ending or (
                 f"it did not answer when the weights were collected; its process {process.state}"
             )
@@ -341,9 +370,11 @@ class LiveRun:
         if weights is None or weights.absent or self._weights_path is None:
             reason = self._notes[0] if self._notes else "the weights could not be read"
             raise self._explained(RunFailedError("the run", reason))
-        for worker in coordinator.core.lost:
+        for worker in dict.fromkeys(coordinator.core.lost):
+            again = "" if coordinator.core.fate(worker) == "lost" else " It joined again later."
             self._say(
                 f"worker {worker} was lost: {coordinator.ending(worker)}. The other workers continued without it."
+                + again
             )
         summary = self._summary(self._weights_path, "finished")
         snapshots = self._sampler.taken if self._sampler is not None else []
@@ -351,7 +382,8 @@ class LiveRun:
 
     def _summary(self, weights: Path, ended: str) -> dict[str, Any]:
         """Write the summary, and print the problems that it lists. Return the summary."""
-        crashed = [index for index, process in enumerate(self._engine.workers) if process.crashed]
+        here = {index for index, process in self._engine.workers.items() if process.crashed}
+        crashed = sorted(here | self._coordinator.crashed)
         faults = [*self._coordinator.core.faults, *self._notes]
         summary = summarize(self._coordinator, faults, crashed, weights, ended)
         if problem := write_summary(summary, self._run_dir):
@@ -391,7 +423,7 @@ class LiveRun:
                 self._say(f"note: {note}")
         if self._weights_path is not None:
             self._say(f"the weights at the time of the signal were saved to {self._weights_path}")
-        alive = [p for p in [*self._engine.workers, *self._engine.servers] if p.exit_code is None]
+        alive = [p for p in self._engine.processes if p.exit_code is None]
         message = "all processes of the run have ended"
         if alive:
             names = ", ".join(f"{p.name} (process {p.id})" for p in alive)
@@ -450,6 +482,6 @@ class Sampler:
 
 def _reader(coordinator: CoordinatorHost) -> contextlib.closing[Reader]:
     assert coordinator.core.model is not None
-    return contextlib.closing(
-        Reader.connect(coordinator.core.model, coordinator.core.shards, coordinator.job.token)
-    )
+    job = coordinator.job
+    shards = [(shard, seen_from(address, coordinator.address)) for shard, address in coordinator.core.shards]
+    return contextlib.closing(Reader.connect(coordinator.core.model, shards, job.token, job.contexts))

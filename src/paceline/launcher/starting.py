@@ -94,15 +94,16 @@ class Starter:
 
     Args:
         prefixes: for each process, the command that is put in front of its command line. See `HostMachine`.
+        ahead: True to use a fork server even for a single process, because it is started some time later.
     """
 
-    def __init__(self, prefixes: Iterable[Prefix]) -> None:
+    def __init__(self, prefixes: Iterable[Prefix], *, ahead: bool = False) -> None:
         counts = Counter(prefixes)
         self._environment = environment(counts.total())
         self._fork_servers: dict[Prefix, ForkServer] = {}
         try:
             for prefix, count in counts.items():
-                if count > 1 and can_fork():
+                if (count > 1 or ahead) and can_fork():
                     self._fork_servers[prefix] = ForkServer(prefix, self._environment)
         except OSError:
             self.close()

@@ -69,7 +69,10 @@ class Waiting:
                 self._timeout_s, LEAST_ITERATIONS * awaited.usual_s
             ):
                 why = f"it had sent nothing for {awaited.quiet_s:.0f} s (--stall-timeout)"
-                self._engine.process(*key).kill(why)
+                if (process := self._engine.process(*key)) is not None:
+                    process.kill(why)
+                else:
+                    self._coordinator.kill(awaited.index, why)
         for key, (heard_s, quiet_s) in list(self._reported.items()):
             if self._coordinator.heard_s.get(key, 0.0) != heard_s:
                 del self._reported[key]
@@ -85,7 +88,8 @@ class Waiting:
         now_s = time.monotonic()
         excused_s = self._excused_s
         if (awaited.role, awaited.index) == ("worker", 0):
-            if self._terminal is not None and self._terminal.awaits_user(self._engine.workers[0].id):
+            process = self._engine.process("worker", 0)
+            if process is not None and self._terminal is not None and self._terminal.awaits_user(process.id):
                 self._typed_s = now_s
             excused_s = max(excused_s, self._typed_s)
         if now_s - excused_s >= awaited.quiet_s:
@@ -99,8 +103,8 @@ class Waiting:
         process = self._engine.process(awaited.role, awaited.index)
         usual = f" (its iterations usually take {awaited.usual_s:.2g} s)" if awaited.usual_s else ""
         lines = [
-            f"The run is waiting for {process.name}, which has sent nothing for {awaited.quiet_s:.0f} s. "
-            f"It {awaited.doing}{usual}."
+            f"The run is waiting for {awaited.role} {awaited.index}, which has sent nothing for "
+            f"{awaited.quiet_s:.0f} s. It {awaited.doing}{usual}."
         ]
         if awaited.waiting:
             names = " and ".join(
@@ -108,12 +112,15 @@ class Waiting:
             )
             many = len(awaited.waiting) > 1
             lines.append(f"Worker{'s' * many} {names} {'are' if many else 'is'} waiting for it.")
-        state = process.state
-        lines.append(f"Its process {process.id} {state}.")
-        if state == "is stopped":
-            lines.append(f"Run 'kill -CONT {process.id}' to resume the process.")
+        if process is not None:
+            state = process.state
+            lines.append(f"Its process {process.id} {state}.")
+            if state == "is stopped":
+                lines.append(f"Run 'kill -CONT {process.id}' to resume the process.")
         if self._timeout_s is not None:
             lines.append(f"It will be killed after {self._timeout_s:g} s of silence (--stall-timeout).")
+        elif process is None:
+            lines.append("It runs on another machine; --stall-timeout SECONDS kills such a worker.")
         else:
             effect = (
                 "kill it and let the others continue"

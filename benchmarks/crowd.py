@@ -1,0 +1,290 @@
+"""Light workers: many workers, and one server, in one process that computes nothing.
+
+They use the cores of `paceline.core`, so the coordinator receives what real workers and servers would send it: over
+one connection per worker, one per machine, and one for the server. Messages between the workers and the server stay
+in this process.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import selectors
+import time
+from collections import deque
+from contextlib import ExitStack, closing
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from paceline.core.heartbeats import Heartbeats
+from paceline.core.messages import (
+    EntryRequested,
+    FromCoordinatorToAgent,
+    FromCoordinatorToServer,
+    FromCoordinatorToWorker,
+    HeartbeatAnswered,
+    Hello,
+    LoopEntered,
+    MachineAdmitted,
+    MachineJoined,
+    Message,
+    ProcessState,
+    Status,
+    TakenOut,
+)
+from paceline.core.model_spec import ModelSpec
+from paceline.core.requests import COORDINATOR, Abort, Peer, Request, Send, Timer, server_peer, worker_peer
+from paceline.core.server import Server
+from paceline.core.worker import Worker
+from paceline.sync.schedule import read_schedule
+from paceline.wire.addresses import connect
+from paceline.wire.stream import Stream
+from paceline.wire.tls import contexts
+
+__all__ = ["Crowd", "CrowdReport", "Place"]
+
+TIMEOUT_S = 60.0
+LOOK_S = 0.1  # time between two checks whether a heartbeat is due
+ASKS_EVERY = 10  # a worker measures the coordinator's response time once in so many iterations
+JITTER = 0.2  # computing times are uniformly distributed within this part around their mean
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where the coordinator is, and who joins it.
+
+    Attributes:
+        address: address of the coordinator.
+        token: the secret of the run.
+        secure: True if the connections use TLS.
+        version: version of Paceline.
+        sync: the sync model.
+        workers: number of workers.
+        machines: number of machines, to which the workers are distributed.
+        interval_s: mean computing time of an iteration.
+        model: the model that the workers register.
+    """
+
+    address: str
+    token: str
+    secure: bool
+    version: str
+    sync: str
+    workers: int
+    machines: int
+    interval_s: float
+    model: ModelSpec
+
+
+class CrowdReport(msgspec.Struct, frozen=True):
+    """What the light workers have done and seen since the last report.
+
+    Attributes:
+        iterations: number of iterations of each worker.
+        notifications: number of messages that the workers have sent to the coordinator.
+        response_s: times between a worker's question to the coordinator and the answer.
+        taken_out: number of workers that were taken out of the run.
+    """
+
+    iterations: list[int]
+    notifications: int
+    response_s: list[float]
+    taken_out: int
+
+
+class Crowd:
+    """The workers, machines and the server, with their connections. Use it as a context manager.
+
+    Args:
+        place: where the coordinator is, and who joins it.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        schedule = read_schedule(place.sync)
+        self._server = Server(0)
+        self._cores = [
+            Worker(schedule, workers=place.workers, shards=1, servers=1) for _ in range(place.workers)
+        ]
+        self._waiting = [False] * place.workers  # True from a push to the answer
+        self._connected: set[int] = set()  # workers that are connected to the server
+        self._streams: dict[Peer, Stream[Any]] = {}
+        self._agents: dict[int, Stream[Any]] = {}
+        self._states: dict[int, list[ProcessState]] = {}  # machine -> the states of its processes
+        self._heartbeats: dict[int, Heartbeats] = {}
+        self._began: dict[int, int] = {}  # worker -> number of the event that ends its iteration
+        self._mail: deque[tuple[Peer, Peer, Message]] = deque()
+        self._delivers = False  # True while messages in `_mail` are delivered
+        self._asked_s: dict[int, float] = {}
+        self._iterations = [0] * place.workers
+        self._notifications = 0
+        self._response_s: list[float] = []
+        self._taken_out = 0
+        self._draws = random.Random(0)
+        # (time, number, what happens then)
+        self._due: list[tuple[float, int, Any]] = []
+        self._numbers = count()
+        self._stack = ExitStack()
+        self._selector = self._stack.enter_context(closing(selectors.DefaultSelector()))
+
+    def __enter__(self) -> Crowd:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def join(self) -> None:
+        """Connect all machines, workers and the server, and register the workers' models."""
+        place = self._place
+        self._connect(server_peer(0), FromCoordinatorToServer, address="tcp:127.0.0.1:1")
+        for machine in range(place.machines):
+            agent: Stream[Any] = self._open(FromCoordinatorToAgent, Hello(place.token, "agent", 0))
+            share = len(range(machine, place.workers, place.machines))
+            agent.send(MachineJoined(place.version, share))
+            admitted = agent.wait(TIMEOUT_S)
+            assert isinstance(admitted, MachineAdmitted), admitted
+            self._agents[machine] = agent
+            self._heartbeats[machine] = Heartbeats()
+            self._states[machine] = [
+                ProcessState("worker", worker, "running", incarnation)
+                for worker, incarnation in admitted.workers.items()
+            ]
+            self._selector.register(agent, selectors.EVENT_READ, machine)
+            self._at(0.0, machine)
+            for worker in admitted.workers:
+                self._connect(worker_peer(worker), FromCoordinatorToWorker)
+            self.work(0.0)
+        for worker, core in enumerate(self._cores):
+            self._perform(worker_peer(worker), core.register(place.model))
+            if worker % 50 == 0:
+                self.work(0.0)
+
+    def work(self, seconds: float, also: Any = None) -> bool:
+        """Let the workers work for some time. Return early, with True, if the pipe `also` has something to read."""
+        end_s = time.monotonic() + seconds
+        while True:
+            now_s = time.monotonic()
+            while self._due and self._due[0][0] <= now_s:
+                self._happen(heapq.heappop(self._due)[2])
+            next_s = min(end_s, self._due[0][0] if self._due else end_s)
+            for key, _ in self._selector.select(max(0.0, next_s - time.monotonic())):
+                if isinstance(key.data, int):
+                    self._hear_agent(key.data)
+                else:
+                    self._hear(key.data)
+            if also is not None and also.poll():
+                return True
+            if time.monotonic() >= end_s:
+                return False
+
+    def report(self) -> CrowdReport:
+        """Return what has happened since the last report."""
+        report = CrowdReport(self._iterations, self._notifications, self._response_s, self._taken_out)
+        self._iterations, self._notifications, self._response_s = [0] * self._place.workers, 0, []
+        return report
+
+    # -- connections --------------------------------------------------------------------------------------
+
+    def _open(self, accepts: object, hello: Hello) -> Stream[Any]:
+        known = contexts(self._place.token) if self._place.secure else None
+        stream: Stream[Any] = Stream(connect(self._place.address, TIMEOUT_S, known), accepts)
+        self._stack.callback(stream.close)
+        stream.send(hello)
+        return stream
+
+    def _connect(self, peer: Peer, accepts: object, address: str = "") -> None:
+        assert peer.role in ("worker", "server")
+        stream = self._open(accepts, Hello(self._place.token, peer.role, peer.index, address))
+        self._streams[peer] = stream
+        self._selector.register(stream, selectors.EVENT_READ, peer)
+
+    def _hear(self, peer: Peer) -> None:
+        for message in self._streams[peer].receive():
+            if isinstance(message, LoopEntered):
+                self._response_s.append(time.monotonic() - self._asked_s.pop(peer.index))
+            elif isinstance(message, TakenOut):
+                self._taken_out += 1
+                self._selector.unregister(self._streams[peer])
+                return
+            else:
+                self._deliver(COORDINATOR, peer, message)
+
+    def _hear_agent(self, machine: int) -> None:
+        for message in self._agents[machine].receive():
+            if isinstance(message, HeartbeatAnswered):
+                self._heartbeats[machine].answered(message, time.monotonic_ns())
+
+    # -- the cores ----------------------------------------------------------------------------------------
+
+    def _deliver(self, sender: Peer, to: Peer, message: Message) -> None:
+        """Pass a message to the core of the server or of a worker, and carry out its requests."""
+        if to.role == "server":
+            self._perform(to, self._server.handle(sender, message, time.monotonic_ns()))
+            return
+        core = self._cores[to.index]
+        self._perform(to, core.handle(message))
+        if core.started is not None and to.index not in self._connected:
+            self._connected.add(to.index)
+            if core.started.initializer == to.index:
+                self._perform(to, core.initialize())
+            self._perform(server_peer(0), self._server.connected(to.index, time.monotonic_ns()))
+        elif not core.waiting_for and (self._waiting[to.index] or core.last_commit is None):
+            self._waiting[to.index] = False
+            self._begin(to.index)
+
+    def _perform(self, sender: Peer, requests: list[Request]) -> None:
+        """Carry out the requests of a core, and then deliver the messages to other cores in this process."""
+        for request in requests:
+            match request:
+                case Send(to, message) if to is COORDINATOR:
+                    self._notify(sender, message)
+                case Send(to, message):
+                    self._mail.append((sender, to, message))
+                case Timer(due_ticks):
+                    self._at(due_ticks / 1e9, request)
+                case Abort():
+                    self._waiting[sender.index] = True
+                    self._perform(sender, self._cores[sender.index].pull_again())
+        if not self._delivers:
+            self._delivers = True
+            while self._mail:
+                self._deliver(*self._mail.popleft())
+            self._delivers = False
+
+    def _notify(self, sender: Peer, message: Message) -> None:
+        self._notifications += 1
+        self._streams[sender].send(message)
+
+    def _begin(self, worker: int) -> None:
+        """Let a worker begin an iteration."""
+        core = self._cores[worker]
+        self._notify(worker_peer(worker), Status(core.iteration, None, "computing"))
+        factor = self._draws.uniform(1 - JITTER, 1 + JITTER)
+        self._began[worker] = number = next(self._numbers)
+        self._at(time.monotonic() + self._place.interval_s * factor, (worker, number))
+
+    def _at(self, due_s: float, what: Any) -> None:
+        heapq.heappush(self._due, (due_s, next(self._numbers), what))
+
+    def _happen(self, what: Any) -> None:
+        match what:
+            case Timer():
+                self._perform(server_peer(0), self._server.fire(what, time.monotonic_ns()))
+            case (worker, number):
+                if self._began[worker] == number and not self._waiting[worker]:
+                    self._end_iteration(worker)
+            case machine:
+                heartbeat = self._heartbeats[machine].due(self._states[machine], time.monotonic_ns())
+                if heartbeat is not None:
+                    self._agents[machine].send(heartbeat)
+                self._at(time.monotonic() + LOOK_S, machine)
+
+    def _end_iteration(self, worker: int) -> None:
+        core, peer = self._cores[worker], worker_peer(worker)
+        self._iterations[worker] += 1
+        self._waiting[worker] = True
+        if core.iteration % ASKS_EVERY == worker % ASKS_EVERY and worker not in self._asked_s:
+            self._asked_s[worker] = time.monotonic()
+            self._notify(peer, EntryRequested(0))
+        self._perform(peer, core.push())

@@ -1,0 +1,336 @@
+"""`paceline serve`, `paceline join` and `paceline status`: training on several machines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from msgspec import structs
+from rich.console import Console
+
+from .. import __version__
+from ..errors import ConfigurationError, PeerLostError
+from ..wire.addresses import seen_from
+from ..wire.secret import VARIABLE, new_secret, read_secret, write_secret
+from .options import (
+    AsJson,
+    AsModule,
+    BatchOption,
+    Imports,
+    OnNanOption,
+    OverlapOption,
+    Port,
+    RunDir,
+    Seed,
+    Servers,
+    Shards,
+    ShowAll,
+    SlicingOption,
+    StallTimeout,
+    Sync,
+)
+from .running import find_script, report
+from .terminal import interruptible, print_json
+
+if TYPE_CHECKING:
+    from ..runtime.job import Job
+
+__all__ = ["SecretFile", "join", "serve", "status", "worker_range"]
+
+
+SETTLED_S = 0.3  # time after which the servers have answered the coordinator
+RATE_S = 0.7  # time over which the first rates are averaged
+WATCH_INTERVAL_S = 1.0
+
+SecretFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--secret-file",
+        metavar="FILE",
+        help="File with the secret of the run, which only you may read. Default: the environment variable "
+        "PACELINE_SECRET.",
+        show_default=False,
+    ),
+]
+
+
+def serve(
+    workers: Annotated[
+        str,
+        typer.Option(
+            "--workers",
+            "-n",
+            metavar="N|MIN:MAX",
+            help="Number of workers. With MIN:MAX, training begins with MIN workers and pauses below MIN, and others "
+            "may join until there are MAX. With N, training begins with N workers and continues with at least one.",
+            rich_help_panel="Run",
+        ),
+    ] = "2",
+    listen: Annotated[
+        str,
+        typer.Option(
+            "--listen",
+            metavar="ADDRESS",
+            help="Address of this machine on which the other machines reach it; 0.0.0.0 for all its addresses.",
+            rich_help_panel="Run",
+        ),
+    ] = "127.0.0.1",
+    port: Port = 0,
+    servers: Servers = 1,
+    sync: Sync = "bsp",
+    imports: Imports = None,
+    shards: Shards = None,
+    slicing: SlicingOption = "even",
+    overlap: OverlapOption = "shards",
+    batch: BatchOption = "equal",
+    seed: Seed = 0,
+    on_nan: OnNanOption = "stop",
+    run_dir: RunDir = None,
+    stall_timeout: StallTimeout = None,
+    wait: Annotated[
+        float | None,
+        typer.Option(
+            "--wait",
+            metavar="SECONDS",
+            min=0,
+            help="How long to wait for others to join while there are too few workers. Then the run ends, and its "
+            "weights are saved. Default: no limit.",
+            show_default=False,
+            rich_help_panel="Run",
+        ),
+    ] = None,
+    announce_to: Annotated[
+        int | None, typer.Option("--announce", hidden=True)
+    ] = None,  # for `launcher.serving`
+) -> None:
+    """Start a run that machines can join: its coordinator and its servers run on this machine.
+
+    paceline serve --workers 2:16 --servers 2 --sync elastic-bsp --listen 10.0.0.1 --port 29600
+    """
+    with interruptible("nothing was started"):
+        from ..runtime.job import make_job
+
+        sys.path.insert(0, os.getcwd())  # --import may name modules in this directory
+        least, most = worker_range(workers)
+        job = make_job(
+            workers=most,
+            least=least,
+            pause_below=least if ":" in workers else 1,
+            joined=True,
+            servers=servers,
+            sync=sync,
+            imports=imports or (),
+            shards=shards,
+            slicing=slicing,
+            overlap=overlap,
+            batch=batch,
+            transport="tcp",
+            seed=seed,
+            on_nan=on_nan,
+            run_dir=run_dir,
+            stall_timeout=stall_timeout,
+            port=port,
+            dry_run=True,
+        )
+        token = read_secret(os.environ) or new_secret()
+        job = structs.replace(job, version=__version__, token=token, secure=True)
+    from ..launcher.local import HostMachine, Placement
+    from ..launcher.run import start
+
+    console = Console(stderr=True)
+    placement = Placement(listen, (HostMachine(listen),) * job.servers, ())
+    with interruptible():
+        result = start(
+            job,
+            [],
+            b"",
+            sys.path,
+            console=console,
+            placement=placement,
+            listening=lambda address, job: _tell_how_to_join(address, job, announce_to),
+            patience_s=wait,
+        )
+    report(result)
+
+
+def join(
+    address: Annotated[
+        str,
+        typer.Argument(
+            metavar="HOST:PORT", help="Address that `paceline serve` has printed.", show_default=False
+        ),
+    ],
+    script: Annotated[
+        Path,
+        typer.Argument(help="Python script that uses paceline; with -m, a module.", show_default=False),
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Arguments of the script.", show_default=False)
+    ] = None,
+    workers: Annotated[
+        int,
+        typer.Option("--workers", "-n", min=1, help="Number of workers on this machine."),
+    ] = 1,
+    wait: Annotated[
+        float,
+        typer.Option(
+            "--wait",
+            metavar="SECONDS",
+            min=0,
+            help="How long to try to reach the address if it does not answer.",
+        ),
+    ] = 60.0,
+    rejoin: Annotated[
+        int,
+        typer.Option(
+            "--rejoin",
+            metavar="N",
+            min=0,
+            help="How often workers of this machine join again after they were taken out, because they were stopped "
+            "or could not be reached.",
+        ),
+    ] = 10,
+    secret_file: SecretFile = None,
+    as_module: AsModule = False,
+    run_dir: RunDir = None,
+    show_all: ShowAll = False,
+) -> None:
+    """Run workers on this machine that join a run, which `paceline serve` has started on this or another machine.
+
+    paceline join 10.0.0.1:29600 train.py --epochs 10
+
+    The tasks of a Slurm job need no address: srun paceline join --slurm train.py (see paceline join --slurm --help).
+    """
+    with interruptible("nothing was started"):
+        from ..runtime.job import require_usable
+
+        module = str(script) if as_module else ""
+        script = find_script(script, as_module=as_module)
+        if run_dir is not None:
+            require_usable(run_dir)
+        token = _secret(secret_file)
+        place = _address(address)
+    from ..launcher.channels import Streams
+    from ..launcher.joining import join as join_run
+
+    console = Console(stderr=True)
+    order = ["module", module] if module else ["script", str(script)]
+    with interruptible("all workers on this machine have ended"):
+        joined = join_run(
+            place,
+            token,
+            [*order, *(arguments or [])],
+            version=__version__,
+            workers=workers,
+            console=console,
+            patience_s=wait,
+            rejoins=rejoin,
+            run_dir=run_dir,
+            streams=Streams(show_all=show_all),
+        )
+    print(f"logs: {joined.run_dir}")
+
+
+def status(
+    address: Annotated[
+        str,
+        typer.Argument(
+            metavar="HOST:PORT", help="Address that `paceline serve` has printed.", show_default=False
+        ),
+    ],
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show the state again every second, until the run is over.")
+    ] = False,
+    secret_file: SecretFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what the workers of a run are doing, and who waits for whom. The run is not disturbed.
+
+    paceline status 10.0.0.1:29600 --watch
+    """
+    from rich.live import Live
+
+    from ..report.job_status import status_view
+    from ..runtime.observer import Observer
+
+    if watch and as_json:
+        raise ConfigurationError(
+            "--watch and --json cannot be used together; call status again for each state."
+        )
+    token, place = _secret(secret_file), _address(address)
+    with interruptible("the run continues"), contextlib.closing(Observer(place, token)) as observer:
+        # Each call asks the servers for the answers that the next state contains; rates need two of them.
+        for pause_s in (RATE_S, SETTLED_S):
+            observer.fetch()
+            time.sleep(pause_s)
+        state = observer.fetch()
+        if as_json:
+            print_json(msgspec.to_builtins(state))
+        elif not watch:
+            Console().print(status_view(state))
+        else:
+            with Live(status_view(state), console=Console(), auto_refresh=False) as live:
+                while True:
+                    time.sleep(WATCH_INTERVAL_S)
+                    try:
+                        live.update(status_view(observer.fetch()), refresh=True)
+                    except PeerLostError:
+                        return
+
+
+def _secret(file: Path | None) -> str:
+    """Return the secret of the run that the user wants to join or to watch."""
+    token = read_secret(os.environ, file)
+    if not token:
+        raise ConfigurationError(
+            f"the secret of the run is unknown; set {VARIABLE} to the content of the file that `paceline serve` has "
+            "written, or name a copy of this file with --secret-file."
+        )
+    return token
+
+
+def _tell_how_to_join(address: str, job: Job, announce_to: int | None) -> None:
+    """Print how machines join a run, and announce it. If the secret of the run is new, write it to a file."""
+    file = Path(job.run_dir, "secret")
+    known = f"{VARIABLE}=..." if VARIABLE in os.environ else f"{VARIABLE}=$(cat {file})"
+    if VARIABLE not in os.environ:
+        write_secret(job.token, file)
+    most = f", and at most {job.workers}" if job.workers > job.least else ""
+    # If the run listens on all addresses, any name by which the other machines know this one will do.
+    place = seen_from(address, f"tls:{socket.gethostname()}:0").removeprefix("tls:")
+    print(f"waiting for {job.least} workers{most}; on each machine, run:", file=sys.stderr)
+    print(
+        f"  {known} paceline join {place} SCRIPT [ARGUMENTS]",
+        file=sys.stderr,
+        flush=True,
+    )
+    if announce_to is not None:
+        from ..launcher.serving import Announcement, announce
+
+        secret_file = "" if VARIABLE in os.environ else str(file)
+        announce(announce_to, Announcement(address, job.run_dir, secret_file))
+
+
+def worker_range(text: str) -> tuple[int, int]:
+    """Return the least and the largest number of workers in "N" or "MIN:MAX"."""
+    least, colon, most = text.partition(":")
+    if not (least.isdecimal() and (most.isdecimal() if colon else not most)):
+        raise ConfigurationError(
+            f"workers is {text!r}, expected a number, such as 4, or the least and the largest number, such as 2:16."
+        )
+    return int(least), int(most or least)
+
+
+def _address(text: str) -> str:
+    """Return the address "tls:HOST:PORT" of a coordinator."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigurationError(f"the address is {text!r}, expected HOST:PORT, such as 10.0.0.1:29600.")
+    return f"tls:{host}:{port}"

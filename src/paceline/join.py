@@ -1,0 +1,29 @@
+"""`torchrun -m paceline.join script.py`: training in the processes that torchrun has started.
+
+Importing this module has no side effects.
+"""
+
+from __future__ import annotations
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line in a process that torchrun has started."""
+    import typer
+
+    from .cli.running import RunCommand
+    from .cli.scheduled import TORCHRUN, scheduled_join
+    from .cli.terminal import run_app
+
+    app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+    app.command(
+        cls=RunCommand,
+        help=TORCHRUN,
+        context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
+    )(scheduled_join("torchrun"))
+    run_app(app)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""The program under an actor of Ray (see `ray_host`): it serves a run, or joins it with one worker.
+
+The program receives one order and one payload over its standard input, and then the numbers of signals. So no secret
+is on its command line or in its environment. At the end of the file, its actor has ended. The program reports over
+another pipe.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pickle
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import IO
+
+import cloudpickle
+import msgspec
+from msgspec import structs
+from rich.console import Console
+
+from .. import __version__
+from ..errors import ConfigurationError, PacelineError, PeerLostError, RunFailedError
+from ..plugins import load_models
+from ..plugins.conditions import local_conditions
+from ..runtime.job import Job
+from .channels import Streams
+from .interruption import Interrupted, Terminated
+from .joining import join
+from .local import HostMachine, Placement
+from .ray_host import read_frame, write_frame
+from .starting import Starter
+
+__all__ = ["Ended", "JoinOrder", "Order", "Report", "ServeOrder", "Served", "main"]
+
+LEAVE_TIMEOUT_S = 20.0  # time after which the program is killed if its actor has ended
+
+
+class ServeOrder(msgspec.Struct, frozen=True, tag="serve"):
+    """Serve a run. The payload contains the module search path, and conditions that cannot be imported.
+
+    Attributes:
+        job: the configuration of the run.
+        host: address on which this machine listens.
+        quiet: True if no messages are printed.
+        snapshot_every_s: see `launch`.
+    """
+
+    job: Job
+    host: str
+    quiet: bool
+    snapshot_every_s: float | None
+
+
+class JoinOrder(msgspec.Struct, frozen=True, tag="join"):
+    """Join a run with one worker. The payload contains the module search path and the training function.
+
+    Attributes:
+        address: address of the coordinator.
+        token: the secret of the run.
+        quiet: True if no messages are printed.
+        show_all: see `launch`.
+    """
+
+    address: str
+    token: str
+    quiet: bool
+    show_all: bool
+
+    def __repr__(self) -> str:
+        """Return a description without the token, which must not appear in a log."""
+        return f"JoinOrder({self.address!r})"
+
+
+class Served(msgspec.Struct, frozen=True, tag="served"):
+    """The run can be joined.
+
+    Attributes:
+        address: address of the coordinator.
+    """
+
+    address: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """The order has been carried out.
+
+    Attributes:
+        how: "finished", or "left" or "interrupted" if a signal was the reason, "lost" if the worker was killed,
+            "refused" if it could not join, or "failed".
+        words: description of the reason; "" if there is none.
+        error: the exception, pickled, if an order to serve has failed; else b"".
+        result: the summary, the snapshots and the problems of a run that was served, pickled; else b"".
+    """
+
+    how: str
+    words: str = ""
+    error: bytes = b""
+    result: bytes = b""
+
+
+Order = ServeOrder | JoinOrder
+Report = Served | Ended
+
+
+def main() -> None:
+    """Carry out the order that is read from standard input."""
+    # The actor's thread, from which this process inherits both, may block or ignore signals.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    logging.basicConfig(level=os.environ.get("PACELINE_LOG", "WARNING"), format="%(name)s: %(message)s")
+    descriptor, folder = int(sys.argv[2]), sys.argv[3]
+    os.set_inheritable(descriptor, False)
+    with (
+        open(os.dup(0), "rb") as source,
+        open(descriptor, "wb") as sink,
+        open(os.devnull, "rb") as nothing,
+        Starter([()], ahead=True) as starter,  # torch is imported while the run is being placed
+    ):
+        os.dup2(nothing.fileno(), 0)
+        data, payload = read_frame(source), read_frame(source)
+        if data is None or payload is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        threading.Thread(target=_obey, args=(source, folder), daemon=True).start()
+        order = msgspec.msgpack.decode(data, type=Order)
+        console = Console(stderr=True, quiet=order.quiet)
+
+        def report(message: Report) -> None:
+            write_frame(sink, msgspec.msgpack.encode(message))
+
+        try:
+            if isinstance(order, JoinOrder):
+                report(_join(order, payload, folder, console, starter))
+            else:
+                report(_serve(order, payload, folder, console, starter, lambda where: report(Served(where))))
+        except BrokenPipeError:  # the actor has ended
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def search_path(other: Sequence[str]) -> list[str]:
+    """Return the module search path of this machine, and after it what only the other machine has."""
+    return [*sys.path, *(entry for entry in other if entry not in sys.path)]
+
+
+def _obey(source: IO[bytes], folder: str) -> None:
+    """Send this process the signals that it is told to. When the actor has ended, leave the run."""
+    while (number := read_frame(source)) is not None:
+        os.kill(os.getpid(), int(number))
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(LEAVE_TIMEOUT_S)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _join(order: JoinOrder, payload: bytes, folder: str, console: Console, starter: Starter) -> Ended:
+    objects = io.BytesIO(payload)
+    path = cloudpickle.dumps(search_path(cloudpickle.load(objects)))
+    try:
+        joined = join(
+            order.address,
+            order.token,
+            ["function"],
+            worker_payload=path + objects.read(),
+            version=__version__,
+            workers=1,
+            console=console,
+            run_dir=folder,
+            streams=Streams(show_all=order.show_all),
+            shown="worker 0",
+            starter=starter,
+        )
+    except (Interrupted, Terminated) as end:
+        return Ended("left", end.words)
+    except (ConfigurationError, PeerLostError) as error:
+        return Ended("refused", str(error))
+    except PacelineError as error:
+        return Ended("failed", str(error))
+    return Ended("finished" if joined.finished else "lost")
+
+
+def _serve(
+    order: ServeOrder,
+    payload: bytes,
+    folder: str,
+    console: Console,
+    starter: Starter,
+    served: Callable[[str], None],
+) -> Ended:
+    from .run import start  # imports torch
+
+    objects = io.BytesIO(payload)
+    sys.path[:] = search_path(cloudpickle.load(objects))
+    local_conditions.update(cloudpickle.load(objects))
+    try:
+        load_models(order.job.sync, order.job.imports)
+        job = structs.replace(order.job, run_dir=folder, epoch_ns=time.monotonic_ns())
+        result = start(
+            job,
+            [],
+            b"",
+            sys.path,
+            console=console,
+            snapshot_every_s=order.snapshot_every_s,
+            placement=Placement(order.host, (HostMachine(order.host),) * job.servers, ()),
+            starter=starter,
+            listening=lambda address, job: served(address),
+        )
+    except (Interrupted, Terminated) as end:
+        return Ended("interrupted", end.words, result=pickle.dumps((end.summary, [], ())))
+    except (ConfigurationError, RunFailedError) as error:
+        return Ended("failed", str(error), error=pickle.dumps(error))
+    return Ended("finished", result=pickle.dumps((result.summary, result.snapshots, result.problems)))

@@ -1,0 +1,443 @@
+"""A run whose processes are placed by Ray.
+
+The driver asks Ray for one placement group, with a bundle of resources for the coordinator and the servers, and one
+for each of the least number of workers: Ray reserves all of them or none. Each further worker is a request of its
+own, which Ray fulfills when there are resources, perhaps because it has added a node. On each place, a thin actor
+starts a program (see `ray_host`), which serves the run or joins it. Everything else is as in a run that `paceline
+serve` and `paceline join` have started: the actors take no part in it.
+
+If an actor dies, or its worker is lost or leaves, the driver requests the place again, and the worker joins as a new
+incarnation. Ray does not signal the processes on a node that it is about to take away; it lists the node as draining.
+So the driver looks at this list, and lets the workers there leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from safetensors.torch import load_file
+
+from ..errors import ConfigurationError, RunFailedError
+from ..runtime.job import Job, claim_run_dir
+from .interruption import Interruption
+from .progress import counted
+from .ray_host import END_TIMEOUT_S, RayHost
+from .ray_program import Ended, JoinOrder, Report, Served, ServeOrder
+from .rejoining import Rejoins
+from .results import RunResult, write_summary
+from .run import server_payload_of
+
+__all__ = ["import_ray", "start_on_ray"]
+
+POLL_INTERVAL_S = 0.1
+DRAIN_INTERVAL_S = 1.0
+# Time after which the user is told that Ray has not placed the run yet.
+PLACEMENT_S = 10.0
+# Maximum time to wait for the workers' programs to end after the run is over.
+GRACE_S = 15.0
+# Maximum time to wait for an answer of an actor that may be dead.
+ANSWER_TIMEOUT_S = 10.0
+CHUNK_BYTES = 16 * 2**20
+THREADS = 8  # number of methods of an actor that run at the same time
+
+LEAVING = "Ray is about to take away its node"
+
+
+def import_ray() -> Any:
+    """Return the module `ray`.
+
+    Raises:
+        ConfigurationError: it is not installed.
+    """
+    try:
+        import ray
+        import ray.exceptions
+        import ray.util.placement_group
+        import ray.util.scheduling_strategies
+    except ImportError as error:
+        raise ConfigurationError(
+            "engine is 'ray', but ray is not installed: pip install paceline[ray]"
+        ) from error
+    return ray
+
+
+def start_on_ray(
+    job: Job,
+    worker_payload: bytes,
+    path: Sequence[str],
+    *,
+    resources: Mapping[str, float],
+    console: Console,
+    snapshot_every_s: float | None,
+    show_all: bool,
+) -> RunResult:
+    """Start a run on the Ray cluster, wait until it has ended, and return the result. See `launch`.
+
+    If this program is not connected to a cluster, it is connected until the run has ended.
+
+    Args:
+        job: the configuration of the run.
+        worker_payload: the module search path and the training function.
+        path: module search path from which the servers import user-defined conditions.
+        resources: resources of each worker.
+        console: console for messages.
+        snapshot_every_s: see `launch`.
+        show_all: see `launch`.
+    """
+    ray = import_ray()
+    server_payload = server_payload_of(job, path)
+    connected = ray.is_initialized()
+    if not connected:
+        ray.init()
+    try:
+        with Interruption() as interruption:
+            run = RayRun(ray, claim_run_dir(job), resources, console, interruption)
+            try:
+                return run.carry_out(worker_payload, server_payload, snapshot_every_s, show_all)
+            finally:
+                run.close()
+    finally:
+        if not connected:
+            ray.shutdown()
+
+
+class Place:
+    """A place for a program: an actor, which Ray has created or will create, and what has become of it.
+
+    Args:
+        name: name of the place in messages.
+        options: where and with which resources Ray creates the actor.
+
+    Attributes:
+        actor: the actor; None if there is none at present.
+        node: id of the node on which the actor runs; "" while it has not been created.
+        address: address of this node.
+        folder: directory of the program's files on this node.
+        joining: True once the program has been told to join the run.
+        leaving: True once the program has been asked to leave.
+        over: True if no actor is requested any more.
+        due_s: time on the monotonic clock from which an actor is requested.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        self.name = name
+        self.options = options
+        self.rejoins = Rejoins()
+        self.over = False
+        self.due_s = 0.0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the actor."""
+        self.actor: Any = None
+        self.node = self.address = self.folder = ""
+        self.joining = self.leaving = False
+
+
+class RayRun:
+    """Carries out one run on a Ray cluster.
+
+    Args:
+        ray: the module `ray`.
+        job: the configuration of the run, with its run directory on this machine.
+        resources: resources of each worker.
+        console: console for messages.
+        interruption: counter of the signals that ask the run to end.
+    """
+
+    def __init__(
+        self, ray: Any, job: Job, resources: Mapping[str, float], console: Console, interruption: Interruption
+    ) -> None:
+        self._ray = ray
+        self._job = job
+        self._console = console
+        self._interruption = interruption
+        self._actor_class = ray.remote(RayHost)
+        bundles = [{"CPU": float(job.servers)}, *[dict(resources)] * job.least]
+        self._group = ray.util.placement_group(bundles, strategy="PACK")
+        in_group = [self._options(bundle, index) for index, bundle in enumerate(bundles)]
+        further = [self._options(resources)] * (job.workers - job.least)
+        self._server = Place("the place of the servers", in_group[0])
+        self._workers = [
+            Place(f"place {index}", options) for index, options in enumerate([*in_group[1:], *further])
+        ]
+        # answer of an actor that has been asked for -> the place, and what was asked
+        self._asked: dict[Any, tuple[Place, str]] = {}
+        self._ends: list[Any] = []  # answers of the actors whose programs are ending
+        self._coordinator = ""  # its address, once it is known
+        self._joined = False  # True once a worker has joined
+        self._ending = False  # True once a worker has finished or has failed
+        self._failure: RunFailedError | ConfigurationError | None = None
+        self._ended: Ended | None = None  # how the run has ended
+        self._drains_s = self._told_s = 0.0
+
+    def carry_out(
+        self, worker_payload: bytes, server_payload: bytes, snapshot_every_s: float | None, show_all: bool
+    ) -> RunResult:
+        """Request the actors, wait for the end of the run, and return the result. See `launch` for the exceptions."""
+        self._payload = self._ray.put(worker_payload)
+        self._server_payload = server_payload
+        self._snapshot_every_s, self._show_all = snapshot_every_s, show_all
+        self._request(self._server)
+        self._told_s = time.monotonic() + PLACEMENT_S
+        asked = 0
+        while self._ended is None:
+            self._request_workers()
+            self._await_answers()
+            self._look_at_placement()
+            self._look_at_nodes()
+            if self._interruption.count > asked:
+                asked = self._interruption.count
+                self._end_run()
+                if self._interruption.hurried() or not self._coordinator:
+                    raise self._interruption.exception("all processes of the run have ended", {})
+            if not (self._ending or self._failure) and all(place.over for place in self._workers):
+                self._fail(
+                    RunFailedError("the run", "every worker was lost, too often to be requested again")
+                )
+        deadline_s = time.monotonic() + GRACE_S
+        while any(place.joining for place in self._workers) and time.monotonic() < deadline_s:
+            self._await_answers()
+        return self._result(self._ended)
+
+    def close(self) -> None:
+        """End everything that is left of the run."""
+        for place in [self._server, *self._workers]:
+            self._drop(place)
+        if self._ends:
+            self._ray.wait(self._ends, num_returns=len(self._ends), timeout=END_TIMEOUT_S + ANSWER_TIMEOUT_S)
+        self._ray.util.remove_placement_group(self._group)
+
+    # -- places -------------------------------------------------------------------------------------------
+
+    def _options(self, resources: Mapping[str, float], bundle: int | None = None) -> dict[str, Any]:
+        """Return the options of an actor. Without the index of a bundle, it is not in the placement group."""
+        others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+        options: dict[str, Any] = {
+            "num_cpus": resources.get("CPU", 0.0),
+            "num_gpus": resources.get("GPU", 0.0),
+            "resources": others,
+            "max_concurrency": THREADS,
+            "max_restarts": 0,
+        }
+        if bundle is not None:
+            strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+            options["scheduling_strategy"] = strategy(self._group, placement_group_bundle_index=bundle)
+        return options
+
+    def _request(self, place: Place) -> None:
+        place.actor = self._actor_class.options(**place.options).remote()
+        self._ask(place, "place")
+
+    def _request_workers(self) -> None:
+        for place in self._workers:
+            if place.actor is None and not place.over and time.monotonic() >= place.due_s:
+                self._request(place)
+
+    def _ask(self, place: Place, method: str, *arguments: object) -> None:
+        """Call a method of the actor of a place. `_await_answers` handles the answer."""
+        self._asked[getattr(place.actor, method).remote(*arguments)] = place, method
+
+    def _drop(self, place: Place) -> None:
+        """Let the program and the actor of a place end, or withdraw the request if there is no actor yet."""
+        self._asked = {answer: asked for answer, asked in self._asked.items() if asked[0] is not place}
+        if place.node:
+            self._ends.append(place.actor.end.remote(self._interruption.hurried()))
+        elif place.actor is not None:
+            self._ray.kill(place.actor)
+        place.clear()
+
+    # -- during the run -----------------------------------------------------------------------------------
+
+    def _await_answers(self) -> None:
+        """Wait for a short time for answers of the actors, and handle them."""
+        if not self._asked:
+            time.sleep(POLL_INTERVAL_S)
+            return
+        ready, _ = self._ray.wait(
+            list(self._asked), num_returns=1, timeout=POLL_INTERVAL_S, fetch_local=False
+        )
+        for answer in ready:
+            place, method = self._asked.pop(answer)
+            try:
+                value = self._ray.get(answer)
+            except self._ray.exceptions.RayActorError as error:
+                self._lost(place, str(error).partition("\n")[0])
+                continue
+            if method == "place":
+                place.node, place.address, place.folder = value
+                self._begin(place)
+            elif method == "hear" and value is None:
+                self._lost(place, "its program has ended")
+            elif method == "hear":
+                self._handle(place, msgspec.msgpack.decode(value, type=Report))
+
+    def _begin(self, place: Place) -> None:
+        """Send the order to an actor that has been created, if it can be carried out."""
+        if place is self._server:
+            quiet = self._console.quiet
+            order = ServeOrder(self._job, place.address, quiet, self._snapshot_every_s)
+            place.actor.order.remote(msgspec.msgpack.encode(order), self._server_payload)
+            self._ask(place, "hear")
+        elif self._coordinator and place.node and not place.joining:
+            place.joining = True
+            join = JoinOrder(self._coordinator, self._job.token, self._console.quiet, self._show_all)
+            place.actor.order.remote(msgspec.msgpack.encode(join), self._payload)
+            self._ask(place, "hear")
+
+    def _handle(self, place: Place, report: Report) -> None:
+        if isinstance(report, Served):
+            self._coordinator = report.address
+            self._ask(place, "hear")
+            for worker in self._workers:
+                self._begin(worker)
+            return
+        self._collect(place)
+        if place is self._server:
+            self._ended = report
+            return
+        self._joined = self._joined or report.how != "refused"
+        if report.how == "refused" and not self._joined:
+            self._fail(ConfigurationError(f"a worker cannot join the run: {report.words}"))
+        if report.how in ("finished", "failed"):
+            # A run in which a worker has finished comes to its end. If one has failed, the coordinator knows why.
+            self._ending = True
+            for each in self._workers:
+                each.over = True
+                if not each.joining:
+                    self._drop(each)
+            self._drop(place)
+        else:
+            self._again(place, f"its worker {_HOW[report.how]}", report.words)
+
+    def _lost(self, place: Place, reason: str) -> None:
+        """An actor has died, or its program has ended without a report."""
+        if place is self._server:
+            self._drop(place)
+            raise RunFailedError(
+                "the run", f"the actor with its coordinator and its servers was lost: {reason}"
+            )
+        self._again(place, "its actor was lost", reason)
+
+    def _again(self, place: Place, what: str, reason: str) -> None:
+        """Request a place again after a pause, unless this has been done too often or the run is ending."""
+        self._drop(place)
+        if place.over or self._ended is not None or self._failure is not None or self._interruption.asked:
+            place.over = True
+            return
+        pause_s = place.rejoins.pause_s()
+        place.over = pause_s is None
+        place.due_s = time.monotonic() + (pause_s or 0.0)
+        then = "not requested again" if pause_s is None else f"requested again in {pause_s:g} s"
+        self._say(f"{place.name}: {what}{f': {reason}' if reason else ''}; {then}")
+
+    def _look_at_placement(self) -> None:
+        """Say so if Ray has not placed the run yet."""
+        now_s = time.monotonic()
+        if now_s > self._told_s and not (
+            self._server.node and sum(map(_placed, self._workers)) >= self._job.least
+        ):
+            self._told_s = float("inf")
+            total = self._ray.cluster_resources()
+            needs = " and ".join(_listed(bundle) for bundle in self._group.bundle_specs)
+            self._say(
+                f"Ray has not placed {counted(self._job.servers, 'server')} and {counted(self._job.least, 'worker')} "
+                f"yet: they need {needs} at the same time, and the cluster has {_listed(total)}, of which others may "
+                "use a part"
+            )
+
+    def _look_at_nodes(self) -> None:
+        """Let the programs on nodes that Ray is about to take away leave."""
+        now_s = time.monotonic()
+        if now_s < self._drains_s:
+            return
+        self._drains_s = now_s + DRAIN_INTERVAL_S
+        draining = self._draining()
+        if self._server.node in draining and self._failure is None:
+            self._fail(RunFailedError("the run", f"{LEAVING}, which serves it"))
+        for place in self._workers:
+            if place.joining and not place.leaving and place.node in draining:
+                place.leaving = True
+                self._say(f"{place.name}: {LEAVING}, so its worker leaves")
+                place.actor.signal.remote(signal.SIGTERM)
+
+    def _draining(self) -> set[str]:
+        """Return the ids of the nodes that Ray is about to take away. Ray has no public function for this."""
+        with contextlib.suppress(Exception):
+            return set(self._ray._private.state.state.get_draining_nodes())
+        return set()
+
+    def _fail(self, failure: RunFailedError | ConfigurationError) -> None:
+        """End the run because of a failure that the coordinator does not know of."""
+        self._failure = failure
+        if self._coordinator:
+            self._end_run()
+        else:
+            raise failure
+
+    def _end_run(self) -> None:
+        """Let the run end now, as Ctrl-C does. A second call ends it immediately."""
+        if self._server.node:
+            self._server.actor.signal.remote(signal.SIGINT)
+
+    # -- results ------------------------------------------------------------------------------------------
+
+    def _collect(self, place: Place) -> None:
+        """Copy the files of a program that has ended to the run directory."""
+        actor, get = place.actor, self._ray.get
+        try:
+            for name, size in get(actor.files.remote(), timeout=ANSWER_TIMEOUT_S):
+                # A worker that has joined again has continued the log of the first one.
+                with Path(self._job.run_dir, name).open("ab") as target:
+                    for offset in range(0, size, CHUNK_BYTES):
+                        target.write(get(actor.read.remote(name, offset, CHUNK_BYTES)))
+        except (OSError, self._ray.exceptions.RayError) as error:
+            self._say(f"{place.name}: its files could not be copied to {self._job.run_dir}: {error}")
+
+    def _result(self, ended: Ended) -> RunResult:
+        """Return the result of the run, or raise its failure."""
+        folder, run_dir = self._server.folder, Path(self._job.run_dir)
+        if ended.error:
+            failure = pickle.loads(ended.error)
+            failure.__notes__ = [
+                note.replace(folder, str(run_dir)) for note in getattr(failure, "__notes__", [])
+            ]
+            raise failure
+        summary, snapshots, problems = pickle.loads(ended.result)
+        if summary:
+            text = msgspec.json.encode(summary).decode().replace(folder, str(run_dir))
+            summary = msgspec.json.decode(text)
+            problems = [*problems, *filter(None, [write_summary(summary, run_dir)])]
+        weights = run_dir / "weights.safetensors"
+        if self._failure is not None:
+            if weights.exists():
+                self._failure.add_note(f"the weights at the time of the failure were saved to {weights}")
+            raise self._failure
+        if ended.how == "interrupted":
+            self._say(f"the weights at the time of the signal were saved to {weights}")
+            raise self._interruption.exception("all processes of the run have ended", summary)
+        return RunResult(load_file(weights), summary, run_dir, snapshots, tuple(problems))
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+_HOW = {"left": "has left", "lost": "was lost", "refused": "was refused"}
+
+
+def _placed(place: Place) -> bool:
+    return place.node != "" or place.over
+
+
+def _listed(resources: Mapping[str, float]) -> str:
+    """Return the amounts of resources that users name, for example "4 CPU, 1 GPU"."""
+    named = (name for name in sorted(resources) if not name.startswith(("node:", "memory", "object_store")))
+    return ", ".join(f"{resources[name]:g} {name}" for name in named)

@@ -1,0 +1,51 @@
+"""Says when a run waits for machines to join it, and gives up after a while if none does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ..runtime.coordinator import CoordinatorHost
+
+__all__ = ["Vacancies"]
+
+
+class Vacancies:
+    """Watches whether enough workers take part in a run that machines can join. Call `look` often.
+
+    Args:
+        coordinator: the coordinator of the run.
+        patience_s: number of seconds for which the run may have too few workers; None for no limit.
+        say: a function that prints a line.
+    """
+
+    def __init__(
+        self, coordinator: CoordinatorHost, patience_s: float | None, say: Callable[[str], None]
+    ) -> None:
+        self._coordinator = coordinator
+        self._patience_s = patience_s
+        self._say = say
+        self._paused = False
+        self._since_s: float | None = None  # time since which there have been too few workers
+
+    def look(self) -> str:
+        """Check the number of workers. Return why the run must end, or "" if it need not."""
+        shortage = self._coordinator.core.shortage
+        begun = self._coordinator.core.model is not None
+        if self._paused != (begun and shortage != ""):
+            self._paused = not self._paused
+            if self._paused:
+                self._say(f"the run is paused: it has {shortage}; it continues when others have joined")
+            else:
+                self._say("the run continues")
+        if not shortage:
+            self._since_s = None
+            return ""
+        now_s = time.monotonic()
+        self._since_s = self._since_s or now_s
+        if self._patience_s is None or now_s - self._since_s < self._patience_s:
+            return ""
+        return (
+            f"it has {shortage}, and has waited for {self._patience_s:g} s (--wait). Let more machines join, or "
+            "start the run with a smaller minimum (--workers MIN:MAX)"
+        )
