@@ -30,6 +30,7 @@ __all__ = ["mark"]  # a fixture
 collect_ignore_glob = ["checked_scripts/*", "ported_scripts/*"]  # run by tests of their own only
 
 LONG_FILES = (
+    "test_joining.py",
     "test_ends.py",
     "test_live.py",
     "test_training.py",
@@ -52,9 +53,10 @@ LONG_FILES = (
 
 
 def pytest_configure() -> None:
-    """Hear Ctrl-C, also in the background, where a shell has it ignored: some tests send it to themselves."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Hear SIGINT and SIGQUIT, also in the background, where a shell has them ignored: some tests send them."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

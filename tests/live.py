@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -150,8 +150,8 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process_id, signal.SIGKILL)
             sys.modules.pop("workout", None)
-        # torch's, and that of a killed process whose loader had processes of its own
-        known = ("torchinductor", "pymp-")
+        # torch's, torchrun's, and that of a killed process whose loader had processes of its own
+        known = ("torchinductor", "torchelastic_", "pymp-")
         left = [path for path in Path(temporary).iterdir() if not path.name.startswith(known)]
         left += sockets_under(tmp_path)
         assert left == [], f"files are left: {left}"
@@ -181,9 +181,11 @@ def hear_signals() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def start_program(*arguments: str, stderr: int | IO[str] = subprocess.PIPE) -> subprocess.Popen[str]:
+def start_program(
+    *arguments: str, stderr: int | IO[str] = subprocess.PIPE, prefix: Sequence[str] = ()
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *arguments],
+        [*prefix, sys.executable, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=stderr,

@@ -193,6 +193,9 @@ def test_the_commands_are_those_that_users_need(call: Call) -> None:
     assert re.findall(r"^\W*([a-z]+)  ", listed, re.MULTILINE) == [
         "run",
         "check",
+        "serve",
+        "join",
+        "status",
         "demo",
         "simulate",
         "advise",

@@ -339,7 +339,7 @@ def test_batches_of_the_users_own_are_dealt_out_whole() -> None:
     dataset = items(20)
 
     def load() -> Iterable[Any]:
-        batches = BatchSampler(SequentialSampler(dataset), batch_size=3, drop_last=False)
+        batches = list(BatchSampler(SequentialSampler(dataset), batch_size=3, drop_last=False))
         return distribute(DataLoader(dataset, batch_sampler=batches))
 
     with being(Worker(0, 2)):
@@ -656,7 +656,7 @@ def test_items_that_cannot_be_produced_again_are_reported() -> None:
     with being(Worker(0, 2, ledger=ledger)):
         rest = start()
         assert next(rest) == 1
-        ledger.leave(1, [], {0}, lost=True)
+        ledger.leave(1, [], {0}, early=True)
         with pytest.raises(ConfigurationError, match="a generator can be iterated over only once"):
             next(rest)
 
@@ -773,7 +773,7 @@ def test_more_workers_than_items_are_refused(batch_size: int | None) -> None:
 
 
 def test_more_workers_than_batches_of_the_users_own_are_refused() -> None:
-    batches = BatchSampler(SequentialSampler(items(6)), batch_size=3, drop_last=False)
+    batches = list(BatchSampler(SequentialSampler(items(6)), batch_size=3, drop_last=False))
     with (
         being(Worker(2, 3)),
         pytest.raises(ConfigurationError, match="cannot split 2 items among 3 workers"),
@@ -884,6 +884,36 @@ def test_an_epoch_cannot_be_repeated() -> None:
         part = distribute(DataLoader(TensorDataset(torch.arange(24)), batch_size=4))
         assert isinstance(part, DistributedLoader)
         list(part)
-        for epoch in (0, -1, True, "1"):
-            with pytest.raises(UsageError, match=f"epoch is {epoch!r}, expected an integer of at least 1"):
+        list(part)
+        for epoch in (1, -1, True, "1"):
+            with pytest.raises(
+                UsageError, match=f"epoch is {epoch!r}, expected 0 or an integer of at least 2"
+            ):
                 part.set_epoch(epoch)  # type: ignore[arg-type]
+
+
+def test_a_script_that_trains_a_second_time_counts_its_epochs_anew() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(24)), batch_size=4, shuffle=True)
+    orders: list[list[int]] = []
+    with being(Worker(0, 1)):
+        part = distribute(loader)
+        assert isinstance(part, DistributedLoader)
+        for _ in range(2):
+            for epoch in range(3):
+                part.set_epoch(epoch)
+                orders.append([int(item) for (x,) in part for item in x])
+        with pytest.raises(UsageError, match="epoch is 2, expected 0 or an integer of at least 3"):
+            part.set_epoch(2)
+    assert all(sorted(order) == [*range(24)] for order in orders)
+    assert len(set(map(tuple, orders))) == 6
+
+
+def test_torchs_own_batch_sampler_is_split_like_a_batch_size() -> None:
+    data = TensorDataset(torch.arange(64))
+    batches = BatchSampler(SequentialSampler(data), batch_size=4, drop_last=False)
+    ledger, sizes = DataLedger(), []
+    for worker in range(3):
+        with being(Worker(worker, 3, ledger=ledger)):
+            part = distribute(DataLoader(data, batch_sampler=batches))
+            sizes.append([len(x) for (x,) in part])
+    assert sizes == [[4, 4, 4, 4, 4, 2], [4, 4, 4, 4, 4, 1], [4, 4, 4, 4, 4, 1]]

@@ -13,8 +13,8 @@ from paceline.core import loader_ledger
 from paceline.core.coordinator import Coordinator
 from paceline.core.data_feed import DataFeed
 from paceline.core.data_ledger import DataLedger
-from paceline.core.lease import Batch, Order
-from paceline.core.messages import DataGranted, DataRequested
+from paceline.core.lease import Batch, Lease, Order
+from paceline.core.messages import DataGranted, DataRequested, WorkerFinished
 from paceline.core.requests import Request, Send, server_peer, worker_peer
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.sync.schedule import read_schedule
@@ -95,9 +95,9 @@ class Job:
         self.carry(life, life.feed.push(busy_s))
         life.feed.answered()
 
-    def leave(self, life: Life, drawn: tuple[int, int], *, lost: bool) -> None:
+    def leave(self, life: Life, drawn: tuple[int, int], *, early: bool) -> None:
         del self.lives[life.index]
-        self.ledger.leave(life.index, [drawn], self.lives.keys(), lost=lost)
+        self.ledger.leave(life.index, [drawn], self.lives.keys(), early=early)
         self.ledger.validate()
 
 
@@ -181,7 +181,7 @@ def test_in_random_lives_every_position_is_used_once_or_torn_or_returned(seed: i
             before = life.drawn - len(pending)
             for item in pending if pushed > before else ():
                 torn.update((item.epoch, p) for p in range(item.start, item.start + item.size))
-            job.leave(life, (before, pushed), lost=True)
+            job.leave(life, (before, pushed), early=True)
             if draw.random() < 0.5:
                 job.lives[newcomer] = Life(newcomer, draw.uniform(1, 4), free_s=job.now_s)
                 last[newcomer] = []
@@ -200,7 +200,7 @@ def test_in_random_lives_every_position_is_used_once_or_torn_or_returned(seed: i
         elif life.epoch + 1 < epochs:
             job.begin(life, life.epoch + 1, order)
         else:
-            job.leave(life, (life.drawn - len(pending),) * 2, lost=False)
+            job.leave(life, (life.drawn - len(pending),) * 2, early=False)
             finished += 1
     counts = job.ledger.counts()["loader"]
     assert finished
@@ -255,14 +255,14 @@ def test_the_ledger_of_a_script_that_never_pushes_stays_small_and_a_late_push_is
     counts = job.ledger.counts()["loader"]
     assert (counts.total, counts.leased, counts.used) == (epochs * size, epochs * size, 0)
     before = first.drawn // 3  # in the middle of the batches whose positions are forgotten
-    job.leave(first, (before, before + 1000), lost=True)
+    job.leave(first, (before, before + 1000), early=True)
     counts = job.ledger.counts()["loader"]
     assert counts.used == sum(sizes[0][:before])
     assert counts.torn == sum(sizes[0][before : before + 1000])
     assert counts.leased == sum(sizes[1])
     assert counts.returned + counts.left == sum(sizes[0][before + 1000 :])
     assert counts.returned >= loader_ledger.MOST_LEASES  # the last ones are returned
-    job.leave(second, (second.drawn, second.drawn), lost=False)
+    job.leave(second, (second.drawn, second.drawn), early=False)
     assert job.ledger.counts()["loader"].used == sum(sizes[0][:before]) + sum(sizes[1])
     assert leases_kept(job) == 0
 
@@ -365,11 +365,21 @@ def test_a_worker_that_is_lost_before_the_servers_connect_returns_its_data() -> 
     assert office.request(1, 0, 8).leases == leases
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_a_worker_that_leaves_early_returns_its_data_to_later_epochs(early: bool) -> None:
+    office = Office(server=True)
+    leases = office.request(0, 0, 8).leases
+    later = office.request(1, 1, 4).leases  # worker 1 is in the next epoch already
+    office.core.handle(worker_peer(0), WorkerFinished((), early), 0)
+    assert office.request(1, 1, 4).leases == (leases if early else ())
+    assert later == (Lease(1, 0, 4, 4, 1),)
+
+
 def test_a_worker_that_was_lost_without_data_may_begin_again() -> None:
     office = Office(server=True)
     office.request(0, 3, 0)
     office.core.disconnected(worker_peer(0), 0)
-    office.core.admit(0, 0, None, 0)
+    office.core.admit(0, 0)
     assert office.request(0, 0, 0).last
 
 
@@ -379,7 +389,7 @@ def test_an_epoch_of_astronomic_size_is_returned_and_dealt_without_listing_it() 
     for life in list(job.lives.values()):
         job.begin(life, 0, order)
     job.take(job.lives[0], order, order.size or 0)
-    job.leave(job.lives[0], (1, 1), lost=True)
+    job.leave(job.lives[0], (1, 1), early=True)
     assert job.ledger.counts()["loader"].returned > 3 * 10**9
     for life in job.lives.values():
         job.begin(life, 1, order)
@@ -399,13 +409,13 @@ def test_the_end_of_an_order_may_be_found_in_a_returned_batch_of_an_epoch_that_h
         job.push(first)
     job.begin(second, 0, order)
     assert job.take(second, order, 13) is None
-    job.leave(first, (2, 2), lost=True)  # returns the batch of positions 10 to 14
+    job.leave(first, (2, 2), early=True)  # returns the batch of positions 10 to 14
     job.begin(second, 1, order)
     assert job.take(second, order, 13) == Batch(1, 0, 5, 1)
     job.now_s += 1.0
     job.push(second)
     assert job.take(second, order, 13) == Batch(1, 5, 5, 6)
-    job.leave(second, (2, 2), lost=False)
+    job.leave(second, (2, 2), early=False)
     counts = job.ledger.counts()["loader"]
     assert (counts.total - counts.left, counts.used, counts.left_out) == (23, 20, 3)
 
@@ -413,7 +423,7 @@ def test_the_end_of_an_order_may_be_found_in_a_returned_batch_of_an_epoch_that_h
 def test_returned_batches_that_are_too_small_for_a_worker_are_left_out_at_once() -> None:
     job = Job([1.0, 1.0])
     job.begin(job.lives[0], 0, Order(10**10, 2, True, "static", ""))
-    job.leave(job.lives[0], (0, 0), lost=True)
+    job.leave(job.lives[0], (0, 0), early=True)
     job.begin(job.lives[1], 1, Order(10**10, 4, True, "dynamic", ""))
     counts = job.ledger.counts()["loader"]
     assert (counts.returned, counts.left_out, counts.leased) == (0, 5 * 10**9, 4)
@@ -427,13 +437,13 @@ def test_no_balanced_batch_is_smaller_than_the_minimum(size: int) -> None:
     for life in job.lives.values():
         life.feed.least = 2
         job.begin(life, 0, order)
-    job.leave(job.lives[0], (0, 0), lost=True)
+    job.leave(job.lives[0], (0, 0), early=True)
     sizes = []
     while job.lives:
         for life in list(job.lives.values()):
             job.now_s += 0.01
             if (batch := job.take(life, order, size)) is None:
-                job.leave(life, (life.drawn, life.drawn), lost=False)
+                job.leave(life, (life.drawn, life.drawn), early=False)
                 continue
             sizes.append(batch.size)
             job.push(life, (1.0 + 2 * life.index) * batch.size)
@@ -528,7 +538,7 @@ def test_a_lost_workers_share_of_later_rounds_goes_to_the_others() -> None:
     for step in range(20):
         for life in list(job.lives.values()):
             if step == 7 and life.index == 2:
-                job.leave(life, (7, 7), lost=True)
+                job.leave(life, (7, 7), early=True)
                 continue
             if (batch := job.take(life, order, 48 * 20)) is not None:
                 used.update(range(batch.start, batch.start + batch.size))

@@ -106,7 +106,7 @@ class Job:
             self.servers[server].handle(COORDINATOR, created, 0)
             self.servers[server].handle(worker_peer(0), messages.InitialWeights(server), 0)
             for worker in members:
-                self.servers[server].connected(worker)
+                self.servers[server].connected(worker, 0)
             for reply in self.coordinator.handle(server_peer(server), Ready(), 0):
                 assert isinstance(reply, Send)
                 self.workers[reply.to.index].handle(reply.message)
@@ -224,7 +224,7 @@ class Job:
             memory.extend()
         assert len(memory.origins) == number, f"the server stores {memory.origins}"
         self.connections[worker, server] = number
-        self._send_all(("server", server), core.connected(worker, number))
+        self._send_all(("server", server), core.connected(worker, 0, number))
 
     def _send_all(self, sender: Any, requests: list[Request]) -> None:
         for request in requests:
@@ -381,8 +381,8 @@ def forgets_that_the_initializer_may_be_lost(monkeypatch: pytest.MonkeyPatch) ->
 def never_lets_workers_connect_again(monkeypatch: pytest.MonkeyPatch) -> None:
     require_expected = Server.require_expected
 
-    def mistaken(self: Server, worker: int, extension: int = 0) -> None:
-        require_expected(self, worker, extension)
+    def mistaken(self: Server, worker: int, extension: int = 0, incarnation: int = 0) -> None:
+        require_expected(self, worker, extension, incarnation)
         if worker in self._connected:
             raise ProtocolError("the worker is already connected")
 
@@ -412,8 +412,8 @@ def takes_every_greeting_for_one_of_the_newest_extension(monkeypatch: pytest.Mon
 def refuses_a_greeting_before_the_coordinators_message(monkeypatch: pytest.MonkeyPatch) -> None:
     require_expected = Server.require_expected
 
-    def mistaken(self: Server, worker: int, extension: int = 0) -> None:
-        require_expected(self, worker, extension)
+    def mistaken(self: Server, worker: int, extension: int = 0, incarnation: int = 0) -> None:
+        require_expected(self, worker, extension, incarnation)
         if extension > self.extension:
             raise ProtocolError("the extension is not in force")
 

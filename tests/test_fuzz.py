@@ -45,6 +45,8 @@ from paceline.core.messages import (
     Contributed,
     CreateShards,
     DataRequested,
+    EntryRequested,
+    EpochReached,
     ExtendShards,
     ExtensionReady,
     Failed,
@@ -53,6 +55,7 @@ from paceline.core.messages import (
     FetchInitialBuffers,
     FetchOptimizerState,
     FetchSnapshot,
+    FetchStates,
     FetchWaits,
     FromCoordinatorToWorker,
     FromServer,
@@ -62,6 +65,8 @@ from paceline.core.messages import (
     InitialWeights,
     IterationFinished,
     IterationStarted,
+    KeepStates,
+    LoopPosition,
     Message,
     ModelExtended,
     OptimizerState,
@@ -553,6 +558,8 @@ class Attacker:
             GradientHashed(iteration, "abc"),
             StoodIn(),
             StopRequested(0),
+            EntryRequested(0),
+            EpochReached(self.position(), choice.random() < 0.5, choice.random() < 0.5),
             DataRequested(0, "loader", 0, Order(100, 4, False, "auto", ""), 0, 0),
         ]
         return [(word, 0) for word in words]
@@ -594,6 +601,8 @@ class Attacker:
             (FetchOptimizerState(shard.index), 0),
             (FetchBuffers(shard.index), 0),
             (FetchInitialBuffers(shard.index, 7), 0),
+            (FetchStates(shard.index), 0),
+            (KeepStates(shard.index, self.position()), choice.choice((0, 8))),
             (ModelExtended(puppet.shards, 1), 0),
             (FetchSnapshot(shard.index), 0),
             (FetchSnapshot(shard.index, (0, puppet.index)), 0),
@@ -607,6 +616,9 @@ class Attacker:
             (Committed(shard.index, iteration), 0),
             (OptimizerState(shard.index), 0),
         ]
+
+    def position(self) -> LoopPosition:
+        return LoopPosition(self.choice.randrange(2), self.choice.randrange(3), passes=(("loader", 1),))
 
     def groups(self, puppet: Puppet) -> bytes:
         groups: list[dict[str, Any]] = [dict(group) for group in puppet.bench.model.optimizer.groups]

@@ -34,6 +34,7 @@ def test_the_package_exports_these_names_and_no_others() -> None:
         "sim",
         "simulate",
         "sync",
+        "track",
         "worker_count",
         "worker_index",
         "zipline",

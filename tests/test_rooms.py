@@ -36,7 +36,11 @@ ROOMS = [
     "cli",
 ]
 
-EXEMPT = {"__init__", "__main__"}  # the lazy table of public names; `python -m paceline`
+EXEMPT = {
+    "__init__",
+    "__main__",
+    "join",
+}  # the lazy table of public names; `python -m paceline` and `paceline.join`
 
 PURE = ["errors", "zipline", "sync", "core"]
 

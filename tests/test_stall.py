@@ -8,6 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from paceline.core.layout import Layout
+from paceline.core.messages import ShardWaits, Status, Waits
+from paceline.core.model_spec import ModelSpec, OptimizerSpec
 from paceline.runtime import stall
 from paceline.runtime.coordinator import CoordinatorHost
 from paceline.runtime.job import make_job
@@ -70,3 +73,26 @@ def test_who_is_awaited_before_training(
 
     assert [f"{each.role} {each.index} {each.doing}" for each in found] == awaited
     assert all(each.waiting == tuple(registered) for each in found)
+
+
+def test_answers_from_before_a_loss_are_no_standstill(
+    coordinator: CoordinatorHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 1 waits for worker 0, which is lost. Server 0 has learned it only after three more answers."""
+    now_s = 1000.0
+    monkeypatch.setattr(stall, "time", SimpleNamespace(monotonic=lambda: now_s))
+    core = coordinator.core
+    core.model = ModelSpec(Layout((), (), {}), OptimizerSpec("", (), ()), ())
+    watch = stall.StallWatch(coordinator)
+    found = []
+    both, one = (0, 1), (1,)
+    for live, known in [(both, both), (both, both), (one, both), (one, both), (one, one), (one, one)]:
+        monkeypatch.setattr(type(core), "live", frozenset(live))
+        core.board = {worker: Status(1, None, "computing" if worker == 0 else "waiting") for worker in live}
+        staleness = tuple((worker, 0) for worker in known)
+        core.waits[0] = Waits((ShardWaits(0, "bsp", ((1, 1),), ("round 1",), staleness),), timers=False)
+        now_s += 20.0
+        watch.look()
+        found.append(bool(watch.standstill))
+
+    assert found == [False, False, False, False, False, True]

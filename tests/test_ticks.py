@@ -243,6 +243,11 @@ def test_a_float_that_would_be_rounded_to_zero_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"seconds is 4e-10, which would be rounded to 0"):
         Cluster([4e-10, 1.0])
     assert simulate(Cluster([Fraction(4, 10**10), 1]), "asp", 2).time_s == 2.0
+    with pytest.raises(ConfigurationError, match=r"delay_s is 4e-10, which would be rounded to 0"):
+        parse("naive-waiting:delay_s=4e-10")
+    with pytest.raises(ConfigurationError, match=r"abort_time_s is 4e-10, which would be rounded to 0"):
+        SpecSync(abort_time_s=4e-10, abort_rate=0)
+    SpecSync(abort_time_s=Fraction(4, 10**10), abort_rate=0)
 
 
 def test_integers_are_exact_however_large() -> None:

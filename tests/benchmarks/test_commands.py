@@ -17,12 +17,15 @@ ROOT = Path(__file__).parents[2]
 OPTIONS = {
     "transport": {"--json", "--sizes", "--workers", "--servers", "--rounds", "--systems"},
     "overlap": {"--json", "--rate", "--rounds", "--iterations", "--shards", "--picture"},
+    "links": {"--json", "--rate", "--sizes", "--rounds"},
     "sync": {"--json"},
     "zipline": {"--json", "--rounds", "--quick"},
     "simulator": {"--json"},
     "unequal": {"--json"},
     "data": {"--json"},
+    "coordinator": {"--json"},
     "startup": {"--json"},
+    "ray-startup": {"--json"},
 }
 
 
@@ -34,7 +37,7 @@ def test_all_benchmarks_are_listed(arguments: list[str]) -> None:
     )
     shown = ended.stdout + ended.stderr
     assert "python -m benchmarks" in shown
-    assert re.findall(r"^\W*([a-z]+)  ", shown.partition("Commands")[2], re.MULTILINE) == list(OPTIONS)
+    assert re.findall(r"^\W*([a-z-]+)  ", shown.partition("Commands")[2], re.MULTILINE) == list(OPTIONS)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
