@@ -276,7 +276,7 @@ def test_machines_on_a_network(mark: str) -> None:
 
 def test_anybody_with_the_secret_can_watch_a_run(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served("--workers", "2", "--servers", "2")
-    joined = [served.join("100", "0.03"), served.join("100", "0.03")]
+    joined = [served.join("60", "0.03"), served.join("60", "0.03")]
     await_that(lambda: Path("run", "trace-shard-0.jsonl").exists(), "training has begun")
     wrong = run_program("-m", "paceline", "status", served.address, "--secret-file", served.wrong_secret())
     monkeypatch.setenv("PACELINE_SECRET", served.secret)
@@ -286,7 +286,7 @@ def test_anybody_with_the_secret_can_watch_a_run(mark: str, monkeypatch: pytest.
     codes = [output(program)[0] for program in joined]
     summary = served.summary()
 
-    assert (codes, summary["samples"], summary["lost_workers"]) == ([0, 0], 100 * 96, [])
+    assert (codes, summary["samples"], summary["lost_workers"]) == ([0, 0], 60 * 96, [])
     assert listening == [int(served.port)]
     assert (wrong.returncode, wrong.stdout) == (1, "")
     assert "Traceback" not in wrong.stderr
@@ -437,7 +437,7 @@ def test_a_run_that_nobody_joins_gives_up(mark: str) -> None:
 
 def test_the_others_continue_while_a_worker_is_stopped(mark: str) -> None:
     served = Served("--workers", "2", "--sync", "bsp")
-    joined = [served.join("100", "0.01"), served.join("100", "0.01")]
+    joined = [served.join("60", "0.01"), served.join("60", "0.01")]
     await_that(lambda: Path("run", "trace-shard-0.jsonl").exists(), "training has begun")
     stopped = processes(mark)["worker 1"]
     os.kill(stopped, signal.SIGSTOP)

@@ -78,6 +78,8 @@ def main(order: Order, descriptors: Descriptors) -> int:
         _train(kind, arguments, objects)
     except SystemExit as end:
         if end.code not in (None, 0):
+            if job.joined:
+                print(f"paceline: {_describe_exit(end.code)}", file=sys.stderr, flush=True)
             session.fail(_describe_exit(end.code), "")
             return 1
     except BaseException as error:
@@ -89,13 +91,13 @@ def main(order: Order, descriptors: Descriptors) -> int:
             session.finish()
             session.close()
             return 0
-        # Any exception from the script is sent to the launcher, which reports it once.
+        # Any exception from the script is sent to the launcher, which reports it once. If the launcher is on another
+        # machine, the log on this one contains it, too: the user may not see the other's output.
         consequence = _caused_by_peer_loss(error)
-        if (
-            consequence and job.joined
-        ):  # the launcher may have closed the connection, and is on another machine
-            print(f"paceline: {first_line(error)}", file=sys.stderr)
-        session.fail(first_line(error), _script_traceback(error), consequence=consequence)
+        told = _script_traceback(error)
+        if job.joined:
+            print(f"paceline: {first_line(error)}" if consequence else told, file=sys.stderr, flush=True)
+        session.fail(first_line(error), told, consequence=consequence)
         return EXIT_PEER_LOST if consequence else 1
     session.finish()
     session.close()
