@@ -8,7 +8,6 @@ belong to machines, which send heartbeats. Sometimes a worker asks a question, t
 from __future__ import annotations
 
 import multiprocessing
-import resource
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -35,6 +34,7 @@ from paceline.wire.preface import COORDINATOR
 from paceline.wire.secret import new_secret
 
 from .crowd import Crowd, CrowdReport, Place
+from .descriptors import allow_descriptors
 
 __all__ = ["CoordinatorRow", "estimate_s", "measure", "table"]
 
@@ -120,7 +120,7 @@ def measure(
 def _measure(
     sync: str, workers: int, machines: int, seconds: float, interval_s: float, *, secure: bool
 ) -> CoordinatorRow:
-    _allow_descriptors(workers + machines + SPARE_DESCRIPTORS)
+    allow_descriptors(workers + machines + SPARE_DESCRIPTORS)
     spawn = multiprocessing.get_context("spawn")
     with TemporaryDirectory() as folder, ExitStack() as stack:
         # No process trains, so the memory for the processes of so many workers is not needed.
@@ -193,7 +193,7 @@ def _fetch(pipe: Any) -> CrowdReport:
 def _work(place: bytes, pipe: Any) -> None:
     """Be the light workers until the pipe is closed. Run in a process of its own."""
     chosen = msgspec.msgpack.decode(place, type=Place)
-    _allow_descriptors(chosen.workers + chosen.machines + SPARE_DESCRIPTORS)
+    allow_descriptors(chosen.workers + chosen.machines + SPARE_DESCRIPTORS)
     with Crowd(chosen) as crowd:
         crowd.join()
         pipe.send(None)
@@ -204,17 +204,6 @@ def _work(place: bytes, pipe: Any) -> None:
                 except EOFError:
                     return
                 pipe.send(crowd.report())
-
-
-def _allow_descriptors(needed: int) -> None:
-    """Let this process open as many file descriptors as it needs."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ConfigurationError(
-            f"this process may open {hard} files, but the benchmark needs {needed}. Raise the limit with ulimit -Hn."
-        )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def table(rows: list[CoordinatorRow]) -> Table:

@@ -8,7 +8,6 @@ bytes every time. This loop is the floor: it shows what the system calls alone t
 from __future__ import annotations
 
 import multiprocessing
-import resource
 import selectors
 import socket
 import threading
@@ -32,13 +31,14 @@ from paceline.core.messages import (
     Message,
 )
 from paceline.core.requests import Request, Send, worker_peer
-from paceline.errors import ConfigurationError
 from paceline.runtime.coordinator import CoordinatorHost
 from paceline.runtime.job import make_job
 from paceline.sync.schedule import read_schedule
 from paceline.sync.ticks import in_ticks
 from paceline.wire.addresses import connect, listen_unix
 from paceline.wire.stream import BUFFER_BYTES, MAGIC, PREFIX, Stream
+
+from .descriptors import allow_descriptors
 
 __all__ = ["SECONDS", "RequestsRow", "ask_core", "ask_floor", "ask_host", "estimate_s"]
 
@@ -134,7 +134,7 @@ def ask_host(workers: int, rate: float, seconds: float = SECONDS) -> RequestsRow
     Raises:
         ConfigurationError: this process may not open enough sockets.
     """
-    _allow_descriptors(workers + SPARE_DESCRIPTORS)
+    allow_descriptors(workers + SPARE_DESCRIPTORS)
     with TemporaryDirectory() as folder, ExitStack() as stack:
         # No process trains, so the memory for the processes of so many workers is not needed.
         job = make_job(workers=1, servers=1, sync="asp", transport="unix", run_dir=f"{folder}/run")
@@ -154,7 +154,7 @@ def ask_floor(workers: int, rate: float, seconds: float = SECONDS) -> RequestsRo
     Raises:
         ConfigurationError: this process may not open enough sockets.
     """
-    _allow_descriptors(workers + SPARE_DESCRIPTORS)
+    allow_descriptors(workers + SPARE_DESCRIPTORS)
     listener, address = listen_unix()
     stop, stopping = socket.socketpair()
     thread = threading.Thread(target=_answer_all, args=(listener, workers, stopping))
@@ -240,20 +240,9 @@ def _answered(pipes: list[Any]) -> int:
     return sum(pipe.recv() for pipe in pipes)
 
 
-def _allow_descriptors(needed: int) -> None:
-    """Let this process open as many file descriptors as it needs."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ConfigurationError(
-            f"this process may open {hard} files, but the benchmark needs {needed}. Raise the limit with ulimit -Hn."
-        )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-
 def _ask(address: str, token: str, workers: range, rate: float, pipe: Any) -> None:
     """Take the part of several workers until the pipe is closed. Run in a process of its own."""
-    _allow_descriptors(len(workers) + SPARE_DESCRIPTORS)
+    allow_descriptors(len(workers) + SPARE_DESCRIPTORS)
     with ExitStack() as stack:
         selector = stack.enter_context(closing(selectors.DefaultSelector()))
         selector.register(pipe, selectors.EVENT_READ)
