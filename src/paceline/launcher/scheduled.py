@@ -147,10 +147,8 @@ def join_job(
             work(meeting)
         except Terminated as end:
             asked = end
-        except RunFailedError as error:
-            console.print(
-                f"{error}", markup=False, highlight=False
-            )  # the run may continue without this worker
+        except RunFailedError as error:  # the run may continue without this worker
+            console.print(str(error), markup=False, highlight=False)
         code = _await_end(serving, asked is not None)
         if asked is not None and not (code in EXIT_FINISHED and finished(meeting.run_dir)):
             raise asked

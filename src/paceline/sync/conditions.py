@@ -423,10 +423,9 @@ class ConditionMachine(ShardMachine):
             for worker, iteration in closing.items():
                 del self._filed_under[worker]
                 actions.append(self._answer(worker, iteration))
+        # If the last worker has left, no further push can complete this round.
         if not (self.counts.live_count or self.frozen):
-            actions += (
-                self._apply_mean()
-            )  # the last worker has left, so no further push can complete this round
+            actions += self._apply_mean()
         return actions
 
     def _is_complete(self) -> bool:
