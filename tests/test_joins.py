@@ -10,6 +10,7 @@ from paceline.core import messages
 from paceline.core.coordinator import Coordinator
 from paceline.core.joining import Join
 from paceline.core.layout import Layout, ShardSlice
+from paceline.core.lease import Order, positions
 from paceline.core.messages import (
     ChangePublished,
     JoinOffered,
@@ -221,6 +222,36 @@ def test_an_index_is_used_again_by_the_next_incarnation() -> None:
     assert run.core.fate(1) == ""
     assert run.core.ended(1, 0, incarnation=0) == []  # the process of the earlier one
     assert kinds(run.serve(1)) == [Started]
+
+
+def test_the_first_epoch_is_split_when_enough_workers_have_joined() -> None:
+    schedule = Schedule((Step((parse("bsp"),)),))
+    core = Coordinator(schedule, workers=3, servers=1, shards=1, late=range(3), least=2)
+    ask = messages.DataRequested(0, "loader", 0, Order(24, 4, False, "auto", ""), 0, 0)
+    core.invite(1)
+    core.connected(worker_peer(0), 0)
+    assert core.handle(worker_peer(0), ask, 0) == []
+    core.invite(1)
+    [early] = core.connected(worker_peer(1), 0)
+    assert isinstance(early, Send)
+    assert early.to == worker_peer(0)
+    [late] = core.handle(worker_peer(1), ask, 0)
+    assert isinstance(late, Send)
+    for granted in (early.message, late.message):
+        assert isinstance(granted, messages.DataGranted)
+        assert positions(granted.leases) == 12
+
+
+def test_a_worker_that_leaves_before_the_run_begins_receives_no_data() -> None:
+    schedule = Schedule((Step((parse("bsp"),)),))
+    core = Coordinator(schedule, workers=3, servers=1, shards=1, late=range(3), least=2)
+    ask = messages.DataRequested(0, "loader", 0, Order(24, 4, False, "auto", ""), 0, 0)
+    core.invite(1)
+    core.connected(worker_peer(0), 0)
+    core.handle(worker_peer(0), ask, 0)
+    core.disconnected(worker_peer(0), 0)
+    core.invite(2)
+    assert core.connected(worker_peer(1), 0) == []
 
 
 def test_a_worker_gets_the_index_that_it_asks_for_if_this_is_free() -> None:

@@ -112,7 +112,7 @@ class Coordinator:
         read_sync: function that parses the sync model that a worker requests. It raises `ConfigurationError` if the
             run cannot use the model.
         late: workers that are absent at the start. They join later; see `invite`.
-        least: number of workers with which the run begins. Default: all workers that are not absent.
+        least: minimum number of workers with which the run begins. It also waits for all that are not absent.
         pause_below: number of workers below which the run pauses until others join. Once a worker has finished, the
             run no longer pauses. Default: 0, with which it never pauses, but ends when all workers are lost.
         shortage: function of the model and the number of workers. It returns the reason why the run cannot start on
@@ -212,6 +212,8 @@ class Coordinator:
         self._join: Join | None = None  # the join that is in progress, of the first of these workers
         # Requests for another sync model that have arrived during a join: (worker, message).
         self._postponed: list[tuple[int, messages.SyncRequested]] = []
+        # Requests for data that have arrived while the run had too few workers to begin: (worker, loader) -> message.
+        self._early: dict[tuple[int, int], DataRequested] = {}
         self._fingerprints = Fingerprints()
         self._uneven = False  # True once a worker has pushed in lockstep while its script was not training
         # True once a worker has joined a run in progress. In lockstep, workers then end their epochs at different
@@ -261,9 +263,13 @@ class Coordinator:
     def shortage(self) -> str:
         """How many workers the run has and needs, if it has too few to begin or to continue; "" otherwise."""
         if self.model is None:
-            few = len(self._live) < self._least and not self.finished
-            return f"{len(self._live)} of at least {self._least} workers" if few else ""
+            return f"{len(self._live)} of at least {self._least} workers" if self._is_too_small else ""
         return f"{len(self.present)} of at least {self._pause_below} workers" if self.paused else ""
+
+    @property
+    def _is_too_small(self) -> bool:
+        """True if the run has too few workers to begin."""
+        return self.model is None and len(self._live) < self._least and not self.finished
 
     @property
     def _some_have_finished(self) -> bool:
@@ -346,7 +352,7 @@ class Coordinator:
             self._connected.add(peer.index)
         else:
             self._addresses[peer.index] = address
-        return self._begin_if_complete(now_ticks)
+        return self._begin_if_complete(now_ticks) + self._hand_out_early(now_ticks)
 
     def disconnected(self, peer: Peer, now_ticks: int) -> list[Request]:
         """Handle a closed connection to a worker or server. If the worker has not finished, it is lost."""
@@ -686,9 +692,8 @@ class Coordinator:
             if worker in self.present:
                 try:
                     requests += self._request_sync(worker, message, now_ticks)
-                except (
-                    ProtocolError
-                ) as error:  # the sender of the message that is being handled is not to blame
+                except ProtocolError as error:
+                    # The sender of the message that is being handled is not to blame.
                     requests.append(Warn(f"worker {worker}: {error}"))
         return requests + self._join_next()
 
@@ -717,6 +722,7 @@ class Coordinator:
         self._live.discard(worker)
         self._registered.pop(worker, None)
         self._committed.pop(worker, None)
+        self._early = {key: message for key, message in self._early.items() if key[0] != worker}
         requests: list[Request] = []
         if kind is WorkerLost:
             self.lost.append(worker)
@@ -745,7 +751,7 @@ class Coordinator:
         if self._extension is not None:
             requests += self._extension.left(worker)
         requests += self.collectives.left(worker, self._live)
-        requests += self._begin_if_complete(now_ticks) + self._allow_pulls()
+        requests += self._begin_if_complete(now_ticks) + self._hand_out_early(now_ticks) + self._allow_pulls()
         if worker in self._admitted:
             self._admitted.remove(worker)
             if self._join is not None and self._join.worker == worker:
@@ -778,6 +784,10 @@ class Coordinator:
     def _hand_out(self, worker: int, message: DataRequested, now_ticks: int) -> list[Request]:
         if worker in self._left:
             raise ProtocolError(f"worker {worker} has left, but requests data")
+        if self._is_too_small:
+            # An equal split is made once for each epoch, so it must include those with whom training begins.
+            self._early[worker, message.loader] = message
+            return []
         try:
             grant = self.data.request(
                 worker,
@@ -798,6 +808,20 @@ class Coordinator:
             return self._refuse([worker], str(error), f"worker {worker}")
         granted = DataGranted(message.loader, message.epoch, grant.leases, grant.last)
         return [Send(worker_peer(worker), granted)]
+
+    def _hand_out_early(self, now_ticks: int) -> list[Request]:
+        """Answer the requests for data that have arrived too early, once the run has enough workers to begin."""
+        if self._is_too_small:
+            return []
+        requests: list[Request] = []
+        early, self._early = self._early, {}
+        for (worker, _), message in early.items():
+            try:
+                requests += self._hand_out(worker, message, now_ticks)
+            except ProtocolError as error:
+                # The sender of the message that is being handled is not to blame.
+                requests.append(Warn(f"worker {worker}: {error}"))
+        return requests
 
     def _compare(self, worker: int, message: GradientHashed) -> list[Request]:
         """Warn once if workers compute the same gradients."""
