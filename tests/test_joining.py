@@ -118,11 +118,11 @@ class Served:
         write_secret(new_secret(), Path("wrong"))
         return "wrong"
 
-    def failure(self) -> str:
-        """Wait until the run has failed, and return its messages."""
+    def failure(self, code: int = 1) -> str:
+        """Wait until the run has failed with this exit code, and return its messages."""
         self.program.communicate(timeout=120)
         self._messages.close()
-        assert self.program.returncode == 1
+        assert self.program.returncode == code
         return self.messages
 
     def summary(self) -> dict[str, object]:
@@ -433,6 +433,18 @@ def test_a_run_that_nobody_joins_gives_up(mark: str) -> None:
     served = Served("--workers", "2", "--wait", "0.1")
 
     assert "it has 0 of at least 2 workers, and has waited for 0.1 s" in served.failure()
+
+
+def test_a_machine_says_that_its_run_was_interrupted_on_another_one(mark: str) -> None:
+    served = Served("--workers", "1")
+    joined = served.join("1000", "0.02")
+    await_that(lambda: Path("run", "trace-shard-0.jsonl").exists(), "training has begun")
+    served.program.send_signal(signal.SIGINT)
+    served.failure(code=130)
+    code, _, stderr = output(joined)
+
+    assert code == 1
+    assert "it was interrupted on the machine that serves it" in stderr
 
 
 def test_the_others_continue_while_a_worker_is_stopped(mark: str) -> None:

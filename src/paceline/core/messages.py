@@ -356,7 +356,7 @@ class RunEnded(Message, frozen=True, tag=True):
     """The run is over, so the workers that are left must end.
 
     Attributes:
-        failure: the reason why the run has failed; "" if it has finished.
+        failure: the reason why the run has failed or was interrupted; "" if it has finished.
     """
 
     failure: str

@@ -216,8 +216,11 @@ class LiveRun:
                     self._sampler.start()
                 failure = self._await_end()
                 self._lost = tuple(coordinator.core.lost)
-                coordinator.dismiss("" if failure is None else str(failure))
-                early = failure is not None or self._interruption.asked
+                reason = "" if failure is None else str(failure)
+                if self._interruption.asked:
+                    reason = reason or "it was interrupted on the machine that serves it"
+                coordinator.dismiss(reason)
+                early = bool(reason)
                 if early:
                     engine.end(engine.workers.values(), grace_s=0.0, hurried=self._interruption.hurried)
                 if self._sampler is not None:
