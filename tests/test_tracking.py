@@ -368,6 +368,27 @@ def test_a_script_that_tracks_another_object_is_refused() -> None:
     assert seen == ["refused"]
 
 
+def test_a_state_that_does_not_fit_the_object_is_refused() -> None:
+    seen: list[str] = []
+
+    def train() -> None:
+        script = Script(track=False)
+        paceline.track(average=nn.Linear(1, 1 + paceline.worker_index()))
+        if paceline.worker_index() == 1:
+            words = (
+                r"tracks as 'average' does not accept .*size mismatch for weight.* must run the same script"
+            )
+            with pytest.raises(UsageError, match=words):
+                script.train(count=8)
+            seen.append("refused")
+        else:
+            script.train(count=8)
+
+    cluster = Cluster(compute_s=[1.0, 1.0], presence={1: Presence(joins_at_s=40.5)})
+    simulate(cluster, "asp", train_fn=train)
+    assert seen == ["refused"]
+
+
 # -- live -------------------------------------------------------------------------------------------------
 
 

@@ -107,7 +107,7 @@ def load_states(session: Session, data: bytes | bytearray) -> None:
 
     Raises:
         ProtocolError: the bytes are not those of states.
-        UsageError: the job does not track an object that this script tracks.
+        UsageError: the job does not track an object that this script tracks, or the state of another object.
     """
     tracked = _of(session)
     tracked.kept = decode_states(data)
@@ -164,7 +164,14 @@ def _load_into(objects: Mapping[str, Stateful], kept: Mapping[str, Any] | None) 
                 f"this worker has joined late, and its script tracks {name!r}, but the job tracks only "
                 f"{', '.join(map(repr, kept)) or 'nothing'}. All workers must run the same script."
             )
-        _load(thing, kept[name])
+        try:
+            _load(thing, kept[name])
+        except Exception as error:
+            why = " ".join(str(error).split())
+            raise UsageError(
+                f"this worker has joined late, and the object that its script tracks as {name!r} does not accept the "
+                f"state that the job has kept: {why} All workers must run the same script with the same arguments."
+            ) from error
 
 
 def _load(thing: Any, state: Mapping[str, Any]) -> None:
