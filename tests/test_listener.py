@@ -129,7 +129,7 @@ def test_who_had_to_make_room_is_not_read_any_more(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(strangers, "GREETING_S", 0.0)
     with contextlib.closing(Port()) as port:
         silent = port.call()
-        port.listener._accept()  # its thread has not been started yet
+        port.listener._entrance.accept()  # its thread has not been started yet
         port.call(b"PC")  # takes the place of the silent one
         silent.sendall(b"PC")  # too late, but before the thread looks
         with port.listener:

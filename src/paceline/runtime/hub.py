@@ -35,7 +35,7 @@ from ..wire.secure import SecureSocket
 from ..wire.stream import Stream
 from ..wire.tls import Contexts
 from .spin import SPIN_S, fall_asleep, spin, wake_up
-from .strangers import Acceptor, Strangers
+from .strangers import Acceptor, Entrance, Strangers
 
 __all__ = ["Caller", "Host", "Hub"]
 
@@ -43,8 +43,6 @@ log = logging.getLogger("paceline.hub")
 
 # If a process ends but its connection stays open, the connection is dropped once it has been silent for this time.
 ENDED_TIMEOUT_S = 1.0
-# Maximum number of connections that are accepted before other peers are served again.
-ACCEPTED_AT_ONCE = 8
 # Maximum number of message parts that are queued for a peer. If the peer reads its messages, the queue stays short.
 MOST_UNSENT = 1 << 14
 # Maximum number of characters in a logged reason, which may contain data that a peer sent.
@@ -159,8 +157,15 @@ class Hub(Generic[P]):
         # Time at which the sockets were last checked.
         self._checked_s = 0.0
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._acceptor, selectors.EVENT_READ, self._accept)
-        self._accepting = True
+        self._entrance = Entrance(
+            name,
+            self._acceptor,
+            self._strangers,
+            self._selector,
+            admit=self._register,
+            drop=self.drop,
+            serve=self._serve_new,
+        )
         close_in_forks(self)
 
     def watch(self, source: socket.socket | Stream[Any], readable: Callable[[], None]) -> None:
@@ -199,9 +204,7 @@ class Hub(Generic[P]):
             self._drop_broken()
         for peer in self._strangers.late():
             self.drop(peer, "it has not sent the run's token in time")
-        if not self._accepting and self._strangers.room:
-            self._selector.register(self._acceptor, selectors.EVENT_READ, self._accept)
-            self._accepting = True
+        self._entrance.watch()
         for peer in list(self._ending):
             if time.monotonic() - max(peer.ended_s, peer.heard_s) > ENDED_TIMEOUT_S:
                 self.drop(peer, "its process has ended")
@@ -287,30 +290,10 @@ class Hub(Generic[P]):
                 self._serve(peer, selectors.EVENT_READ)
             self.drop(peer, str(error))
 
-    def _accept(self) -> None:
-        """Accept waiting connections while there is room for strangers, and handle their greetings."""
-        for _ in range(ACCEPTED_AT_ONCE):
-            if not self._strangers.room:
-                break
-            try:
-                sock = self._acceptor.accept()
-                if sock is None:
-                    return
-                if (silent := self._strangers.to_make_room()) is not None:
-                    self.drop(silent, "it was silent while other connections were waiting")
-                peer = self._register(sock)
-            except OSError as error:
-                # There are no descriptors left, or the peer has already closed the connection.
-                self._strangers.note(f"{self._name} could not accept a connection: {error}")
-                if self._acceptor.stuck:
-                    self._strangers.rest()
-                continue
-            # Try to read the greeting now, because it has usually arrived already.
-            self._serve(peer, selectors.EVENT_READ)
-            self._drop_broken()
-        if not self._strangers.room:
-            self._selector.unregister(self._acceptor)
-            self._accepting = False
+    def _serve_new(self, peer: P) -> None:
+        """Handle what a new peer has already sent."""
+        self._serve(peer, selectors.EVENT_READ)
+        self._drop_broken()
 
     def _register(self, sock: socket.socket) -> P:
         """Start watching a new connection. Raise `OSError` if the peer has already closed the connection."""

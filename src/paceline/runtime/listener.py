@@ -32,14 +32,11 @@ from ..wire.preface import (
     Preface,
     Refusal,
 )
-from .strangers import Acceptor, Strangers
+from .strangers import Acceptor, Entrance, Strangers
 
 __all__ = ["Listener"]
 
 log = logging.getLogger("paceline.listener")
-
-# Maximum number of connections that are accepted before those that wait to be read are served again.
-ACCEPTED_AT_ONCE = 8
 
 
 class Arrival:
@@ -74,8 +71,15 @@ class Listener:
         self._bell, self._bell_end = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell_end, selectors.EVENT_READ)
-        self._selector.register(self._acceptor, selectors.EVENT_READ)
-        self._accepting = True
+        self._entrance = Entrance(
+            "the listener",
+            self._acceptor,
+            self._strangers,
+            self._selector,
+            admit=self._register,
+            drop=self._drop,
+            serve=self._read,
+        )
         self._thread = threading.Thread(target=self._run, name="paceline-listener", daemon=True)
         close_in_forks(self)
 
@@ -123,40 +127,15 @@ class Listener:
                     self._strangers.close()
                     return
                 if not isinstance(key.data, Arrival):
-                    self._accept()
+                    self._entrance.accept()
                 elif key.data.sock.fileno() >= 0:  # an earlier iteration of this loop may have dropped it
                     self._read(key.data)
             for arrival in self._strangers.late():
                 self._drop(arrival, "it has not sent a preface in time")
-            if not self._accepting and self._strangers.room:
-                self._selector.register(self._acceptor, selectors.EVENT_READ)
-                self._accepting = True
-
-    def _accept(self) -> None:
-        """Accept waiting connections while there is room for them, and read their prefaces."""
-        for _ in range(ACCEPTED_AT_ONCE):
-            if not self._strangers.room:
-                break
-            try:
-                sock = self._acceptor.accept()
-                if sock is None:
-                    return
-                arrival = self._register(sock)
-            except OSError as error:
-                # There are no descriptors left, or the peer has already closed the connection.
-                self._strangers.note(f"the listener could not accept a connection: {error}")
-                if self._acceptor.stuck:
-                    self._strangers.rest()
-                continue
-            self._read(arrival)  # the preface has usually arrived already
-        if not self._strangers.room:
-            self._selector.unregister(self._acceptor)
-            self._accepting = False
+            self._entrance.watch()
 
     def _register(self, sock: socket.socket) -> Arrival:
         """Start reading the preface of a new connection. Raise `OSError` if this is not possible."""
-        if (silent := self._strangers.to_make_room()) is not None:
-            self._drop(silent, "it was silent while other connections were waiting")
         arrival = Arrival(sock)
         try:
             self._selector.register(sock, selectors.EVENT_READ, arrival)

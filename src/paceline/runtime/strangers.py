@@ -17,19 +17,22 @@ import logging
 import math
 import os
 import resource
+import selectors
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Generic, TypeVar
 
 from ..wire.passing import Source
 
-__all__ = ["Acceptor", "Strangers"]
+__all__ = ["Acceptor", "Entrance", "Strangers"]
 
 log = logging.getLogger("paceline.hub")
 
 LEAST, MOST = 4, 256
+# Maximum number of connections that are accepted before those that a host has are served again.
+ACCEPTED_AT_ONCE = 8
 SHARE_OF_DESCRIPTORS = 8  # strangers may use one eighth of the descriptors that this process may open
 GREETING_TIMEOUT_S = 10.0
 # Peers send their greeting immediately, so a stranger that has been silent for this time may be dropped.
@@ -196,3 +199,68 @@ class Strangers(Generic[P]):
             )
             self._omitted = 0
             self._count_due_s = time.monotonic() + COUNT_INTERVAL_S
+
+
+class Entrance(Generic[P]):
+    """Accepts the connections to a host while there is room for strangers.
+
+    Args:
+        host: name of the host in log messages.
+        acceptor: accepts a connection.
+        strangers: the strangers of the host.
+        selector: the host's selector. It reports waiting connections with `accept` as the data.
+        admit: function that starts watching a new connection, and returns the stranger. It raises `OSError` if the
+            peer has already closed the connection.
+        drop: function that closes the connection to a stranger for the given reason.
+        serve: function that handles what a new stranger has already sent.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        acceptor: Acceptor,
+        strangers: Strangers[P],
+        selector: selectors.BaseSelector,
+        *,
+        admit: Callable[[socket.socket], P],
+        drop: Callable[[P, str], None],
+        serve: Callable[[P], None],
+    ) -> None:
+        self._host = host
+        self._acceptor = acceptor
+        self._strangers = strangers
+        self._selector = selector
+        self._admit = admit
+        self._drop = drop
+        self._serve = serve
+        self._watching = False
+        self.watch()
+
+    def watch(self) -> None:
+        """Let the selector report waiting connections if there is room for strangers."""
+        if not self._watching and self._strangers.room:
+            self._selector.register(self._acceptor, selectors.EVENT_READ, self.accept)
+            self._watching = True
+
+    def accept(self) -> None:
+        """Accept waiting connections. If there is no room for others, the selector no longer reports them."""
+        for _ in range(ACCEPTED_AT_ONCE):
+            if not self._strangers.room:
+                break
+            try:
+                sock = self._acceptor.accept()
+                if sock is None:
+                    return
+                if (silent := self._strangers.to_make_room()) is not None:
+                    self._drop(silent, "it was silent while other connections were waiting")
+                stranger = self._admit(sock)
+            except OSError as error:
+                # There are no descriptors left, or the peer has already closed the connection.
+                self._strangers.note(f"{self._host} could not accept a connection: {error}")
+                if self._acceptor.stuck:
+                    self._strangers.rest()
+                continue
+            self._serve(stranger)  # the greeting has usually arrived already
+        if not self._strangers.room:
+            self._selector.unregister(self._acceptor)
+            self._watching = False
