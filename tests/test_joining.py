@@ -574,6 +574,13 @@ def test_an_address_that_cannot_be_reached(
     assert "Traceback" not in ended.stderr
 
 
+def test_options_after_the_address_are_not_taken_for_the_script(mark: str) -> None:
+    ended = run_program("-m", "paceline", "join", "127.0.0.1:1", "--wait", "0", "train.py")
+
+    assert ended.returncode == 2
+    assert "paceline join --wait ... 127.0.0.1:1 SCRIPT" in " ".join(ended.stderr.split())
+
+
 @pytest.fixture
 def two_machines() -> Iterator[dict[str, list[str]]]:
     """Two machines with the addresses in docs/cluster.md: address -> the command that runs a program there."""

@@ -211,6 +211,11 @@ def join(
     with interruptible("nothing was started"):
         from ..runtime.job import require_usable
 
+        if str(script).startswith("-"):
+            raise ConfigurationError(
+                f"{script} follows the address, where the script is expected. Write all options before the address: "
+                f"paceline join {script} ... {address} SCRIPT."
+            )
         module = str(script) if as_module else ""
         script = find_script(script, as_module=as_module)
         if run_dir is not None:
