@@ -24,7 +24,7 @@ from paceline.core.messages import (
     WorkerWelcomed,
 )
 from paceline.core.model_spec import ModelSpec, OptimizerSpec
-from paceline.core.requests import COORDINATOR, Apply, Request, Send, server_peer, worker_peer
+from paceline.core.requests import COORDINATOR, Apply, Peer, Request, Send, server_peer, worker_peer
 from paceline.core.server import Server
 from paceline.core.shard_sync import ShardSync
 from paceline.errors import ConfigurationError, ProtocolError
@@ -57,6 +57,31 @@ def test_under_bsp_all_shards_average_the_same_pushes_of_workers_that_join(seed:
     assert means[0] == means[1]
     assert joins[0] == joins[1]
     assert {worker for mean in means[0] for worker, _ in mean} == {0, 1, 2, 3}
+
+
+def test_in_a_simulation_no_message_of_the_coordinator_overtakes_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shard 0 refuses the first c_p while this c_p is on its way to shard 1, which must not receive it last."""
+    received: dict[Server, list[int]] = {}
+    refusals = [False]
+    handle, may_join = Server.handle, ShardSync.may_join
+
+    def noted(server: Server, sender: Peer, message: messages.Message, now_ticks: int) -> list[Request]:
+        if isinstance(message, messages.WorkerJoined):
+            received.setdefault(server, []).append(message.count)
+        return handle(server, sender, message, now_ticks)
+
+    monkeypatch.setattr(Server, "handle", noted)
+    monkeypatch.setattr(
+        ShardSync, "may_join", lambda shard, count: refusals.pop() if refusals else may_join(shard, count)
+    )
+    monkeypatch.setattr(ShardSync, "entry", lambda shard, worker: (0, 7 - 2 * len(refusals)))
+    cluster = Cluster([1.0, 1.0, 1.0], servers=2, presence={2: Presence(joins_at_s=3.5)})
+    simulate(cluster, "asp", iterations=8, shards=2)
+    first, second = received.values()
+    assert first == second == sorted(first)
+    assert len(first) == 2
 
 
 def waits_s(cluster: Cluster, sync: str, until_s: float) -> list[float]:

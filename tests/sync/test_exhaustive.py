@@ -55,6 +55,7 @@ from paceline.sync.events import (
     AnyEvent,
     PushReceived,
     Stop,
+    WorkerFinished,
     WorkerLost,
 )
 from paceline.sync.spec_sync import Speculation, Speculator
@@ -652,8 +653,10 @@ def test_the_search_finds_the_deadlock_of_shards_that_change_each_at_its_own_mom
         """Passes to the next model with the first flagged push, and counts everybody from there."""
 
         def _complete(self, now_ticks: int) -> list[AnyAction]:
-            self._remaining.clear()
-            return super()._complete(now_ticks)
+            actions: list[AnyAction] = []
+            for worker in list(self.counts.count) if self._change is not None else ():
+                actions += self._tell(WorkerFinished(now_ticks=now_ticks, worker=worker))
+            return actions + super()._complete(now_ticks)
 
     cluster = SmallJob(
         ASP(),

@@ -35,7 +35,7 @@ from paceline.sync.actions import (
     ReportFault,
     SetTimer,
 )
-from paceline.sync.events import Change
+from paceline.sync.events import Change, PullRequested, WorkerFenced, WorkerLost
 from paceline.sync.ticks import in_ticks
 from paceline.testing.checked_shard import CheckedShard
 
@@ -218,6 +218,27 @@ def test_pushes_that_are_held_are_averaged_once_by_bsp() -> None:
     assert isinstance(fault, ReportFault)
     assert checked.tell(checked.legal.push(0)) == [HoldPush(0, 0), ApplyMean(((0, 0), (1, 0)))]
     assert checked.tell(checked.legal.pull(1)) == [AnswerPull(1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("kept", "verdict"), [(1, ApplyMean(((1, 1),))), (0, DropPush(1, 1))], ids=["received", "torn"]
+)
+def test_a_failure_applies_no_push_of_a_lost_worker_before_the_verdict(kept: int, verdict: AnyAction) -> None:
+    """The last model that worked applies held pushes at once, but not those that another shard may not have."""
+    checked = begin(SSP(staleness=3), 3)
+    change_to(checked, Conditions(pull=raises_for_2, pushes="average"), 3)
+    for worker in (0, 1):
+        checked.tell(checked.legal.push(worker))
+    shard = hosted(checked)
+    assert shard.handle(WorkerFenced(now_ticks=0, worker=1)) == []
+    assert shard.handle(checked.legal.push(2)) == [HoldPush(2, 1)]
+    fault, *rest = shard.handle(PullRequested(now_ticks=0, worker=2, iteration=1))
+    assert isinstance(fault, ReportFault)
+    assert rest == [ApplyMean(((0, 1), (2, 1))), AnswerPull(2, 1)]
+    assert shard.holds(1)
+    assert shard.handle(WorkerLost(now_ticks=0, worker=1, kept=kept)) == [verdict]
+    assert not shard.holds(1)
+    shard.validate()
 
 
 def change_to(checked: CheckedShard, sync: SyncModel, workers: int, number: int = 1) -> None:

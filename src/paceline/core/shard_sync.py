@@ -10,14 +10,19 @@ progress: the coordinator lets one wait for the other. Every live worker is in o
     in the model     the usual state
     passed           the worker has sent its flagged push. The old model has processed that push and was then told
                      that the worker has left, so the model no longer waits for the worker. The worker's pull waits
-                     until every member has passed, finished or been lost. Then the workers that have passed join
-                     the new model with equal counts, and their pulls are answered
+                     until every other worker has passed, finished or been lost. Then the workers that have passed
+                     join the new model with equal counts, and their pulls are answered
 
 The flagged pushes themselves mark the boundary, so all shards agree on the boundary even if the coordinator's message
 arrives late. No push or pull goes through the coordinator. `JobSync` implements the coordinator's side.
 
+A worker that had left when the change was published is not a member, but a shard may learn of its departure later
+than of the change. The shard waits for this, too. Otherwise, a last push of that worker could belong to the old model
+at one shard, and to the new one at another.
+
 If a user-defined condition fails, only this shard falls back to the last model that worked, which continues with the
-current counts.
+current counts. Pushes of lost workers that are held at this time, and that other shards may not have received, wait
+for the coordinator's verdict.
 
 Guarantee: If the run makes progress under both models, it also makes progress during the change. Each push is
 applied, averaged or dropped exactly once.
@@ -26,7 +31,7 @@ applied, averaged or dropped exactly once.
 from __future__ import annotations
 
 from ..errors import InternalError, InvalidEventError
-from ..sync.actions import AnswerPull, AnyAction, ReportFault
+from ..sync.actions import AnswerPull, AnyAction, ApplyMean, ReportFault
 from ..sync.asp import ASP
 from ..sync.bsp import BSP
 from ..sync.counts import Counts
@@ -42,7 +47,7 @@ from ..sync.events import (
     WorkerJoined,
     WorkerLost,
 )
-from ..sync.model import ShardMachine, SyncModel
+from ..sync.model import ShardMachine, SyncModel, without_torn
 from ..sync.notation import parse_shards
 from ..sync.ticks import TICKS_PER_S
 from .order import Order
@@ -80,8 +85,10 @@ class ShardSync:
         self._worked: SyncModel = BSP()  # the model to fall back to if a condition fails
         self._change: Change | None = None  # the change in progress
         self._changed = 0  # number of the last change that this shard completed
-        self._remaining: set[int] = set()  # live members of the change in progress that have not passed yet
-        self._passed: set[int] = set()
+        self._passed: set[int] = set()  # workers that have passed the change in progress
+        # Held pushes of frozen workers that a failed model has left, and the next one has not taken over:
+        # (worker, iteration).
+        self._orphans: list[tuple[int, int]] = []
         # workers that have passed a completed change but have not pulled yet; their pulls are answered on arrival
         self._to_pull: set[int] = set()
 
@@ -100,7 +107,7 @@ class ShardSync:
 
     def holds(self, worker: int) -> bool:
         """Return True if a push of this worker is held, and other shards may not have received the push."""
-        return self._machine.holds(worker)
+        return self._machine.holds(worker) or any(push[0] == worker for push in self._orphans)
 
     def may_join(self, count: int) -> bool:
         """Return True if a worker may still join with this c_p."""
@@ -110,7 +117,7 @@ class ShardSync:
         """Return, for each worker with a delayed pull, a description of what the pull waits for."""
         waits = dict(self._machine.waits())
         if self._change is not None:
-            boundary = f"workers {sorted(self._remaining)} to reach the change to {self._change.sync}"
+            boundary = f"workers {sorted(self.counts.count)} to reach the change to {self._change.sync}"
             waits |= {worker: boundary for worker in self._passed if self._waiting(worker)}
         return waits
 
@@ -139,15 +146,13 @@ class ShardSync:
                 f"the live workers {set(live)} do not match those in the model {set(modelled)} and those that have "
                 f"passed {self._passed}"
             )
-        if self._change is None and (self._passed or self._remaining):
+        if self._change is None and self._passed:
+            raise InternalError(f"no change is in progress, but workers {self._passed} wait for one")
+        if self._change is not None and not (modelled or self._machine.frozen):
+            raise InternalError(f"every worker has passed, but the change {self._change} is in progress")
+        if not {worker for worker, _ in self._orphans} <= self._machine.frozen:
             raise InternalError(
-                f"no change is in progress, but workers {self._passed} wait for {self._remaining}"
-            )
-        if self._change is not None and not (
-            (self._remaining or self._machine.frozen) and self._remaining <= live - self._passed
-        ):
-            raise InternalError(
-                f"the change {self._change} waits for workers {self._remaining}; workers {set(live)} are live"
+                f"the pushes {self._orphans} are held, but not all of their workers are frozen"
             )
         if any(self.order.phase[worker] != "pushed" for worker in self._to_pull):
             raise InternalError(
@@ -177,7 +182,7 @@ class ShardSync:
             case WorkerJoined():
                 return self._tell(event)
             case WorkerFenced():
-                if self._machine.holds(event.worker):
+                if self.holds(event.worker):
                     self._machine.frozen.add(event.worker)
                 return []
             case WorkerLost() | WorkerFinished():
@@ -198,12 +203,21 @@ class ShardSync:
         worker = event.worker
         actions: list[AnyAction] = []
         if worker in self._machine.frozen and isinstance(event, WorkerLost):
+            actions += self._settle_orphans(worker, event.kept)
             actions += self._checked(self._machine.settle(worker, event.kept), event.now_ticks)
         if worker in self.counts.count:
             actions += self._tell(event)
-        for workers in (self._passed, self._to_pull, self._remaining):
-            workers.discard(worker)
+        self._passed.discard(worker)
+        self._to_pull.discard(worker)
         return actions + self._complete(event.now_ticks)
+
+    def _settle_orphans(self, worker: int, kept: int | None) -> list[AnyAction]:
+        """Apply or drop the pushes of a lost worker that a failed model has left. See `ShardMachine.settle`."""
+        own = [push for push in self._orphans if push[0] == worker]
+        applied, dropped = without_torn(own, worker, kept)
+        self._orphans = [push for push in self._orphans if push[0] != worker]
+        means: list[AnyAction] = [ApplyMean(tuple(sorted(applied)))] if applied else []
+        return means + dropped
 
     def _tell(self, event: AnyEvent) -> list[AnyAction]:
         """Pass an event to the model, and return the actions."""
@@ -216,8 +230,11 @@ class ShardSync:
             self.needs_staleness = self.sync.needs_staleness
             replacement = self._new_machine()
             actions.append(ReportFault(fault.reason, fault.traceback, str(self.sync)))
-            replacement.frozen = self._machine.frozen
-            actions += replacement.take_over(self._machine.hand_over(), now_ticks)
+            replacement.frozen = frozen = self._machine.frozen
+            handover = self._machine.hand_over()
+            unsettled = [push for push in handover.held if push[0] in frozen]
+            actions += replacement.take_over(handover, now_ticks)
+            self._orphans += [push for push in unsettled if not replacement.holds(push[0])]
             self._machine, self._worked = replacement, BSP()
         for action in actions:
             if type(action) is AnswerPull:
@@ -235,30 +252,24 @@ class ShardSync:
             # A higher number means that the coordinator has published the change again, because all members that had
             # passed the earlier change were lost.
             self._change = change
-            self._remaining = {m for m in change.members if m in self.order.phase and m not in self._passed}
-        self._remaining.discard(worker)
         self._passed.add(worker)
         # The old model keeps the pushes of a worker that leaves, but no longer waits for the worker.
         actions = self._tell(WorkerFinished(now_ticks=push.now_ticks, worker=worker))
         return actions + self._complete(push.now_ticks)
 
     def _complete(self, now_ticks: int) -> list[AnyAction]:
-        """Start the new model if every member has passed the boundary or left the run.
+        """Start the new model if every live worker has passed the boundary.
 
         No push of a lost worker may be held, because the old model must apply all held pushes.
         """
         change = self._change
-        if change is None or self._remaining or self._machine.frozen:
+        if change is None or self.counts.count or self._machine.frozen:
             return []
-        updates: list[AnyAction] = []
-        answers: list[AnyAction] = []  # returned after all updates
-        for worker in list(self.counts.count):  # these workers have left, but this shard has yet to notice it
-            for action in self._tell(WorkerFinished(now_ticks=now_ticks, worker=worker)):
-                (answers if isinstance(action, AnswerPull) else updates).append(action)
         models = parse_shards(change.sync)
         self._worked, self.sync = self.sync, models[self._shard if len(models) > 1 else 0]
         self.needs_staleness = self.sync.needs_staleness
         self._machine = self._new_machine()
+        answers: list[AnyAction] = []
         for worker, phase in sorted(self.order.phase.items()):
             self._tell(WorkerJoined(now_ticks=now_ticks, worker=worker, iteration=self.order.label[worker]))
             if phase == "waiting":
@@ -267,7 +278,7 @@ class ShardSync:
                 self._to_pull.add(worker)
         self._passed = set()
         self._change, self._changed, self.changed_to = None, change.number, models
-        return updates + answers
+        return answers
 
     def _new_machine(self) -> ShardMachine:
         machine = self.sync.at_shard(self._seed, self._shard)

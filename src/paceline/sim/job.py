@@ -8,6 +8,7 @@ compute a gradient, or only let time pass.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -209,6 +210,8 @@ class VirtualJob:
         ]
         interfaces = [NetworkInterface(self.kernel, cluster.bandwidth_bps) for _ in range(cluster.servers)]
         self._to_come = 0  # number of joins that are scheduled or in progress
+        # Messages between the coordinator and the servers that are being delivered: (server, message, to_server).
+        self._exchanged: deque[tuple[int, Message, bool]] = deque()
         self.workers = []
         for worker in range(cluster.workers):
             state = VirtualWorker(worker)
@@ -653,10 +656,7 @@ class VirtualJob:
                 if type(request.message) is Answer:
                     self._answer(server, request.to.index, request.message)
                 elif request.to is COORDINATOR:
-                    report = self.coordinator.handle(
-                        server_peer(server), request.message, self.kernel.now_ticks
-                    )
-                    self._from_coordinator(report)
+                    self._exchange(server, request.message, to_server=False)
                 else:
                     self._to_worker(server, request.to.index, "control", 0, request.message)
             elif type(request) is Apply:
@@ -693,13 +693,7 @@ class VirtualJob:
                     state = self.workers[to.index]
                     state.from_coordinator.send(0, self._at_worker, to.index, state.life, message)
                 case Send(to, message):
-                    # A lost worker, which the servers already know, a mean that is clipped, or an extension.
-                    self._from_server(
-                        to.index, self._servers[to.index].handle(COORDINATOR, message, self.kernel.now_ticks)
-                    )
-                    if type(message) is ModelExtended and to.index == 0:
-                        self._shard_bytes = [bounds.size_bytes for bounds in self.coordinator.slices]
-                        self._driver.model_extended(self._servers[0].initializer)
+                    self._exchange(to.index, message, to_server=True)
                 case Timer():
                     self.kernel.at(request.due_ticks, self._fire_at_coordinator, request, priority=TIMER)
                 case Fail(where, reason):
@@ -708,6 +702,27 @@ class VirtualJob:
                     log.error("%s", text)
                 case _:
                     raise InternalError(f"a coordinator cannot carry out {request}")
+
+    def _exchange(self, server: int, message: Message, *, to_server: bool) -> None:
+        """Deliver a message between the coordinator and a server, which takes no time.
+
+        An answer may cause further messages. They are delivered after all that have been sent before, as on
+        connections, so that no message overtakes another one.
+        """
+        self._exchanged.append((server, message, to_server))
+        if len(self._exchanged) > 1:
+            return  # an outer call delivers it
+        while self._exchanged:
+            server, message, to_server = self._exchanged[0]
+            now_ticks = self.kernel.now_ticks
+            if to_server:
+                self._from_server(server, self._servers[server].handle(COORDINATOR, message, now_ticks))
+                if type(message) is ModelExtended and server == 0:
+                    self._shard_bytes = [bounds.size_bytes for bounds in self.coordinator.slices]
+                    self._driver.model_extended(self._servers[0].initializer)
+            else:
+                self._from_coordinator(self.coordinator.handle(server_peer(server), message, now_ticks))
+            self._exchanged.popleft()
 
     # -- barriers and reductions --------------------------------------------------------------------------
 

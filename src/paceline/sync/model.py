@@ -195,9 +195,13 @@ class ShardMachine:
         return Handover(self.counts, [], {}, {})
 
     def take_over(self, handover: Handover, now_ticks: int) -> list[AnyAction]:
-        """Continue from another machine's state: apply the mean of the held pushes, and process the delayed pulls."""
+        """Continue from another machine's state: apply the mean of the held pushes, and process the delayed pulls.
+
+        Pushes of frozen workers are not applied. If this machine does not hold them either, `core.shard_sync` does.
+        """
         self.counts = handover.counts
-        actions: list[AnyAction] = [ApplyMean(tuple(sorted(handover.held)))] if handover.held else []
+        held = sorted(push for push in handover.held if push[0] not in self.frozen)
+        actions: list[AnyAction] = [ApplyMean(tuple(held))] if held else []
         for worker, iteration in sorted(handover.delayed.items()):
             actions += self.pulled(PullRequested(now_ticks=now_ticks, worker=worker, iteration=iteration))
         return actions

@@ -70,15 +70,15 @@ class ShardChecks:
         )
 
     def _advanced(self, view: ShardView, index: int) -> ShardView:
-        """Return the view with an updated round, or with the new model if all live members have passed the change."""
+        """Return the view with an updated round, or with the new model if all live workers have passed the change."""
         if any(worker.fenced for worker in view.workers):
             return view
         change = view.change
-        if change is None or any(view.workers[member].state == "live" for member in change.members):
+        if change is None or any(worker.state == "live" for worker in view.workers):
             return view._replace(round=self._round(view))
         models = parse_shards(change.sync)
         workers = (
-            WorkerView("live", asks=worker.asks) if worker.state in ("live", "passed") else worker
+            WorkerView("live", asks=worker.asks) if worker.state == "passed" else worker
             for worker in view.workers
         )
         return ShardView(
