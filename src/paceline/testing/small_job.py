@@ -255,6 +255,8 @@ class SmallJob:
             tape,
             remembers=remembers,
             counts_updates=any(model.needs_staleness for step in all_models for model in step),
+            # A server that is told of a loss answers at once only if the worker is not connected any longer.
+            sees_connections=self._settles,
         )
         self._coordinators: Interned[Coordinator] = Interned(tape)
         self._worker_pool: Pool[WorkerState] = Pool()

@@ -233,11 +233,19 @@ class Interned(Generic[Core]):
         tape: the recorder that the cores use.
         remembers: True to distinguish states that differ only in the labels of workers that have left.
         counts_updates: True to distinguish states that differ only in the staleness of the workers' weights.
+        sees_connections: True to distinguish states that differ only in the workers that are connected.
     """
 
-    def __init__(self, tape: Tape, *, remembers: bool = False, counts_updates: bool = False) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        *,
+        remembers: bool = False,
+        counts_updates: bool = False,
+        sees_connections: bool = False,
+    ) -> None:
         self._tape = tape
-        relevant = {"_former": remembers, "_versions": counts_updates}
+        relevant = {"_former": remembers, "_versions": counts_updates, "_connected": sees_connections}
         self._ignored = IRRELEVANT - {name for name, matters in relevant.items() if matters}
         self._cores: list[Core] = []
         self._number: dict[Hashable, int] = {}
