@@ -282,6 +282,18 @@ def startup(as_json: AsJson = False) -> None:
     _show(rows, [benchmark.table(rows)], as_json=as_json)
 
 
+@app.command("late-join")
+def late_join(as_json: AsJson = False) -> None:
+    """Measure the time from the end of its imports to the first update of a worker that joins a run in progress.
+
+    Takes about 3 minutes.
+    """
+    from . import late_join as benchmark
+
+    rows = _measured(benchmark.estimate_s(), benchmark.measure)
+    _show(rows, [benchmark.table(rows)], as_json=as_json)
+
+
 @app.command("ray-startup")
 def ray_startup(as_json: AsJson = False) -> None:
     """Measure the time from the call of `launch` to the first update on a warm Ray cluster and on the local engine.

@@ -25,6 +25,7 @@ OPTIONS = {
     "data": {"--json"},
     "coordinator": {"--json"},
     "startup": {"--json"},
+    "late-join": {"--json"},
     "ray-startup": {"--json"},
 }
 

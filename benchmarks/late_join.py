@@ -1,0 +1,171 @@
+"""How long a worker that joins a run in progress takes from the end of its imports to its first update.
+
+`paceline serve` runs on this machine, and one worker trains throughout. Further workers join one after another with
+`paceline join`, and leave when they have made their first update. The script writes down how long it has taken from
+the end of its imports until its first `optimizer.step()` has returned. This includes the registration of the model,
+the join at all shards, the connections to the servers, the first weights, one iteration, and the wait that the sync
+model requires.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import TypeVar
+
+import msgspec
+from rich.table import Table
+
+from paceline.cli.progress import TellShare
+from paceline.errors import RunFailedError
+
+__all__ = ["SYNCS", "LateJoinRow", "estimate_s", "measure", "table"]
+
+T = TypeVar("T")
+
+ROUNDS = 5
+SYNCS = ("bsp", "asp", "ssp:staleness=3", "elastic-bsp:lookahead=15", "spec-sync:speculation=adaptive")
+GOAL_S = 2.0
+TIMEOUT_S = 60.0
+POLL_S = 0.01
+
+SCRIPT = """
+import os
+import time
+from pathlib import Path
+
+import torch
+
+import paceline
+
+imported_s = time.monotonic()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+model, optimizer = paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+x = torch.randn(32, 64, generator=torch.Generator().manual_seed(paceline.worker_index()))
+first = True
+while True:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    time.sleep(0.01)
+    optimizer.step()
+    if first:
+        first = False
+        unfinished = Path(f"unfinished-{os.getpid()}")
+        unfinished.write_text(str(time.monotonic() - imported_s))
+        unfinished.rename(f"updated-{os.getpid()}")
+"""
+
+
+class LateJoinRow(msgspec.Struct, frozen=True):
+    """The times of the joins under one sync model.
+
+    Attributes:
+        sync: the sync model.
+        seconds: for each join, the seconds from the end of the imports to the end of the first update.
+        met: True if their median is at most `GOAL_S`.
+    """
+
+    sync: str
+    seconds: list[float]
+    met: bool
+
+
+def estimate_s() -> float:
+    """Estimate how long the measurement takes, in seconds."""
+    return len(SYNCS) * (8.0 + ROUNDS * 5.0)
+
+
+def measure(tell: TellShare, rounds: int = ROUNDS, syncs: tuple[str, ...] = SYNCS) -> list[LateJoinRow]:
+    """Let workers join a run under each sync model, and return the times.
+
+    Raises:
+        RunFailedError: a program has failed, or a worker has not made an update within a minute.
+    """
+    rows = []
+    for index, sync in enumerate(syncs):
+        tell(sync, index / len(syncs))
+        with TemporaryDirectory() as folder:
+            seconds = _joins_s(Path(folder), sync, rounds)
+        rows.append(LateJoinRow(sync, seconds, median(seconds) <= GOAL_S))
+    return rows
+
+
+def table(rows: list[LateJoinRow]) -> Table:
+    """Return the table of the results."""
+    table = Table(
+        title="From the end of the imports to the first update of a worker that joins", title_justify="left"
+    )
+    for name in ("sync model", "median (s)", "all joins (s)", "goal"):
+        table.add_column(name)
+    for row in rows:
+        goal = f"at most {GOAL_S:g} s: {'met' if row.met else 'not met'}"
+        times = ", ".join(f"{each:.2f}" for each in row.seconds)
+        table.add_row(row.sync, f"{median(row.seconds):.2f}", times, goal)
+    return table
+
+
+def _joins_s(folder: Path, sync: str, rounds: int) -> list[float]:
+    """Serve a run in this folder, let workers join it one after another, and return their times."""
+    (folder / "train.py").write_text(SCRIPT)
+    serve = ("serve", "--workers", "1:2", "--servers", "2", "--sync", sync, "--run-dir", "run")
+    with _program(folder, *serve):
+        address = _await(lambda: re.search(r"paceline join (\S+) ", _log(folder)), folder)[1]
+        with _joined(folder, address):
+            found = []
+            for _ in range(rounds):
+                with _joined(folder, address) as update:
+                    found.append(float(update.read_text()))
+            return found
+
+
+@contextlib.contextmanager
+def _joined(folder: Path, address: str) -> Iterator[Path]:
+    """Let a worker join the run, and yield the file that it has written after its first update."""
+    before = set(folder.glob("updated-*"))
+    with _program(folder, "join", "--secret-file", "run/secret", address, "train.py"):
+        [update] = _await(lambda: set(folder.glob("updated-*")) - before, folder)
+        yield update
+
+
+@contextlib.contextmanager
+def _program(folder: Path, *arguments: str) -> Iterator[None]:
+    """Run a command of Paceline. At the end, ask it to end, and wait for it."""
+    with (folder / "log").open("ab") as log:
+        program = subprocess.Popen(
+            [sys.executable, "-m", "paceline", *arguments], cwd=folder, stdout=log, stderr=log
+        )
+    try:
+        yield
+        program.send_signal(signal.SIGTERM)
+        program.wait(TIMEOUT_S)
+    finally:
+        program.kill()
+        program.wait()
+
+
+def _log(folder: Path) -> str:
+    """Return what the programs have printed."""
+    return (folder / "log").read_text()
+
+
+def _await(look: Callable[[], T | None], folder: Path) -> T:
+    """Wait until `look` returns something, and return it.
+
+    Raises:
+        RunFailedError: this has taken more than a minute.
+    """
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not (found := look()):
+        if time.monotonic() > deadline_s:
+            raise RunFailedError("a program", f"it has made no progress for {TIMEOUT_S:g} s", _log(folder))
+        time.sleep(POLL_S)
+    return found
