@@ -30,11 +30,13 @@ __all__ = ["mark"]  # a fixture
 collect_ignore_glob = ["checked_scripts/*", "ported_scripts/*"]  # run by tests of their own only
 
 LONG_FILES = (
+    "test_exhaustive.py",
+    "test_losing_machines.py",
     "test_joining.py",
+    "test_torchrun.py",
     "test_ends.py",
     "test_live.py",
     "test_training.py",
-    "test_exhaustive.py",
     "test_transport.py",
     "test_sync_live.py",
     "test_overlap.py",

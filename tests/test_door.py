@@ -25,7 +25,7 @@ from paceline.wire.secret import new_secret
 from paceline.wire.tls import contexts
 
 from .live import await_that, mark, processes, run_program
-from .test_joining import Served, output
+from .served import Served, output
 from .test_secure import relay
 
 __all__ = ["mark"]

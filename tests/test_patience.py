@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from .live import mark
-from .test_joining import Served, output
+from .served import Served, output
 
 __all__ = ["mark"]
 

@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from benchmarks.overlap.namespaces import NetworkLink, network, why_not
 
 from .live import await_that, mark, run_program
-from .test_joining import Served, output
+from .served import Served, output
 
 __all__ = ["mark"]
 

@@ -14,7 +14,7 @@ from benchmarks.overlap.namespaces import why_not
 
 from .live import await_that, mark, processes, run_program, start_program
 from .scheduled import SCRIPT, assert_trained_as_alone, program, summary
-from .test_joining import two_machines
+from .served import two_machines
 
 __all__ = ["mark", "two_machines"]
 
