@@ -31,6 +31,7 @@ collect_ignore_glob = ["checked_scripts/*", "ported_scripts/*"]  # run by tests 
 
 LONG_FILES = (
     "test_exhaustive.py",
+    "test_exhaustive_search.py",
     "test_losing_machines.py",
     "test_joining.py",
     "test_torchrun.py",
