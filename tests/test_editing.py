@@ -23,6 +23,8 @@ from paceline.core.model_spec import ModelSpec, OptimizerSpec
 from paceline.core.requests import COORDINATOR, Discard, Overwrite, worker_peer
 from paceline.core.server import Server
 from paceline.errors import ProtocolError, UsageError, WeightsChangedError
+from paceline.frontend import session as sessions
+from paceline.runtime.worker import WorkerSession
 from paceline.shard.store import Push, Store
 from paceline.shard.vectors import segment_views
 from paceline.sim import Cluster
@@ -523,6 +525,25 @@ def test_what_is_loaded_last_is_what_the_servers_hold(run_on_threads: RunOnThrea
     for faults in (run.faults, simulated.faults):
         [fault] = faults
         assert fault.startswith("worker 0: Parameter 'unused' was edited after the last step")
+
+
+def test_weights_that_a_worker_receives_while_it_leaves_are_no_edit(run_on_threads: RunOnThreads) -> None:
+    """It leaves while a pull is under way, so some of its weights are new, and no step has recorded them."""
+
+    def train() -> None:
+        model = Net()
+        optimizer = DistributedOptimizer(sgd(model), model=model)
+        model(rows(0, 0)).square().mean().backward()
+        optimizer.step()
+        session = sessions.current()
+        assert isinstance(session, WorkerSession)
+        next(iter(session.weights.values()))[0] += 1
+        if worker_index() == 1:
+            session.leave()
+
+    run = run_on_threads(train, workers=2, sync="asp", transport="tcp")
+    [fault] = run.faults
+    assert fault.startswith("worker 0: ")
 
 
 # -- the last edit of a live run, and a worker that is killed inside the block -------------------------------

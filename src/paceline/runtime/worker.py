@@ -673,7 +673,8 @@ class WorkerSession:
         if self._finished:
             return
         self._finished = True
-        if warning := self.on_finish():
+        # A worker that leaves may have received a part of new weights, which is no edit of the script.
+        if not self.asked_to_leave and (warning := self.on_finish()):
             self._warn(warning)
         if self._in_place and self._master is not None and self._region is not None:
             # Copy the shared weights, because the servers may change them while the script still reads them.
