@@ -18,6 +18,16 @@ from .served import ENDLESS_SCRIPT, Served, await_training, enough, output
 
 __all__ = ["mark"]
 
+# A script that calls Paceline again after it was told that its worker was taken out.
+CALLS_AGAIN = "import paceline.errors\n" + ENDLESS_SCRIPT.replace(
+    "        optimizer.step()",
+    """        try:
+            optimizer.step()
+        except paceline.errors.TakenOutError:
+            with paceline.evaluating():
+                pass""",
+)
+
 
 @pytest.mark.usefixtures("machines_alone")
 @pytest.mark.skipif(bool(why_not()), reason=f"creating network namespaces needs {why_not()}")
@@ -116,7 +126,7 @@ def assert_nothing_late_was_applied(worker: int) -> None:
 
 def test_a_worker_that_was_stopped_joins_again(mark: str) -> None:
     served = Served("--workers", "1:2", "--sync", "bsp")
-    Path("train.py").write_text(ENDLESS_SCRIPT)
+    Path("train.py").write_text(CALLS_AGAIN)
     with open("join.log", "w") as messages:
         stays = served.join("1000000")
         await_that(lambda: "worker 0" in processes(mark), "worker 0 has been started")

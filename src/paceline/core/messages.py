@@ -336,7 +336,7 @@ class KillOrdered(Message, frozen=True, tag=True):
 
 
 class TakenOut(Message, frozen=True, tag=True):
-    """A worker takes no part in the run any more, although its process has not ended.
+    """A worker is no longer part of the run, although its process has not ended.
 
     This message is sent to the worker, which reads it when it runs again, and to its agent. Nothing that this
     incarnation of the worker sends from now on is used.

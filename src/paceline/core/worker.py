@@ -404,7 +404,7 @@ class Worker:
         Raises:
             ConfigurationError: the coordinator has refused this worker.
             ProtocolError: workers do not receive messages of this type.
-            TakenOutError: this worker takes no part in the run any more.
+            TakenOutError: this worker is no longer part of the run.
         """
         match message:
             case Answer():

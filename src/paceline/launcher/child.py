@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 import cloudpickle
 
-from ..errors import PeerLostError, first_line
+from ..errors import PeerLostError, TakenOutError, first_line
 from ..frontend import session as sessions
 from ..frontend.clipping import watch_torch
 from ..plugins import load_models
@@ -93,11 +93,14 @@ def main(order: Order, descriptors: Descriptors) -> int:
             return 0
         # Any exception from the script is sent to the launcher, which reports it once. If the launcher is on another
         # machine, the log on this one contains it, too: the user may not see the other's output.
-        consequence = _caused_by_peer_loss(error)
+        causes = _causes(error)
+        consequence = any(isinstance(cause, PeerLostError) for cause in causes)
+        # Whatever the script has raised after it was told that its worker was taken out, this is why.
+        reason = next((cause for cause in causes if isinstance(cause, TakenOutError)), error)
         told = _script_traceback(error)
         if job.joined:
-            print(f"paceline: {first_line(error)}" if consequence else told, file=sys.stderr, flush=True)
-        session.fail(first_line(error), told, consequence=consequence)
+            print(f"paceline: {first_line(reason)}" if consequence else told, file=sys.stderr, flush=True)
+        session.fail(first_line(reason), told, consequence=consequence)
         return EXIT_PEER_LOST if consequence else 1
     session.finish()
     session.close()
@@ -155,15 +158,13 @@ def _describe_exit(code: object) -> str:
     return f"the script ended with exit code 1: {code}"
 
 
-def _caused_by_peer_loss(error: BaseException | None) -> bool:
-    """Return True if the error, or an error that led to it, is a `PeerLostError`."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, PeerLostError):
-            return True
-        seen.add(id(error))
+def _causes(error: BaseException | None) -> list[BaseException]:
+    """Return the error and the errors that led to it, the latest one first."""
+    causes: list[BaseException] = []
+    while error is not None and all(error is not known for known in causes):
+        causes.append(error)
         error = error.__cause__ or error.__context__
-    return False
+    return causes
 
 
 def _script_traceback(error: BaseException) -> str:

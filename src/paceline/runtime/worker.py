@@ -53,6 +53,7 @@ from ..core.messages import (
     PooledBuffers,
     Started,
     Status,
+    TakenOut,
     Warned,
 )
 from ..core.model_spec import BufferSpec, ModelSpec
@@ -110,6 +111,9 @@ def _exclusive(method: Method) -> Method:
         with self._lock:
             try:
                 return method(self, *args, **options)
+            except TakenOutError as error:
+                self._taken_out = error
+                raise
             except PeerLostError as error:
                 self._raise_if_taken_out(error)
                 raise
@@ -196,6 +200,7 @@ class WorkerSession:
         self._shown = ""
         self._finished = False
         self.asked_to_leave = False
+        self._taken_out: TakenOutError | None = None  # set once the coordinator has said that it is so
         self._machine = place.machine or msgspec.UNSET
         path = Path(job.run_dir, f"worker-{place.index}.jsonl")
         self._log = BestEffortFile(path, self._warn, append=place.incarnation > 0)
@@ -807,15 +812,22 @@ class WorkerSession:
         return bool(ready)
 
     def _raise_if_taken_out(self, error: PeerLostError) -> None:
-        """If this worker was taken out of the run, raise an exception that says why."""
-        if isinstance(error, TakenOutError):
-            return
-        try:
-            self._hear_coordinator()
-        except TakenOutError as reason:
-            raise reason from error
-        except PeerLostError:
-            return  # the coordinator has not said why
+        """If this worker was taken out of the run, raise an exception that says why.
+
+        The coordinator says it once. A script may call the session again after that, for example when it leaves an
+        `with paceline.evaluating():`, and must not see the closed connections instead of the reason.
+        """
+        if self._taken_out is None:
+            try:
+                for message in self._coordinator.receive():
+                    if type(message) is TakenOut:  # no other message can be carried out
+                        self._core.handle(message)
+            except TakenOutError as reason:
+                self._taken_out = reason
+            except PeerLostError:
+                return  # the coordinator has not said why
+        if self._taken_out is not None:
+            raise TakenOutError(*self._taken_out.args) from error
 
     def _hear_server(self, messages: Iterable[Message]) -> None:
         for message in messages:
