@@ -166,6 +166,13 @@ def test_the_time_in_a_state_begins_again_when_it_changes_and_ends_when_a_worker
     assert times.state_s(10) == {1: 2.0}
 
 
+def test_the_time_in_a_state_begins_again_with_each_iteration() -> None:
+    times = StateTimes(ticks_per_s=1)
+    times.note({0: ("computing", 7)}, 0)
+    times.note({0: ("computing", 8)}, 60)
+    assert times.state_s(61) == {0: 1.0}
+
+
 STATUS = JobStatus(
     "elastic-bsp:lookahead=4",
     2,
@@ -215,3 +222,24 @@ def test_the_fields_are_documented() -> None:
 
 def test_the_status_survives_encoding() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(STATUS), type=JobStatus) == STATUS
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_no_line_is_wrapped_in_a_narrow_terminal(width: int) -> None:
+    long = WorkerStatus(2, "10.0.0.1 (2)", "before its first forward pass", 7260.0, waits_for="r" * 200)
+    status = msgspec.structs.replace(STATUS, workers=(*STATUS.workers, long))
+    lines = drawn(status, width).splitlines()
+    assert len(lines) == len(drawn(status, 1000).splitlines())
+    assert max(map(len, lines)) <= width
+    assert ("staleness" in lines[1]) == ("samples/s" in lines[1]) == (width > 100)
+    assert all("2 h 1 min" in lines[row] for row in (3, 4))  # numbers are not cut
+    assert lines[4].endswith("r…")
+
+
+def test_less_important_columns_are_left_out_one_after_another() -> None:
+    headers = {width: drawn(STATUS, width).splitlines()[1].split() for width in range(140, 60, -1)}
+    assert len(headers[140]) == 10  # "waits for" are two words
+    assert "staleness" not in headers[90]
+    assert "loss" in headers[90]
+    assert headers[61][:5] == ["worker", "machine", "state", "for", "iteration"]
+    assert headers[61][5:] == ["waits", "for"]

@@ -17,6 +17,9 @@ from rich.console import Console
 
 from .. import __version__
 from ..errors import ConfigurationError, PeerLostError
+from ..launcher.output import ForgivingStream
+from ..launcher.progress import counted
+from ..report.job_status import LONG_LINE, status_view
 from ..wire.addresses import seen_from
 from ..wire.secret import VARIABLE, new_secret, read_secret, write_secret
 from .options import (
@@ -40,7 +43,9 @@ from .running import find_script, report
 from .terminal import interruptible, print_json
 
 if TYPE_CHECKING:
+    from ..core.job_status import JobStatus
     from ..runtime.job import Job
+    from ..runtime.observer import Observer
 
 __all__ = ["SecretFile", "join", "serve", "status", "worker_range"]
 
@@ -260,9 +265,6 @@ def status(
 
     paceline status 10.0.0.1:29600 --watch
     """
-    from rich.live import Live
-
-    from ..report.job_status import status_view
     from ..runtime.observer import Observer
 
     if watch and as_json:
@@ -279,15 +281,39 @@ def status(
         if as_json:
             print_json(msgspec.to_builtins(state))
         elif not watch:
-            Console().print(status_view(state))
+            _print_status(state)
         else:
-            with Live(status_view(state), console=Console(), auto_refresh=False) as live:
-                while True:
-                    time.sleep(WATCH_INTERVAL_S)
-                    try:
-                        live.update(status_view(observer.fetch()), refresh=True)
-                    except PeerLostError:
-                        return
+            _watch(observer, state)
+
+
+def _watch(observer: Observer, state: JobStatus) -> None:
+    """Show the state of a run every second until the run is over or the reader of standard output has gone.
+
+    A terminal shows only the latest state. Anything else, such as a file, receives one after another.
+    """
+    from rich.live import Live
+
+    console = Console()
+    live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+    with live or contextlib.nullcontext():
+        while True:
+            if live is not None:
+                live.update(status_view(state), refresh=True)
+            else:
+                _print_status(state)
+            if isinstance(sys.stdout, ForgivingStream) and sys.stdout.failed:
+                return
+            time.sleep(WATCH_INTERVAL_S)
+            try:
+                state = observer.fetch()
+            except PeerLostError:
+                return
+
+
+def _print_status(state: JobStatus) -> None:
+    """Print the state of a run; in a pipe or a file, without a limit of the length of a line."""
+    console = Console()
+    console.print(status_view(state), crop=False, width=None if console.is_terminal else LONG_LINE)
 
 
 def _secret(file: Path | None) -> str:

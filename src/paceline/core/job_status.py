@@ -6,7 +6,7 @@ its host has observed. Computing it changes nothing and asks nobody.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 
 import msgspec
 
@@ -24,6 +24,7 @@ __all__ = [
     "Observed",
     "StateTimes",
     "WorkerStatus",
+    "held_state",
     "job_status",
     "waiting_for",
     "worker_state",
@@ -43,7 +44,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
         worker: index of the worker.
         machine: name of its machine.
         state: what the worker is doing.
-        state_s: seconds since it began to do this; None if unknown.
+        state_s: seconds since it began to do this, in its latest iteration; None if unknown.
         iteration: the iteration that it has reported last; None before its first report.
         loss: the loss that it has reported last; None if it has reported none.
         samples_per_s: its speed in samples per second; None if unknown.
@@ -127,7 +128,7 @@ class Observed(msgspec.Struct, frozen=True):
         elapsed_s: seconds since the run began.
         connected: the workers that have connected to the coordinator at any time.
         machine_of: worker -> name of its machine. Workers that are missing run on the coordinator's machine.
-        state_s: worker -> seconds since its state has changed.
+        state_s: worker -> seconds since its state or its iteration has changed.
         usual_s: worker -> usual duration of its iterations in seconds.
         processes: worker -> state of its process according to its agent.
         machines: the heartbeats of the machines.
@@ -148,19 +149,22 @@ class Observed(msgspec.Struct, frozen=True):
 class StateTimes:
     """Measures for how long each worker has been in its state.
 
+    A worker that is never seen to wait computes all the time, but one iteration after another. So what is noted for a
+    worker includes its iteration.
+
     Example:
         >>> times = StateTimes()
-        >>> times.note({0: "computing", 1: "waiting"}, now_ticks=0)
-        >>> times.note({0: "computing", 1: "computing"}, now_ticks=2 * TICKS_PER_S)
+        >>> times.note({0: ("computing", 7), 1: ("waiting", 6)}, now_ticks=0)
+        >>> times.note({0: ("computing", 7), 1: ("computing", 7)}, now_ticks=2 * TICKS_PER_S)
         >>> times.state_s(now_ticks=3 * TICKS_PER_S)
         {0: 3.0, 1: 1.0}
     """
 
     def __init__(self, ticks_per_s: int = TICKS_PER_S) -> None:
         self._ticks_per_s = ticks_per_s
-        self._since: dict[int, tuple[str, int]] = {}
+        self._since: dict[int, tuple[Hashable, int]] = {}
 
-    def note(self, states: Mapping[int, str], now_ticks: int) -> None:
+    def note(self, states: Mapping[int, Hashable], now_ticks: int) -> None:
         """Record the current states of all workers."""
         before = self._since
         self._since = {
@@ -198,7 +202,7 @@ def job_status(core: Coordinator, observed: Observed, local: str = LOCAL) -> Job
     for worker in sorted({*core.live, *core.finished, *core.lost}):
         gone = bool(core.fate(worker))
         state = worker_state(core, worker, worker in observed.connected)
-        process = None if gone else HELD.get(observed.processes.get(worker, ""))
+        held = held_state(core, worker, observed.processes)
         reported = core.board.get(worker)
         samples, usual_s = core.first_samples(worker), observed.usual_s.get(worker)
         call = gathered.get(worker)
@@ -209,7 +213,7 @@ def job_status(core: Coordinator, observed: Observed, local: str = LOCAL) -> Job
             WorkerStatus(
                 worker,
                 observed.machine_of.get(worker, local),
-                process or state,
+                held or state,
                 observed.state_s.get(worker),
                 reported.iteration if reported is not None else None,
                 reported.loss if reported is not None else None,
@@ -246,6 +250,17 @@ def worker_state(core: Coordinator, worker: int, connected: bool) -> str:
     if core.expects_model(worker_peer(worker)):
         return "before its first forward pass"
     return "waiting for the others to start" if connected else "starting"
+
+
+def held_state(core: Coordinator, worker: int, processes: Mapping[int, str]) -> str:
+    """Return what keeps the process of a worker from running; "" if nothing does, or the worker is gone.
+
+    Args:
+        core: the coordinator.
+        worker: index of the worker.
+        processes: worker -> state of its process.
+    """
+    return "" if core.fate(worker) else HELD.get(processes.get(worker, ""), "")
 
 
 def waiting_for(answers: Collection[Waits]) -> dict[int, str]:

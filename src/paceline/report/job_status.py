@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from ..core.job_status import JobStatus, LinkStatus, MachineStatus, WorkerStatus
 from ..launcher.progress import COLORS, counted
 
-__all__ = ["status_view"]
+__all__ = ["LONG_LINE", "status_view"]
 
 UNKNOWN = "-"
 
 
 def status_view(status: JobStatus) -> RenderableType:
-    """Return the tables of workers, machines and links. Empty tables are left out."""
+    """Return the tables of workers, machines and links. Empty tables are left out.
+
+    No line is longer than the console is wide: less important columns are left out, and long texts are cut.
+    """
     counts = f"{counted(len(status.workers), 'worker')}, {counted(status.servers, 'server')}"
     pause = f", waits for others to join: {status.shortage}" if status.shortage else ""
-    parts: list[RenderableType] = [Text(f"{status.sync}, {counts}, {status.elapsed_s:.0f} s{pause}")]
-    parts.append(_workers(status.workers))
+    title = f"{status.sync}, {counts}, {status.elapsed_s:.0f} s{pause}"
+    parts: list[RenderableType] = [_cut(title)]
+    parts.append(WorkerTable(status.workers))
     if status.machines:
         parts.append(_machines(status.machines))
     if status.links:
@@ -27,54 +33,78 @@ def status_view(status: JobStatus) -> RenderableType:
     return Group(*parts)
 
 
-def _workers(workers: tuple[WorkerStatus, ...]) -> Table:
+class WorkerTable:
+    """The table of the workers, with as many columns as the console has room for."""
+
+    def __init__(self, workers: tuple[WorkerStatus, ...]) -> None:
+        self._workers = workers
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = dict(COLUMNS)
+        for name in EXPENDABLE:
+            if self._least_width(columns, console, options) <= options.max_width:
+                break
+            del columns[name]
+        yield self._table(columns)
+
+    def _least_width(self, columns: Mapping[str, Column], console: Console, options: ConsoleOptions) -> int:
+        """Return the width of a table in which no more than the reasons for waiting are cut."""
+        table = self._table({name: column for name, column in columns.items() if name != "waits for"})
+        least = max((min(len(_wait(worker)), LEAST_REASON) for worker in self._workers), default=0)
+        return table.__rich_measure__(console, options.update(width=LONG_LINE)).maximum + least
+
+    def _table(self, columns: Mapping[str, Column]) -> Table:
+        table = _table([(name, number) for name, (number, _) in columns.items()])
+        for worker in self._workers:
+            table.add_row(*(text(worker) for _, text in columns.values()))
+        return table
+
+
+Column = tuple[bool, Callable[[WorkerStatus], str | Text]]
+"""True for a column of numbers, which are never cut, and the function that returns what it says about a worker."""
+
+
+def _cut(text: str, style: str = "") -> Text:
+    """Return a text that is cut if there is too little room for it."""
+    return Text(text, style, no_wrap=True, overflow="ellipsis")
+
+
+COLUMNS: dict[str, Column] = {
+    "worker": (False, lambda worker: str(worker.worker)),
+    "machine": (False, lambda worker: _cut(worker.machine)),
+    "state": (False, lambda worker: _cut(worker.state, COLORS.get(worker.state, COLORS["waiting"]))),
+    "for": (True, lambda worker: _duration(worker.state_s)),
+    "iteration": (True, lambda worker: _number(worker.iteration, "d")),
+    "loss": (True, lambda worker: _number(worker.loss, ".4f")),
+    "samples/s": (True, lambda worker: _number(worker.samples_per_s, ".1f")),
+    "staleness": (True, lambda worker: _number(worker.staleness, "d")),
+    "waits for": (False, lambda worker: _cut(_wait(worker))),
+}
+EXPENDABLE = ("staleness", "samples/s", "loss")  # the columns that are left out, the first one first
+LEAST_REASON = 20  # number of characters of a reason for waiting that are shown at least
+LONG_LINE = 1000  # number of characters; longer than any line
+
+
+def _table(columns: Sequence[tuple[str, bool]]) -> Table:
+    """Return an empty table. The second part of a column is True if it contains numbers."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in (
-        "worker",
-        "machine",
-        "state",
-        "for",
-        "iteration",
-        "loss",
-        "samples/s",
-        "staleness",
-        "waits for",
-    ):
-        right = name in ("for", "iteration", "loss", "samples/s", "staleness")
-        table.add_column(name, justify="right" if right else "left", overflow="fold")
-    for worker in workers:
-        table.add_row(
-            str(worker.worker),
-            Text(worker.machine),
-            Text(worker.state, COLORS.get(worker.state, COLORS["waiting"])),
-            _duration(worker.state_s),
-            _number(worker.iteration, "d"),
-            _number(worker.loss, ".4f"),
-            _number(worker.samples_per_s, ".1f"),
-            _number(worker.staleness, "d"),
-            Text(_wait(worker)),
-        )
+    for name, number in columns:
+        table.add_column(name, justify="right" if number else "left", no_wrap=number)
     return table
 
 
 def _machines(machines: tuple[MachineStatus, ...]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("machine")
-    table.add_column("last heartbeat", justify="right")
-    table.add_column("suspicion", justify="right")
+    table = _table([("machine", False), ("last heartbeat", True), ("suspicion", True)])
     for machine in machines:
-        table.add_row(Text(machine.machine), f"{machine.silent_s:.1f} s ago", f"{machine.suspicion:.1f}")
+        table.add_row(_cut(machine.machine), f"{machine.silent_s:.1f} s ago", f"{machine.suspicion:.1f}")
     return table
 
 
 def _links(links: tuple[LinkStatus, ...]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("link")
-    table.add_column("MB/s", justify="right")
-    table.add_column("MB in total", justify="right")
+    table = _table([("link", False), ("MB/s", True), ("MB in total", True)])
     for link in links:
         rate = None if link.bytes_per_s is None else link.bytes_per_s / 1e6
-        route = Text(f"{link.sender} -> {link.receiver}")
+        route = _cut(f"{link.sender} -> {link.receiver}")
         table.add_row(route, _number(rate, ".2f"), _number(link.total_bytes / 1e6, ".1f"))
     return table
 

@@ -21,7 +21,7 @@ import msgspec
 
 from ..core import coordinator as core
 from ..core.heartbeats import answer
-from ..core.job_status import LOCAL, JobStatus, Observed, StateTimes, job_status, worker_state
+from ..core.job_status import LOCAL, JobStatus, Observed, StateTimes, held_state, job_status, worker_state
 from ..core.layout import dtype_of
 from ..core.liveness import Verdict
 from ..core.messages import (
@@ -373,9 +373,15 @@ class CoordinatorHost:
         if now_ticks < self._noted_ticks + NOTE_INTERVAL_TICKS:
             return
         self._noted_ticks = now_ticks
-        core = self.core
-        workers = {*core.live, *core.finished, *core.lost}
-        states = {w: worker_state(core, w, ("worker", w) in self.heard_s) for w in workers}
+        core, processes = self.core, self._machines.liveness.states()
+        states = {}
+        for worker in {*core.live, *core.finished, *core.lost}:
+            reported = core.board.get(worker)
+            states[worker] = (
+                held_state(core, worker, processes)
+                or worker_state(core, worker, ("worker", worker) in self.heard_s),
+                None if reported is None else reported.iteration,
+            )
         self._state_times.note(states, now_ticks)
 
     def _patience_s(self) -> float | None:
