@@ -336,7 +336,7 @@ def _tell_how_to_join(address: str, job: Job, announce_to: int | None) -> None:
     most = f", and at most {job.workers}" if job.workers > job.least else ""
     # If the run listens on all addresses, any name by which the other machines know this one will do.
     place = seen_from(address, f"tls:{socket.gethostname()}:0").removeprefix("tls:")
-    print(f"waiting for {job.least} workers{most}; on each machine, run:", file=sys.stderr)
+    print(f"waiting for {counted(job.least, 'worker')}{most}; on each machine, run:", file=sys.stderr)
     print(
         f"  {known} paceline join {place} SCRIPT [ARGUMENTS]",
         file=sys.stderr,

@@ -149,6 +149,8 @@ class Progress:
                 f"{name} {state}, iteration {iteration}, loss {loss}"
                 for name, iteration, loss, state in self._rows()
             ]
+            if not cells:
+                return  # no machine has joined the run yet
             self._console.print(
                 f"{self._title().plain.splitlines()[0]}: {'; '.join(cells)}",
                 markup=False,

@@ -45,6 +45,13 @@ class Vacancies:
         self._since_s = self._since_s or now_s
         if self._patience_s is None or now_s - self._since_s < self._patience_s:
             return ""
+        if not (
+            self._coordinator.core.live or self._coordinator.core.finished or self._coordinator.core.lost
+        ):
+            return (
+                f"no machine has joined it within {self._patience_s:g} s (--wait). Wait longer, and look at what "
+                "`paceline join` prints on the other machines"
+            )
         return (
             f"it has {shortage}, and has waited for {self._patience_s:g} s (--wait). Let more machines join, or "
             "start the run with a smaller minimum (--workers MIN:MAX)"
