@@ -1010,6 +1010,12 @@ def test_a_port_or_host_that_cannot_be_is_refused(host: str, port: int) -> None:
         listen_tcp(host, port)
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_of_another_machine_is_refused_with_those_of_this_one(host: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"is not an address of this machine: .*127\.0\.0\.1[,;]"):
+        listen_tcp(host)
+
+
 def test_a_new_listener_is_on_loopback_only() -> None:
     listener, address = listen_tcp()
     with listener:

@@ -12,8 +12,10 @@ An IPv6 address is written in brackets, as in "tls:[::1]:29600".
 from __future__ import annotations
 
 import errno
+import fcntl
 import secrets
 import socket
+import struct
 import time
 from typing import overload
 
@@ -22,9 +24,10 @@ from .preface import COORDINATOR, Preface
 from .secure import SecureSocket
 from .tls import Contexts
 
-__all__ = ["connect", "interface_to", "is_local", "listen_tcp", "listen_unix", "seen_from"]
+__all__ = ["connect", "interface_to", "is_local", "listen_tcp", "listen_unix", "own_addresses", "seen_from"]
 
 BACKLOG = 1024
+SIOCGIFADDR = 0x8915  # request for the address of an interface; see netdevice(7)
 QUEUE_INTERVAL_S = 0.01  # time between two attempts to connect while the listener's queue is full
 
 
@@ -54,6 +57,11 @@ def listen_tcp(host: str = "127.0.0.1", port: int = 0, *, secure: bool = False) 
         sock.listen(BACKLOG)
     except (OSError, OverflowError) as error:
         sock.close()
+        if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+            raise ConfigurationError(
+                f"cannot listen on {_in_brackets(host)}:{port}, because {host!r} is not an address of this machine: "
+                f"{error}. Its addresses are {', '.join(own_addresses())}; 0.0.0.0 stands for all of them."
+            ) from error
         in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         why = "it is in use" if in_use else str(error)
         raise ConfigurationError(
@@ -62,6 +70,19 @@ def listen_tcp(host: str = "127.0.0.1", port: int = 0, *, secure: bool = False) 
     sock.setblocking(False)
     bound_host, bound_port = sock.getsockname()[:2]
     return sock, f"{'tls' if secure else 'tcp'}:{_in_brackets(bound_host)}:{bound_port}"
+
+
+def own_addresses() -> list[str]:
+    """Return the IPv4 addresses of this machine, in the order of its interfaces."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(sock, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # the interface has no IPv4 address
+                continue
+            found.append(socket.inet_ntoa(answer[20:24]))
+    return found
 
 
 def is_local(address: str) -> bool:
