@@ -104,11 +104,32 @@ def test_the_others_continue_while_a_worker_is_stopped(mark: str) -> None:
     enough()
     summary = served.summary()
     os.kill(stopped, signal.SIGCONT)
-    ends = [output(program) for program in joined]
+    ends = sorted(output(program) for program in joined)
 
     assert summary["lost_workers"] == [1]
     assert "has been stopped for" in summary["losses"]["1"]  # type: ignore[index]
     assert "Traceback" not in ends[0][2]
+    assert [code for code, *_ in ends] == [0, 1]
+    assert "worker 1 was taken out of the run: the process of worker 1" in ends[1][2]
+    assert "error: no worker on this machine has finished its script (worker 1: it " in ends[1][2]
+
+
+def test_a_machine_whose_workers_are_all_killed_fails(mark: str) -> None:
+    served = Served("--workers", "1:2", "--sync", "asp")
+    stays, loses = served.join("10", "0.1"), served.join("10", "0.1")
+    await_training(2)
+    agent = f"/proc/{loses.pid}/task/{loses.pid}/children"
+    [killed] = [int(child) for child in Path(agent).read_text().split()]
+    os.kill(killed, signal.SIGKILL)
+    code, _, stderr = output(loses)
+    enough()
+    codes = output(stays)[0], code
+    summary = served.summary()
+
+    assert codes == (0, 1)
+    assert "no worker on this machine has finished its script" in stderr
+    assert "it was terminated by signal SIGKILL" in stderr
+    assert len(summary["lost_workers"]) == 1  # type: ignore[arg-type]
 
 
 def assert_nothing_late_was_applied(worker: int) -> None:
@@ -197,6 +218,7 @@ def test_a_machine_that_is_taken_away_leaves_and_loses_nothing(pause_s: str, mar
 
     assert (left_code, code) == (143, 0), left_stderr + stderr
     assert "Traceback" not in left_stderr
+    assert summary["faults"] == []
     assert summary["left"] in ([0], [1])
     assert summary["lost_workers"] == []
     assert summary["samples"] == 10 * 96

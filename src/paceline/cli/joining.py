@@ -246,6 +246,8 @@ def join(
             streams=Streams(show_all=show_all),
         )
     print(f"logs: {joined.run_dir}")
+    if not joined.finished:
+        raise PeerLostError(f"no worker on this machine has finished its script ({joined.endings})")
 
 
 def status(

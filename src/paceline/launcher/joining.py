@@ -68,10 +68,18 @@ class Joined(NamedTuple):
     Attributes:
         run_dir: the directory of their logs.
         finished: True if one of them has finished its script; False if all of them were lost.
+        endings: how the process of each of them has ended, for the user.
     """
 
     run_dir: Path
     finished: bool
+    endings: str
+
+    @classmethod
+    def of(cls, run_dir: str, engine: LocalEngine) -> Joined:
+        """Return how the workers of an engine have ended."""
+        endings = [f"{process.name}: {process.ending}" for process in engine.workers.values()]
+        return cls(Path(run_dir), engine.finished, "; ".join(endings))
 
 
 def join(
@@ -145,10 +153,10 @@ def join(
                     )
                     agent = Agent(job, engine, stream, console, interruption, again)
                     agent.carry_out(admitted.workers, worker_arguments, worker_payload)
-                return Joined(Path(folder), engine.finished)
+                return Joined.of(folder, engine)
             except CutOffError as error:
                 if not error.workers:
-                    return Joined(Path(folder), engine.finished)
+                    return Joined.of(folder, engine)
                 wanted, indices = len(error.workers), error.workers
                 reason, pause_s = error, again.pause_s()
             except ConfigurationError as error:
