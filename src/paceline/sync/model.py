@@ -170,6 +170,8 @@ class ShardMachine:
 
         None keeps all pushes. The worker's `WorkerLost` event follows, unless the model was told before that the
         worker has left (see `core.shard_sync`). Then, what was not applied because of the worker is applied now.
+
+        A subclass that overrides this method must call it, or remove the worker from `frozen` itself.
         """
         self.frozen.discard(worker)
         return []
