@@ -230,8 +230,8 @@ class Coordinator:
     def everybody_left(self) -> bool:
         """True if every worker has finished, was lost, or has yet to join, and at least one worker has left.
 
-        A run that pauses for want of workers also waits for others when all of its workers have been lost or have
-        left early.
+        A run that pauses when it has too few workers also waits for others when all of its workers have been lost or
+        have left early.
         """
         if self._live:
             return False

@@ -8,7 +8,7 @@ as the state of one of its processes changes. There are two kinds of verdicts:
     worker    its agent reports that the process is stopped (SIGSTOP), while other workers could continue
 
 A worker is never taken out because it is slow: whatever its training thread does, its agent reports it as running. A
-process that a debugger holds is never taken out. If a process has ended, its agent says so in a message of its own
+process that a debugger holds is never taken out. If a process has ended, its agent says so in another message
 (`ProcessEnded`).
 
 **Suspicion.** The estimate is the phi accrual failure detector [1]: if the times between the heartbeats of a machine

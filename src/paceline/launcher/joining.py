@@ -176,7 +176,7 @@ def join(
 
 
 class CutOffError(PeerLostError):
-    """The connection to the coordinator was lost, so this machine takes no part in the run any more.
+    """The connection to the coordinator was lost, so this machine is no longer part of the run.
 
     Attributes:
         workers: the workers that had not ended yet, or were about to join again.

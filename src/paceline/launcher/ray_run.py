@@ -123,7 +123,7 @@ class Place:
         folder: directory of the program's files on this node.
         joining: True once the program has been told to join the run.
         leaving: True once the program has been asked to leave.
-        over: True if no actor is requested any more.
+        over: True if no further actors are requested.
         due_s: time on the monotonic clock from which an actor is requested.
     """
 

@@ -1,9 +1,9 @@
 """When workers that were taken out of a run join it again.
 
 A worker is taken out if it was stopped, or if its machine was silent, while the others continued. When it runs again,
-what it computes is no longer used, so its process ends, and its machine's agent offers the coordinator to start it
-anew. It does so after a pause, which doubles each time, and only a limited number of times. A worker whose script has
-failed, or that was killed, does not join again.
+what it computes is no longer used, so its process ends, and its machine's agent asks the coordinator to let it join
+again. The agent does so after a pause, which doubles each time, and only a limited number of times. A worker whose
+script has failed, or that was killed, does not join again.
 """
 
 from __future__ import annotations
