@@ -236,6 +236,15 @@ def test_no_line_is_wrapped_in_a_narrow_terminal(width: int) -> None:
     assert lines[4].endswith("r…")
 
 
+def test_the_header_of_a_column_is_not_wrapped_where_nobody_waits() -> None:
+    worker = WorkerStatus(0, "127.0.0.1", "computing", 0.1, 327, None, 148.8, 0)
+    lines = drawn(JobStatus("asp", 1, 26.0, (worker,)), 80).splitlines()
+    assert lines[1].split()[-4:] == ["loss", "samples/s", "waits", "for"]
+    assert lines[2].split() == ["0", "127.0.0.1", "computing", "0.1", "s", "327", "-", "148.8"]
+    assert len(lines) == 3
+    assert len(drawn(JobStatus("asp", 1, 26.0, ()), 80).splitlines()) == 2  # nobody has joined
+
+
 def test_less_important_columns_are_left_out_one_after_another() -> None:
     headers = {width: drawn(STATUS, width).splitlines()[1].split() for width in range(140, 60, -1)}
     assert len(headers[140]) == 10  # "waits for" are two words

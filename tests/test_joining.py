@@ -27,7 +27,7 @@ from paceline.trace import read_run, replay
 from paceline.trace.clocks import read_clocks
 from paceline.trace.records import read_records
 
-from .live import await_that, chaos, mark, processes, run_program
+from .live import await_that, chaos, mark, processes, run_program, start_program
 from .served import SCRIPT, Served, await_training, enough, output, two_machines
 from .test_secure import relay
 
@@ -164,6 +164,12 @@ def test_only_who_has_the_secret_can_watch_or_join_a_run(mark: str, monkeypatch:
     monkeypatch.setenv("PACELINE_SECRET", served.secret)
     watched = run_program("-m", "paceline", "status", served.address, "--json")
     shown = run_program("-m", "paceline", "status", served.address)
+    watching = start_program("-m", "paceline", "status", served.address, "--watch")
+    assert watching.stdout is not None
+    first_line = watching.stdout.readline()
+    watching.stdout.close()  # as `head` does
+    watching.stdout = None
+    watching_ended = output(watching)
     listening = listening_ports([served.program.pid, *processes(mark).values()])
     another, missing, many = (output(program) for program in refused)
     enough()
@@ -184,6 +190,9 @@ def test_only_who_has_the_secret_can_watch_or_join_a_run(mark: str, monkeypatch:
     assert {worker["state"] for worker in state["workers"]} <= {"computing", "waiting", "pulling"}
     assert [machine["machine"] for machine in state["machines"]] == ["127.0.0.1", "127.0.0.1 (2)"]
     assert "bsp, 2 workers, 2 servers" in shown.stdout
+    assert any("staleness" in line and "waits for" in line for line in shown.stdout.splitlines())
+    assert "bsp, 2 workers, 2 servers" in first_line
+    assert (watching_ended[0], watching_ended[2]) == (0, "")
     names = {"this machine", "127.0.0.1", "127.0.0.1 (2)"}
     links = {(link["sender"], link["receiver"]): link for link in state["links"]}
     assert set(links) == {

@@ -315,7 +315,9 @@ def _watch(observer: Observer, state: JobStatus) -> None:
 def _print_status(state: JobStatus) -> None:
     """Print the state of a run; in a pipe or a file, without a limit of the length of a line."""
     console = Console()
-    console.print(status_view(state), crop=False, width=None if console.is_terminal else LONG_LINE)
+    if not console.is_terminal:
+        console = Console(width=LONG_LINE)
+    console.print(status_view(state))
 
 
 def _secret(file: Path | None) -> str:

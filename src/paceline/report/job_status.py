@@ -50,7 +50,8 @@ class WorkerTable:
     def _least_width(self, columns: Mapping[str, Column], console: Console, options: ConsoleOptions) -> int:
         """Return the width of a table in which no more than the reasons for waiting are cut."""
         table = self._table({name: column for name, column in columns.items() if name != "waits for"})
-        least = max((min(len(_wait(worker)), LEAST_REASON) for worker in self._workers), default=0)
+        reasons = (min(len(_wait(worker)), LEAST_REASON) for worker in self._workers)
+        least = max([len("waits for"), *reasons])
         return table.__rich_measure__(console, options.update(width=LONG_LINE)).maximum + least
 
     def _table(self, columns: Mapping[str, Column]) -> Table:
@@ -89,7 +90,7 @@ def _table(columns: Sequence[tuple[str, bool]]) -> Table:
     """Return an empty table. The second part of a column is True if it contains numbers."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name, number in columns:
-        table.add_column(name, justify="right" if number else "left", no_wrap=number)
+        table.add_column(_cut(name), justify="right" if number else "left", no_wrap=number)
     return table
 
 
