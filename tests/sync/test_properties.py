@@ -788,7 +788,8 @@ class JobLife(RuleBasedStateMachine):
         """All hear of a worker at once, the coordinator's machine last."""
         its = JobWorker()
         its.iteration = iteration
-        its.tells_starts = bool(self.job.sync) and any(m.needs_starts for m in parse_shards(self.job.sync))
+        known = self.job.sync or vars(self.job)["_first"]  # as the worker itself assumes
+        its.tells_starts = any(model.needs_starts for model in parse_shards(known))
         pulls = any(checked.events for checked in self.shards)
         event = WorkerJoined(
             now_ticks=self.now_ticks,
@@ -800,6 +801,7 @@ class JobLife(RuleBasedStateMachine):
         )
         if pulls:
             its.awaited = set(range(SHARDS))
+            its.starts = its.tells_starts
             for queue in its.to_shards:
                 queue.append(PullRequested(now_ticks=0, worker=worker, iteration=iteration - 1))
         self.workers[worker] = its

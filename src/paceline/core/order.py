@@ -155,7 +155,8 @@ class Reporter:
         label: label of the iteration that the worker finishes next; -1 if unknown.
         computing: False if the worker must report the start of its next iteration before it reports the end.
         finishes: True if the worker reports every finished iteration.
-        starts: True if the worker reports the start of every iteration except its first one.
+        starts: True if the worker reports the start of every iteration. A worker that is present from the beginning
+            of the run does not report the start of its first one.
     """
 
     def __init__(self, models: Sequence[SyncModel]) -> None:
@@ -223,6 +224,8 @@ class ReportOrder:
         """Record that a worker joins while these models are in force."""
         reporter = self._reporters[event.worker] = Reporter(models)
         reporter.compute(event.iteration)
+        if event.pulls and reporter.starts:
+            reporter.computing, reporter.label = False, event.iteration
 
     def finished(self, event: IterationFinished, models: Sequence[SyncModel] = ()) -> None:
         """Record a finished iteration. If `models` is given, the worker then changes to these models."""

@@ -492,7 +492,10 @@ class Worker:
         """Continue when every shard has answered: start the first or next iteration, or restart the current one."""
         self.waiting_for = ""
         if self._first or self._pulls_again:
+            joined_late = self._first and self.started is not None and self.started.initializer < 0
             self._first = self._pulls_again = False
+            if joined_late and self.may_restart:
+                return [Send(COORDINATOR, IterationStarted(self.iteration)), PROCEED]
             return [PROCEED]
         if self.data.used:
             self.data.answered()

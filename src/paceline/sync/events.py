@@ -246,8 +246,9 @@ class IterationFinished(Event, frozen=True, kw_only=True, tag=True):
 class IterationStarted(Event, frozen=True, kw_only=True, tag=True):
     """A worker reports to the coordinator that it has received its weights and is starting `iteration`.
 
-    If the model needs these reports, a worker reports the start of every iteration except its first. It always
-    reports the start of the first iteration after a change of the sync model, and never reports a restart.
+    If the model needs these reports, a worker reports the start of every iteration, except its first one if it is
+    present from the beginning of the run. It always reports the start of the first iteration after a change of the
+    sync model, and never reports a restart.
     """
 
     worker: int

@@ -127,7 +127,7 @@ class Stopper(JobMachine):
         return self._stop_if_outdated(event.worker)
 
     def joined(self, event: WorkerJoined) -> list[AnyAction]:
-        self._computations[event.worker] = Computation(event.iteration, running=True)
+        self._computations[event.worker] = Computation(event.iteration, running=not event.pulls)
         return []
 
     def left(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:

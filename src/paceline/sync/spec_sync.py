@@ -161,9 +161,9 @@ class Span(msgspec.Struct, frozen=True):
 class Watched:
     """The coordinator's record of one live worker."""
 
-    def __init__(self, iteration: int, start_ticks: int) -> None:
+    def __init__(self, iteration: int, start_ticks: int | None) -> None:
         self.iteration = iteration  # the next iteration that the worker will finish
-        self.start_ticks: int | None = start_ticks  # start of that iteration; None until it has started
+        self.start_ticks = start_ticks  # start of that iteration; None until it has started
         self.last: Span | None = None  # the previous iteration
         self.pushes_before = 0  # total number of pushes before the current iteration started
         self.speculation: Speculation | None = None  # None if the current iteration is not watched
@@ -222,7 +222,8 @@ class Speculator(JobMachine):
         return []
 
     def joined(self, event: WorkerJoined) -> list[AnyAction]:
-        self._workers[event.worker] = Watched(event.iteration, event.now_ticks)
+        # A worker that joins a run in progress reports when its first weights have arrived.
+        self._workers[event.worker] = Watched(event.iteration, None if event.pulls else event.now_ticks)
         self._yet_to_push.add(event.worker)
         if self.speculation is None:
             self.speculation = self._fixed()
