@@ -9,7 +9,7 @@ SCHEDULERS := .venv-schedulers
 FUZZ   ?= 500000
 NAMES  ?= all
 
-.PHONY: help install demo check test check-models stress chaos fuzz siege porting ray bench bench-overlap paper tune docs clean
+.PHONY: help install demo check test check-models stress chaos fuzz siege clusters porting ray bench bench-overlap paper tune docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -48,6 +48,9 @@ fuzz: $(READY)  ## send 500,000 mutated frames to hosts in the same process and 
 
 siege: $(READY)  ## during a run with few file descriptors, open 10,000 connections that reset immediately, and hold 2,000 open; try to get into a served run (about 5 minutes)
 	PACELINE_SIEGE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_siege.py tests/test_door.py
+
+clusters: $(READY)  ## train the demo in network namespaces, with torchrun and on Slurm, and compare the accuracy with one machine (root; 3 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m chaos tests/test_clusters.py
 
 $(PORTING)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PORTING)

@@ -153,8 +153,10 @@ def cluster() -> Iterator[Cluster]:
 class Batch:
     """A job that sbatch has submitted, with a file of the examples."""
 
-    def __init__(self, file: str, *arguments: str, options: tuple[str, ...] = ()) -> None:
-        Path("train.py").write_text(SCRIPT)
+    def __init__(
+        self, file: str, *arguments: str, options: tuple[str, ...] = (), script: str = SCRIPT
+    ) -> None:
+        Path("train.py").write_text(script)
         submitted = subprocess.run(
             ["sbatch", "--parsable", *options, EXAMPLES / file, "train.py", *arguments],
             capture_output=True,
