@@ -24,8 +24,8 @@ a push event and, if it includes a pull, a pull event.
                             LossSettled, MeanClipped, MeanAwaited, FetchSnapshot, FetchWaits, Shutdown
     worker -> server        Hello, InitialState, InitialWeights, Stage, Commit, PullRequested, PullRepeated,
                             FetchOptimizerState, FetchBuffers, FetchInitialBuffers, KeepStates, WorkerFinished
-    server -> worker        Committed, Answer, InitialWeightsRequested, OptimizerState, PooledBuffers,
-                            InitialBuffers
+    server -> worker        MemoryAttached, Committed, Answer, InitialWeightsRequested, OptimizerState,
+                            PooledBuffers, InitialBuffers
     reader -> server        Hello, FetchSnapshot, FetchOptimizerState, FetchStates
     server -> reader        Snapshot, OptimizerState, KeptStates
 """
@@ -101,6 +101,8 @@ __all__ = [
     "MeanClipped",
     "MeanMeasured",
     "MeanMissing",
+    "MemoryAttached",
+    "MemoryPlace",
     "Message",
     "ModelExtended",
     "OptimizerState",
@@ -171,6 +173,20 @@ class Bell(Message, frozen=True, tag=True):
     """Wakes a peer that is sleeping while its ring buffer contains data. The message has no other effect."""
 
 
+class MemoryPlace(msgspec.Struct, frozen=True):
+    """Where a process on the same machine finds the shared memory of a worker.
+
+    Attributes:
+        process: id of the worker's process.
+        descriptor: file descriptor of the memory in this process.
+        name: name of the memory, which is random, so that no other memory has it.
+    """
+
+    process: Number
+    descriptor: Number
+    name: Annotated[str, msgspec.Meta(max_length=128)]
+
+
 class Hello(Message, frozen=True, tag=True):
     """The first message of every connection. If the token is wrong, the receiver does not read any further messages.
 
@@ -185,6 +201,8 @@ class Hello(Message, frozen=True, tag=True):
         follows: True if the caller is a worker that can read the weights directly from the servers' memory.
         extension: number of the extension for which a worker has memory; 0 if the model has not been extended.
         incarnation: how often the index of the worker has been used before.
+        place: over TCP, where the server finds the shared memory of a worker if both run on the same machine; None if
+            they do not.
     """
 
     token: str
@@ -197,10 +215,23 @@ class Hello(Message, frozen=True, tag=True):
     follows: bool = False
     extension: Number = 0
     incarnation: Number = 0
+    place: MemoryPlace | None = None
 
     def __repr__(self) -> str:
         """Return a description without the token, which must not appear in a log."""
         return f"Hello(role={self.role!r}, index={self.index})"
+
+
+class MemoryAttached(Message, frozen=True, tag=True):
+    """The server has found the worker's shared memory, and uses it instead of payloads for all pushes and pulls.
+
+    The server sends this message before the first answer. If it has not found the memory, it sends nothing.
+
+    Attributes:
+        shards: the shards of the server.
+    """
+
+    shards: tuple[int, ...]
 
 
 # -- machines ---------------------------------------------------------------------------------------------
@@ -1346,7 +1377,8 @@ FromPeerToServer = (
     | Bell
 )
 FromServer = (
-    Committed
+    MemoryAttached
+    | Committed
     | Answer
     | InitialWeightsRequested
     | OptimizerState

@@ -10,7 +10,7 @@ script changes its gradients after the backward pass, early sending saves no tim
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -78,6 +78,19 @@ class Outbox:
         self._next_pause = 1
         self.begin()
 
+    def leave_out(self, shards: Collection[int]) -> None:
+        """Send nothing more to these shards, which read the gradients from memory. Call it before the first piece."""
+        for shard in shards:
+            del self._gradients[shard], self._pieces[shard]
+        self._parameter_counts = {
+            key: count for key, count in self._parameter_counts.items() if key[0] not in shards
+        }
+        self._pieces_of = {
+            parameter: [key for key in keys if key[0] not in shards]
+            for parameter, keys in self._pieces_of.items()
+        }
+        self.begin()
+
     @property
     def early(self) -> bool:
         """True if pieces are sent early in the current iteration."""
@@ -113,6 +126,8 @@ class Outbox:
 
         If `set_index` is not None, only the pieces of this parameter set are sent.
         """
+        if shard not in self._pieces:
+            return (), []
         pieces = []
         vectors = of_set(self._gradients[shard], set_index)
         for number, piece in enumerate(self._pieces[shard]):

@@ -46,6 +46,7 @@ from ..core.messages import (
     LossSettled,
     MeanAwaited,
     MeanClipped,
+    MemoryAttached,
     Message,
     ModelExtended,
     OptimizerState,
@@ -220,7 +221,11 @@ class ServerHost:
             if not peer.stream.descriptors:
                 raise ProtocolError("it announced shared memory but did not send its file descriptor")
             region = memory.attach(peer.stream.descriptors.pop(), hello.channels)
+        elif hello.place is not None:
+            region = memory.find(hello.place)
         peer.role, peer.index = hello.role, hello.index
+        if region is not None and hello.place is not None:
+            self._hub.send(peer, MemoryAttached(memory.shards))
         peer.inboxes = memory.inboxes(region)
         self._workers[peer.index] = peer
         if peer.index in self._core.ending:  # this greeting is one of the last messages of a lost worker

@@ -23,6 +23,7 @@ from ..core.messages import (
     InitialWeights,
     KeepStates,
     LoopPosition,
+    MemoryPlace,
     Message,
 )
 from ..core.model_spec import BufferSpec, ModelSpec
@@ -32,7 +33,7 @@ from ..shard.groups import GroupsReader
 from ..shard.slots import BufferSlots
 from ..shard.store import Push, Store, Vectors
 from ..shard.vectors import torch_dtype
-from ..wire.memory import Inbox, Region, SharedInbox, StreamedInbox, cut
+from ..wire.memory import Inbox, Region, SharedInbox, StreamedInbox, cut, find_memory
 from .registration import require_groups
 
 __all__ = ["STATE_LIMIT_FACTOR", "STATE_SLACK_BYTES", "ServerMemory", "tensors_over"]
@@ -107,6 +108,11 @@ class ServerMemory:
         self._slots: BufferSlots | None = None  # None unless this server holds shard 0
 
     @property
+    def shards(self) -> tuple[int, ...]:
+        """The indices of the server's shards."""
+        return tuple(self._plan.slices)
+
+    @property
     def in_shared_memory(self) -> bool:
         """True if the weights are in shared memory."""
         return self._plan.master is not None
@@ -124,6 +130,15 @@ class ServerMemory:
                 f"the shared memory has {channels} pairs of rings, expected at most {self._servers}"
             )
         return Region.attach(self._plan.model.layout, descriptor, channels=channels)
+
+    def find(self, place: MemoryPlace) -> Region | None:
+        """Map the memory of a worker on this machine; return None if this process cannot reach it.
+
+        Raises:
+            ProtocolError: the size of the memory does not match the layout.
+        """
+        descriptor = find_memory(place.process, place.descriptor, place.name)
+        return None if descriptor is None else Region.attach(self._plan.model.layout, descriptor)
 
     def inboxes(self, region: Region | None) -> dict[int, tuple[Inbox, Vectors]]:
         """Return, for each shard, an inbox in `region` or in new memory, and its gradient as tensors."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import random
+import secrets
 import select
 import selectors
 import statistics
@@ -47,6 +49,8 @@ from ..core.messages import (
     InitialWeights,
     KeepStates,
     LoopPosition,
+    MemoryAttached,
+    MemoryPlace,
     Message,
     ModelExtended,
     OptimizerState,
@@ -67,7 +71,7 @@ from ..sync.schedule import read_schedule
 from ..trace.records import IterationRecord
 from ..wire.addresses import connect, is_local, seen_from
 from ..wire.forks import close_in_forks
-from ..wire.memory import Master, Region, cut
+from ..wire.memory import Master, Region, cut, shared_memory_available
 from ..wire.ring import Ring
 from ..wire.ring import available as rings_available
 from ..wire.stream import Stream
@@ -187,7 +191,10 @@ class WorkerSession:
         self._parameters = 0  # number of parameters of the model
         self._region: Region | None = None  # memory of this worker
         self._master: Master | None = None  # shared memory in which the servers update the weights
-        self._outbox: Outbox | None = None  # sends the gradients; None with shared memory
+        self._outbox: Outbox | None = None  # sends the gradients; None if no server uses TCP
+        self._attached: set[int] = (
+            set()
+        )  # shards that use this worker's memory although their servers use TCP
         self._in_place = False  # True while `weights` refers to memory that the servers update
         self._states: dict[int, bytearray] = {}  # shard -> bytes of the optimizer state that is being fetched
         self._buffer_specs: tuple[BufferSpec, ...] = ()
@@ -248,9 +255,17 @@ class WorkerSession:
         addresses = [
             seen_from(address, self._reached) for address in dict.fromkeys(self._core.started.addresses)
         ]
-        self._slow_link = None if all(map(is_local, addresses)) else SlowLink()
+        local = [is_local(address) for address in addresses]
+        self._slow_link = None if all(local) else SlowLink()
         channels = len(addresses) if shared and rings_available() else 0
-        self._region = region = Region.create(model.layout, shared=shared, channels=channels)
+        self._attached.clear()
+        # Servers that use TCP may find this worker's memory in /proc, if they run on this machine.
+        offered = not shared and any(local) and shared_memory_available()
+        name = f"paceline-{secrets.token_hex(16)}"
+        self._region = region = Region.create(
+            model.layout, shared=shared or offered, channels=channels, name=name
+        )
+        place = MemoryPlace(os.getpid(), region.descriptor, name) if offered and region.descriptor else None
         if shared:
             if not self._coordinator.descriptors:
                 raise ProtocolError("the coordinator did not pass the shared memory for the weights")
@@ -258,14 +273,14 @@ class WorkerSession:
         else:
             # Early sending uses the network during the backward pass. If all servers are on this machine, no network
             # is used, and early sending would only take CPU time from the backward pass.
-            early = self._job.overlap == "shards" and not all(map(is_local, addresses))
+            early = self._job.overlap == "shards" and not all(local)
             self._outbox = Outbox(shards, region.gradients, self._stage, self._is_busy, early=early)
         self.weights = tensors_over(region.weights)
         self.gradients = tensors_over(region.gradients)
         # With several parameter sets, another worker may push another set in the same round. In the servers' memory,
         # it would then change under a graph that the script still uses.
         follows = self._master is not None and not model.further
-        descriptors = [region.descriptor] if region.descriptor is not None else []
+        descriptors = [region.descriptor] if shared and region.descriptor is not None else []
         size_bytes = region.size_bytes if descriptors else 0
         for channel, address in enumerate(addresses):
             stream: Stream[FromServer] = Stream(
@@ -283,6 +298,7 @@ class WorkerSession:
                 follows=follows,
                 extension=self._core.extension,
                 incarnation=self._incarnation,
+                place=place if local[channel] else None,
             )
             self._send(stream, hello, descriptors=descriptors)
             if channels:
@@ -837,6 +853,10 @@ class WorkerSession:
                 if self._fetched is not None and type(message) is InitialBuffers and message.equal:
                     self._fetched.clear()
                 self._fetched = None
+            elif type(message) is MemoryAttached:
+                self._attached.update(message.shards)
+                if self._outbox is not None:
+                    self._outbox.leave_out(message.shards)
             elif type(message) is not Bell:
                 self._perform(self._core.handle(message))
 
@@ -889,7 +909,7 @@ class WorkerSession:
         shards = {shard.index: shard for shard in self._shards}
         match message:
             case Answer() if self._core.awaits(message.shard):
-                if self._job.transport == "shm":
+                if self._job.transport == "shm" or message.shard in self._attached:
                     return []
                 weights = cut(self._region.weights, shards[message.shard])
                 return list(of_set(weights, self._pulls).values())

@@ -4,11 +4,16 @@ Each worker has one memory region. It contains one vector of weights per dtype, 
 per dtype. A shard uses one slice of each vector.
 
 With **shared memory**, the region is a sealed memfd whose descriptor the worker passes with its greeting. The memfd
-has no name, is freed when the last process that maps it has exited, and cannot be shrunk while a server maps it. The
+is freed when the last process that maps it has exited, and cannot be shrunk while a server maps it. The
 server reads the gradient from the memory into which the worker computed it, and writes the weights into the memory
 from which the worker reads them, so pushes and pulls need no further copies. This is safe because a worker's weights
 change only inside its own `step()`: the server writes only while a pull is outstanding. Over a **stream**, the same
 slices are sent as the payload of messages.
+
+Over TCP, a connection cannot pass a descriptor. If a worker and a server run on the same machine, the worker states
+where its memory is instead: the server opens the descriptor of the worker's process in /proc. The memory has a random
+name, by which the server recognizes it. If the server does not find it there, for example because it runs in another
+container or as another user, the slices are sent as payload.
 
 If all workers run in lockstep, even the weights need not be copied. With shared memory, there is another region, the
 *master*, which contains the weights that the servers update. The coordinator creates the master, and all processes
@@ -45,9 +50,11 @@ __all__ = [
     "StreamedInbox",
     "cut",
     "cut_pieces",
+    "find_memory",
     "shared_memory_available",
 ]
 
+NAME = "paceline"  # name of memory whose descriptor is passed over a connection
 PAGE_BYTES = mmap.PAGESIZE
 SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW: the size cannot change
 
@@ -66,7 +73,7 @@ PIECE_BYTES = 1024 * 1024  # maximum size of the pieces in which a gradient is s
 def shared_memory_available() -> bool:
     """Return True if this system has memfd (Linux) and permits its use."""
     try:
-        Region(Layout((), (), {}), ("weights",), _new_memfd(PAGE_BYTES)).close()
+        Region(Layout((), (), {}), ("weights",), _new_memfd(PAGE_BYTES, NAME)).close()
     except (AttributeError, OSError):
         # The system has no memfd, or a sandbox forbids it.
         return False
@@ -114,14 +121,20 @@ class Region:
 
     @classmethod
     def create(
-        cls, layout: Layout, kinds: Sequence[Kind] = WORKERS, *, shared: bool, channels: int = 0
+        cls,
+        layout: Layout,
+        kinds: Sequence[Kind] = WORKERS,
+        *,
+        shared: bool,
+        channels: int = 0,
+        name: str = NAME,
     ) -> Region:
         """Return a region in new memory that is initialized with zeros.
 
-        The memory is a memfd if `shared` is True, and private otherwise.
+        The memory is a memfd with this name if `shared` is True, and private otherwise.
         """
         size_bytes = _places(layout, kinds)[1] + channels * CHANNEL_BYTES
-        return cls(layout, kinds, _new_memfd(size_bytes) if shared else None, channels=channels)
+        return cls(layout, kinds, _new_memfd(size_bytes, name) if shared else None, channels=channels)
 
     @classmethod
     def attach(
@@ -306,8 +319,32 @@ def _require_final(descriptor: int, size_bytes: int) -> None:
         raise ProtocolError(f"shared memory has {found} bytes ({sealed=}), expected {size_bytes} (sealed)")
 
 
-def _new_memfd(size_bytes: int) -> int:
-    descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def find_memory(process: int, descriptor: int, name: str) -> int | None:
+    """Return a new descriptor of shared memory that another process on this machine has created.
+
+    Return None if this process cannot reach the memory.
+
+    Args:
+        process: id of the other process.
+        descriptor: the descriptor of the memory in the other process.
+        name: the name of the memory.
+    """
+    path = f"/proc/{process}/fd/{descriptor}"
+    expected = f"/memfd:{name} (deleted)"
+    try:
+        if os.readlink(path) != expected:
+            return None
+        found = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    if os.readlink(f"/proc/self/fd/{found}") == expected:
+        return found
+    os.close(found)  # the other process has replaced it meanwhile
+    return None
+
+
+def _new_memfd(size_bytes: int, name: str) -> int:
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, size_bytes)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
     return descriptor

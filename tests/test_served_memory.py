@@ -1,0 +1,107 @@
+"""Workers of a served run: those on the servers' machine use shared memory, and the others TCP, in one run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.core.layout import Layout, Parameter
+from paceline.errors import ProtocolError
+from paceline.runtime.outbox import Outbox
+from paceline.wire.memory import Region, find_memory
+
+from .live import mark, processes, run_program
+from .served import Served, await_training, enough, output
+from .test_joining import assert_equal
+
+__all__ = ["mark"]
+
+# With a process namespace of its own, a worker names a process id that the server does not know.
+APART = ("unshare", "--pid", "--fork", "--mount-proc")
+apart_is_possible = (
+    shutil.which("unshare") is not None and subprocess.run([*APART, "true"], check=False).returncode == 0
+)
+needs_namespaces = pytest.mark.skipif(
+    not apart_is_possible, reason="creating process namespaces needs root and unshare"
+)
+LAYOUT = Layout.of([Parameter(("weight",), (1000,), "float32")])
+
+
+def shared_memory(process: int) -> set[str]:
+    """Return the shared memory of workers that a process maps."""
+    maps = Path(f"/proc/{process}/maps").read_text()
+    return {word for word in maps.split() if word.startswith("/memfd:paceline-")}
+
+
+@needs_namespaces
+def test_each_worker_uses_memory_or_tcp_and_the_result_is_the_same(mark: str) -> None:
+    served = Served("--workers", "2", "--servers", "2", "--sync", "bsp")
+    near = served.join("2", "0.1", options=["--run-dir", "near"])
+    far = served.join("2", "0.1", options=["--run-dir", "far"], prefix=APART)
+    await_training(2)
+    found = processes(mark)
+    mapped = {name: shared_memory(found[name]) for name in ("server 0", "server 1", "worker 0", "worker 1")}
+    enough()
+    codes = [output(each) for each in (near, far)]
+    served.summary()
+    alone = run_program("-m", "paceline", "run", "-n", "2", "--run-dir", "alone", "train.py", "2")
+
+    assert [code for code, *_ in codes] == [0, 0], codes
+    assert alone.returncode == 0, alone.stderr
+    used = mapped["server 0"]
+    assert len(used) == 1
+    assert mapped["server 1"] == used
+    assert sorted(mapped[worker] == used for worker in ("worker 0", "worker 1")) == [False, True]
+    assert_equal("run/weights.safetensors", "alone/weights.safetensors")
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    region = Region.create(LAYOUT, shared=True, name="paceline-0123")
+    yield region
+    region.close()
+
+
+def test_memory_is_found_by_its_name(region: Region) -> None:
+    assert region.descriptor is not None
+    descriptor = find_memory(os.getpid(), region.descriptor, "paceline-0123")
+    assert descriptor is not None
+    found = Region.attach(LAYOUT, descriptor)
+    region.gradients["float32"][:4] = b"1234"
+    assert bytes(found.gradients["float32"][:4]) == b"1234"
+
+
+def test_other_memory_files_and_processes_are_not_opened(region: Region, tmp_path: Path) -> None:
+    assert region.descriptor is not None
+    (tmp_path / "file").write_bytes(bytes(region.size_bytes))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with (tmp_path / "file").open("r+b") as file:
+        assert find_memory(os.getpid(), file.fileno(), "paceline-0123") is None
+    assert find_memory(os.getpid(), region.descriptor, "paceline-4567") is None
+    assert find_memory(os.getpid(), 1_000_000, "paceline-0123") is None
+    assert find_memory(2**31 - 1, region.descriptor, "paceline-0123") is None
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_memory_of_another_size_is_refused(region: Region) -> None:
+    assert region.descriptor is not None
+    descriptor = find_memory(os.getpid(), region.descriptor, "paceline-0123")
+    assert descriptor is not None
+    with pytest.raises(ProtocolError, match="expected"):
+        Region.attach(Layout.of([Parameter(("weight",), (5000,), "float32")]), descriptor)
+
+
+def test_an_outbox_sends_nothing_to_shards_that_read_the_memory() -> None:
+    sent: list[int] = []
+    shards = LAYOUT.slice_evenly(2)
+    gradients = {"float32": memoryview(bytearray(4000))}
+    outbox = Outbox(shards, gradients, lambda shard, message, payload: sent.append(shard), early=True)
+    outbox.leave_out([0])
+    outbox.ready(0)
+    assert sent == [1]
+    assert outbox.rest(0) == ((), [])
