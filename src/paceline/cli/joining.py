@@ -30,6 +30,7 @@ from .options import (
     OnNanOption,
     OverlapOption,
     Port,
+    RemoteServers,
     RunDir,
     Seed,
     Servers,
@@ -89,6 +90,7 @@ def serve(
     ] = "127.0.0.1",
     port: Port = 0,
     servers: Servers = 1,
+    remote_servers: RemoteServers = 0,
     sync: Sync = "bsp",
     imports: Imports = None,
     shards: Shards = None,
@@ -117,6 +119,8 @@ def serve(
 ) -> None:
     """Start a run that machines can join: its coordinator and its servers run on this machine.
 
+    With --remote-servers, some of the servers run on machines that join.
+
     paceline serve --workers 2:16 --servers 2 --sync elastic-bsp --listen 10.0.0.1 --port 29600
     """
     with interruptible("nothing was started"):
@@ -130,6 +134,7 @@ def serve(
             pause_below=least if ":" in workers else 1,
             joined=True,
             servers=servers,
+            remote_servers=remote_servers,
             sync=sync,
             imports=imports or (),
             shards=shards,
@@ -150,7 +155,7 @@ def serve(
     from ..launcher.run import start
 
     console = Console(stderr=True)
-    placement = Placement(listen, (HostMachine(listen),) * job.servers, ())
+    placement = Placement(listen, (HostMachine(listen),) * job.local_servers, ())
     with interruptible():
         result = start(
             job,
@@ -173,16 +178,50 @@ def join(
         ),
     ],
     script: Annotated[
-        Path,
-        typer.Argument(help="Python script that uses paceline; with -m, a module.", show_default=False),
-    ],
+        Path | None,
+        typer.Argument(
+            help="Python script that uses paceline; with -m, a module. Not needed with --workers 0.",
+            show_default=False,
+        ),
+    ] = None,
     arguments: Annotated[
         list[str] | None, typer.Argument(help="Arguments of the script.", show_default=False)
     ] = None,
     workers: Annotated[
         int,
-        typer.Option("--workers", "-n", min=1, help="Number of workers on this machine."),
+        typer.Option("--workers", "-n", min=0, help="Number of workers on this machine."),
     ] = 1,
+    servers: Annotated[
+        int,
+        typer.Option(
+            "--servers",
+            metavar="K",
+            min=0,
+            help="Number of servers that this machine brings to a run that was started with --remote-servers.",
+            rich_help_panel="Servers on this machine",
+        ),
+    ] = 0,
+    listen: Annotated[
+        str,
+        typer.Option(
+            "--listen",
+            metavar="ADDRESS",
+            help="Address of this machine on which the workers reach its servers; 0.0.0.0 for all its addresses. "
+            "Default: the one from which it reaches HOST.",
+            show_default=False,
+            rich_help_panel="Servers on this machine",
+        ),
+    ] = "",
+    port: Annotated[
+        int,
+        typer.Option(
+            "--port",
+            min=0,
+            max=65535,
+            help="TCP port of the servers on this machine. 0 means any free port.",
+            rich_help_panel="Servers on this machine",
+        ),
+    ] = 0,
     wait: Annotated[
         float,
         typer.Option(
@@ -211,34 +250,43 @@ def join(
 
     paceline join 10.0.0.1:29600 train.py --epochs 10
 
+    With --servers, the machine also brings servers to the run: paceline join --servers 1 10.0.0.1:29600 train.py
+
     The tasks of a Slurm job need no address: srun paceline join --slurm train.py (see paceline join --slurm --help).
     """
     with interruptible("nothing was started"):
         from ..runtime.job import require_usable
 
+        require_processes(script, workers, servers, listen, port)
         if str(script).startswith("-"):
             raise ConfigurationError(
                 f"{script} follows the address, where the script is expected. Write all options before the address: "
                 f"paceline join {script} ... {address} SCRIPT."
             )
-        module = str(script) if as_module else ""
-        script = find_script(script, as_module=as_module)
+        order = []
+        if script is not None:
+            path = find_script(script, as_module=as_module)
+            order = ["module", str(script)] if as_module else ["script", str(path)]
+        sys.path.append(
+            os.getcwd()
+        )  # where the servers look for modules that --import has named, as those of serve
         if run_dir is not None:
             require_usable(run_dir)
         token = _secret(secret_file)
         place = _address(address)
     from ..launcher.channels import Streams
+    from ..launcher.joining import ServerOffer
     from ..launcher.joining import join as join_run
 
     console = Console(stderr=True)
-    order = ["module", module] if module else ["script", str(script)]
-    with interruptible("all workers on this machine have ended"):
+    with interruptible("all processes on this machine have ended"):
         joined = join_run(
             place,
             token,
             [*order, *(arguments or [])],
             version=__version__,
             workers=workers,
+            servers=ServerOffer(servers, listen, port, sys.path) if servers else None,
             console=console,
             patience_s=wait,
             rejoins=rejoin,
@@ -338,19 +386,45 @@ def _tell_how_to_join(address: str, job: Job, announce_to: int | None) -> None:
     if VARIABLE not in os.environ:
         write_secret(job.token, file)
     most = f", and at most {job.workers}" if job.workers > job.least else ""
+    brought = f", and {counted(job.remote_servers, 'server')}" if job.remote_servers else ""
     # If the run listens on all addresses, any name by which the other machines know this one will do.
     place = seen_from(address, f"tls:{socket.gethostname()}:0").removeprefix("tls:")
-    print(f"waiting for {counted(job.least, 'worker')}{most}; on each machine, run:", file=sys.stderr)
+    least = counted(job.least, "worker")
+    print(f"waiting for {least}{most}{brought}; on each machine, run:", file=sys.stderr)
     print(
         f"  {known} paceline join {place} SCRIPT [ARGUMENTS]",
         file=sys.stderr,
         flush=True,
     )
+    if job.remote_servers:
+        print(
+            f"and on machines that bring servers, {job.remote_servers} in all, the same with `join --servers N`",
+            file=sys.stderr,
+            flush=True,
+        )
     if announce_to is not None:
         from ..launcher.serving import Announcement, announce
 
         secret_file = "" if VARIABLE in os.environ else str(file)
         announce(announce_to, Announcement(address, job.run_dir, secret_file))
+
+
+def require_processes(script: Path | None, workers: int, servers: int, listen: str, port: int) -> None:
+    """Raise `ConfigurationError` unless a machine that joins has something to do, and its options belong together."""
+    if not workers and not servers:
+        raise ConfigurationError(
+            "workers is 0, so this machine has nothing to do; let it bring a server (--servers 1), or run a worker."
+        )
+    if workers and script is None:
+        raise ConfigurationError(
+            "the script is missing: paceline join HOST:PORT SCRIPT. Only a machine without workers (--workers 0) "
+            "needs none."
+        )
+    if (listen or port) and not servers:
+        raise ConfigurationError(
+            "--listen and --port are for the servers of this machine, and it brings none; add --servers 1, or omit "
+            "them."
+        )
 
 
 def worker_range(text: str) -> tuple[int, int]:

@@ -22,6 +22,16 @@ Servers = Annotated[
         rich_help_panel="Run",
     ),
 ]
+RemoteServers = Annotated[
+    int,
+    typer.Option(
+        "--remote-servers",
+        metavar="M",
+        help="Number of these servers that other machines bring (paceline join --servers K), so that their links "
+        "share the traffic. The other servers, at least one, run on this machine.",
+        rich_help_panel="Run",
+    ),
+]
 Sync = Annotated[
     str,
     typer.Option(

@@ -112,6 +112,8 @@ class Coordinator:
         read_sync: function that parses the sync model that a worker requests. It raises `ConfigurationError` if the
             run cannot use the model.
         late: workers that are absent at the start. They join later; see `invite`.
+        late_servers: servers that are absent at the start, because machines that join bring them. The run begins when
+            all of them are there; see `invite_servers`.
         least: minimum number of workers with which the run begins. It also waits for all that are not absent.
         pause_below: number of workers below which the run pauses until others join. Once a worker has finished, the
             run no longer pauses. Default: 0, with which it never pauses, but ends when all workers are lost.
@@ -126,6 +128,7 @@ class Coordinator:
         addresses: for each shard, the address of its server; empty until the shards are created.
         initializer: the worker that sends the initial weights; -1 before the shards are created.
         started: True once at least one worker has reported that its first weights have arrived.
+        vacant_servers: the servers that no machine has brought yet.
         present: the workers that have joined and have not left.
         finished: workers that have finished their work or left early, in the order in which they did so.
         left: those of them that were asked to leave, and left before they had finished their work.
@@ -155,6 +158,7 @@ class Coordinator:
         seed: int = 0,
         read_sync: Callable[[str], Sequence[SyncModel]] = parse_shards,
         late: Collection[int] = (),
+        late_servers: Collection[int] = (),
         least: int = 1,
         pause_below: int = 0,
         shortage: Callable[[ModelSpec, int], str] = lambda model, workers: "",
@@ -166,6 +170,7 @@ class Coordinator:
         self.addresses: tuple[str, ...] = ()
         self.initializer = -1
         self.started = False
+        self.vacant_servers = set(late_servers)
         self.present: set[int] = set()
         self.finished: list[int] = []
         self.left: list[int] = []
@@ -184,6 +189,7 @@ class Coordinator:
         self._loops = LoopPositions()
         self._workers = workers
         self._servers = servers
+        self._late_servers = len(late_servers)
         self._shards = shards
         self._slicing = slicing
         self._overlap = overlap
@@ -261,9 +267,14 @@ class Coordinator:
 
     @property
     def shortage(self) -> str:
-        """How many workers the run has and needs, if it has too few to begin or to continue; "" otherwise."""
+        """How many workers and servers the run has and needs, if it has too few to begin or to continue; else ""."""
         if self.model is None:
-            return f"{len(self._live)} of at least {self._least} workers" if self._is_too_small else ""
+            parts = []
+            if self._is_too_small:
+                parts.append(f"{len(self._live)} of at least {self._least} workers")
+            if self.vacant_servers:
+                parts.append(f"{self._servers - len(self.vacant_servers)} of {self._servers} servers")
+            return " and ".join(parts)
         return f"{len(self.present)} of at least {self._pause_below} workers" if self.paused else ""
 
     @property
@@ -314,6 +325,30 @@ class Coordinator:
         (self._live if self.model is None else self._invited).update(invited)
         return {worker: self.incarnations.get(worker, 0) for worker in invited}
 
+    def invite_servers(self, count: int) -> tuple[int, ...]:
+        """Expect `count` of the servers that machines bring, and return their indices.
+
+        Raises:
+            ConfigurationError: the run needs fewer servers.
+        """
+        missing = len(self.vacant_servers)
+        if count > missing:
+            more = f"{missing or 'no'} more server{'s' * (missing != 1)}"
+            others = self._late_servers - missing
+            raise ConfigurationError(
+                f"this machine offers --servers {count}, but the run needs {more}: of its {self._servers}, the "
+                f"machine that serves it has {self._servers - self._late_servers}, and machines that have joined "
+                f"have {others}. Join with --servers {missing}, or start the run with more of them (--servers N "
+                "--remote-servers M)."
+            )
+        invited = tuple(sorted(self.vacant_servers)[:count])
+        self.vacant_servers.difference_update(invited)
+        return invited
+
+    def release_server(self, server: int) -> None:
+        """Let another machine bring a server, because its machine has left before the run has begun."""
+        self.vacant_servers.add(server)
+
     # -- connections --------------------------------------------------------------------------------------
 
     def require_expected(self, peer: Peer, incarnation: int = 0) -> None:
@@ -328,7 +363,8 @@ class Coordinator:
                     and incarnation == self.incarnations.get(index, 0)
                 )
             case "server":
-                expected = 0 <= index < self._servers and index not in self._addresses
+                excluded = index in self._addresses or index in self.vacant_servers
+                expected = 0 <= index < self._servers and not excluded
             case _:
                 expected = False
         if not expected:
@@ -565,6 +601,11 @@ class Coordinator:
                     tuple(models),
                     initializer,
                     self._registered[initializer].samples,
+                    tuple(
+                        (worker, self.incarnations[worker])
+                        for worker in models
+                        if worker in self.incarnations
+                    ),
                 ),
             )
             for server in servers

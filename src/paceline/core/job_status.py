@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 LOCAL = "this machine"
-"""The name of the coordinator's machine, on which the servers run."""
+"""The name of the coordinator's machine, on which the servers run unless other machines bring them."""
 
 HELD = {"stopped": "stopped by a signal", "traced": "held by a debugger"}
 """The states of processes that are shown in place of the state that the worker has reported last."""
@@ -75,11 +75,13 @@ class MachineStatus(msgspec.Struct, frozen=True):
         machine: name of the machine.
         silent_s: seconds since its last heartbeat.
         suspicion: phi, the suspicion that it is down (see `core.liveness`).
+        servers: the servers that it has brought.
     """
 
     machine: str
     silent_s: float
     suspicion: float
+    servers: tuple[int, ...] = ()
 
 
 class LinkStatus(msgspec.Struct, frozen=True):
@@ -108,7 +110,7 @@ class JobStatus(msgspec.Struct, frozen=True):
         workers: one entry per worker, in the order of their indices.
         machines: one entry per machine that sends heartbeats, in the order of their names.
         links: one entry per pair of machines with traffic, in the order of the names.
-        shortage: how many workers the run has and needs, if it waits for others to join; else "".
+        shortage: how many workers and servers the run has and needs, if it waits for machines to join; else "".
     """
 
     sync: str

@@ -15,8 +15,8 @@ a push event and, if it includes a pull, a pull event.
                             PullAllowed, DataGranted, TrainingStopped, LoopEntered, StatesDecided, Combined,
                             StandInAllowed, Paused, Resumed, ModelExtended
     server -> coordinator   Hello, Ready, ExtensionReady, JoinOffered, WorkerWelcomed, PushesReported, MeanMeasured,
-                            MeanMissing, FaultReported, Warned, Failed, Snapshot, Waits
-    agent -> coordinator    Hello, MachineJoined, ProcessEnded, Heartbeat
+                            MeanMissing, FaultReported, Warned, Failed, Snapshot, Waits, TracePart
+    agent -> coordinator    Hello, MachineJoined, MachineLeaving, ProcessEnded, ServerEnded, Heartbeat
     coordinator -> agent    MachineAdmitted, Refused, KillOrdered, TakenOut, RunEnded, HeartbeatAnswered
     observer -> coordinator Hello, FetchStatus
     coordinator -> observer StatusReported
@@ -97,6 +97,7 @@ __all__ = [
     "LossSettled",
     "MachineAdmitted",
     "MachineJoined",
+    "MachineLeaving",
     "MeanAwaited",
     "MeanClipped",
     "MeanMeasured",
@@ -121,6 +122,7 @@ __all__ = [
     "RestartOrdered",
     "Resumed",
     "RunEnded",
+    "ServerEnded",
     "ShardWaits",
     "Shutdown",
     "Snapshot",
@@ -134,6 +136,7 @@ __all__ = [
     "StopRequested",
     "SyncRequested",
     "TakenOut",
+    "TracePart",
     "TrainingStopped",
     "Waits",
     "Warned",
@@ -238,33 +241,45 @@ class MemoryAttached(Message, frozen=True, tag=True):
 
 
 class MachineJoined(Message, frozen=True, tag=True):
-    """A machine offers to run workers. Its *agent* is the process that sends this message and starts the workers.
+    """A machine offers to run workers and servers. Its *agent* is the process that sends this and starts them.
 
     Attributes:
         version: version of Paceline on the machine.
         workers: number of workers that the machine can run.
         wanted: the indices that these workers should have if they are free.
+        servers: number of servers that the machine brings.
     """
 
     version: Annotated[str, msgspec.Meta(max_length=64)]
     workers: Number
     wanted: Annotated[tuple[Number, ...], msgspec.Meta(max_length=MOST_PROCESSES)] = ()
+    servers: Number = 0
 
 
 class MachineAdmitted(Message, frozen=True, tag=True):
-    """A machine may start workers.
+    """A machine may start the workers and servers that it has offered.
 
     Attributes:
         workers: the index of each of its workers, and how often this index has been used before.
         job: the configuration of the run, encoded by `paceline.runtime.job`.
         now_ticks: the time of the run at which this message was sent.
         machine: index of the machine, by which the records of its clock are named.
+        servers: the indices of its servers.
     """
 
     workers: dict[int, int]
     job: bytes
     now_ticks: int
     machine: int
+    servers: tuple[int, ...] = ()
+
+
+class MachineLeaving(Message, frozen=True, tag=True):
+    """A machine that has brought servers was asked to leave.
+
+    A run in progress ends, because it cannot continue without them, and its weights are saved. The servers stay until
+    then.
+    """
 
 
 class ProcessEnded(Message, frozen=True, tag=True):
@@ -279,6 +294,20 @@ class ProcessEnded(Message, frozen=True, tag=True):
     worker: Number
     how: Annotated[str, msgspec.Meta(max_length=MOST_WORDS)]
     crashed: bool
+
+
+class ServerEnded(Message, frozen=True, tag=True):
+    """The process of a server on the agent's machine has ended.
+
+    Attributes:
+        server: index of the server.
+        how: a phrase that says how the process ended.
+        output: the last lines of its output; "" if it has ended as it should.
+    """
+
+    server: Number
+    how: Annotated[str, msgspec.Meta(max_length=MOST_WORDS)]
+    output: Annotated[str, msgspec.Meta(max_length=MOST_WORDS)] = ""
 
 
 class ProcessState(msgspec.Struct, frozen=True, array_like=True):
@@ -360,9 +389,10 @@ class StatusReported(Message, frozen=True, tag=True):
 
 
 class KillOrdered(Message, frozen=True, tag=True):
-    """An agent must kill the process of a worker, because of the reason `why`."""
+    """An agent must kill the process of a worker or server, because of the reason `why`."""
 
-    worker: int
+    role: Literal["worker", "server"]
+    index: int
     why: str
 
 
@@ -421,6 +451,7 @@ class CreateShards(Message, frozen=True, tag=True):
         workers: the workers that take part from the start, in ascending order.
         initializer: the worker that sends the initial weights.
         usual_samples: number of samples in the first push of the initializer; None if it is unknown.
+        incarnations: (worker, its incarnation) for those of the workers whose index has been used before.
     """
 
     model: ModelSpec
@@ -429,6 +460,7 @@ class CreateShards(Message, frozen=True, tag=True):
     workers: tuple[int, ...]
     initializer: int
     usual_samples: int | None = None
+    incarnations: tuple[tuple[int, int], ...] = ()
 
 
 class Ready(Message, frozen=True, tag=True):
@@ -1293,6 +1325,18 @@ class Shutdown(Message, frozen=True, tag=True):
     """A server must write its traces and exit."""
 
 
+class TracePart(Message, frozen=True, tag=True):
+    """The next part of a shard's trace, which is the payload. Servers on other machines send it after `Shutdown`.
+
+    Attributes:
+        shard: index of the shard.
+        last: True for the last part.
+    """
+
+    shard: Number
+    last: bool
+
+
 FromPeerToCoordinator = (
     Hello
     | Ready
@@ -1321,8 +1365,11 @@ FromPeerToCoordinator = (
     | Failed
     | Snapshot
     | Waits
+    | TracePart
     | MachineJoined
+    | MachineLeaving
     | ProcessEnded
+    | ServerEnded
     | FetchStatus
     | Heartbeat
 )

@@ -111,7 +111,9 @@ class Server:
         self._fenced: set[int] = (
             set()
         )  # lost workers of which a shard holds a push, until the loss is settled
-        self._incarnations: dict[int, int] = {}  # worker that has joined a run in progress -> its incarnation
+        self._incarnations: dict[
+            int, int
+        ] = {}  # worker -> its incarnation; 0 for workers that are not in this mapping
         # worker -> shard -> `drawn` of the worker's last push
         self._drawn: dict[int, dict[int, tuple[int, ...]]] = {}
         self._readers: set[int] = set()  # connected workers that can read the weights directly from memory
@@ -270,6 +272,7 @@ class Server:
 
     def _create(self, message: CreateShards) -> list[Request]:
         self.expected = set(message.workers)
+        self._incarnations.update(message.incarnations)
         self.initializer = message.initializer
         self._models = tuple(parse_shards(message.sync))
         self._to_begin = {bounds.index for bounds in message.shards}

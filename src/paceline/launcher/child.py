@@ -53,6 +53,9 @@ def main(order: Order, descriptors: Descriptors) -> int:
     use_sources(job.optimizers)
     # Servers continue to ignore Ctrl-C: the launcher ends them in an orderly way.
     if assignment.role == "server":
+        if assignment.machine:
+            # Schedulers send SIGTERM to all processes of a machine at once. Its agent decides when the server ends.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.path[:] = cloudpickle.load(objects)
         local_conditions.update(cloudpickle.load(objects))
         objects.close()

@@ -1,8 +1,12 @@
-"""A machine that joins a run: its agent starts the machine's workers, monitors them, and reports how they end.
+"""A machine that joins a run: its agent starts the machine's processes, monitors them, and reports how they end.
 
-The agent connects to the coordinator of the run and offers to run some workers. The coordinator replies with their
-indices and the configuration of the run. From then on, the workers are processes as in a run on one machine, except
-that the coordinator and the servers are on another one.
+The agent connects to the coordinator of the run and offers to run some workers, and perhaps some servers. The
+coordinator replies with their indices and the configuration of the run. From then on, they are processes as in a run
+on one machine, except that the coordinator and other processes are on other ones.
+
+A machine that brings servers listens on one port for all of them, as the machine that serves the run does. The run
+cannot continue without them. So they stay until the coordinator ends them, and the agent stays with them: when it is
+asked to leave, it asks the coordinator to end the run, and when it loses its connection, it does not join again.
 """
 
 from __future__ import annotations
@@ -13,43 +17,49 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 from msgspec import structs
 from rich.console import Console
 
 from ..core.heartbeats import Heartbeats
 from ..core.messages import (
+    MOST_WORDS,
     FromCoordinatorToAgent,
     HeartbeatAnswered,
     Hello,
     KillOrdered,
     MachineAdmitted,
     MachineJoined,
+    MachineLeaving,
     Message,
     ProcessEnded,
     ProcessState,
     Refused,
     RunEnded,
+    ServerEnded,
     TakenOut,
 )
 from ..errors import ConfigurationError, PacelineError, PeerLostError, ProtocolError, RunFailedError
 from ..runtime.job import Job, claim_run_dir, decode_job
+from ..runtime.listener import Listener
 from ..runtime.process_states import RunningProcess, State
-from ..wire.addresses import connect
+from ..wire.addresses import connect, is_local, listen_tcp, seen_from
 from ..wire.stream import Stream
 from ..wire.tls import Contexts, contexts
 from .channels import Channels, Streams
 from .endings import EXIT_PEER_LOST
 from .interruption import Interruption
 from .local import HostMachine, LocalEngine, Process
+from .orders import payload_of_server
 from .output import PlainScreen
 from .rejoining import MOST_REJOINS, Rejoins
 from .starting import Starter
 
-__all__ = ["Joined", "join"]
+__all__ = ["Joined", "ServerOffer", "join"]
 
 POLL_INTERVAL_S = 0.05
 RETRY_INTERVAL_S = 0.5
@@ -63,12 +73,12 @@ SILENCE_MS = 10_000
 
 
 class Joined(NamedTuple):
-    """How the workers of this machine have ended.
+    """How the processes of this machine have ended.
 
     Attributes:
         run_dir: the directory of their logs.
-        finished: True if one of them has finished its script; False if all of them were lost.
-        endings: how the process of each of them has ended, for the user.
+        finished: True if a worker has finished its script, or there was none; False if all of them were lost.
+        endings: how the process of each worker has ended, for the user.
     """
 
     run_dir: Path
@@ -77,9 +87,26 @@ class Joined(NamedTuple):
 
     @classmethod
     def of(cls, run_dir: str, engine: LocalEngine) -> Joined:
-        """Return how the workers of an engine have ended."""
+        """Return how the processes of an engine have ended."""
         endings = [f"{process.name}: {process.ending}" for process in engine.workers.values()]
-        return cls(Path(run_dir), engine.finished, "; ".join(endings))
+        return cls(Path(run_dir), engine.finished or not engine.workers, "; ".join(endings))
+
+
+class ServerOffer(msgspec.Struct, frozen=True):
+    """The servers that a machine brings.
+
+    Attributes:
+        count: their number.
+        listen: address of this machine on which the workers reach them; "" for that from which this machine reaches
+            the coordinator, "0.0.0.0" or "::" for all addresses.
+        port: TCP port of the servers; 0 for any free port.
+        path: module search path from which they import what users define.
+    """
+
+    count: int
+    listen: str = ""
+    port: int = 0
+    path: Sequence[str] = ()
 
 
 def join(
@@ -91,6 +118,7 @@ def join(
     version: str,
     workers: int,
     indices: Sequence[int] = (),
+    servers: ServerOffer | None = None,
     console: Console,
     patience_s: float = 60.0,
     rejoins: int = MOST_REJOINS,
@@ -99,7 +127,7 @@ def join(
     shown: str = "",
     starter: Starter | None = None,
 ) -> Joined:
-    """Run workers on this machine for a run whose coordinator listens at `address`, until they have ended.
+    """Run processes on this machine for a run whose coordinator listens at `address`, until they have ended.
 
     Workers that are taken out of the run join it again (see `rejoining`).
 
@@ -111,6 +139,7 @@ def join(
         version: version of Paceline on this machine.
         workers: number of workers to start on this machine.
         indices: the indices that these workers get if they are free.
+        servers: the servers that this machine brings, if any.
         console: console for messages.
         patience_s: number of seconds for which the coordinator is called if it does not answer.
         rejoins: maximum number of times that workers join again after they were taken out of the run.
@@ -120,10 +149,11 @@ def join(
         starter: starts the workers when they join for the first time; by default, a new one.
 
     Raises:
-        ConfigurationError: the run does not accept this machine.
-        PeerLostError: the coordinator cannot be reached.
-        RunFailedError: the run failed, or a worker on this machine failed.
-        KeyboardInterrupt: Ctrl-C was pressed; all workers on this machine have ended.
+        ConfigurationError: the run does not accept this machine, or it cannot listen for its servers.
+        PeerLostError: the coordinator cannot be reached, or the connection to it was lost and this machine does not
+            join again.
+        RunFailedError: the run failed, or a process on this machine failed.
+        KeyboardInterrupt: Ctrl-C was pressed; all processes on this machine have ended.
     """
     again = Rejoins(rejoins)
     folder, wanted = run_dir or "", workers
@@ -132,29 +162,51 @@ def join(
         reason: PacelineError
         while True:
             stream = _call(address, contexts(token), patience_s, console, interruption)
+            door = contextlib.ExitStack()  # what this machine listens with
             try:
-                offer = MachineJoined(version, wanted, tuple(indices))
+                sock, listens_at = None, "tls:"
+                if servers is not None:
+                    sock, listens_at = _listen(servers, stream.sock.getsockname()[0], console)
+                    door.callback(sock.close)
+                count = 0 if servers is None else servers.count
+                offer = MachineJoined(version, wanted, tuple(indices), count)
                 admitted = _ask_to_join(stream, address, token, offer)
                 if taken := ", ".join(str(index) for index in indices if index not in admitted.workers):
                     console.print(f"the worker index {taken} is not free", markup=False)
                 job = decode_job(admitted.job, admitted.now_ticks)
                 job = claim_run_dir(structs.replace(job, run_dir=folder))
                 folder, first = job.run_dir, False
-                with starter or Starter([()] * wanted) as processes:
+                listener = None
+                if sock is not None:
+                    listener = door.enter_context(Listener(sock, bytes.fromhex(job.mark)))
+                    names = _listed("server", admitted.servers)
+                    console.print(f"brings {names}, reached at {listens_at}", markup=False, highlight=False)
+                with starter or Starter([()] * (wanted + count)) as processes:
                     starter = None
                     channels = Channels(
                         streams or Streams(),
                         None,
                         PlainScreen(),
-                        shown=shown or f"worker {min(admitted.workers)}",
+                        shown=shown or (f"worker {min(admitted.workers)}" if admitted.workers else ""),
                     )
                     engine = LocalEngine(
-                        job, address, processes, channels, lambda worker, how: None, admitted.machine
+                        job,
+                        address,
+                        processes,
+                        channels,
+                        lambda worker, how: None,
+                        admitted.machine,
+                        listener,
+                        listens_at,
                     )
                     agent = Agent(job, engine, stream, console, interruption, again)
+                    if servers is not None:
+                        agent.start_servers(admitted.servers, payload_of_server(servers.path, {}))
                     agent.carry_out(admitted.workers, worker_arguments, worker_payload)
                 return Joined.of(folder, engine)
             except CutOffError as error:
+                if servers is not None:
+                    raise
                 if not error.workers:
                     return Joined.of(folder, engine)
                 wanted, indices = len(error.workers), error.workers
@@ -164,6 +216,7 @@ def join(
                     raise
                 reason, pause_s = error, again.pause_s()
             finally:
+                door.close()
                 stream.close()
             if pause_s is None:
                 raise reason
@@ -189,6 +242,37 @@ class CutOffError(PeerLostError):
 
     def __str__(self) -> str:
         return self.words
+
+
+def _listen(servers: ServerOffer, own: str, console: Console) -> tuple[socket.socket, str]:
+    """Return a socket that listens for the servers of this machine, and the address at which they are reached.
+
+    Args:
+        servers: the servers.
+        own: the address from which this machine has reached the coordinator.
+        console: console for messages.
+
+    Raises:
+        ConfigurationError: this machine cannot listen there.
+    """
+    sock, address = listen_tcp(servers.listen or own, servers.port, secure=True)
+    host = f"[{own}]" if ":" in own else own
+    listens_at = seen_from(address, f"tls:{host}:0")
+    if is_local(listens_at):
+        console.print(
+            f"the servers of this machine are reached at {listens_at}, so only workers on this machine can use them. "
+            "Name the address on which the other machines reach this one with --listen.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    return sock, listens_at
+
+
+def _listed(role: str, indices: Iterable[int]) -> str:
+    """Return the names of processes, such as "workers 0, 1"."""
+    names = list(map(str, indices))
+    return f"{role}{'s' * (len(names) > 1)} {', '.join(names)}"
 
 
 def _call(
@@ -219,7 +303,7 @@ def _call(
 
 
 def _ask_to_join(stream: Stream[Message], address: str, token: str, offer: MachineJoined) -> MachineAdmitted:
-    """Offer to run some workers, and return the answer of the coordinator."""
+    """Offer to run some processes, and return the answer of the coordinator."""
     try:
         stream.send(Hello(token, "agent", 0))
         stream.send(offer)
@@ -237,7 +321,7 @@ def _ask_to_join(stream: Stream[Message], address: str, token: str, offer: Machi
 
 
 class Agent:
-    """Starts the workers of one machine, and monitors them until they have ended.
+    """Starts the processes of one machine, and monitors them until they have ended.
 
     Args:
         job: the configuration of the run, on this machine.
@@ -279,9 +363,18 @@ class Agent:
         # why the run has failed, "" if it has not; None while it is in progress
         self._failure: str | None = None
         self._cut_off: CutOffError | None = None  # set if the connection to the coordinator was lost
+        self._ended_servers: set[int] = set()  # servers whose end has been reported
+        self._failed_server: RunFailedError | None = None  # the first server that has failed during the run
+        # Time at which the coordinator has closed the connection after the end of the run; inf before.
+        self._closed_s = math.inf
+
+    def start_servers(self, servers: Iterable[int], payload: bytes) -> None:
+        """Start servers, to which the objects in `payload` are sent. `carry_out` monitors them."""
+        for server in servers:
+            self._engine.start_server(server, HostMachine(), payload)
 
     def carry_out(self, workers: Mapping[int, int], arguments: Sequence[str], payload: bytes) -> None:
-        """Start the workers, and wait until they have ended. See `join` for the exceptions.
+        """Start the workers, and wait until all processes have ended. See `join` for the exceptions.
 
         Args:
             workers: index of each worker -> its incarnation.
@@ -289,15 +382,16 @@ class Agent:
             payload: the objects that are sent to each worker.
 
         Raises:
-            CutOffError: the connection to the coordinator was lost; all workers have ended.
+            CutOffError: the connection to the coordinator was lost; all processes have ended.
         """
         engine = self._engine
         self._arguments, self._payload = arguments, payload
         try:
-            self._start(workers)
-            deadline_s = math.inf
+            if workers:
+                self._start(workers)
+            deadline_s = math.inf  # time by which the workers must have ended
             # Heartbeats go on while the workers leave; otherwise, the coordinator would count them as lost.
-            while self._busy and self._cut_off is None and time.monotonic() < deadline_s:
+            while self._busy and self._cut_off is None and self._failed_server is None:
                 self._hear()
                 self._report_states()
                 self._report_ends()
@@ -306,15 +400,21 @@ class Agent:
                 if deadline_s == math.inf and (self._interruption.asked or self._failure is not None):
                     deadline_s = time.monotonic() + GRACE_S
                     if self._interruption.asked:
-                        for process in engine.processes:
-                            process.signal(signal.SIGTERM)
+                        self._leave()
                 elif deadline_s == math.inf:
                     self._rejoin()
+                if time.monotonic() > deadline_s:
+                    if not engine.servers:
+                        break
+                    for process in engine.workers.values():
+                        process.kill()
         finally:
             engine.end(engine.processes, grace_s=0.0, hurried=self._interruption.hurried)
         self._report_ends()
         if self._interruption.asked:
-            raise self._interruption.exception("all workers on this machine have ended", {})
+            raise self._interruption.exception("all processes on this machine have ended", {})
+        if self._failed_server is not None:
+            raise self._failed_server
         if failed := engine.failed_worker():
             raise failed
         if self._cut_off is not None:
@@ -324,7 +424,16 @@ class Agent:
 
     @property
     def _busy(self) -> bool:
-        """True if a worker has not ended yet, or is about to join again."""
+        """True if a process has not ended yet, or a worker is about to join again.
+
+        Servers end when the coordinator tells them to, which it does after it has collected the weights. If they have
+        ended before it has said that the run is over, it is about to say so.
+        """
+        if servers := self._engine.servers:
+            told = self._failure is not None or self._interruption.asked
+            running = len(self._ended_servers) < len(servers)
+            if not told or (running and time.monotonic() < self._closed_s + GRACE_S):
+                return True
         returns = bool(self._due) or self._asked is not None
         over = self._failure is not None or self._interruption.asked
         return (returns and not over) or len(self._reported) < len(self._workers)
@@ -336,12 +445,29 @@ class Agent:
             self._running.pop(worker, None)
             self._taken_out.pop(worker, None)
             self._engine.start_worker(worker, HostMachine(), self._arguments, self._payload, incarnation)
-        names = ", ".join(map(str, workers))
-        self._console.print(f"joined as worker{'s' * (len(workers) > 1)} {names}", markup=False)
+        self._console.print(f"joined as {_listed('worker', workers)}", markup=False)
+
+    def _leave(self) -> None:
+        """Let the workers leave the run. If this machine has brought servers, the run ends."""
+        for process in self._engine.workers.values():
+            process.signal(signal.SIGTERM)
+        if self._engine.servers:
+            names = _listed("server", self._engine.servers)
+            self._console.print(
+                f"the run ends, because it cannot continue without {names}; its weights are saved first. A second "
+                "signal ends all processes on this machine at once",
+                markup=False,
+                soft_wrap=True,
+            )
+            with contextlib.suppress(PeerLostError):  # `_hear` notices that the connection is lost
+                self._stream.send(MachineLeaving())
 
     def _hear(self) -> None:
-        """Handle the coordinator's messages. If there is none, or the run is over, wait for a short time."""
-        if self._failure is not None:
+        """Handle the coordinator's messages. If there is none, or the run is over, wait for a short time.
+
+        A machine with servers goes on after the end of the run, until the coordinator closes the connection.
+        """
+        if (self._failure is not None and not self._engine.servers) or self._closed_s < math.inf:
             time.sleep(POLL_INTERVAL_S)
             return
         ready = select.select([self._stream], [], [], POLL_INTERVAL_S)[0]
@@ -350,8 +476,9 @@ class Agent:
         try:
             for message in self._stream.receive():
                 match message:
-                    case KillOrdered(worker, why):
-                        self._engine.workers[worker].kill(why)
+                    case KillOrdered(role, index, why):
+                        if (process := self._engine.process(role, index)) is not None:
+                            process.kill(why)
                     case TakenOut(worker, incarnation, reason) if self._workers.get(worker) == incarnation:
                         self._taken_out[worker] = math.inf
                         self._console.print(
@@ -372,6 +499,7 @@ class Agent:
                     case _:
                         raise ProtocolError(f"the coordinator sent an unexpected {type(message).__name__}")
         except PeerLostError as error:
+            self._closed_s = time.monotonic()
             if self._failure is None:
                 cut_off = [
                     worker
@@ -412,7 +540,19 @@ class Agent:
             process.kill("it was taken out of the run")
 
     def _report_ends(self) -> None:
-        """Report the workers that have ended since the last call. Those that were cut off join again."""
+        """Report the processes that have ended since the last call. Workers that were cut off join again."""
+        for server, process in self._engine.servers.items():
+            if process.exit_code is None or server in self._ended_servers:
+                continue
+            self._ended_servers.add(server)
+            failed = process.exit_code != 0
+            output = process.tail()[-MOST_WORDS:] if failed else ""
+            with contextlib.suppress(PeerLostError):  # the run is over
+                self._stream.send(ServerEnded(server, process.ending, output))
+                self._stream.drain(ANSWER_TIMEOUT_S)
+            told = self._failure is not None or self._cut_off is not None or self._interruption.asked
+            if failed and not told and self._failed_server is None:
+                self._failed_server = RunFailedError(process.name, process.ending, output)
         for worker, process in self._engine.workers.items():
             if process.exit_code is None or worker in self._reported:
                 continue

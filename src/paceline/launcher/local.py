@@ -74,14 +74,14 @@ class Placement(msgspec.Struct, frozen=True):
 
     @classmethod
     def on_loopback(cls, job: Job) -> Placement:
-        """Return a placement of all processes on this machine, except for workers on machines that join the run."""
+        """Return a placement of all processes on this machine, except for those on machines that join the run."""
         workers = 0 if job.joined else job.workers
-        return cls(LOOPBACK, (HostMachine(),) * job.servers, (HostMachine(),) * workers)
+        return cls(LOOPBACK, (HostMachine(),) * job.local_servers, (HostMachine(),) * workers)
 
     def require_for(self, job: Job) -> None:
         """Raise `ConfigurationError` if this placement does not fit the job."""
         placed = len(self.servers), len(self.workers)
-        wanted = job.servers, 0 if job.joined else job.workers
+        wanted = job.local_servers, 0 if job.joined else job.workers
         if placed != wanted:
             raise ConfigurationError(
                 f"the placement has machines for {placed[0]} servers and {placed[1]} workers, expected {wanted[0]} "
@@ -231,6 +231,7 @@ class LocalEngine:
             index of the worker and a description of how its process ended.
         machine: index of this machine; 0 for the one with the coordinator.
         listener: passes connections to the servers of this machine, if they do not listen themselves.
+        listens_at: address of the listener. Default: that of the coordinator.
 
     Attributes:
         servers: index of a server -> its process, for all servers that were started here.
@@ -246,6 +247,7 @@ class LocalEngine:
         worker_ended: Callable[[int, str], None],
         machine: int = 0,
         listener: Listener | None = None,
+        listens_at: str = "tls:",
     ) -> None:
         self._job = job
         self._coordinator = coordinator
@@ -254,6 +256,7 @@ class LocalEngine:
         self._worker_ended = worker_ended
         self._machine = machine
         self._listener = listener
+        self._listens_at = listens_at
         self.servers: dict[int, Process] = {}
         self.workers: dict[int, Process] = {}
 
@@ -339,6 +342,7 @@ class LocalEngine:
         payload: bytes,
         incarnation: int = 0,
     ) -> Process:
+        passes = role == "server" and self._listener is not None
         assignment = Assignment(
             job=self._job,
             role="server" if role == "server" else "worker",
@@ -347,6 +351,7 @@ class LocalEngine:
             host=machine.host,
             incarnation=incarnation,
             machine=self._machine,
+            address=f"{self._listens_at}/{index}" if passes else "",
         )
         name = f"{role} {index}"
         log = Path(self._job.run_dir, f"{role}-{index}.log")

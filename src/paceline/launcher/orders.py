@@ -13,9 +13,11 @@ import os
 import socket
 import struct
 import tempfile
+from collections.abc import Mapping, Sequence
 from io import BufferedReader, RawIOBase
 from typing import Any, BinaryIO, NamedTuple, cast
 
+import cloudpickle
 import msgspec
 
 from ..runtime.job import Assignment
@@ -29,6 +31,7 @@ __all__ = [
     "await_start",
     "file_of",
     "open_file",
+    "payload_of_server",
     "receive_order",
     "report_end",
     "report_ready",
@@ -99,6 +102,16 @@ class Received(NamedTuple):
     order: Order
     descriptors: Descriptors
     report: socket.socket
+
+
+def payload_of_server(path: Sequence[str], conditions: Mapping[str, object]) -> bytes:
+    """Return the payload of a server.
+
+    Args:
+        path: module search path from which it imports user-defined sync models, conditions and optimizers.
+        conditions: name -> condition, for the conditions that cannot be imported.
+    """
+    return bytes(cloudpickle.dumps(list(path)) + cloudpickle.dumps(dict(conditions)))
 
 
 def file_of(data: bytes) -> int:

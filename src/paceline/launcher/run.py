@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 from rich.console import Console
 
 from ..errors import ConfigurationError, PacelineError, RunFailedError
@@ -34,6 +33,7 @@ from ..wire.preface import COORDINATOR
 from .channels import Channels, Streams
 from .interruption import Interruption
 from .local import LocalEngine, Placement
+from .orders import payload_of_server
 from .progress import Progress
 from .results import RunResult, save_weights, summarize, write_summary
 from .starting import Starter
@@ -130,7 +130,7 @@ def server_payload_of(job: Job, path: Sequence[str]) -> bytes:
     names = {name for model in models for name in (model.pull, model.push) if name in local_conditions}
     conditions = {name: local_conditions[name] for name in names}
     try:
-        return bytes(cloudpickle.dumps(list(path)) + cloudpickle.dumps(conditions))
+        return payload_of_server(path, conditions)
     except (TypeError, pickle.PicklingError, RuntimeError) as error:
         raise ConfigurationError(
             f"a condition, or an object that it refers to, cannot be sent to the servers: {error}. Define the "
@@ -297,8 +297,10 @@ class LiveRun:
         server_failure = reported if is_of_server else engine.failed_server()
         if server_failure is None and coordinator.gone_servers:
             name = f"server {coordinator.gone_servers[0]}"
+            here = coordinator.gone_servers[0] in engine.servers
+            reason = "its connection was closed"
             server_failure = RunFailedError(
-                name, "its connection was closed, but its process is still running"
+                name, f"{reason}, but its process is still running" if here else reason
             )
         # Once all workers have left, servers are needed only for their weights, so a failure of a server is ignored.
         if server_failure is not None and not (coordinator.core.everybody_left and coordinator.core.finished):
@@ -358,13 +360,13 @@ class LiveRun:
         self._coordinator.end_collection(servers)
         self._weights = collection.result()
         for server in servers:
-            process = self._engine.servers[server]
-            how = process.ending or (
-                f"it did not answer when the weights were collected; its process {process.state}"
-            )
+            process = self._engine.servers.get(server)
+            how = "it did not answer when the weights were collected"
+            if process is not None:
+                how = process.ending or f"{how}; its process {process.state}"
+                process.kill()
             where = "" if self._weights.absent else "; its part of the weights was read from shared memory"
-            self._notes.append(f"{process.name}: {how}{where}")
-            process.kill()
+            self._notes.append(f"server {server}: {how}{where}")
         self._weights_path, messages = save_weights(self._weights, self._run_dir)
         self._notes += messages
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from ..runtime.coordinator import CoordinatorHost
+from .progress import counted
 
 __all__ = ["Vacancies"]
 
@@ -26,12 +27,14 @@ class Vacancies:
         self._patience_s = patience_s
         self._say = say
         self._paused = False
+        self._vacant = 0  # number of servers for which the run was last said to be waiting
         self._since_s: float | None = None  # time since which there have been too few workers
 
     def look(self) -> str:
         """Check the number of workers. Return why the run must end, or "" if it need not."""
         shortage = self._coordinator.core.shortage
         begun = self._coordinator.core.model is not None
+        self._look_for_servers()
         if self._paused != (begun and shortage != ""):
             self._paused = not self._paused
             if self._paused:
@@ -56,3 +59,11 @@ class Vacancies:
             f"it has {shortage}, and has waited for {self._patience_s:g} s (--wait). Let more machines join, or "
             "start the run with a smaller minimum (--workers MIN:MAX)"
         )
+
+    def _look_for_servers(self) -> None:
+        """Say how many servers are missing if the run cannot begin for this reason alone."""
+        core = self._coordinator.core
+        vacant = len(core.vacant_servers) if len(core.live) >= self._coordinator.job.least else 0
+        if vacant and vacant != self._vacant:
+            self._say(f"waiting for {counted(vacant, 'server')}: paceline join --servers {vacant} ...")
+        self._vacant = vacant

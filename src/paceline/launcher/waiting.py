@@ -72,11 +72,11 @@ class Waiting:
                 if (process := self._engine.process(*key)) is not None:
                     process.kill(why)
                 else:
-                    self._coordinator.kill(awaited.index, why)
-        for key, (heard_s, quiet_s) in list(self._reported.items()):
-            if self._coordinator.heard_s.get(key, 0.0) != heard_s:
-                del self._reported[key]
-                self._say(f"{key[0]} {key[1]} responds again, after a silence of at least {quiet_s:.0f} s.")
+                    self._coordinator.kill(awaited.role, awaited.index, why)
+        for (role, index), (heard_s, quiet_s) in list(self._reported.items()):
+            if self._coordinator.heard_s.get((role, index), 0.0) != heard_s:
+                del self._reported[role, index]
+                self._say(f"{role} {index} responds again, after a silence of at least {quiet_s:.0f} s.")
         return self._watch.standstill
 
     def excuse(self) -> None:
@@ -120,7 +120,7 @@ class Waiting:
         if self._timeout_s is not None:
             lines.append(f"It will be killed after {self._timeout_s:g} s of silence (--stall-timeout).")
         elif process is None:
-            lines.append("It runs on another machine; --stall-timeout SECONDS kills such a worker.")
+            lines.append(f"It runs on another machine; --stall-timeout SECONDS kills such a {awaited.role}.")
         else:
             effect = (
                 "kill it and let the others continue"

@@ -95,9 +95,13 @@ def _table(columns: Sequence[tuple[str, bool]]) -> Table:
 
 
 def _machines(machines: tuple[MachineStatus, ...]) -> Table:
-    table = _table([("machine", False), ("last heartbeat", True), ("suspicion", True)])
+    bring = any(machine.servers for machine in machines)
+    columns = [("machine", False), ("last heartbeat", True), ("suspicion", True)]
+    table = _table([*columns, ("servers", False)] if bring else columns)
     for machine in machines:
-        table.add_row(_cut(machine.machine), f"{machine.silent_s:.1f} s ago", f"{machine.suspicion:.1f}")
+        servers = [_cut(", ".join(map(str, machine.servers)))] if bring else []
+        heard, suspicion = f"{machine.silent_s:.1f} s ago", f"{machine.suspicion:.1f}"
+        table.add_row(_cut(machine.machine), heard, suspicion, *servers)
     return table
 
 

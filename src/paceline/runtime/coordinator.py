@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -37,18 +38,21 @@ from ..core.messages import (
     KillOrdered,
     MachineAdmitted,
     MachineJoined,
+    MachineLeaving,
     Message,
     ModelExtended,
     ProcessEnded,
     Refused,
     Register,
     RunEnded,
+    ServerEnded,
     Shutdown,
     Snapshot,
     Started,
     Status,
     StatusReported,
     TakenOut,
+    TracePart,
     Waits,
 )
 from ..core.model_spec import ModelSpec
@@ -72,6 +76,7 @@ from .job import LOOPBACK, Job, encode_job
 from .machines import Machines
 from .registration import require_sound
 from .timers import Timers
+from .traces import TraceFiles
 
 __all__ = ["CoordinatorHost"]
 
@@ -82,6 +87,7 @@ STOP_POLL_S = 0.05
 MOST_OBSERVERS = 32
 NOTE_INTERVAL_TICKS = TICKS_PER_S // 5  # minimum time between two records of the workers' states
 DRAIN_TIMEOUT_S = 1.0  # maximum time to wait until a peer has received earlier messages
+TRACE_TIMEOUT_S = 2.0  # maximum time to wait for the next part of a trace at the end of the run
 PACE_SPAN = 8  # approximate number of recent iterations over which a worker's iteration time is averaged
 
 
@@ -147,6 +153,7 @@ class CoordinatorHost:
             overlap=job.overlap == "shards",
             seed=job.seed,
             late=range(job.workers) if job.joined else (),
+            late_servers=range(job.local_servers, job.servers),
             least=job.least if job.joined else 1,
             pause_below=job.pause_below,
             read_sync=job.read_sync,
@@ -160,6 +167,8 @@ class CoordinatorHost:
         self._timers: Timers[Timer] = Timers()
         self._master: Region | None = None  # shared memory in which the servers update the weights
         self._new_master: Region | None = None  # the same until it has been passed to all processes
+        # the traces of servers on other machines
+        self._traces = TraceFiles(Path(job.run_dir), job.servers, lambda text: self.core.faults.append(text))
         self._collection: Collection | None = None  # None except while the final weights are collected
         self._stops_s: float | None = None  # latest time at which the loop ends; None while the run continues
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # see `_call`
@@ -219,13 +228,13 @@ class CoordinatorHost:
 
         self._call(lambda: self._note_end(worker, how))
 
-    def kill(self, worker: int, why: str) -> None:
-        """Kill a worker that runs on another machine."""
+    def kill(self, role: Literal["worker", "server"], index: int, why: str) -> None:
+        """Kill a worker or server that runs on another machine."""
 
         def order() -> None:
-            for agent in self._machines.agents_of(worker):
+            for agent in self._machines.agents_of(role, index):
                 if (member := self._member("agent", agent)) is not None:
-                    self._hub.send(member, KillOrdered(worker, why))
+                    self._hub.send(member, KillOrdered(role, index, why))
 
         self._call(order)
 
@@ -318,6 +327,7 @@ class CoordinatorHost:
             self._recorder.close()
             for clock in self._clocks.values():
                 clock.close()
+            self._traces.close()
             self._hub.close()
             self._master = self._new_master = None  # releases the mappings, which keep file descriptors open
             self._bell.close()
@@ -345,27 +355,33 @@ class CoordinatorHost:
         )
         return job_status(self.core, observed)
 
-    def _note_traffic(self, connection: Hashable, machine: str, traffic: Traffic) -> None:
-        """Record the traffic of a connection between this machine and another one."""
+    def _note_traffic(self, connection: Hashable, here: str, there: str, traffic: Traffic) -> None:
+        """Record the traffic of a connection between two machines, as the first one has counted it."""
         now_ticks = self.job.now_ticks()
-        self._traffic.note(connection, Link(LOCAL, machine), traffic.sent, now_ticks)
-        self._traffic.note(connection, Link(machine, LOCAL), traffic.received, now_ticks)
+        self._traffic.note(connection, Link(here, there), traffic.sent, now_ticks)
+        self._traffic.note(connection, Link(there, here), traffic.received, now_ticks)
 
     def _note_own_traffic(self) -> None:
         """Record the traffic of this process's connections to other machines."""
-        names, machines = self._machines.names, self._machines.machine_of
+        machines = {
+            "worker": self._machines.machine_of,
+            "server": self._machines.machine_of_server,
+            "agent": self._machines.names,
+        }
         for (role, index), member in self._members.items():
-            machine = {"worker": machines, "agent": names}.get(role, {}).get(index)
+            machine = machines[role].get(index)
             if machine is not None and (traffic := traffic_of(member.stream.sock)) is not None:
-                self._note_traffic((role, index), machine, traffic)
+                self._note_traffic((role, index), LOCAL, machine, traffic)
 
     def _note_traffic_of(self, server: int, message: Waits) -> None:
         """Record the traffic of a server's connections to other machines."""
         machines = self._machines.machine_of
+        here = self._machines.machine_of_server.get(server, LOCAL)
         for each in message.traffic:
-            if each.worker in machines:
+            there = machines.get(each.worker, LOCAL)
+            if there != here:
                 traffic = Traffic(each.sent_bytes, each.received_bytes)
-                self._note_traffic(("server", server, each.worker), machines[each.worker], traffic)
+                self._note_traffic(("server", server, each.worker), here, there, traffic)
 
     def _note_states(self) -> None:
         """Record the states of all workers, so that the status can tell for how long they have been in them."""
@@ -404,9 +420,15 @@ class CoordinatorHost:
     def _take_out(self, verdict: Verdict) -> None:
         """Go on without a machine that is suspected to be down, or without a worker that is stopped.
 
-        The workers and the agent receive the reason if they ever read again.
+        The workers and the agent receive the reason if they ever read again. If the machine has brought servers, a
+        run in progress fails, because it cannot continue without them.
         """
         workers, reason = self._machines.workers[verdict.machine], verdict.reason
+        if verdict.worker is None:
+            for server in sorted(self._machines.servers[verdict.machine]):
+                self._lose_server(verdict.machine, server, reason)
+                if (member := self._member("server", server)) is not None:
+                    self._hub.drop(member, reason)
         agent = self._member("agent", verdict.machine)
         for worker in workers if verdict.worker is None else [verdict.worker]:
             incarnation = self.core.incarnations.get(worker, 0)
@@ -449,6 +471,8 @@ class CoordinatorHost:
     def payload_targets(self, peer: Caller, message: Message, size_bytes: int) -> Sequence[memoryview]:
         if isinstance(message, Snapshot) and peer.role == "server" and self._collection is not None:
             return self._collection.targets(message, peer.index, self.job.servers)
+        if isinstance(message, TracePart) and peer.role == "server" and self._stops_s is not None:
+            return self._traces.targets(message, peer.index, size_bytes)
         return no_payload(message, size_bytes)
 
     def gone(self, peer: Caller, reason: str) -> None:
@@ -460,12 +484,19 @@ class CoordinatorHost:
             self._machines.liveness.machine_left(peer.index)
             if (clock := self._clocks.pop(machine_of(peer), None)) is not None:
                 clock.close()
+            reason = "the connection to its machine was closed"
             for worker, incarnation in self._machines.workers[peer.index].items():
-                self._note_end(worker, "the connection to its machine was closed", incarnation)
+                self._note_end(worker, reason, incarnation)
+            for server in sorted(self._machines.servers[peer.index]):
+                self._lose_server(peer.index, server, reason)
             return
         party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)
         self._perform(self.core.disconnected(party, self.job.now_ticks()))
         if peer.role == "server" and self._stops_s is None:
+            if self.core.model is None and peer.index >= self.job.local_servers:
+                for agent in self._machines.agents_of("server", peer.index):
+                    self._lose_server(agent, peer.index, "its connection was closed")
+                return
             self.gone_servers.append(peer.index)
             if self._collection is not None:
                 self._collect_from(peer.index)
@@ -486,6 +517,11 @@ class CoordinatorHost:
         if isinstance(message, Snapshot) and peer.role == "server" and self._collection is not None:
             self._collection.arrived(message)
             self._collect_from(peer.index)
+            return
+        if isinstance(message, TracePart) and peer.role == "server" and self._stops_s is not None:
+            self._traces.arrived(message)
+            if self._stops_s:  # it is 0 if the run is to end without further waiting
+                self._stops_s = max(self._stops_s, time.monotonic() + TRACE_TIMEOUT_S)
             return
         party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)
         if isinstance(message, Waits) and message.traffic:
@@ -517,17 +553,23 @@ class CoordinatorHost:
                             f"this machine has Paceline {message.version}, but the run uses Paceline "
                             f"{self.job.version}. Install the same version on all machines."
                         )
-                    workers = self.core.invite(message.workers, message.wanted)
+                    servers, workers = self._invite(message)
                 except ConfigurationError as error:
                     self._hub.send(agent, Refused(str(error)))
                     return
                 now_ticks = self.job.now_ticks()
                 address = agent.stream.sock.getpeername()[0]
-                self._machines.admit(agent.index, address, workers, now_ticks)
+                self._machines.admit(agent.index, address, workers, servers, now_ticks)
                 for worker in workers:
                     self._forget(worker)
                 machine = machine_of(agent)
-                self._hub.send(agent, MachineAdmitted(workers, encode_job(self.job), now_ticks, machine))
+                admitted = MachineAdmitted(workers, encode_job(self.job), now_ticks, machine, servers)
+                self._hub.send(agent, admitted)
+            case MachineLeaving():
+                for server in sorted(self._machines.servers[agent.index]):
+                    self._lose_server(agent.index, server, "its machine was asked to leave the run")
+            case ServerEnded():
+                self._lose_server(agent.index, message.server, message.how, message.output)
             case Heartbeat():
                 now_ticks = self.job.now_ticks()
                 self._hub.send(agent, answer(message, now_ticks, self.job.now_ticks()))
@@ -540,6 +582,44 @@ class CoordinatorHost:
                 self._note_end(message.worker, message.how, workers[message.worker])
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not expected from {agent} now")
+
+    def _invite(self, offer: MachineJoined) -> tuple[tuple[int, ...], dict[int, int]]:
+        """Expect the servers and the workers that a machine offers, and return their indices.
+
+        Raises:
+            ConfigurationError: the run needs fewer of them. Then nothing is expected.
+        """
+        servers = self.core.invite_servers(offer.servers)
+        try:
+            return servers, self.core.invite(offer.workers, offer.wanted)
+        except ConfigurationError:
+            for server in servers:
+                self.core.release_server(server)
+            raise
+
+    def _lose_server(self, agent: int, server: int, how: str, output: str = "") -> None:
+        """Handle the loss of a server that a machine has brought. A run in progress fails.
+
+        If the run has not begun yet, another machine may bring the server.
+
+        Args:
+            agent: index of the machine's agent.
+            server: index of the server. If the machine does not have it any more, this method has no effect.
+            how: a clause that says why it is lost.
+            output: the last lines of its output, if they say more.
+        """
+        if self._stops_s is not None or server not in self._machines.servers[agent]:
+            return
+        name = self._machines.names[agent]
+        if self.core.model is not None:
+            self.fail(RunFailedError(f"server {server}", f"{how} (machine {name})", output))
+            return
+        log.warning("server %d of machine %s has left before the run has begun: %s", server, name, how)
+        self._machines.servers[agent].discard(server)
+        self.core.release_server(server)
+        self.heard_s.pop(("server", server), None)
+        if (member := self._member("server", server)) is not None:
+            self._hub.drop(member, how)
 
     def _record_clock(self, machine: int, offset: ClockOffset) -> None:
         """Record the offset of a machine's clock, for timelines."""
@@ -630,6 +710,11 @@ class CoordinatorHost:
         if job.joined:
             workers = 0  # they run on other machines
         needed = footprint(layout.size_bytes, vectors, workers, job.servers, job.transport)
+        if job.remote_servers:
+            weights, state = (
+                size * job.local_servers // job.servers for size in (needed.weights, needed.state)
+            )
+            needed = msgspec.structs.replace(needed, weights=weights, state=state)
         return shortage(needed, available_bytes(), f"{workers} workers over {job.transport}")
 
     # -- collection of the weights at the end --------------------------------------------------------------

@@ -72,6 +72,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         pause_below: number of workers below which the run pauses until other workers join; 0 if it never pauses.
         joined: True if the workers run on machines that join the run, and none is started by the launcher.
         servers: number of servers. Server i holds the shards whose index modulo `servers` is i.
+        remote_servers: number of servers, the last ones, that machines bring when they join the run.
         shards: number of slices into which the parameters are divided.
         slicing: "even" for slices of equal size, or "by-parameter" for slices that contain about the same number of
             whole parameters.
@@ -131,11 +132,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     epoch_ns: int
     secure: bool = False
     version: str = ""
+    remote_servers: int = 0
     optimizers: OptimizerSources = OptimizerSources()
 
     def __repr__(self) -> str:
         """Return a description without the token, which must not appear in a log."""
         return f"Job({self.workers} workers, {self.servers} servers, {self.sync!r}, {self.run_dir!r})"
+
+    @property
+    def local_servers(self) -> int:
+        """Number of servers on the coordinator's machine. They have the lowest indices."""
+        return self.servers - self.remote_servers
 
     @property
     def schedule(self) -> Schedule:
@@ -234,6 +241,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
         host: address on which the process listens for TCP connections.
         incarnation: how often the index of the worker has been used before.
         machine: index of the machine on which the process runs; 0 for the one with the coordinator.
+        address: address at which a server is reached, if its connections come through a listener; else "".
     """
 
     job: Job
@@ -243,6 +251,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     host: str = LOOPBACK
     incarnation: int = 0
     machine: int = 0
+    address: str = ""
 
 
 def make_job(
@@ -252,6 +261,7 @@ def make_job(
     pause_below: int = 0,
     joined: bool = False,
     servers: int | None = None,
+    remote_servers: int = 0,
     shards: int | None = None,
     slicing: str = "even",
     overlap: str = "shards",
@@ -332,6 +342,12 @@ def make_job(
     if run_dir is not None:
         require_usable(run_dir)
     servers = _require_integer("servers", servers, least=1)
+    remote_servers = _require_integer("remote_servers", remote_servers, least=0)
+    if remote_servers >= servers:
+        raise ConfigurationError(
+            f"remote_servers is {remote_servers} and servers is {servers}, but at least one server must run on this "
+            f"machine. Use at least {remote_servers + 1} servers."
+        )
     shards = _require_integer("shards", servers if shards is None else shards, least=1)
     if shards < servers:
         raise ConfigurationError(
@@ -355,6 +371,7 @@ def make_job(
         pause_below=pause_below,
         joined=joined,
         servers=servers,
+        remote_servers=remote_servers,
         shards=shards,
         slicing="even" if slicing == "even" else "by-parameter",
         overlap="shards" if overlap == "shards" else "off",
@@ -430,7 +447,8 @@ def describe(job: Job) -> dict[str, str]:
     return {
         "sync model": job.sync,
         "workers": f"{job.least} to {job.workers}" if job.least < job.workers else str(job.workers),
-        "servers": str(job.servers),
+        "servers": str(job.servers)
+        + (f", {job.remote_servers} of them on other machines" if job.remote_servers else ""),
         "shards": f"{job.shards}, with the parameters sliced {_SLICING_TEXTS[job.slicing]}",
         "overlap": _OVERLAP_TEXTS[job.overlap],
         "transport": _TRANSPORT_TEXTS[job.transport],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ..core.job_status import MachineStatus
 from ..core.liveness import Liveness
@@ -17,6 +17,7 @@ class Machines:
     Attributes:
         workers: index of a machine's agent -> the machine's workers, each with its incarnation; {} until the machine
             has been admitted.
+        servers: index of a machine's agent -> the servers that the machine has brought.
         names: index of the agent of an admitted machine -> name of the machine: its address, with a number if several
             agents have this address.
         liveness: decides from the agents' heartbeats which machines and workers are taken out.
@@ -24,22 +25,26 @@ class Machines:
 
     def __init__(self) -> None:
         self.workers: dict[int, dict[int, int]] = {}
+        self.servers: dict[int, set[int]] = {}
         self.liveness = Liveness()
         self.names: dict[int, str] = {}
 
     def add(self) -> int:
         """Return the index of the agent of a new machine."""
         agent = len(self.workers)
-        self.workers[agent] = {}
+        self.workers[agent], self.servers[agent] = {}, set()
         return agent
 
-    def admit(self, agent: int, address: str, workers: Mapping[int, int], now_ticks: int) -> None:
-        """Record that a machine with this address runs these workers from now on, besides those that it had."""
+    def admit(
+        self, agent: int, address: str, workers: Mapping[int, int], servers: Iterable[int], now_ticks: int
+    ) -> None:
+        """Record that a machine with this address runs these processes from now on, besides those that it had."""
         if agent not in self.names:
             same = sum(name.partition(" ")[0] == address for name in self.names.values())
             name = self.names[agent] = f"{address} ({same + 1})" if same else address
             self.liveness.machine_joined(agent, name, now_ticks)
         self.workers[agent].update(workers)
+        self.servers[agent].update(servers)
         for worker, incarnation in workers.items():
             self.liveness.worker_joined(worker, incarnation)
 
@@ -52,13 +57,27 @@ class Machines:
                 newest[worker] = max(newest.get(worker, (-1, -1)), (incarnation, agent))
         return {worker: self.names[agent] for worker, (_, agent) in newest.items()}
 
-    def agents_of(self, worker: int) -> list[int]:
-        """Return the agents that have started an incarnation of a worker."""
-        return [agent for agent, workers in self.workers.items() if worker in workers]
+    @property
+    def machine_of_server(self) -> dict[int, str]:
+        """Server that a machine has brought -> name of the machine."""
+        return {server: self.names[agent] for agent, servers in self.servers.items() for server in servers}
+
+    def agents_of(self, role: str, index: int) -> list[int]:
+        """Return the agents that have started an incarnation of a worker, or a server."""
+        started = self.servers if role == "server" else self.workers
+        return [agent for agent, indices in started.items() if index in indices]
 
     def statuses(self, now_ticks: int) -> tuple[MachineStatus, ...]:
         """Return, for each machine, how regularly its heartbeats arrive."""
+        servers: dict[str, list[int]] = {}
+        for server, name in sorted(self.machine_of_server.items()):
+            servers.setdefault(name, []).append(server)
         return tuple(
-            MachineStatus(name, (now_ticks - each.heard_ticks) / TICKS_PER_S, each.suspicion(now_ticks))
+            MachineStatus(
+                name,
+                (now_ticks - each.heard_ticks) / TICKS_PER_S,
+                each.suspicion(now_ticks),
+                tuple(servers.get(name, ())),
+            )
             for name, each in self.liveness.arrivals().items()
         )

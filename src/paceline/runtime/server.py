@@ -56,6 +56,7 @@ from ..core.messages import (
     Shutdown,
     Snapshot,
     Stage,
+    TracePart,
     Warned,
     WorkerFinished,
     WorkerJoined,
@@ -90,6 +91,7 @@ from .hub import Caller, Hub
 from .job import Assignment
 from .server_memory import ServerMemory
 from .timers import Timers
+from .traces import PART_BYTES, trace_path
 
 __all__ = ["ServerHost", "serve"]
 
@@ -147,6 +149,7 @@ class ServerHost:
         self._memory: ServerMemory | None = None  # None until training begins
         self._timers: Timers[Timer] = Timers()
         self._running = True
+        self._told_to_end = False  # True once `Shutdown` has arrived
         self._hub: Hub[ServerCaller] = Hub(
             f"server {place.index}",
             place.job.token,
@@ -173,7 +176,7 @@ class ServerHost:
         job = place.job
         listener: Source
         if passed is not None:
-            listener, address = PassedSockets(passed), f"tls:/{place.index}"
+            listener, address = PassedSockets(passed), place.address
         else:
             listener, address = listen_tcp(place.host) if job.transport == "tcp" else listen_unix()
         coordinator: Stream[FromCoordinatorToServer] = Stream(
@@ -191,6 +194,8 @@ class ServerHost:
                 self._hub.poll(self._timers.left_s(self._job.now_ticks()), spins=not self._core.awaits_factor)
                 for timer in self._timers.take_due(self._job.now_ticks()):
                     self._perform(self._core.fire(timer, self._job.now_ticks()))
+            if self._told_to_end and self._machine is not msgspec.UNSET:
+                self._send_traces()
         except BaseException as error:
             # Send the report before any connection is closed, so that it arrives before the workers' own reports that
             # this server is lost.
@@ -358,7 +363,7 @@ class ServerHost:
                 waits = self._core.waits(timers=bool(self._timers))
                 self._hub.send(self._coordinator, msgspec.structs.replace(waits, traffic=self._traffic()))
             case Shutdown():
-                self._running = False
+                self._running, self._told_to_end = False, True
                 self._save_states()
 
     def _traffic(self) -> tuple[ConnectionTraffic, ...]:
@@ -474,9 +479,27 @@ class ServerHost:
             emulated=job.emulated,
             machine=self._machine,
         )
-        path = Path(job.run_dir, f"trace-shard-{shard}.jsonl")
+        path = trace_path(Path(job.run_dir), shard)
         self._recorders.append(Recorder(BestEffortFile(path, self._warn), header))
         return self._recorders[-1]
+
+    def _send_traces(self) -> None:
+        """Send the traces of all shards to the coordinator, which is on another machine."""
+        for recorder in self._recorders:
+            recorder.close()
+        for shard in self._core.shards:
+            try:
+                with trace_path(Path(self._job.run_dir), shard).open("rb") as trace:
+                    last = False
+                    while not last:
+                        part = trace.read(PART_BYTES)
+                        last = len(part) < PART_BYTES
+                        self._hub.send(self._coordinator, TracePart(shard, last), [memoryview(part)])
+                        self._hub.drain(self._coordinator, GOODBYE_TIMEOUT_S)
+                        if self._coordinator.stream.backlog:
+                            return  # the coordinator does not wait for it any more
+            except OSError as error:
+                self._warn(f"the trace of shard {shard} cannot be read: {error}")
 
     def _attach_master(self, layout: Layout) -> Region | None:
         if self._job.transport != "shm":

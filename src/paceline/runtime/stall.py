@@ -16,6 +16,7 @@ report names the process and says how long it has been silent; the user decides 
 from __future__ import annotations
 
 import time
+from typing import Literal
 
 import msgspec
 
@@ -50,7 +51,7 @@ class Awaited(msgspec.Struct, frozen=True):
         usual_s: usual duration of the worker's iterations in seconds; 0 if unknown.
     """
 
-    role: str
+    role: Literal["worker", "server"]
     index: int
     quiet_s: float
     doing: str
@@ -153,8 +154,12 @@ class StallWatch:
             self.standstill = unable_to_begin(live, gathered)
         registered_s = {w: at_s for w, at_s in coordinator.registered_s.copy().items() if w in live}
         waiting = tuple(sorted({*registered_s, *gathered}))
-        expected = [("worker", w) for w in live] + [("server", k) for k in range(coordinator.job.servers)]
+        expected: list[tuple[Literal["worker", "server"], int]] = [("worker", w) for w in live]
+        # Machines that have yet to join bring the vacant ones.
+        vacant = coordinator.core.vacant_servers.copy()
+        expected += [("server", k) for k in range(coordinator.job.servers) if k not in vacant]
         silent = [peer for peer in expected if peer not in heard_s]
+        unregistered: list[tuple[Literal["worker", "server"], int]]
         unregistered = [("worker", w) for w in live if ("worker", w) in heard_s and w not in waiting]
         awaited = []
         # All processes start at the same time, and all workers run the same script. So no process should take much

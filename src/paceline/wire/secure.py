@@ -83,6 +83,11 @@ class SecureSocket:
         name: tuple[str, int] = self._tls.getpeername()
         return name
 
+    def getsockname(self) -> tuple[str, int]:
+        """Return the address of this side."""
+        name: tuple[str, int] = self._tls.getsockname()
+        return name
+
     def setblocking(self, flag: bool) -> None:
         """Make sure that this socket is not blocking, as it always is."""
         assert not flag
