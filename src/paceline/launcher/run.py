@@ -365,6 +365,8 @@ class LiveRun:
             if process is not None:
                 how = process.ending or f"{how}; its process {process.state}"
                 process.kill()
+            elif server in self._coordinator.gone_servers:
+                how = "its connection was closed"
             where = "" if self._weights.absent else "; its part of the weights was read from shared memory"
             self._notes.append(f"server {server}: {how}{where}")
         self._weights_path, messages = save_weights(self._weights, self._run_dir)
