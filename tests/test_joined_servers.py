@@ -22,7 +22,8 @@ from paceline.sync.schedule import read_schedule
 from paceline.trace import read_run, replay
 
 from .live import await_that, mark, processes, run_program
-from .test_joining import Served, assert_equal, listening_ports, output
+from .served import Served, output
+from .test_joining import assert_equal, listening_ports
 
 __all__ = ["mark"]
 

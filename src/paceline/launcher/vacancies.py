@@ -48,9 +48,9 @@ class Vacancies:
         self._since_s = self._since_s or now_s
         if self._patience_s is None or now_s - self._since_s < self._patience_s:
             return ""
-        if not (
-            self._coordinator.core.live or self._coordinator.core.finished or self._coordinator.core.lost
-        ):
+        core = self._coordinator.core
+        brought = self._coordinator.job.remote_servers - len(core.vacant_servers)
+        if not (core.live or core.finished or core.lost or brought):
             return (
                 f"no machine has joined it within {self._patience_s:g} s (--wait). Wait longer, and look at what "
                 "`paceline join` prints on the other machines"
