@@ -259,8 +259,8 @@ class WorkerSession:
         self._slow_link = None if all(local) else SlowLink()
         channels = len(addresses) if shared and rings_available() else 0
         self._attached.clear()
-        # Servers that use TCP may find this worker's memory in /proc, if they run on this machine.
-        offered = not shared and any(local) and shared_memory_available()
+        # In a run that machines join, the user has not chosen TCP for connections within a machine.
+        offered = self._job.joined and any(local) and shared_memory_available()
         name = f"paceline-{secrets.token_hex(16)}"
         self._region = region = Region.create(
             model.layout, shared=shared or offered, channels=channels, name=name
