@@ -11,6 +11,7 @@ __all__ = ["SlowLink"]
 
 FIRST = 5  # number of iterations that are not measured, because connections are slow in the beginning
 LAST = 15  # number of iterations after which the measurement ends
+LEAST_BYTES = 65_536  # the time for less data depends on the latency of the link, not on its rate
 FACTOR = 2.0  # sending may take this many times as long as computing before the worker reports it
 
 
@@ -52,7 +53,7 @@ class SlowLink:
         # The connections send at the same time.
         busy_s = max((after.busy_s - before.busy_s for before, after in both), default=0.0) / iterations
         usual_s = median(self._computing_s[FIRST:])
-        if busy_s <= FACTOR * usual_s:
+        if busy_s <= FACTOR * usual_s or sent_bytes < LEAST_BYTES:
             return ""
         return (
             f"the link to the servers is slow for this model: a gradient of {sent_bytes / 1e6:.3g} MB leaves at "
