@@ -267,9 +267,8 @@ def join(
         if script is not None:
             path = find_script(script, as_module=as_module)
             order = ["module", str(script)] if as_module else ["script", str(path)]
-        sys.path.append(
-            os.getcwd()
-        )  # where the servers look for modules that --import has named, as those of serve
+        # The servers look here for the modules that --import has named, as those of `serve` do.
+        sys.path.append(os.getcwd())
         if run_dir is not None:
             require_usable(run_dir)
         token = _secret(secret_file)

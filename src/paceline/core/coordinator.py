@@ -211,9 +211,8 @@ class Coordinator:
         self._live = set(range(workers)) - self._left  # all other workers, except the invited ones
         self._used = self._live.copy()  # indices that an incarnation of a worker has or had
         self._fates: dict[int, str] = {}  # worker -> how its latest incarnation to leave has left
-        self._invited: set[int] = (
-            set()
-        )  # workers that are to join a run in progress and have not registered yet
+        # workers that are to join a run in progress and have not registered yet
+        self._invited: set[int] = set()
         self._admitted: list[int] = []  # workers that have registered, and join one after another
         self._join: Join | None = None  # the join that is in progress, of the first of these workers
         # Requests for another sync model that have arrived during a join: (worker, message).

@@ -24,14 +24,10 @@ class LoopPositions:
 
     def __init__(self) -> None:
         self._newest: LoopPosition | None = None
-        self._begun = (
-            -1,
-            0,
-        )  # number of the last loop that has begun, and the time at which it began, in ticks
-        self._ended = (
-            -1,
-            0,
-        )  # number of the last loop that has ended, and the worker whose states were sent last
+        # number of the last loop that has begun, and the time at which it began, in ticks
+        self._begun = (-1, 0)
+        # number of the last loop that has ended, and the worker whose states were sent last
+        self._ended = (-1, 0)
 
     def begun(self, loop: int, now_ticks: int) -> None:
         """Record that a worker has begun a loop."""

@@ -108,12 +108,10 @@ class Server:
         self._connected: dict[int, int] = {}
         self._fetches: list[FetchSnapshot] = []  # the coordinator's requests that are not answered yet
         self._proposed: JoinProposed | None = None  # the worker that is about to join, until it is answered
-        self._fenced: set[int] = (
-            set()
-        )  # lost workers of which a shard holds a push, until the loss is settled
-        self._incarnations: dict[
-            int, int
-        ] = {}  # worker -> its incarnation; 0 for workers that are not in this mapping
+        # lost workers of which a shard holds a push, until the loss is settled
+        self._fenced: set[int] = set()
+        # worker -> its incarnation; 0 for workers that are not in this mapping
+        self._incarnations: dict[int, int] = {}
         # worker -> shard -> `drawn` of the worker's last push
         self._drawn: dict[int, dict[int, tuple[int, ...]]] = {}
         self._readers: set[int] = set()  # connected workers that can read the weights directly from memory

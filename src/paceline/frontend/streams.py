@@ -71,9 +71,8 @@ class Streams:
     def __init__(self) -> None:
         self._by_site: dict[str, list[Stream]] = {}
         self._count = 0
-        self._skipped: dict[
-            str, int
-        ] = {}  # name -> number of passes that the job had begun when the worker joined
+        # name -> number of passes that the job had begun when the worker joined
+        self._skipped: dict[str, int] = {}
 
     @property
     def passes(self) -> tuple[tuple[str, int], ...]:

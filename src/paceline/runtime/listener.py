@@ -65,9 +65,8 @@ class Listener:
         self._mark = mark
         self._acceptor = Acceptor(sock)
         self._strangers: Strangers[Arrival] = Strangers("the listener")
-        self._senders: dict[
-            int, socket.socket
-        ] = {}  # target -> socket over which connections are passed to it
+        # target -> socket over which connections are passed to it
+        self._senders: dict[int, socket.socket] = {}
         self._bell, self._bell_end = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell_end, selectors.EVENT_READ)

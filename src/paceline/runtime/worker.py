@@ -192,9 +192,8 @@ class WorkerSession:
         self._region: Region | None = None  # memory of this worker
         self._master: Master | None = None  # shared memory in which the servers update the weights
         self._outbox: Outbox | None = None  # sends the gradients; None if no server uses TCP
-        self._attached: set[int] = (
-            set()
-        )  # shards that use this worker's memory although their servers use TCP
+        # shards that use this worker's memory although their servers use TCP
+        self._attached: set[int] = set()
         self._in_place = False  # True while `weights` refers to memory that the servers update
         self._states: dict[int, bytearray] = {}  # shard -> bytes of the optimizer state that is being fetched
         self._buffer_specs: tuple[BufferSpec, ...] = ()
