@@ -7,11 +7,17 @@ import os
 import random
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from msgspec import structs
+from rich.console import Console
 
-from paceline.errors import PeerLostError, ProtocolError
+from paceline.errors import PeerLostError, ProtocolError, RunFailedError
+from paceline.launcher.local import HostMachine, Placement
+from paceline.launcher.run import start
 from paceline.runtime import strangers
+from paceline.runtime.job import make_job
 from paceline.runtime.listener import Listener
 from paceline.wire.addresses import connect, listen_tcp
 from paceline.wire.passing import PassedSockets, pass_on, socket_pair
@@ -239,3 +245,33 @@ def test_sockets_arrive_in_order_and_the_end_of_the_listener_is_noticed() -> Non
         sender.close()
         with pytest.raises(OSError, match="has ended"):
             passed.accept()
+
+
+@pytest.mark.processes
+def test_a_run_is_announced_when_its_listener_knows_the_coordinator(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A scheduler's processes connect at once, and the listener refuses connections to an unknown process."""
+    known: list[int] = []
+    announced: list[list[int]] = []
+    receiver = Listener.receiver
+
+    def noted(listener: Listener, target: int) -> socket.socket:
+        known.append(target)
+        return receiver(listener, target)
+
+    monkeypatch.setattr(Listener, "receiver", noted)
+    job = make_job(workers=1, joined=True, transport="tcp", run_dir=str(tmp_path / "run"))
+    job = structs.replace(job, token=new_secret(), secure=True)
+    with pytest.raises(RunFailedError, match="no machine has joined"):
+        start(
+            job,
+            [],
+            b"",
+            [],
+            console=Console(quiet=True),
+            placement=Placement("127.0.0.1", (HostMachine("127.0.0.1"),), ()),
+            listening=lambda address, job: announced.append(known.copy()),
+            patience_s=0.1,
+        )
+    assert announced == [[COORDINATOR]]

@@ -97,6 +97,9 @@ def start(
     except ConfigurationError:
         sock.close()
         raise
+    listener = Listener(sock, bytes.fromhex(job.mark)) if job.secure else None
+    # Whoever knows the address may connect at once, so the listener must know the coordinator before it begins.
+    source = sock if listener is None else PassedSockets(listener.receiver(COORDINATOR))
     listening(address, job)
     streams = streams or Streams()
     # Lines with the names of their processes cannot be drawn by one of them.
@@ -105,9 +108,8 @@ def start(
         Interruption() as interruption,
         terminal or contextlib.nullcontext(),
         starter or Starter(placement.prefixes()) as starter,
-        Listener(sock, bytes.fromhex(job.mark)) if job.secure else contextlib.nullcontext() as listener,
+        listener or contextlib.nullcontext(),
     ):
-        source = sock if listener is None else PassedSockets(listener.receiver(COORDINATOR))
         run = LiveRun(
             job,
             CoordinatorHost(job, source, address),

@@ -74,7 +74,7 @@ def check(
 
     >>> from paceline.sync import ASP
     >>> print(check(ASP(), iterations=1))
-    asp keeps 10 promises under random events, and has no deadlock in 3,691 states of small jobs
+    asp keeps 10 promises under random events, and has no deadlock in 3,673 states of small jobs
     """
     for promise in PROMISES:
         with _named(sync, promise.__name__.replace("_", " ")):
