@@ -32,7 +32,7 @@ __all__ = ["SYNCS", "LateJoinRow", "estimate_s", "measure", "table"]
 T = TypeVar("T")
 
 ROUNDS = 5
-SYNCS = ("bsp", "asp", "ssp:staleness=3", "elastic-bsp:lookahead=15", "spec-sync:speculation=adaptive")
+SYNCS = ("bsp", "asp", "ssp:staleness=3", "elastic-bsp:lookahead=15", "spec-sync")
 GOAL_S = 2.0
 TIMEOUT_S = 60.0
 POLL_S = 0.01

@@ -13,6 +13,7 @@ import pytest
 from paceline.core.layout import Layout, Parameter
 from paceline.errors import ProtocolError
 from paceline.runtime.outbox import Outbox
+from paceline.wire.addresses import is_here, own_addresses
 from paceline.wire.memory import Region, find_memory
 
 from .live import mark, processes, run_program
@@ -58,6 +59,14 @@ def test_each_worker_uses_memory_or_tcp_and_the_result_is_the_same(mark: str) ->
     assert mapped["server 1"] == used
     assert sorted(mapped[worker] == used for worker in ("worker 0", "worker 1")) == [False, True]
     assert_equal("run/weights.safetensors", "alone/weights.safetensors")
+
+
+def test_own_addresses_are_recognized() -> None:
+    [*others, loopback] = sorted(own_addresses(), key=lambda address: address.startswith("127."))
+    assert all(is_here(f"tls:{address}:29600/1") for address in (*others, loopback))
+    assert is_here("tls:[::1]:29600")
+    assert not is_here("tls:198.51.100.77:29600/1")  # an address for documentation
+    assert not is_here("tls:no-such-name.invalid:29600")
 
 
 @pytest.fixture

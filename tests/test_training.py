@@ -503,7 +503,7 @@ class Broad(nn.Module):
 def remote(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Have workers send early, as they do to servers on other machines; returns how many parameters' gradients
     they found ready."""
-    monkeypatch.setattr(worker_module, "is_local", lambda address: False, raising=False)
+    monkeypatch.setattr(worker_module, "is_here", lambda address: False)
     ready: list[int] = []
     told = WorkerSession.gradient_ready
 

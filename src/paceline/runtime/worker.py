@@ -69,7 +69,7 @@ from ..sync import SyncModel
 from ..sync.events import Clip
 from ..sync.schedule import read_schedule
 from ..trace.records import IterationRecord
-from ..wire.addresses import connect, is_local, seen_from
+from ..wire.addresses import connect, is_here, seen_from
 from ..wire.forks import close_in_forks
 from ..wire.memory import Master, Region, cut, shared_memory_available
 from ..wire.ring import Ring
@@ -254,7 +254,7 @@ class WorkerSession:
         addresses = [
             seen_from(address, self._reached) for address in dict.fromkeys(self._core.started.addresses)
         ]
-        local = [is_local(address) for address in addresses]
+        local = [is_here(address) for address in addresses]
         self._slow_link = None if all(local) else SlowLink()
         channels = len(addresses) if shared and rings_available() else 0
         self._attached.clear()

@@ -24,7 +24,16 @@ from .preface import COORDINATOR, Preface
 from .secure import SecureSocket
 from .tls import Contexts
 
-__all__ = ["connect", "interface_to", "is_local", "listen_tcp", "listen_unix", "own_addresses", "seen_from"]
+__all__ = [
+    "connect",
+    "interface_to",
+    "is_here",
+    "is_local",
+    "listen_tcp",
+    "listen_unix",
+    "own_addresses",
+    "seen_from",
+]
 
 BACKLOG = 1024
 SIOCGIFADDR = 0x8915  # request for the address of an interface; see netdevice(7)
@@ -90,6 +99,17 @@ def is_local(address: str) -> bool:
     return address.startswith(("unix:", "tcp:127.", "tls:127.", "tcp:[::1]:", "tls:[::1]:"))
 
 
+def is_here(address: str) -> bool:
+    """Return True if an address belongs to this machine. It may also be the end of a tunnel to another one."""
+    if is_local(address):
+        return True
+    try:
+        own, its = _route_to(_parts(address)[1].removeprefix("[").removesuffix("]"))
+        return own == its
+    except OSError:
+        return False
+
+
 def interface_to(host: str) -> str:
     """Return the address of the interface over which this machine reaches a host, which may be this machine itself.
 
@@ -99,10 +119,7 @@ def interface_to(host: str) -> str:
         ConfigurationError: the name of the host is unknown, or there is no route to it.
     """
     try:
-        family, kind, _, _, place = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as sock:
-            sock.connect(place)
-            return str(sock.getsockname()[0])
+        return _route_to(host)[0]
     except OSError as error:
         raise ConfigurationError(
             f"the host {host!r} cannot be reached from this machine: {error}. Name the address on which the other "
@@ -131,6 +148,14 @@ def seen_from(address: str, reached: str) -> str:
     if kind == "unix" or host not in ("0.0.0.0", "[::]"):
         return address
     return f"{kind}:{_parts(reached)[1]}:{port}"
+
+
+def _route_to(host: str) -> tuple[str, str]:
+    """Return the address from which this machine reaches a host, and the address of the host."""
+    family, kind, _, _, place = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as sock:
+        sock.connect(place)
+        return str(sock.getsockname()[0]), str(sock.getpeername()[0])
 
 
 def _in_brackets(host: str) -> str:
