@@ -22,7 +22,7 @@ from paceline.sync.schedule import read_schedule
 from paceline.trace import read_run, replay
 
 from .live import await_that, mark, processes, run_program
-from .served import Served, output
+from .served import Served, await_training, output
 from .test_joining import assert_equal, listening_ports
 
 __all__ = ["mark"]
@@ -131,8 +131,7 @@ def test_a_run_keeps_its_weights_when_a_machine_with_servers_is_asked_to_leave(
 ) -> None:
     served = Served("--workers", "2", *TWO_SERVERS)
     stays, leaves = served.join("1000", "0.01"), served.join("1000", "0.01", options=BRINGS_ONE)
-    await_that(begun, "training has begun")
-    await_that(lambda: "weights" in served.messages or "iteration" in served.messages, "workers train")
+    await_training(2)  # every server has weights
     leaves.send_signal(number)
     messages = served.failure()
     ends = [output(stays), output(leaves)]
