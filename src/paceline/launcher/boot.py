@@ -17,12 +17,35 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PARENT_VARIABLE", "end_with_parent", "set_title"]
+__all__ = ["PARENT_VARIABLE", "end_with_parent", "environment", "set_title"]
 
 PARENT_VARIABLE = "PACELINE_PARENT"
 """Name of the environment variable that contains the process id of the parent."""
 
 PR_SET_PDEATHSIG = 1
+
+PAST_CACHE_BYTES = 1024 * 1024
+"""Size in bytes above which `memcpy` bypasses the cache. Large copies are 1.5 times as fast as with the default.
+
+By default, glibc uses three quarters of the size of the last-level cache. In a virtual machine, this may be hundreds
+of megabytes, although the cache is shared with other virtual machines.
+"""
+
+
+def environment(processes: int) -> dict[str, str]:
+    """Return the environment of the processes of a run, which is read when a program or a library starts.
+
+    Args:
+        processes: number of servers and workers, which share the cores of this machine.
+    """
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    return {
+        # If the user has set one of these two variables, the user's value is used.
+        "OMP_NUM_THREADS": str(threads),
+        "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={PAST_CACHE_BYTES}",
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def end_with_parent(parent: int) -> None:
@@ -65,21 +88,6 @@ if __name__ == "__main__":
     if root not in sys.path:
         sys.path.append(root)
 
-    from paceline.launcher.fork_server import begin
+    from paceline.launcher.fork_server import carry_out
 
-    # Schedulers send SIGTERM to all processes, and all children end with the fork server.
-    at_sigterm = signal.signal(signal.SIGTERM, signal.SIG_IGN) if kind == "fork server" else None
-    order, descriptors = begin(kind)
-    if kind == "fork server":
-        signal.signal(signal.SIGTERM, at_sigterm)
-    shared = frozenset(sys.modules)
-
-    from paceline.launcher.child import main
-    from paceline.launcher.leaving import leave
-
-    status = main(order, descriptors)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if kind == "fork server":
-        leave(status, shared)
-    sys.exit(status)
+    carry_out(kind)

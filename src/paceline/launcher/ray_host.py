@@ -23,6 +23,8 @@ import threading
 from pathlib import Path
 from typing import IO
 
+from .boot import environment
+
 __all__ = ["END_TIMEOUT_S", "RayHost", "read_frame", "write_frame"]
 
 END_TIMEOUT_S = 25.0  # longer than the time after which the program kills itself
@@ -81,6 +83,7 @@ class RayHost:
                     str(report_sink),
                     self._folder,
                 ],
+                env=environment(1),
                 stdin=order_source,
                 pass_fds=[report_sink],
                 start_new_session=True,  # Ray also kills the process group of an actor

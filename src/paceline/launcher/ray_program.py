@@ -114,15 +114,18 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    logging.basicConfig(level=os.environ.get("PACELINE_LOG", "WARNING"), format="%(name)s: %(message)s")
     descriptor, folder = int(sys.argv[2]), sys.argv[3]
     os.set_inheritable(descriptor, False)
+    # Torch is imported while the run is being placed. A program that serves a run needs it, too, and the more
+    # programs there are on a node, the longer all of them take to import it.
+    starter = Starter.here()
     with (
         open(os.dup(0), "rb") as source,
         open(descriptor, "wb") as sink,
         open(os.devnull, "rb") as nothing,
-        Starter([()], ahead=True) as starter,  # torch is imported while the run is being placed
+        starter,
     ):
+        logging.basicConfig(level=os.environ.get("PACELINE_LOG", "WARNING"), format="%(name)s: %(message)s")
         os.dup2(nothing.fileno(), 0)
         data, payload = read_frame(source), read_frame(source)
         if data is None or payload is None:
@@ -193,7 +196,7 @@ def _serve(
     starter: Starter,
     served: Callable[[str], None],
 ) -> Ended:
-    from .run import start  # imports torch
+    from .run import start
 
     objects = io.BytesIO(payload)
     sys.path[:] = search_path(cloudpickle.load(objects))

@@ -24,19 +24,12 @@ from typing import Protocol
 
 from . import boot
 from .endings import await_group_leader
-from .fork_server import EXIT_THREADS
+from .fork_server import EXIT_THREADS, fork_here
 from .orders import Descriptors, Order, await_end, await_ready, await_start, file_of, open_file, send_order
 
-__all__ = ["Child", "Starter", "environment"]
+__all__ = ["Child", "Starter"]
 
 logger = logging.getLogger("paceline.starting")
-
-PAST_CACHE_BYTES = 1024 * 1024
-"""Size in bytes above which `memcpy` bypasses the cache. Large copies are 1.5 times as fast as with the default.
-
-By default, glibc uses three quarters of the size of the last-level cache. In a virtual machine, this may be hundreds
-of megabytes, although the cache is shared with other virtual machines.
-"""
 
 END_TIMEOUT_S = 1.0  # time after which a fork server that has nothing left to do is killed
 
@@ -70,23 +63,6 @@ class Child(Protocol):
         ...
 
 
-def environment(processes: int) -> dict[str, str]:
-    """Return the environment of the processes of a run.
-
-    Args:
-        processes: number of servers and workers, which share the cores of this machine.
-    """
-    threads = max(1, (os.cpu_count() or 1) // processes)
-    return {
-        # If the user has set one of these two variables, the user's value is used.
-        "OMP_NUM_THREADS": str(threads),
-        "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={PAST_CACHE_BYTES}",
-        **os.environ,
-        "PYTHONUNBUFFERED": "1",
-        boot.PARENT_VARIABLE: str(os.getpid()),
-    }
-
-
 class Starter:
     """A context manager that starts the processes of one run, and ends its fork servers.
 
@@ -94,20 +70,30 @@ class Starter:
 
     Args:
         prefixes: for each process, the command that is put in front of its command line. See `HostMachine`.
-        ahead: True to use a fork server even for a single process, because it is started some time later.
     """
 
-    def __init__(self, prefixes: Iterable[Prefix], *, ahead: bool = False) -> None:
+    def __init__(self, prefixes: Iterable[Prefix]) -> None:
         counts = Counter(prefixes)
-        self._environment = environment(counts.total())
+        self._environment = _environment(max(1, counts.total()))
         self._fork_servers: dict[Prefix, ForkServer] = {}
         try:
             for prefix, count in counts.items():
-                if (count > 1 or ahead) and can_fork():
-                    self._fork_servers[prefix] = ForkServer(prefix, self._environment)
+                if count > 1 and can_fork():
+                    self._fork_servers[prefix] = ForkServer.executed(prefix, self._environment)
         except OSError:
             self.close()
             raise
+
+    @classmethod
+    def here(cls) -> Starter:
+        """Import torch, and return a starter whose fork server this process has forked; see `fork_here`.
+
+        All processes are on this machine. How many there will be need not be known.
+        """
+        starter = cls([])
+        if can_fork() and (server := ForkServer.forked((), starter._environment)) is not None:
+            starter._fork_servers[()] = server
+        return starter
 
     def __enter__(self) -> Starter:
         return self
@@ -201,23 +187,54 @@ class ForkServer:
     Args:
         prefix: see `Starter`.
         environment: environment of the fork server and its children.
+        process: the process of the fork server.
+        control: the socket on which orders are sent to it.
+        output: descriptor of the file for its standard output and its standard error.
     """
 
-    def __init__(self, prefix: Prefix, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        prefix: Prefix,
+        environment: dict[str, str],
+        process: subprocess.Popen[bytes] | ForkedHere,
+        control: socket.socket,
+        output: int,
+    ) -> None:
         self._prefix = prefix
         self._environment = environment
         # Orders are sent one at a time, because the system limits the number of descriptors that are under way.
         self._lock = threading.Lock()
         self._ready = False
-        self._control, theirs = socket.socketpair()
-        self._output = file_of(b"")
+        self._process = process
+        self._control = control
+        self._output = output
+
+    @classmethod
+    def executed(cls, prefix: Prefix, environment: dict[str, str]) -> ForkServer:
+        """Return a fork server that is a new program."""
+        control, theirs = socket.socketpair()
+        output = file_of(b"")
         with theirs:
-            self._popen = _execute("fork server", prefix, environment, theirs, self._output, self._output)
+            process = _execute("fork server", prefix, environment, theirs, output, output)
+        return cls(prefix, environment, process, control, output)
+
+    @classmethod
+    def forked(cls, prefix: Prefix, environment: dict[str, str]) -> ForkServer | None:
+        """Return a fork server that this process has forked; None if it cannot fork. See `fork_here`."""
+        control, theirs = socket.socketpair()
+        output = file_of(b"")
+        with theirs:
+            process_id = fork_here(theirs, output)
+        if process_id is None:
+            control.close()
+            os.close(output)
+            return None
+        return cls(prefix, environment, ForkedHere(process_id), control, output)
 
     @property
     def id(self) -> int:
         """The process id."""
-        return self._popen.pid
+        return self._process.pid
 
     def fork(self, order: Order, descriptors: Descriptors) -> Started | Executed | None:
         """Start a process, as soon as the fork server is ready. If it cannot fork, start a new program.
@@ -250,11 +267,11 @@ class ForkServer:
 
     def kill(self) -> None:
         """Kill the fork server, and so all processes that it has forked."""
-        self._popen.kill()
+        self._process.kill()
 
     def await_end(self) -> int:
         """Wait until the fork server has ended, and return its exit code."""
-        return self._popen.wait()
+        return self._process.wait()
 
     def close(self) -> None:
         """End the fork server. If it is still importing, it is killed."""
@@ -262,11 +279,45 @@ class ForkServer:
         if not self._ready:
             self.kill()
         try:
-            self._popen.wait(END_TIMEOUT_S)
+            self._process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.kill()
-            self._popen.wait()
+            self._process.wait()
         os.close(self._output)
+
+
+class ForkedHere:
+    """A child process that this process has forked, with the methods of `subprocess.Popen` that `ForkServer` uses.
+
+    Args:
+        pid: the process id.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._lock = threading.Lock()
+        self._handle = os.pidfd_open(pid)  # is never closed: this process has only one such child
+        self._exit_code: int | None = None
+
+    def kill(self) -> None:
+        """Kill the process, unless it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the process has ended, and return its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended within `timeout` seconds.
+        """
+        ended = select.poll()
+        ended.register(self._handle, select.POLLIN)
+        if not ended.poll(None if timeout is None else timeout * 1000.0):
+            raise subprocess.TimeoutExpired("fork server", timeout or 0.0)
+        with self._lock:
+            if self._exit_code is None:
+                self._exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            return self._exit_code
 
 
 class Started:
@@ -336,6 +387,11 @@ class Forked:
             self._server.kill()
         else:
             self._process.signal(number)
+
+
+def _environment(processes: int) -> dict[str, str]:
+    """Return the environment of the programs that are executed for a run; see `boot.environment`."""
+    return {**boot.environment(processes), boot.PARENT_VARIABLE: str(os.getpid())}
 
 
 def _execute(
