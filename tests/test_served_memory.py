@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from paceline.core.layout import Layout, Parameter
+from paceline.core.messages import MemoryPlace
 from paceline.errors import ProtocolError
 from paceline.runtime.outbox import Outbox
 from paceline.wire.addresses import is_here, own_addresses
@@ -61,6 +64,31 @@ def test_each_worker_uses_memory_or_tcp_and_the_result_is_the_same(mark: str) ->
     assert_equal("run/weights.safetensors", "alone/weights.safetensors")
 
 
+@needs_namespaces
+def test_a_worker_shares_memory_with_one_server_and_uses_tcp_to_the_other(mark: str) -> None:
+    served = Served("--workers", "2", "--servers", "2", "--remote-servers", "1", "--sync", "bsp")
+    near = served.join("2", "0.1", options=["--run-dir", "near"])
+    far = served.join("2", "0.1", options=["--servers", "1", "--run-dir", "far"], prefix=APART)
+    await_training(2)
+    found = processes(mark)
+    mapped = {name: shared_memory(found[name]) for name in ("server 0", "server 1", "worker 0", "worker 1")}
+    enough()
+    codes = [output(each) for each in (near, far)]
+    served.summary()
+    alone = run_program(
+        *("-m", "paceline", "run", "-n", "2", "--servers", "2", "--run-dir", "alone", "train.py", "2")
+    )
+
+    assert [code for code, *_ in codes] == [0, 0], codes
+    assert alone.returncode == 0, alone.stderr
+    # Each server maps the memory of the worker in its own namespace, and of no other one.
+    servers = [mapped["server 0"], mapped["server 1"]]
+    assert [len(memory) for memory in servers] == [1, 1]
+    assert servers[0] != servers[1]
+    assert sorted(map(sorted, servers)) == sorted(sorted(mapped[name]) for name in ("worker 0", "worker 1"))
+    assert_equal("run/weights.safetensors", "alone/weights.safetensors")
+
+
 def test_own_addresses_are_recognized() -> None:
     [*others, loopback] = sorted(own_addresses(), key=lambda address: address.startswith("127."))
     assert all(is_here(f"tls:{address}:29600/1") for address in (*others, loopback))
@@ -95,6 +123,21 @@ def test_other_memory_files_and_processes_are_not_opened(region: Region, tmp_pat
     assert find_memory(os.getpid(), 1_000_000, "paceline-0123") is None
     assert find_memory(2**31 - 1, region.descriptor, "paceline-0123") is None
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["paceline", "paceline-0123", f"paceline-{'g' * 32}", f"paceline-{'0' * 32}\n"]
+)
+def test_a_name_that_could_be_guessed_is_refused(name: str) -> None:
+    """Memory that is passed over a connection is named "paceline" in every run."""
+    encoded = msgspec.msgpack.encode(MemoryPlace(1, 3, name))
+    with pytest.raises(msgspec.ValidationError, match="name"):
+        msgspec.msgpack.decode(encoded, type=MemoryPlace)
+
+
+def test_the_name_of_a_worker_is_accepted() -> None:
+    place = MemoryPlace(1, 3, f"paceline-{secrets.token_hex(16)}")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(place), type=MemoryPlace) == place
 
 
 def test_memory_of_another_size_is_refused(region: Region) -> None:

@@ -182,12 +182,14 @@ class MemoryPlace(msgspec.Struct, frozen=True):
     Attributes:
         process: id of the worker's process.
         descriptor: file descriptor of the memory in this process.
-        name: name of the memory, which is random, so that no other memory has it.
+        name: name of the memory. It contains 128 random bits, so no other memory has it, and only who was told it
+            can name the memory. Names of any other form are refused: a member could guess them, and so let a server
+            map the memory of another program.
     """
 
     process: Number
     descriptor: Number
-    name: Annotated[str, msgspec.Meta(max_length=128)]
+    name: Annotated[str, msgspec.Meta(pattern=r"\Apaceline-[0-9a-f]{32}\Z")]
 
 
 class Hello(Message, frozen=True, tag=True):

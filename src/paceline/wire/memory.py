@@ -337,9 +337,12 @@ def find_memory(process: int, descriptor: int, name: str) -> int | None:
         found = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return None
-    if os.readlink(f"/proc/self/fd/{found}") == expected:
-        return found
-    os.close(found)  # the other process has replaced it meanwhile
+    try:
+        if os.readlink(f"/proc/self/fd/{found}") == expected:
+            return found
+    except OSError:
+        pass  # /proc belongs to a process namespace that does not contain this process
+    os.close(found)  # it is not known to be the memory: the other process may have replaced it meanwhile
     return None
 
 
