@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +21,8 @@ from paceline.runtime.outbox import Outbox
 from paceline.wire.addresses import is_here, own_addresses
 from paceline.wire.memory import Region, find_memory
 
-from .live import mark, processes, run_program
-from .served import Served, await_training, enough, output
+from .live import await_that, mark, processes, run_program
+from .served import ENDLESS_SCRIPT, Served, await_training, enough, output
 from .test_joining import assert_equal
 
 __all__ = ["mark"]
@@ -33,6 +35,38 @@ apart_is_possible = (
 needs_namespaces = pytest.mark.skipif(
     not apart_is_possible, reason="creating process namespaces needs root and unshare"
 )
+KILLS = 4
+
+# Trains a second module from the second epoch on, with an optimizer of its own.
+EXTENDING_SCRIPT = """
+import os
+import sys
+import time
+from pathlib import Path
+import torch
+import paceline
+
+torch.manual_seed(0)
+body, head = torch.nn.Linear(6, 8), torch.nn.Linear(8, 1)
+optimizers = [torch.optim.SGD(body.parameters(), lr=0.01)]
+x = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
+data = torch.utils.data.TensorDataset(x, x.sum(dim=1, keepdim=True))
+loader = torch.utils.data.DataLoader(data, batch_size=4)
+body, optimizers[0], loader = paceline.prepare(body, optimizers[0], loader)
+for epoch in paceline.epochs(3):
+    if epoch == 1:
+        optimizers.append(paceline.DistributedOptimizer(torch.optim.SGD(head.parameters(), lr=0.01)))
+    for inputs, targets in loader:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        torch.nn.functional.mse_loss(head(body(inputs).tanh()), targets).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        if epoch == 2:
+            Path(f"stepped-{os.getpid()}").touch()
+            if len(sys.argv) > 1 and not Path("enough").exists():
+                time.sleep(float(sys.argv[1]))
+"""
 LAYOUT = Layout.of([Parameter(("weight",), (1000,), "float32")])
 
 
@@ -87,6 +121,55 @@ def test_a_worker_shares_memory_with_one_server_and_uses_tcp_to_the_other(mark: 
     assert servers[0] != servers[1]
     assert sorted(map(sorted, servers)) == sorted(sorted(mapped[name]) for name in ("worker 0", "worker 1"))
     assert_equal("run/weights.safetensors", "alone/weights.safetensors")
+
+
+@needs_namespaces
+def test_a_script_extends_the_model_in_memory_and_over_tcp(mark: str) -> None:
+    served = Served("--workers", "2", "--servers", "2", "--sync", "bsp")
+    Path("train.py").write_text(EXTENDING_SCRIPT)
+    near = served.join("0.1", options=["--run-dir", "near"])
+    far = served.join("0.1", options=["--run-dir", "far"], prefix=APART)
+    await_training(2)
+    found = processes(mark)
+    mapped = {name: shared_memory(found[name]) for name in ("server 0", "worker 0", "worker 1")}
+    enough()
+    codes = [output(each) for each in (near, far)]
+    served.summary()
+    alone = run_program("-m", "paceline", "run", "-n", "2", "--run-dir", "alone", "train.py")
+
+    assert [code for code, *_ in codes] == [0, 0], codes
+    assert alone.returncode == 0, alone.stderr
+    assert mapped["server 0"] in (mapped["worker 0"], mapped["worker 1"])
+    assert mapped["server 0"]
+    assert_equal("run/weights.safetensors", "alone/weights.safetensors")
+
+
+def test_workers_that_share_memory_are_killed_during_their_iterations(mark: str) -> None:
+    """The model is so large that most of an iteration is spent on the push and the pull."""
+    served = Served("--workers", "1:2", "--sync", "asp")
+    script = ENDLESS_SCRIPT.replace("8", "200000").replace("lr=0.01", "lr=1e-9")
+    Path("train.py").write_text(script)
+    stays = served.join("1000", options=["--run-dir", "stays"])
+    await_training(1)
+    for number in range(KILLS):
+        joined = served.join("1000", options=["--run-dir", f"killed-{number}"])
+        await_training(2 + number)
+        [worker] = [index for name, index in processes(mark).items() if name == "worker 1"]
+        memory = shared_memory(worker)
+        assert memory
+        assert memory < shared_memory(processes(mark)["server 0"])
+        time.sleep(number * 0.013)
+        os.kill(worker, signal.SIGKILL)
+        output(joined)
+    await_that(
+        lambda: len(shared_memory(processes(mark)["server 0"])) == 1,
+        "the server unmaps what the lost had shared",
+    )
+    enough()
+    code, _, stderr = output(stays)
+
+    assert code == 0, stderr
+    assert served.summary()["lost_workers"] == [1] * KILLS
 
 
 def test_own_addresses_are_recognized() -> None:
