@@ -1,0 +1,196 @@
+"""The messages that each side of a connection may send to the other."""
+
+from __future__ import annotations
+
+from .clipping import MeanAwaited, MeanClipped, MeanMeasured, MeanMissing
+from .collectives import Combined, Contributed, Paused, Resumed, StandInAllowed, StoodIn
+from .connection import Bell, Hello, MemoryAttached
+from .data import (
+    DataGranted,
+    DataRequested,
+    EntryRequested,
+    EpochReached,
+    LoopEntered,
+    StatesDecided,
+    StopRequested,
+    TrainingStopped,
+)
+from .ending import (
+    Failed,
+    LossSettled,
+    PushesReported,
+    Shutdown,
+    Status,
+    TracePart,
+    Warned,
+    WorkerFinished,
+    WorkerLost,
+)
+from .extension import ExtendShards, ExtensionReady, InitialWeightsRequested, ModelExtended
+from .iteration import (
+    AllCommitted,
+    Answer,
+    ChangePublished,
+    Commit,
+    Committed,
+    FaultReported,
+    GradientHashed,
+    IterationFinished,
+    IterationStarted,
+    PlanPublished,
+    PullAllowed,
+    PullRepeated,
+    PullRequested,
+    RestartOrdered,
+    Stage,
+    SyncRequested,
+)
+from .machines import (
+    FetchStatus,
+    Heartbeat,
+    HeartbeatAnswered,
+    KillOrdered,
+    MachineAdmitted,
+    MachineJoined,
+    MachineLeaving,
+    ProcessEnded,
+    RunEnded,
+    ServerEnded,
+    TakenOut,
+)
+from .start import (
+    CreateShards,
+    InitialState,
+    InitialWeights,
+    JoinOffered,
+    JoinProposed,
+    Ready,
+    Refused,
+    Register,
+    Started,
+    WorkerJoined,
+    WorkerWelcomed,
+)
+from .state import (
+    FetchBuffers,
+    FetchInitialBuffers,
+    FetchOptimizerState,
+    FetchSnapshot,
+    FetchStates,
+    FetchWaits,
+    InitialBuffers,
+    KeepStates,
+    KeptStates,
+    OptimizerState,
+    PooledBuffers,
+    Snapshot,
+    Waits,
+)
+
+__all__ = [
+    "FromCoordinatorToAgent",
+    "FromCoordinatorToServer",
+    "FromCoordinatorToWorker",
+    "FromPeerToCoordinator",
+    "FromPeerToServer",
+    "FromServer",
+]
+
+FromPeerToCoordinator = (
+    Hello
+    | Ready
+    | ExtensionReady
+    | Register
+    | IterationFinished
+    | IterationStarted
+    | AllCommitted
+    | SyncRequested
+    | DataRequested
+    | StopRequested
+    | EntryRequested
+    | EpochReached
+    | StoodIn
+    | GradientHashed
+    | Contributed
+    | PushesReported
+    | MeanMeasured
+    | MeanMissing
+    | FaultReported
+    | JoinOffered
+    | WorkerWelcomed
+    | Status
+    | Warned
+    | WorkerFinished
+    | Failed
+    | Snapshot
+    | Waits
+    | TracePart
+    | MachineJoined
+    | MachineLeaving
+    | ProcessEnded
+    | ServerEnded
+    | FetchStatus
+    | Heartbeat
+)
+FromCoordinatorToAgent = MachineAdmitted | Refused | KillOrdered | TakenOut | RunEnded | HeartbeatAnswered
+FromCoordinatorToWorker = (
+    Started
+    | Refused
+    | TakenOut
+    | PlanPublished
+    | RestartOrdered
+    | ChangePublished
+    | PullAllowed
+    | DataGranted
+    | TrainingStopped
+    | LoopEntered
+    | StatesDecided
+    | StandInAllowed
+    | Paused
+    | Resumed
+    | Combined
+    | ModelExtended
+)
+FromCoordinatorToServer = (
+    CreateShards
+    | ExtendShards
+    | ModelExtended
+    | JoinProposed
+    | WorkerJoined
+    | WorkerLost
+    | LossSettled
+    | MeanClipped
+    | MeanAwaited
+    | FetchSnapshot
+    | FetchWaits
+    | Shutdown
+)
+FromPeerToServer = (
+    Hello
+    | InitialState
+    | InitialWeights
+    | Stage
+    | Commit
+    | PullRequested
+    | PullRepeated
+    | FetchOptimizerState
+    | FetchBuffers
+    | FetchInitialBuffers
+    | FetchSnapshot
+    | FetchStates
+    | KeepStates
+    | WorkerFinished
+    | Bell
+)
+FromServer = (
+    MemoryAttached
+    | Committed
+    | Answer
+    | InitialWeightsRequested
+    | OptimizerState
+    | PooledBuffers
+    | InitialBuffers
+    | Snapshot
+    | KeptStates
+    | Bell
+)

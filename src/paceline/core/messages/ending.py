@@ -1,0 +1,126 @@
+"""Messages about the progress, the failures, the losses and the end of a run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ...sync.events import Number
+from .connection import Message
+
+__all__ = [
+    "Failed",
+    "LossSettled",
+    "PushesReported",
+    "Shutdown",
+    "Status",
+    "TracePart",
+    "Warned",
+    "WorkerFinished",
+    "WorkerLost",
+]
+
+
+class Status(Message, frozen=True, tag=True):
+    """The state of a worker, for the progress display."""
+
+    iteration: Number
+    loss: float | None
+    state: Literal["computing", "waiting", "pulling", "paused"]
+
+
+class Warned(Message, frozen=True, tag=True):
+    """A problem that does not end the run, such as a log that cannot be written."""
+
+    words: str
+
+
+class WorkerFinished(Message, frozen=True, tag=True):
+    """A worker leaves the run, because it has finished its work or has been asked to leave.
+
+    Attributes:
+        drawn: `drawn` of the worker's last push.
+        early: True if the worker has been asked to leave before it has finished its work.
+    """
+
+    drawn: tuple[Number, ...] = ()
+    early: bool = False
+
+
+class WorkerLost(Message, frozen=True, tag=True):
+    """A worker was lost. The server stops serving this incarnation of it, and answers with a `PushesReported`.
+
+    The worker's connection may still be open if a child process of the worker has inherited it.
+
+    Attributes:
+        worker: index of the worker.
+        incarnation: how often this index had been used before.
+        at_once: True if the process of the worker may go on. Its connection is then closed without waiting for its
+            end, and what has not been read yet is not used.
+    """
+
+    worker: int
+    incarnation: int = 0
+    at_once: bool = False
+
+
+class PushesReported(Message, frozen=True, tag=True):
+    """A server has stopped serving a lost worker, and reports what it has received from it. See `core.losses`.
+
+    Attributes:
+        worker: the lost worker.
+        incarnation: how often the index of the worker had been used before.
+        last: for each shard of the server, the label of the last push that the shard has received from the worker.
+        held: for each of these shards, True if it holds a push of the worker until a `LossSettled` arrives.
+        drawn: for each of these shards, `drawn` of the last push that the shard has received from the worker; () if
+            it has received none.
+    """
+
+    worker: int
+    incarnation: int
+    last: tuple[int, ...]
+    held: tuple[bool, ...]
+    drawn: tuple[tuple[int, ...], ...]
+
+
+class LossSettled(Message, frozen=True, tag=True):
+    """All servers have reported what they have received from a lost worker. See `core.losses`.
+
+    Attributes:
+        worker: index of the worker.
+        incarnation: how often this index had been used before.
+        kept: label of the worker's last push that all shards have received. Later pushes that are held are dropped.
+    """
+
+    worker: int
+    incarnation: int
+    kept: int
+
+
+class Failed(Message, frozen=True, tag=True):
+    """A worker's script or a server has raised an exception.
+
+    Attributes:
+        reason: one-line description of the error.
+        traceback: traceback of the error.
+        consequence: True if the error occurred only because another process had ended.
+    """
+
+    reason: str
+    traceback: str
+    consequence: bool = False
+
+
+class Shutdown(Message, frozen=True, tag=True):
+    """A server must write its traces and exit."""
+
+
+class TracePart(Message, frozen=True, tag=True):
+    """The next part of a shard's trace, which is the payload. Servers on other machines send it after `Shutdown`.
+
+    Attributes:
+        shard: index of the shard.
+        last: True for the last part.
+    """
+
+    shard: Number
+    last: bool

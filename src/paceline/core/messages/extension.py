@@ -1,0 +1,65 @@
+"""Messages with which parameters are added to the model of a run."""
+
+from __future__ import annotations
+
+from ..layout import ShardSlice
+from ..model_spec import ModelSpec
+from .connection import Message
+
+__all__ = [
+    "ExtendShards",
+    "ExtensionReady",
+    "InitialWeightsRequested",
+    "ModelExtended",
+]
+
+
+class ExtendShards(Message, frozen=True, tag=True):
+    """A server must prepare to extend its shards: the script has added parameters. See `core.extension`.
+
+    With shared memory, the file descriptor of the memory for all weights of the extended model is attached to this
+    message and to the `ModelExtended` messages to the workers. The message is repeated if the initializer is lost.
+
+    Attributes:
+        model: the extended model.
+        shards: the slices that this server will hold.
+        initializer: the worker that sends the initial weights of the new parameters.
+        number: number of the extension. The extensions of a run are numbered from 1.
+    """
+
+    model: ModelSpec
+    shards: tuple[ShardSlice, ...]
+    initializer: int
+    number: int
+
+
+class InitialWeightsRequested(Message, frozen=True, tag=True):
+    """The initializer must send the initial weights of the new parameters to a shard."""
+
+    shard: int
+
+
+class ExtensionReady(Message, frozen=True, tag=True):
+    """A server has received the initial weights of the new parameters from the initializer, for all of its shards.
+
+    Attributes:
+        initializer: the worker that has sent the initial weights.
+        number: number of the extension.
+    """
+
+    initializer: int
+    number: int
+
+
+class ModelExtended(Message, frozen=True, tag=True):
+    """All servers are ready, so the extension takes effect, and the workers connect to the servers again.
+
+    A server may receive the greeting of a worker before this message.
+
+    Attributes:
+        shards: the slices of all shards, in order.
+        number: number of the extension.
+    """
+
+    shards: tuple[ShardSlice, ...]
+    number: int

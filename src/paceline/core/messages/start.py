@@ -1,0 +1,162 @@
+"""Messages at the start of a run, and when a worker joins it."""
+
+from __future__ import annotations
+
+from ...sync.events import Number
+from ..layout import ShardSlice
+from ..model_spec import ModelSpec
+from .connection import Message
+
+__all__ = [
+    "CreateShards",
+    "InitialState",
+    "InitialWeights",
+    "JoinOffered",
+    "JoinProposed",
+    "Ready",
+    "Refused",
+    "Register",
+    "Started",
+    "WorkerJoined",
+    "WorkerWelcomed",
+]
+
+
+class Register(Message, frozen=True, tag=True):
+    """A worker is about to compute its first gradient, and will train this model.
+
+    Attributes:
+        model: the model to train.
+        samples: number of samples in the worker's first push; None if it is unknown.
+    """
+
+    model: ModelSpec
+    samples: Number | None = None
+
+
+class CreateShards(Message, frozen=True, tag=True):
+    """A server must create its shards. The initializer will send the initial weights of the shards.
+
+    With shared memory, the file descriptor of the memory that holds the weights is attached to this message and to
+    `Started`.
+
+    Attributes:
+        model: the model to train.
+        shards: the slices that this server holds.
+        sync: the first sync model, or one model per shard, in the notation of the command line.
+        workers: the workers that take part from the start, in ascending order.
+        initializer: the worker that sends the initial weights.
+        usual_samples: number of samples in the first push of the initializer; None if it is unknown.
+        incarnations: (worker, its incarnation) for those of the workers whose index has been used before.
+    """
+
+    model: ModelSpec
+    shards: tuple[ShardSlice, ...]
+    sync: str
+    workers: tuple[int, ...]
+    initializer: int
+    usual_samples: int | None = None
+    incarnations: tuple[tuple[int, int], ...] = ()
+
+
+class Ready(Message, frozen=True, tag=True):
+    """A server has received its shards, so workers may connect to the server."""
+
+
+class Started(Message, frozen=True, tag=True):
+    """A worker may connect to the servers and begin training.
+
+    Attributes:
+        shards: the slices of all shards, in order.
+        addresses: for each shard, the address on which its server listens.
+        initializer: the worker that sends the initial weights; -1 if they have been sent already.
+        iteration: label of the worker's first iteration.
+        sync: the sync model in force, in the notation of the command line; "" for the first model of the run.
+        extension: number of the extension of the model in force; 0 if the model has not been extended.
+    """
+
+    shards: tuple[ShardSlice, ...]
+    addresses: tuple[str, ...]
+    initializer: int
+    iteration: int = 0
+    sync: str = ""
+    extension: int = 0
+
+
+class Refused(Message, frozen=True, tag=True):
+    """The coordinator refuses a worker, which then cannot take part in the run."""
+
+    reason: str
+
+
+class JoinProposed(Message, frozen=True, tag=True):
+    """A worker is about to join a run in progress, so each server must send a `JoinOffered`. See `core.joining`.
+
+    Attributes:
+        worker: index of the worker.
+        incarnation: how often this index has been used before.
+        left: the workers that have left the run. The server answers when it has noticed each of these departures.
+    """
+
+    worker: int
+    incarnation: int
+    left: tuple[int, ...] = ()
+
+
+class JoinOffered(Message, frozen=True, tag=True):
+    """A server says with which label and c_p a worker could join at its shards now.
+
+    It is the answer to `JoinProposed` and, if a shard has already gone beyond the c_p in a `WorkerJoined`, to that
+    message.
+
+    Attributes:
+        worker: index of the worker.
+        incarnation: how often this index has been used before.
+        iteration: the smallest label that the worker may use for its first iteration.
+        count: the least c_p with which the worker may join.
+    """
+
+    worker: int
+    incarnation: int
+    iteration: int
+    count: int
+
+
+class WorkerJoined(Message, frozen=True, tag=True):
+    """A worker joins a run in progress. See the event of the same name.
+
+    If the worker has already joined with a smaller `count`, which another server has refused, it joins again.
+    """
+
+    worker: int
+    incarnation: int
+    iteration: int
+    count: int
+    superstep: int
+
+
+class WorkerWelcomed(Message, frozen=True, tag=True):
+    """A server acknowledges the `WorkerJoined` message with this `count`: the worker has joined at all its shards."""
+
+    worker: int
+    incarnation: int
+    count: int
+
+
+class InitialState(Message, frozen=True, tag=True):
+    """The optimizer state of a shard. When a run is resumed, the initializer sends this message before the weights.
+
+    The payload is in safetensors format. If the model is being extended, it is the state of the new parameters.
+    """
+
+    shard: Number
+
+
+class InitialWeights(Message, frozen=True, tag=True):
+    """The initial weights of a shard, sent by the initializer.
+
+    The payload contains the weights and, for shard 0, the other tensors of the model. If the model is being extended,
+    it contains only those that are new.
+    """
+
+    shard: Number

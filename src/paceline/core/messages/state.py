@@ -1,0 +1,182 @@
+"""Messages that read or keep the state of a run: snapshots, optimizer states, buffers, tracked objects, waits."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ...sync.events import Number
+from .connection import Message
+from .data import LoopPosition
+
+__all__ = [
+    "MOST_STATES_BYTES",
+    "ConnectionTraffic",
+    "FetchBuffers",
+    "FetchInitialBuffers",
+    "FetchOptimizerState",
+    "FetchSnapshot",
+    "FetchStates",
+    "FetchWaits",
+    "InitialBuffers",
+    "KeepStates",
+    "KeptStates",
+    "OptimizerState",
+    "PooledBuffers",
+    "ShardWaits",
+    "Snapshot",
+    "Waits",
+]
+
+MOST_STATES_BYTES = 2**30
+"""Maximum size of the states of the objects that a script tracks."""
+
+
+class FetchOptimizerState(Message, frozen=True, tag=True):
+    """Request the optimizer state of a shard."""
+
+    shard: Number
+
+
+class OptimizerState(Message, frozen=True, tag=True):
+    """The optimizer state of a shard. The payload is in safetensors format."""
+
+    shard: int
+
+
+class FetchBuffers(Message, frozen=True, tag=True):
+    """A worker requests the model's buffers, pooled over the workers, from the server of shard 0."""
+
+    shard: Number
+
+
+class PooledBuffers(Message, frozen=True, tag=True):
+    """The model's buffers, pooled over the workers. They are the payload, in the order of the model's buffers."""
+
+    shard: int
+
+
+class FetchInitialBuffers(Message, frozen=True, tag=True):
+    """A worker requests the initial values of the buffers that were added last, from the server of shard 0.
+
+    Attributes:
+        shard: 0.
+        checksum: checksum of the worker's own values.
+    """
+
+    shard: Number
+    checksum: Number
+
+
+class InitialBuffers(Message, frozen=True, tag=True):
+    """The initial values of the buffers that were added last. They are the payload, in the order of the model.
+
+    Attributes:
+        shard: 0.
+        equal: True if the worker has the same values, so that there is no payload.
+    """
+
+    shard: int
+    equal: bool = False
+
+
+class KeepStates(Message, frozen=True, tag=True):
+    """The states of the objects that the script tracks, to be kept by the server of shard 0. They are the payload.
+
+    Attributes:
+        shard: 0.
+        position: the position at which the states were taken.
+    """
+
+    shard: Number
+    position: LoopPosition
+
+
+class FetchStates(Message, frozen=True, tag=True):
+    """Request the states that were kept last, from the server of shard 0."""
+
+    shard: Number
+
+
+class KeptStates(Message, frozen=True, tag=True):
+    """The states that were kept last. They are the payload.
+
+    Attributes:
+        shard: 0.
+        position: the position at which the states were taken; None if there are none.
+    """
+
+    shard: int
+    position: LoopPosition | None = None
+
+
+class FetchSnapshot(Message, frozen=True, tag=True):
+    """Request the current weights of a shard. Sent by readers, and by the coordinator at the end of a run.
+
+    Attributes:
+        shard: index of the shard.
+        left: the workers that have left the run, if the coordinator sends this message. The server answers once it
+            has noticed the departure of each of them.
+    """
+
+    shard: Number
+    left: tuple[Number, ...] = ()
+
+
+class Snapshot(Message, frozen=True, tag=True):
+    """The current weights of a shard, with their version.
+
+    The payload contains the weights and, for shard 0, the other tensors of the model, pooled across workers.
+    """
+
+    shard: int
+    version: int
+
+
+class ShardWaits(msgspec.Struct, frozen=True):
+    """The workers that wait at one shard.
+
+    Attributes:
+        shard: index of the shard.
+        sync: the sync model in force at this shard.
+        pulls: (worker, iteration) of each delayed pull, sorted by worker.
+        reasons: for each delayed pull, in the same order, what the pull waits for.
+        staleness: (worker, number of updates since it has received the weights) of each live worker.
+    """
+
+    shard: int
+    sync: str
+    pulls: tuple[tuple[int, int], ...]
+    reasons: tuple[str, ...]
+    staleness: tuple[tuple[int, int], ...] = ()
+
+
+class ConnectionTraffic(msgspec.Struct, frozen=True, array_like=True):
+    """The number of bytes on a server's connection to a worker since it was opened.
+
+    Attributes:
+        worker: index of the worker.
+        sent_bytes: number of bytes that the server has sent.
+        received_bytes: number of bytes that the server has received.
+    """
+
+    worker: int
+    sent_bytes: int
+    received_bytes: int
+
+
+class FetchWaits(Message, frozen=True, tag=True):
+    """Request the list of workers that wait at a server. A server that does not answer is considered hung."""
+
+
+class Waits(Message, frozen=True, tag=True):
+    """The workers that wait at each shard of a server.
+
+    Attributes:
+        shards: one entry per shard.
+        timers: True if the server has a pending timer, which may release a worker.
+        traffic: one entry per TCP connection to a worker.
+    """
+
+    shards: tuple[ShardWaits, ...]
+    timers: bool
+    traffic: tuple[ConnectionTraffic, ...] = ()
