@@ -178,7 +178,7 @@ class Run:
         return worker, self.core.handle(worker_peer(worker), Register(model), 0)
 
     def serve(self, worker: int) -> list[Request]:
-        incarnation = self.core.incarnations.get(worker, 0)
+        incarnation = self.core.members.incarnation(worker)
         self.core.handle(server_peer(0), JoinOffered(worker, incarnation, 0, 3), 0)
         return self.core.handle(server_peer(0), WorkerWelcomed(worker, incarnation, 3), 0)
 
@@ -192,9 +192,9 @@ def test_an_invited_worker_joins_when_it_registers_and_starts_when_the_server_ha
     worker, requests = run.come()
     assert worker == 2
     assert kinds(requests) == [JoinProposed]
-    assert 2 not in run.core.present
+    assert 2 not in run.core.members.present
     assert kinds(run.serve(2)) == [Started]
-    assert 2 in run.core.present
+    assert 2 in run.core.members.present
     run.core.validate()
 
 
@@ -202,8 +202,8 @@ def test_a_worker_with_another_model_is_refused_and_the_run_goes_on() -> None:
     run = Run()
     worker, requests = run.come(OTHER_MODEL)
     assert kinds(requests) == [Refused]
-    assert worker not in run.core.live
-    assert not run.core.lost
+    assert worker not in run.core.members.live
+    assert not run.core.members.lost
 
 
 def test_workers_join_one_after_another() -> None:
@@ -241,10 +241,10 @@ def test_an_index_is_used_again_by_the_next_incarnation() -> None:
     with pytest.raises(ConfigurationError):
         run.core.invite(1)  # its loss is not settled yet
     run.core.handle(server_peer(0), PushesReported(1, 0, (-1,), (False,), ((),)), 0)
-    assert run.core.fate(1) == "lost"
+    assert run.core.members.fate(1) == "lost"
     assert run.come()[0] == 1
-    assert run.core.incarnations == {1: 1}
-    assert run.core.fate(1) == ""
+    assert run.core.members.incarnations == {1: 1}
+    assert run.core.members.fate(1) == ""
     assert run.core.ended(1, 0, incarnation=0) == []  # the process of the earlier one
     assert kinds(run.serve(1)) == [Started]
 

@@ -111,7 +111,7 @@ class Cores:
             self.perform(COORDINATOR, core.handle(sender, message, 0))
             return
         worker, incarnation = sender
-        newest = core.incarnations.get(worker, 0) == incarnation
+        newest = core.members.incarnation(worker) == incarnation
         try:
             if message == "hello":
                 self.perform(COORDINATOR, core.connected(worker_peer(worker), 0, "", incarnation))
@@ -121,7 +121,7 @@ class Cores:
                 self.perform(COORDINATOR, core.ended(worker, 0, incarnation))
             elif message == "end" and newest:
                 self.perform(COORDINATOR, core.disconnected(worker_peer(worker), 0))
-            elif isinstance(message, Message) and newest and not core.fate(worker):
+            elif isinstance(message, Message) and newest and not core.members.fate(worker):
                 self.perform(COORDINATOR, core.handle(worker_peer(worker), message, 0))
         except ProtocolError:
             self.refused += 1
@@ -160,7 +160,7 @@ class Cores:
         for request in requests:
             if isinstance(request, Send) and request.to.role == "worker":
                 worker = request.to.index
-                incarnation = self.coordinator.incarnations.get(worker, 0)
+                incarnation = self.coordinator.members.incarnation(worker)
                 self.post(sender, (worker, incarnation), request.message)
             elif isinstance(request, Send):
                 self.post(sender, request.to, request.message)
@@ -190,14 +190,16 @@ def test_a_thousand_joins_and_losses(sync: str) -> None:
 
     assert (len(cores.known), cores.joined > JOINS / 4) == (JOINS, True)
     alive = {worker for worker, _ in cores.alive}
-    assert cores.coordinator.present == cores.coordinator.live == alive
+    assert cores.coordinator.members.present == cores.coordinator.members.live == alive
     assert all(server.expected == alive for server in cores.servers)
-    assert {worker for worker in range(SLOTS) if cores.coordinator.fate(worker)} <= set(range(SLOTS)) - alive
-    assert len(cores.coordinator.lost) + len(alive) <= JOINS
+    assert {worker for worker in range(SLOTS) if cores.coordinator.members.fate(worker)} <= set(
+        range(SLOTS)
+    ) - alive
+    assert len(cores.coordinator.members.lost) + len(alive) <= JOINS
     for process in sorted(cores.alive):
         cores.lose(process)
     cores.deliver(10**6)
-    assert cores.coordinator.live == cores.coordinator.present == set()
+    assert cores.coordinator.members.live == cores.coordinator.members.present == set()
     assert all(not server.expected for server in cores.servers)
     assert len(cores.coordinator.invite(SLOTS)) == SLOTS  # no index has been lost
 
@@ -231,7 +233,7 @@ def test_no_sample_is_lost_track_of(sync: str, monkeypatch: pytest.MonkeyPatch) 
 
     [core] = jobs
     [counts] = core.data.counts().values()
-    assert len(core.lost) > 100
+    assert len(core.members.lost) > 100
     assert counts.used + counts.torn == data.samples * data.epochs
     assert (counts.left, counts.leased) == (0, 0)
     assert result.measures.samples <= data.samples * data.epochs

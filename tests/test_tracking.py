@@ -501,6 +501,6 @@ def test_a_worker_that_joins_a_live_run_continues_with_the_jobs_epoch_and_states
         coordinator.stop()
     assert seen[0] == [(epoch, 0.5**epoch, float(epoch)) for epoch in range(8)]
     assert seen[1] == seen[0][3:]
-    assert coordinator.core.lost == []
+    assert coordinator.core.members.lost == []
     [counts] = coordinator.core.data.counts().values()
     assert counts.used == counts.total == 8 * 64

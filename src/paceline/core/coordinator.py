@@ -51,6 +51,7 @@ from .joint_norms import JointNorms
 from .layout import ShardSlice
 from .loop_positions import LoopPositions
 from .losses import Loss
+from .members import Members
 from .messages import (
     AllCommitted,
     ChangePublished,
@@ -129,14 +130,10 @@ class Coordinator:
         initializer: the worker that sends the initial weights; -1 before the shards are created.
         started: True once at least one worker has reported that its first weights have arrived.
         vacant_servers: the servers that no machine has brought yet.
-        present: the workers that have joined and have not left.
-        finished: workers that have finished their work or left early, in the order in which they did so.
-        left: those of them that were asked to leave, and left before they had finished their work.
+        members: the workers: which are expected, which take part, and which are gone.
         paused: True while the workers begin no further iterations, because the run has too few workers.
-        lost: lost workers, in the order in which they were lost.
         torn: number of pushes of lost workers that some shards, but not all, have applied.
         cut_off: lost workers whose last report says that they failed only because another process had ended.
-        incarnations: worker -> how often its index has been used before; 0 for workers that are not in this mapping.
         endings: worker -> the error that the worker reported, or how its process ended, once this is known.
         former_endings: worker whose index has been used again -> `endings` of its previous incarnation.
         faults: descriptions of the problems that did not end the run, in order of occurrence.
@@ -171,14 +168,10 @@ class Coordinator:
         self.initializer = -1
         self.started = False
         self.vacant_servers = set(late_servers)
-        self.present: set[int] = set()
-        self.finished: list[int] = []
-        self.left: list[int] = []
+        self.members = Members(workers, late)
         self.paused = False
-        self.lost: list[int] = []
         self.torn = 0
         self.cut_off: list[int] = []
-        self.incarnations: dict[int, int] = {}
         self.endings: dict[int, str] = {}
         self.former_endings: dict[int, str] = {}
         self.faults: list[str] = []
@@ -207,12 +200,6 @@ class Coordinator:
         self._ready: set[int] = set()  # servers that have received their shards
         self._least = least
         self._pause_below = pause_below
-        self._left = set(late)  # workers that have finished, were lost, or have yet to be invited or admitted
-        self._live = set(range(workers)) - self._left  # all other workers, except the invited ones
-        self._used = self._live.copy()  # indices that an incarnation of a worker has or had
-        self._fates: dict[int, str] = {}  # worker -> how its latest incarnation to leave has left
-        # workers that are to join a run in progress and have not registered yet
-        self._invited: set[int] = set()
         self._admitted: list[int] = []  # workers that have registered, and join one after another
         self._join: Join | None = None  # the join that is in progress, of the first of these workers
         # Requests for another sync model that have arrived during a join: (worker, message).
@@ -238,9 +225,12 @@ class Coordinator:
         A run that pauses when it has too few workers also waits for others when all of its workers have been lost or
         have left early.
         """
-        if self._live:
+        members = self.members
+        if members.live:
             return False
-        return self._some_have_finished or (bool(self.finished or self.lost) and not self._pause_below)
+        return members.some_have_finished or (
+            bool(members.finished or members.lost) and not self._pause_below
+        )
 
     @property
     def shards(self) -> list[tuple[ShardSlice, str]]:
@@ -257,7 +247,11 @@ class Coordinator:
         """True if training cannot begin, because some workers wait for it and the others wait for them in a call."""
         gathered = set(self.collectives.waiting.copy())
         registered = set(self._registered.copy()) - gathered
-        return self.model is None and bool(registered and gathered) and self._live <= registered | gathered
+        return (
+            self.model is None
+            and bool(registered and gathered)
+            and self.members.live <= registered | gathered
+        )
 
     @property
     def sync(self) -> str:
@@ -270,59 +264,33 @@ class Coordinator:
         if self.model is None:
             parts = []
             if self._is_too_small:
-                parts.append(f"{len(self._live)} of at least {self._least} workers")
+                parts.append(f"{len(self.members.live)} of at least {self._least} workers")
             if self.vacant_servers:
                 parts.append(f"{self._servers - len(self.vacant_servers)} of {self._servers} servers")
             return " and ".join(parts)
-        return f"{len(self.present)} of at least {self._pause_below} workers" if self.paused else ""
+        return f"{len(self.members.present)} of at least {self._pause_below} workers" if self.paused else ""
 
     @property
     def _is_too_small(self) -> bool:
         """True if the run has too few workers to begin."""
-        return self.model is None and len(self._live) < self._least and not self.finished
-
-    @property
-    def _some_have_finished(self) -> bool:
-        """True if at least one worker has finished its work, so that the run is coming to its end."""
-        return len(self.finished) > len(self.left)
-
-    def fate(self, worker: int) -> str:
-        """Return "finished", "left" or "lost" for a worker that is gone, and "" for any other worker."""
-        return self._fates.get(worker, "") if worker in self._left else ""
-
-    @property
-    def live(self) -> set[int]:
-        """The workers that are expected, or have joined, and have not left."""
-        return self._live.copy()
+        return self.model is None and len(self.members.live) < self._least and not self.members.finished
 
     def invite(self, count: int, wanted: Collection[int] = ()) -> dict[int, int]:
-        """Expect `count` workers that have been absent so far or have left. Return their indices and incarnations.
+        """Expect `count` more workers. Return their indices and incarnations. See `Members.invite`.
 
-        The `wanted` indices come first if they are free, and then those that have not been used yet. If the run is in
-        progress, the workers take no part in it until they have connected and registered.
+        If the run is in progress, the workers take no part in it until they have connected and registered.
 
         Raises:
             ConfigurationError: there are not enough free indices.
         """
-        free = sorted(
-            self._left.difference(self._losses),
-            key=lambda worker: (worker not in wanted, worker in self._used, worker),
-        )
-        if count > len(free):
-            raise ConfigurationError(
-                f"{count} workers cannot join, because the run has at most {self._workers} workers and "
-                f"{self._workers - len(free)} of them have joined. Join with at most {len(free)}, or start the "
-                "run with a larger maximum (--workers MIN:MAX)."
-            )
-        invited = tuple(free[:count])
+        invited = self.members.invite(count, wanted, self._losses)
         for worker in invited:
-            self._count_incarnation(worker)
             self.board.pop(worker, None)
             if worker in self.endings:
                 self.former_endings[worker] = self.endings.pop(worker)
-        self._left.difference_update(invited)
-        (self._live if self.model is None else self._invited).update(invited)
-        return {worker: self.incarnations.get(worker, 0) for worker in invited}
+            if self.model is None:
+                self.members.admit(worker)
+        return invited
 
     def invite_servers(self, count: int) -> tuple[int, ...]:
         """Expect `count` of the servers that machines bring, and return their indices.
@@ -355,12 +323,7 @@ class Coordinator:
         index = peer.index
         match peer.role:
             case "worker":
-                expected = (
-                    0 <= index < self._workers
-                    and index not in self._connected
-                    and index not in self._left
-                    and incarnation == self.incarnations.get(index, 0)
-                )
+                expected = index not in self._connected and self.members.expects(index, incarnation)
             case "server":
                 excluded = index in self._addresses or index in self.vacant_servers
                 expected = 0 <= index < self._servers and not excluded
@@ -377,8 +340,8 @@ class Coordinator:
     def expects_model(self, peer: Peer) -> bool:
         """Return True if this peer is a connected worker that has yet to register its model."""
         unregistered = peer.index in self._connected and peer.index not in self._registered
-        expected = self.model is None or peer.index in self._invited
-        return peer.role == "worker" and unregistered and expected and peer.index not in self._left
+        expected = self.model is None or peer.index in self.members.invited
+        return peer.role == "worker" and unregistered and expected and peer.index not in self.members.gone
 
     def connected(self, peer: Peer, now_ticks: int, address: str = "", incarnation: int = 0) -> list[Request]:
         """Handle a worker that has connected, or a server that has connected and listens at `address`."""
@@ -399,7 +362,7 @@ class Coordinator:
 
     def ended(self, worker: int, now_ticks: int, incarnation: int = 0) -> list[Request]:
         """Handle the exit of a worker's process whose connection is already closed or was never made."""
-        if incarnation != self.incarnations.get(worker, 0):
+        if incarnation != self.members.incarnation(worker):
             return []
         return self._leave(worker, WorkerLost, now_ticks)
 
@@ -433,11 +396,7 @@ class Coordinator:
         later. In a live run, a worker is admitted when it registers; this method is for hosts whose workers do not
         register.
         """
-        if worker not in self._invited:
-            self._count_incarnation(worker)
-        self._invited.discard(worker)
-        self._left.discard(worker)
-        self._live.add(worker)
+        self.members.admit(worker)
         self._admitted.append(worker)
         return self._join_next()
 
@@ -447,15 +406,17 @@ class Coordinator:
         A worker says goodbye to the coordinator and to each server on separate connections, so a server may receive
         this request before the goodbyes.
         """
-        return [Send(server_peer(shard % self._servers), FetchSnapshot(shard, tuple(sorted(self._left))))]
+        return [
+            Send(server_peer(shard % self._servers), FetchSnapshot(shard, tuple(sorted(self.members.gone))))
+        ]
 
     def validate(self) -> None:
         """Check that the collections of workers are consistent; raise `InternalError` if they are not."""
         self._sync.validate()
-        if self.present & self._left or not self._committed.keys() <= self.present:
+        self.members.validate()
+        if not self._committed.keys() <= self.members.present:
             raise InternalError(
-                f"the sets of workers are inconsistent: {self.present} are present, {self._left} have left, and "
-                f"{self._committed} wait to pull"
+                f"{self._committed} wait to pull, but only {self.members.present} are present"
             )
 
     def _handle_worker(self, sender: Peer, message: Message, now_ticks: int) -> list[Request]:
@@ -487,20 +448,20 @@ class Coordinator:
             case EntryRequested():
                 return [Send(sender, self._enter(message.loop, now_ticks))]
             case EpochReached():
-                return self._loops.reached(worker, message, self.present, now_ticks)
+                return self._loops.reached(worker, message, self.members.present, now_ticks)
             case StoodIn():
                 return self._allow_stand_ins()
             case GradientHashed():
                 return self._compare(worker, message)
-            case Contributed(model=None) if worker in self._invited:
+            case Contributed(model=None) if worker in self.members.invited:
                 # The others have made the calls before their first step long ago, and do not make them again.
                 return [Send(sender, combine({worker: message}))]
-            case Contributed() if worker in self._live and worker not in self.collectives.waiting:
+            case Contributed() if worker in self.members.live and worker not in self.collectives.waiting:
                 if message.model is not None:
                     self._require_extension(message.model)
-                requests = self.collectives.contributed(worker, message, self._live)
+                requests = self.collectives.contributed(worker, message, self.members.live)
                 return requests + self._allow_stand_ins() if self._grown else requests
-            case AllCommitted() if not self._overlap and worker in self.present:
+            case AllCommitted() if not self._overlap and worker in self.members.present:
                 self._committed[worker] = message.iteration
                 return self._allow_pulls()
             case Status():
@@ -511,7 +472,7 @@ class Coordinator:
                 return self._begin_if_complete(now_ticks)
             case messages.WorkerFinished():
                 return self._leave(worker, WorkerFinished, now_ticks, message.drawn, early=message.early)
-            case Failed() if worker in self._invited or worker in self._left:
+            case Failed() if worker in self.members.invited or worker in self.members.gone:
                 # It takes no part in the run yet, or has been refused, so the run does not fail.
                 reason = f"worker {worker} could not join the run: {message.reason}"
                 self.faults.append(reason)
@@ -567,7 +528,7 @@ class Coordinator:
 
     def _begin_if_complete(self, now_ticks: int) -> list[Request]:
         """Send the servers their shards if all servers are connected and every worker has registered or left."""
-        absent = self._workers - len(self._registered) - len(self._left)
+        absent = self._workers - len(self._registered) - len(self.members.gone)
         if self.model is not None or absent or len(self._registered) < self._least:
             return []
         if len(self._addresses) < self._servers:
@@ -601,9 +562,9 @@ class Coordinator:
                     initializer,
                     self._registered[initializer].samples,
                     tuple(
-                        (worker, self.incarnations[worker])
+                        (worker, self.members.incarnations[worker])
                         for worker in models
-                        if worker in self.incarnations
+                        if worker in self.members.incarnations
                     ),
                 ),
             )
@@ -620,7 +581,7 @@ class Coordinator:
         return [
             Send(worker_peer(worker), started)
             for worker in sorted(self._connected)
-            if worker not in self._left
+            if worker not in self.members.gone
         ]
 
     # -- extension of the model ---------------------------------------------------------------------------
@@ -669,17 +630,11 @@ class Coordinator:
 
     # -- members ------------------------------------------------------------------------------------------
 
-    def _count_incarnation(self, worker: int) -> None:
-        if worker in self._used:
-            self.incarnations[worker] = self.incarnations.get(worker, 0) + 1
-        self._used.add(worker)
-
     def _register_late(self, worker: int, message: Register, now_ticks: int) -> list[Request]:
         """Handle an invited worker that is about to compute its first gradient."""
         assert self.model is not None
         if difference := first_difference(self.model, message.model):
-            self._invited.remove(worker)
-            self._left.add(worker)
+            self.members.withdraw(worker)
             reason = f"its model differs from the model of the run: {difference}"
             return [Send(worker_peer(worker), Refused(reason))]
         return self.admit(worker, now_ticks)
@@ -691,8 +646,8 @@ class Coordinator:
         if self._sync.changing or self._extension is not None:
             return []
         worker = self._admitted[0]
-        self._join = Join(worker, self.incarnations.get(worker, 0), self._servers)
-        return self._join.begin(self._left)
+        self._join = Join(worker, self.members.incarnation(worker), self._servers)
+        return self._join.begin(self.members.gone)
 
     def _welcome(self, server: int, message: WorkerWelcomed, now_ticks: int) -> list[Request]:
         """Handle a server's acknowledgment of a joining worker. The last acknowledgment starts the worker."""
@@ -729,7 +684,7 @@ class Coordinator:
         requests: list[Request] = []
         while self._postponed:
             worker, message = self._postponed.pop(0)
-            if worker in self.present:
+            if worker in self.members.present:
                 try:
                     requests += self._request_sync(worker, message, now_ticks)
                 except ProtocolError as error:
@@ -738,7 +693,7 @@ class Coordinator:
         return requests + self._join_next()
 
     def _add(self, event: WorkerJoined) -> list[Request]:
-        self.present.add(event.worker)
+        self.members.present.add(event.worker)
         return self.take(event)
 
     def _leave(
@@ -752,45 +707,39 @@ class Coordinator:
         at_once: bool = False,
     ) -> list[Request]:
         """Handle a worker that has left. If the departure is reported twice, the second report has no effect."""
-        if worker in self._left:
+        members = self.members
+        if worker in members.gone:
             return []
-        self._left.add(worker)
-        if worker in self._invited:
-            self._invited.remove(worker)
-            self.data.leave(worker, (), self._live, early=True)
+        if worker in members.invited:
+            members.withdraw(worker)
+            self.data.leave(worker, (), members.live, early=True)
             return []
-        self._live.discard(worker)
+        present = worker in members.present
+        members.leave(worker, "lost" if kind is WorkerLost else "left" if early else "finished")
         self._registered.pop(worker, None)
         self._committed.pop(worker, None)
         self._early = {key: message for key, message in self._early.items() if key[0] != worker}
         requests: list[Request] = []
         if kind is WorkerLost:
-            self.lost.append(worker)
-            self._fates[worker] = "lost"
             if worker == self.initializer and not self.started:
                 requests.append(
                     Fail(f"worker {worker}", "it was lost before it had sent the initial weights")
                 )
-            incarnation = self.incarnations.get(worker, 0)
-            if worker in self.present:
+            incarnation = members.incarnation(worker)
+            if present:
                 self._losses[worker] = Loss(worker, incarnation, set(self._addresses))
             else:
-                self.data.leave(worker, (), self._live, early=True)
+                self.data.leave(worker, (), members.live, early=True)
             lost = messages.WorkerLost(worker, incarnation, at_once)
             requests += [Send(server_peer(server), lost) for server in sorted(self._addresses)]
             requests += self._norms.lost(worker)
         else:
-            self.finished.append(worker)
-            self._fates[worker] = "left" if early else "finished"
-            if early:
-                self.left.append(worker)
-            self.data.leave(worker, [(batches, batches) for batches in drawn], self._live, early=early)
-        if worker in self.present:
-            self.present.remove(worker)
+            self.data.leave(worker, [(batches, batches) for batches in drawn], members.live, early=early)
+        if present:
             requests += self.take(kind(now_ticks=now_ticks, worker=worker)) + self._pause_or_resume()
         if self._extension is not None:
             requests += self._extension.left(worker)
-        requests += self.collectives.left(worker, self._live)
+        requests += self.collectives.left(worker, members.live)
         requests += self._begin_if_complete(now_ticks) + self._hand_out_early(now_ticks) + self._allow_pulls()
         if worker in self._admitted:
             self._admitted.remove(worker)
@@ -802,7 +751,7 @@ class Coordinator:
     @property
     def _is_short(self) -> bool:
         """True if the run should pause, because it has too few workers."""
-        return len(self.present) < self._pause_below and not self._some_have_finished
+        return len(self.members.present) < self._pause_below and not self.members.some_have_finished
 
     def _pause_or_resume(self) -> list[Request]:
         """Tell the workers if the run pauses or continues, after their number has changed."""
@@ -810,11 +759,11 @@ class Coordinator:
             return []
         self.paused = self._is_short
         message = Paused() if self.paused else Resumed()
-        return [Send(worker_peer(worker), message) for worker in sorted(self.present)]
+        return [Send(worker_peer(worker), message) for worker in sorted(self.members.present)]
 
     def _allow_pulls(self) -> list[Request]:
         """With overlap off: let all workers pull if every shard has received every worker's push."""
-        if not self.present or self._committed.keys() != self.present:
+        if not self.members.present or self._committed.keys() != self.members.present:
             return []
         committed, self._committed = self._committed, {}
         return [Send(worker_peer(worker), PullAllowed(committed[worker])) for worker in sorted(committed)]
@@ -822,7 +771,7 @@ class Coordinator:
     # -- data ---------------------------------------------------------------------------------------------
 
     def _hand_out(self, worker: int, message: DataRequested, now_ticks: int) -> list[Request]:
-        if worker in self._left:
+        if worker in self.members.gone:
             raise ProtocolError(f"worker {worker} has left, but requests data")
         if self._is_too_small:
             # An equal split is made once for each epoch, so it must include those with whom training begins.
@@ -838,7 +787,7 @@ class Coordinator:
                 drawn=message.drawn,
                 committed=message.committed,
                 now_s=now_ticks / self._ticks_per_s,
-                live=self._live | {worker},
+                live=self.members.live | {worker},
                 lockstep=_is_lockstep(self._sync.sync),
                 end=message.end,
                 times=message.times,
@@ -867,7 +816,7 @@ class Coordinator:
         """Warn once if workers compute the same gradients."""
         # The first iterations are those under the first sync model.
         lockstep = _is_lockstep(self._first)
-        warning = self._fingerprints.take(worker, message, self._live, lockstep=lockstep)
+        warning = self._fingerprints.take(worker, message, self.members.live, lockstep=lockstep)
         if not warning:
             return []
         self.faults.append(warning)
@@ -879,7 +828,7 @@ class Coordinator:
             return []
         self._uneven = True
         self.collectives.allow_pushes()
-        return [Send(worker_peer(worker), StandInAllowed()) for worker in sorted(self._live)]
+        return [Send(worker_peer(worker), StandInAllowed()) for worker in sorted(self.members.live)]
 
     def _stop(self, loop: int) -> list[Request]:
         """Stop a training loop in all workers, unless this has been done already."""
@@ -887,7 +836,7 @@ class Coordinator:
             return []
         self._stopped.add(loop)
         stopped = TrainingStopped(loop)
-        return [Send(worker_peer(worker), stopped) for worker in sorted(self._live)]
+        return [Send(worker_peer(worker), stopped) for worker in sorted(self.members.live)]
 
     def _enter(self, loop: int, now_ticks: int) -> LoopEntered:
         """Return the answer to a worker that begins a training loop and has not trained yet."""
@@ -905,7 +854,7 @@ class Coordinator:
         if loss.complete:
             del self._losses[message.worker]
             self.torn += loss.torn
-            self.data.leave(message.worker, loss.drawn, self._live, early=True)
+            self.data.leave(message.worker, loss.drawn, self.members.live, early=True)
         return requests
 
     # -- the sync model -----------------------------------------------------------------------------------

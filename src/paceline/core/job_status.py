@@ -198,11 +198,11 @@ def job_status(core: Coordinator, observed: Observed, local: str = LOCAL) -> Job
             for worker, updates in shard.staleness:
                 staleness[worker] = max(updates, staleness.get(worker, 0))
     gathered = core.collectives.waiting
-    uncalled = tuple(sorted(core.live - gathered.keys()))
-    last = _last(core, core.live - reasons.keys() - gathered.keys())
+    uncalled = tuple(sorted(core.members.live - gathered.keys()))
+    last = _last(core, core.members.live - reasons.keys() - gathered.keys())
     rows = []
-    for worker in sorted({*core.live, *core.finished, *core.lost}):
-        gone = bool(core.fate(worker))
+    for worker in sorted({*core.members.live, *core.members.finished, *core.members.lost}):
+        gone = bool(core.members.fate(worker))
         state = worker_state(core, worker, worker in observed.connected)
         held = held_state(core, worker, observed.processes)
         reported = core.board.get(worker)
@@ -243,7 +243,7 @@ def worker_state(core: Coordinator, worker: int, connected: bool) -> str:
         worker: index of the worker.
         connected: True if the worker has connected to the coordinator.
     """
-    if gone := core.fate(worker):
+    if gone := core.members.fate(worker):
         return gone
     if call := core.collectives.waiting.get(worker):
         return f"waits in {call.name}"
@@ -262,7 +262,7 @@ def held_state(core: Coordinator, worker: int, processes: Mapping[int, str]) -> 
         worker: index of the worker.
         processes: worker -> state of its process.
     """
-    return "" if core.fate(worker) else HELD.get(processes.get(worker, ""), "")
+    return "" if core.members.fate(worker) else HELD.get(processes.get(worker, ""), "")
 
 
 def waiting_for(answers: Collection[Waits]) -> dict[int, str]:

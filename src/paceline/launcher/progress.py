@@ -160,7 +160,7 @@ class Progress:
 
     def _title(self) -> Text:
         job = self._coordinator.job
-        workers = f"{len(self._coordinator.core.live)} of " if job.joined else ""
+        workers = f"{len(self._coordinator.core.members.live)} of " if job.joined else ""
         counts = f"{workers}{counted(job.workers, 'worker')}, {counted(job.servers, 'server')}"
         core = self._coordinator.core
         pause = f", paused: {core.shortage}" if core.paused else ""
@@ -184,7 +184,7 @@ class Progress:
         """Return the name, the iteration, the loss and the state of each worker, as text."""
         rows = []
         core = self._coordinator.core
-        for worker in sorted({*core.live, *core.finished, *core.lost}):
+        for worker in sorted({*core.members.live, *core.members.finished, *core.members.lost}):
             status = self._coordinator.core.board.get(worker)
             loss = "-" if status is None or status.loss is None else f"{status.loss:.4f}"
             iteration = str(status.iteration) if status else "-"

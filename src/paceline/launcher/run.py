@@ -217,7 +217,7 @@ class LiveRun:
                 if self._sampler is not None:
                     self._sampler.start()
                 failure = self._await_end()
-                self._lost = tuple(coordinator.core.lost)
+                self._lost = tuple(coordinator.core.members.lost)
                 reason = "" if failure is None else str(failure)
                 if self._interruption.asked:
                     reason = reason or "it was interrupted on the machine that serves it"
@@ -305,13 +305,15 @@ class LiveRun:
                 name, f"{reason}, but its process is still running" if here else reason
             )
         # Once all workers have left, servers are needed only for their weights, so a failure of a server is ignored.
-        if server_failure is not None and not (coordinator.core.everybody_left and coordinator.core.finished):
+        if server_failure is not None and not (
+            coordinator.core.everybody_left and coordinator.core.members.finished
+        ):
             return server_failure
         if reported is not None and reported is not server_failure:
             return reported
         if worker := engine.failed_worker():
             return worker
-        if coordinator.core.everybody_left and not coordinator.core.finished:
+        if coordinator.core.everybody_left and not coordinator.core.members.finished:
             return RunFailedError("the run", f"every worker was lost{self._losses()}")
         if not coordinator.started.is_set():
             return RunFailedError(
@@ -332,18 +334,20 @@ class LiveRun:
             return False
         # The connection of a lost worker was closed, so its process is about to exit.
         core = coordinator.core
-        if any(core.fate(worker) == "lost" and worker not in core.endings for worker in core.lost):
+        if any(
+            core.members.fate(worker) == "lost" and worker not in core.endings for worker in core.members.lost
+        ):
             return False
         # The coordinator may not have read the report of a failed worker yet.
         failed = [w for w, process in engine.workers.items() if (process.exit_code or 0) > 0]
-        return all(coordinator.core.fate(worker) for worker in failed)
+        return all(coordinator.core.members.fate(worker) for worker in failed)
 
     def _losses(self) -> str:
         """Return a text that says how the process of each lost worker ended, one line per worker."""
         coordinator = self._coordinator
         return "".join(
             f"\n  worker {worker}: {coordinator.ending(worker)}"
-            for worker in dict.fromkeys(coordinator.core.lost)
+            for worker in dict.fromkeys(coordinator.core.members.lost)
         )
 
     # -- after the run ------------------------------------------------------------------------------------
@@ -379,8 +383,8 @@ class LiveRun:
         if weights is None or weights.absent or self._weights_path is None:
             reason = self._notes[0] if self._notes else "the weights could not be read"
             raise self._explained(RunFailedError("the run", reason))
-        for worker in dict.fromkeys(coordinator.core.lost):
-            again = "" if coordinator.core.fate(worker) == "lost" else " It joined again later."
+        for worker in dict.fromkeys(coordinator.core.members.lost):
+            again = "" if coordinator.core.members.fate(worker) == "lost" else " It joined again later."
             self._say(
                 f"worker {worker} was lost: {coordinator.ending(worker)}. The other workers continued without it."
                 + again

@@ -391,7 +391,7 @@ class CoordinatorHost:
         self._noted_ticks = now_ticks
         core, processes = self.core, self._machines.liveness.states()
         states = {}
-        for worker in {*core.live, *core.finished, *core.lost}:
+        for worker in {*core.members.live, *core.members.finished, *core.members.lost}:
             reported = core.board.get(worker)
             states[worker] = (
                 held_state(core, worker, processes)
@@ -431,8 +431,8 @@ class CoordinatorHost:
                     self._hub.drop(member, reason)
         agent = self._member("agent", verdict.machine)
         for worker in workers if verdict.worker is None else [verdict.worker]:
-            incarnation = self.core.incarnations.get(worker, 0)
-            if workers[worker] != incarnation or self.core.fate(worker):
+            incarnation = self.core.members.incarnation(worker)
+            if workers[worker] != incarnation or self.core.members.fate(worker):
                 continue
             log.warning("worker %d is taken out of the run: %s", worker, reason)
             self.core.endings.setdefault(worker, reason)
@@ -630,7 +630,7 @@ class CoordinatorHost:
 
     def _note_end(self, worker: int, how: str, incarnation: int = 0) -> None:
         """Handle the end of a worker's process, after the messages that it has sent."""
-        if incarnation != self.core.incarnations.get(worker, 0):
+        if incarnation != self.core.members.incarnation(worker):
             return  # its index has been used again
         self._machines.liveness.worker_left(worker)
         self.core.endings.setdefault(worker, how)

@@ -84,7 +84,7 @@ class StallWatch:
     def look(self) -> list[Awaited]:
         """Return the processes for which the run has been waiting for an unusually long time."""
         coordinator = self._coordinator
-        live = sorted(coordinator.core.live)
+        live = sorted(coordinator.core.members.live)
         if coordinator.core.paused:
             self._before, self._idle_s = {}, None
             return []  # the run waits for workers that are yet to join

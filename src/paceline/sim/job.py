@@ -261,7 +261,7 @@ class VirtualJob:
         self.kernel.run(until_s)
         while self._stand_in():
             self.kernel.run(until_s)
-        if self.coordinator.present and self.kernel.idle:
+        if self.coordinator.members.present and self.kernel.idle:
             raise RunFailedError("the run", self._standstill())
         if not self.kernel.idle:  # stopped early: also count the elapsed time of unfinished computations
             end_ticks = self.kernel.now_ticks if self.kernel.stopped else self.kernel.in_ticks(until_s)
@@ -273,7 +273,7 @@ class VirtualJob:
     @property
     def goes_on(self) -> bool:
         """True if any worker is present or will join later."""
-        return bool(self.coordinator.present) or self._to_come > 0
+        return bool(self.coordinator.members.present) or self._to_come > 0
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -454,7 +454,7 @@ class VirtualJob:
         """Let a worker that joins a run in progress connect to the servers, which send it their weights."""
         for index, server in enumerate(self._servers):
             core = self.workers[worker].core
-            incarnation = self.coordinator.incarnations.get(worker, 0)
+            incarnation = self.coordinator.members.incarnation(worker)
             requests = server.connected(worker, self.kernel.now_ticks, core.extension, incarnation)
             self._from_server(index, requests)
 
@@ -756,7 +756,7 @@ class VirtualJob:
                 worker,
                 self.kernel.now_ticks,
                 state.core.extension,
-                self.coordinator.incarnations.get(worker, 0),
+                self.coordinator.members.incarnation(worker),
             )
             self._from_server(index, requests)
 
