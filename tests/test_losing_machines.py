@@ -14,7 +14,7 @@ from paceline.sync.events import PushReceived, WorkerJoined, WorkerLost
 from paceline.trace import read_run, replay
 
 from .live import await_that, chaos, mark, processes
-from .served import ENDLESS_SCRIPT, Served, await_training, enough, output
+from .served import ENDLESS_SCRIPT, Served, await_training, enough, output, trained
 
 __all__ = ["mark"]
 
@@ -222,3 +222,20 @@ def test_a_machine_that_is_taken_away_leaves_and_loses_nothing(pause_s: str, mar
     assert summary["left"] in ([0], [1])
     assert summary["lost_workers"] == []
     assert summary["samples"] == 10 * 96
+
+
+def test_a_machine_that_is_taken_away_while_its_worker_starts_has_left(mark: str) -> None:
+    served = Served("--workers", "1:2")
+    with Path("leaves.log").open("w") as messages:
+        leaves = served.join("10", stderr=messages)
+    await_that(lambda: "joined as worker 0" in Path("leaves.log").read_text(), "the machine has joined")
+    leaves.terminate()
+    leaves.communicate(timeout=60)
+    code, _, stderr = output(served.join("10"))
+    summary = served.summary()
+
+    assert leaves.returncode == 143
+    assert code == 0, stderr
+    assert summary["left"] == [0]
+    assert summary["lost_workers"] == []
+    assert trained() == 1  # otherwise, the signal has come too late for this test

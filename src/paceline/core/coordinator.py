@@ -360,10 +360,17 @@ class Coordinator:
         self._addresses.pop(peer.index, None)
         return []
 
-    def ended(self, worker: int, now_ticks: int, incarnation: int = 0) -> list[Request]:
-        """Handle the exit of a worker's process whose connection is already closed or was never made."""
+    def ended(
+        self, worker: int, now_ticks: int, incarnation: int = 0, *, asked: bool = False
+    ) -> list[Request]:
+        """Handle the exit of a worker's process whose connection is already closed or was never made.
+
+        If the worker had been `asked` to leave, and has never taken part in the run, it is not lost, but has left.
+        """
         if incarnation != self.members.incarnation(worker):
             return []
+        if asked and worker not in self.members.present:
+            return self._leave(worker, WorkerFinished, now_ticks, early=True)
         return self._leave(worker, WorkerLost, now_ticks)
 
     def take_out(self, worker: int, now_ticks: int) -> list[Request]:

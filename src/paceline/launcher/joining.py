@@ -558,7 +558,8 @@ class Agent:
                 continue
             self._reported.add(worker)
             with contextlib.suppress(PeerLostError):  # the run is over
-                self._stream.send(ProcessEnded(worker, process.ending, process.crashed))
+                asked = self._interruption.asked
+                self._stream.send(ProcessEnded(worker, process.ending, process.crashed, asked))
                 self._stream.drain(ANSWER_TIMEOUT_S)
             killed = worker in self._taken_out and process.exit_code == -signal.SIGKILL
             over = self._failure is not None or self._cut_off is not None

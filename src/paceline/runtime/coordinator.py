@@ -579,7 +579,8 @@ class CoordinatorHost:
             case ProcessEnded() if message.worker in workers:
                 if message.crashed:
                     self.crashed.add(message.worker)
-                self._note_end(message.worker, message.how, workers[message.worker])
+                incarnation = workers[message.worker]
+                self._note_end(message.worker, message.how, incarnation, asked=message.asked)
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not expected from {agent} now")
 
@@ -628,8 +629,15 @@ class CoordinatorHost:
             self._clocks[machine] = ClockRecorder(BestEffortFile(path, self.core.faults.append))
         self._clocks[machine].record(offset)
 
-    def _note_end(self, worker: int, how: str, incarnation: int = 0) -> None:
-        """Handle the end of a worker's process, after the messages that it has sent."""
+    def _note_end(self, worker: int, how: str, incarnation: int = 0, *, asked: bool = False) -> None:
+        """Handle the end of a worker's process, after the messages that it has sent.
+
+        Args:
+            worker: index of the worker.
+            how: a phrase that says how the process ended.
+            incarnation: how often the index of the worker had been used before.
+            asked: True if the worker had been asked to leave.
+        """
         if incarnation != self.core.members.incarnation(worker):
             return  # its index has been used again
         self._machines.liveness.worker_left(worker)
@@ -637,7 +645,7 @@ class CoordinatorHost:
         if (member := self._member("worker", worker)) is not None:
             self._hub.expect_end(member)
         else:
-            self._perform(self.core.ended(worker, self.job.now_ticks(), incarnation))
+            self._perform(self.core.ended(worker, self.job.now_ticks(), incarnation, asked=asked))
 
     def _forget(self, worker: int) -> None:
         """Forget what was observed of the previous incarnation of a worker."""

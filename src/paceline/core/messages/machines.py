@@ -80,11 +80,13 @@ class ProcessEnded(Message, frozen=True, tag=True):
         worker: index of the worker.
         how: a phrase that says how the process ended.
         crashed: True if the process has crashed.
+        asked: True if the machine had asked its workers to leave.
     """
 
     worker: Number
     how: Annotated[str, msgspec.Meta(max_length=MOST_WORDS)]
     crashed: bool
+    asked: bool = False
 
 
 class ServerEnded(Message, frozen=True, tag=True):
