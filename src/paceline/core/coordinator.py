@@ -226,7 +226,7 @@ class Coordinator:
         have left early.
         """
         members = self.members
-        if members.live:
+        if members.live_count:
             return False
         return members.some_have_finished or (
             bool(members.finished or members.lost) and not self._pause_below
@@ -264,7 +264,7 @@ class Coordinator:
         if self.model is None:
             parts = []
             if self._is_too_small:
-                parts.append(f"{len(self.members.live)} of at least {self._least} workers")
+                parts.append(f"{self.members.live_count} of at least {self._least} workers")
             if self.vacant_servers:
                 parts.append(f"{self._servers - len(self.vacant_servers)} of {self._servers} servers")
             return " and ".join(parts)
@@ -273,7 +273,7 @@ class Coordinator:
     @property
     def _is_too_small(self) -> bool:
         """True if the run has too few workers to begin."""
-        return self.model is None and len(self.members.live) < self._least and not self.members.finished
+        return self.model is None and self.members.live_count < self._least and not self.members.finished
 
     def invite(self, count: int, wanted: Collection[int] = ()) -> dict[int, int]:
         """Expect `count` more workers. Return their indices and incarnations. See `Members.invite`.

@@ -67,6 +67,11 @@ class Members:
         return self._live.copy()
 
     @property
+    def live_count(self) -> int:
+        """The number of live workers."""
+        return len(self._live)
+
+    @property
     def some_have_finished(self) -> bool:
         """True if at least one worker has finished its work, so that the run is coming to its end."""
         return len(self.finished) > len(self.left)

@@ -160,7 +160,7 @@ class Progress:
 
     def _title(self) -> Text:
         job = self._coordinator.job
-        workers = f"{len(self._coordinator.core.members.live)} of " if job.joined else ""
+        workers = f"{self._coordinator.core.members.live_count} of " if job.joined else ""
         counts = f"{workers}{counted(job.workers, 'worker')}, {counted(job.servers, 'server')}"
         core = self._coordinator.core
         pause = f", paused: {core.shortage}" if core.paused else ""

@@ -63,7 +63,7 @@ class Vacancies:
     def _look_for_servers(self) -> None:
         """Say how many servers are missing if the run cannot begin for this reason alone."""
         core = self._coordinator.core
-        vacant = len(core.vacant_servers) if len(core.members.live) >= self._coordinator.job.least else 0
+        vacant = len(core.vacant_servers) if core.members.live_count >= self._coordinator.job.least else 0
         if vacant and vacant != self._vacant:
             self._say(f"waiting for {counted(vacant, 'server')}: paceline join --servers {vacant} ...")
         self._vacant = vacant

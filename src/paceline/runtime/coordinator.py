@@ -546,6 +546,12 @@ class CoordinatorHost:
         """Handle a message from the agent of a machine that joins the run or has joined it."""
         workers = self._machines.workers[agent.index]
         match message:
+            case Heartbeat():
+                now_ticks = self.job.now_ticks()
+                self._hub.send(agent, answer(message, now_ticks, self.job.now_ticks()))
+                self._machines.liveness.heartbeat(agent.index, message.states, now_ticks)
+                if message.clock is not None and workers:
+                    self._record_clock(machine_of(agent), message.clock)
             case MachineJoined():
                 try:
                     if message.version != self.job.version:
@@ -570,12 +576,6 @@ class CoordinatorHost:
                     self._lose_server(agent.index, server, "its machine was asked to leave the run")
             case ServerEnded():
                 self._lose_server(agent.index, message.server, message.how, message.output)
-            case Heartbeat():
-                now_ticks = self.job.now_ticks()
-                self._hub.send(agent, answer(message, now_ticks, self.job.now_ticks()))
-                self._machines.liveness.heartbeat(agent.index, message.states, now_ticks)
-                if message.clock is not None and workers:
-                    self._record_clock(machine_of(agent), message.clock)
             case ProcessEnded() if message.worker in workers:
                 if message.crashed:
                     self.crashed.add(message.worker)

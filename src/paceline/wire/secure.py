@@ -113,9 +113,10 @@ class SecureSocket:
         try:
             while count < target.nbytes:
                 received = self._tls.recv_into(target[count:])
-                if not received:
-                    break
                 count += received
+                # Less than a full record usually means that nothing else has arrived, and asking costs a system call.
+                if received < RECORD_BYTES and not self._tls.pending():
+                    break
         except BLOCKED as blocked:
             if not count:
                 raise BlockingIOError from blocked
