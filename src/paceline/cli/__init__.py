@@ -1,4 +1,4 @@
-"""The command-line interface: `paceline run`, `check`, `demo`, `simulate`, `advise` and `sync`.
+"""The command-line interface: `paceline run`, `serve`, `join`, `status` and the other commands.
 
 The commands parse options, call the library and print results. Exit codes:
 

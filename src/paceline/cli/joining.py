@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 import msgspec
 import typer
@@ -22,23 +22,15 @@ from ..launcher.progress import counted
 from ..report.job_status import LONG_LINE, status_view
 from ..wire.addresses import seen_from
 from ..wire.secret import VARIABLE, new_secret, read_secret, write_secret
+from .job_settings import JobSettings, takes_job_settings
 from .options import (
     AsJson,
     AsModule,
-    BatchOption,
-    Imports,
-    OnNanOption,
-    OverlapOption,
     Port,
     RemoteServers,
     RunDir,
-    Seed,
-    Servers,
-    Shards,
+    ServedServers,
     ShowAll,
-    SlicingOption,
-    StallTimeout,
-    Sync,
 )
 from .running import find_script, report
 from .terminal import interruptible, print_json
@@ -67,6 +59,7 @@ SecretFile = Annotated[
 ]
 
 
+@takes_job_settings
 def serve(
     workers: Annotated[
         str,
@@ -89,18 +82,9 @@ def serve(
         ),
     ] = "127.0.0.1",
     port: Port = 0,
-    servers: Servers = 1,
+    servers: ServedServers = 1,
     remote_servers: RemoteServers = 0,
-    sync: Sync = "bsp",
-    imports: Imports = None,
-    shards: Shards = None,
-    slicing: SlicingOption = "even",
-    overlap: OverlapOption = "shards",
-    batch: BatchOption = "equal",
-    seed: Seed = 0,
-    on_nan: OnNanOption = "stop",
     run_dir: RunDir = None,
-    stall_timeout: StallTimeout = None,
     wait: Annotated[
         float | None,
         typer.Option(
@@ -116,6 +100,7 @@ def serve(
     announce_to: Annotated[
         int | None, typer.Option("--announce", hidden=True)
     ] = None,  # for `launcher.serving`
+    **settings: Unpack[JobSettings],
 ) -> None:
     """Start a run that machines can join: its coordinator and its servers run on this machine.
 
@@ -135,19 +120,11 @@ def serve(
             joined=True,
             servers=servers,
             remote_servers=remote_servers,
-            sync=sync,
-            imports=imports or (),
-            shards=shards,
-            slicing=slicing,
-            overlap=overlap,
-            batch=batch,
             transport="tcp",
-            seed=seed,
-            on_nan=on_nan,
             run_dir=run_dir,
-            stall_timeout=stall_timeout,
             port=port,
             dry_run=True,
+            **settings,
         )
         token = read_secret(os.environ) or new_secret()
         job = structs.replace(job, version=__version__, token=token, secure=True)

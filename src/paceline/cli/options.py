@@ -22,6 +22,14 @@ Servers = Annotated[
         rich_help_panel="Run",
     ),
 ]
+ServedServers = Annotated[
+    int,
+    typer.Option(
+        "--servers",
+        help="Number of servers. Each server holds one or more shards of the parameters (see --shards).",
+        rich_help_panel="Run",
+    ),
+]
 RemoteServers = Annotated[
     int,
     typer.Option(
@@ -44,7 +52,7 @@ Sync = Annotated[
     ),
 ]
 Imports = Annotated[
-    list[str] | None,
+    list[str],
     typer.Option(
         "--import",
         metavar="MODULE",

@@ -7,7 +7,7 @@ import shlex
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import typer
 from rich.console import Console
@@ -16,24 +16,16 @@ from typer.core import TyperCommand
 
 from ..errors import ConfigurationError
 from ..report.summary import summary_rows
+from .job_settings import JobSettings, takes_job_settings
 from .options import (
     AsModule,
-    BatchOption,
-    Imports,
     Jitter,
-    OnNanOption,
-    OverlapOption,
     Pace,
     Port,
     RunDir,
-    Seed,
     Servers,
-    Shards,
     ShowAll,
-    SlicingOption,
     Slowdown,
-    StallTimeout,
-    Sync,
     TorchrunEnv,
     TransportOption,
     Workers,
@@ -84,6 +76,7 @@ def _strays(arguments: list[str], options: set[str]) -> list[str]:
     return [name for name in dict.fromkeys(named) if name in options]
 
 
+@takes_job_settings
 def run(
     script: Annotated[
         Path,
@@ -94,18 +87,9 @@ def run(
     ] = None,
     workers: Workers = 2,
     servers: Servers = None,
-    sync: Sync = "bsp",
-    imports: Imports = None,
-    shards: Shards = None,
-    slicing: SlicingOption = "even",
-    overlap: OverlapOption = "shards",
+    run_dir: RunDir = None,
     transport: TransportOption = "auto",
     port: Port = 0,
-    batch: BatchOption = "equal",
-    seed: Seed = 0,
-    on_nan: OnNanOption = "stop",
-    run_dir: RunDir = None,
-    stall_timeout: StallTimeout = None,
     torchrun_env: TorchrunEnv = False,
     as_module: AsModule = False,
     show_all: ShowAll = False,
@@ -116,6 +100,7 @@ def run(
         bool, typer.Option("--dry-run", help="Check the options, show what would be started, and exit.")
     ] = False,
     observer: Annotated[str, typer.Option("--observer", hidden=True)] = "",  # for `paceline check`
+    **settings: Unpack[JobSettings],
 ) -> None:
     """Run a script in several worker processes. [bold]python script.py[/] runs the same script in one process.
 
@@ -129,23 +114,15 @@ def run(
         job = make_job(
             workers=workers,
             servers=servers,
-            sync=sync,
-            imports=imports or (),
-            shards=shards,
-            slicing=slicing,
-            overlap=overlap,
-            batch=batch,
             transport=transport,
-            seed=seed,
             pace=read_paces(pace),
             slowdown=read_numbers("slowdown", slowdown),
             jitter=jitter,
-            on_nan=on_nan,
             run_dir=run_dir,
-            stall_timeout=stall_timeout,
             torchrun_env=torchrun_env,
             port=port,
             dry_run=True,
+            **settings,
         )
     if dry_run:
         command = [sys.executable, *(["-m", module] if module else [str(script)]), *(arguments or [])]

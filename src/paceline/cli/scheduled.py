@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Unpack
 
 import typer
 from rich.console import Console
@@ -15,23 +15,9 @@ from .. import __version__
 from ..errors import ConfigurationError
 from ..launcher.environments import ENVIRONMENTS
 from ..wire.secret import VARIABLE, read_secret
+from .job_settings import JobSettings, as_options, takes_job_settings
 from .joining import SecretFile, worker_range
-from .options import (
-    AsModule,
-    BatchOption,
-    Imports,
-    OnNanOption,
-    OverlapOption,
-    Port,
-    RunDir,
-    Seed,
-    Servers,
-    Shards,
-    ShowAll,
-    SlicingOption,
-    StallTimeout,
-    Sync,
-)
+from .options import AsModule, Port, RunDir, ServedServers, ShowAll
 from .running import find_script
 from .terminal import interruptible
 
@@ -56,6 +42,7 @@ HOW = (
 def scheduled_join(scheduler: str) -> Callable[..., None]:
     """Return the command that each process of a job runs which this scheduler has started."""
 
+    @takes_job_settings
     def command(
         script: Annotated[
             Path,
@@ -89,16 +76,7 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
             ),
         ] = "",
         port: Port = 0,
-        servers: Servers = 1,
-        sync: Sync = "bsp",
-        imports: Imports = None,
-        shards: Shards = None,
-        slicing: SlicingOption = "even",
-        overlap: OverlapOption = "shards",
-        batch: BatchOption = "equal",
-        seed: Seed = 0,
-        on_nan: OnNanOption = "stop",
-        stall_timeout: StallTimeout = None,
+        servers: ServedServers = 1,
         wait: Annotated[
             float,
             typer.Option(
@@ -110,9 +88,10 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
             ),
         ] = 60.0,
         secret_file: SecretFile = None,
-        as_module: AsModule = False,
         run_dir: RunDir = None,
+        as_module: AsModule = False,
         show_all: ShowAll = False,
+        **settings: Unpack[JobSettings],
     ) -> None:
         with interruptible("nothing was started"):
             from ..runtime.job import make_job
@@ -123,23 +102,12 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
             sys.path.insert(0, os.getcwd())  # --import may name modules in this directory
             workers = workers or str(place.count)
             least, most = worker_range(workers)
-            settings: dict[str, Any] = {
-                "servers": servers,
-                "sync": sync,
-                "shards": shards,
-                "slicing": slicing,
-                "overlap": overlap,
-                "batch": batch,
-                "seed": seed,
-                "on_nan": on_nan,
-                "stall_timeout": stall_timeout,
-            }
             # Every process checks the settings, so that all of them say what is wrong.
             make_job(
                 workers=most,
                 least=least,
                 joined=True,
-                imports=imports or (),
+                servers=servers,
                 transport="tcp",
                 dry_run=True,
                 **settings,
@@ -150,10 +118,7 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
         from ..launcher.channels import Streams
         from ..launcher.scheduled import join_job
 
-        serve = [f"--workers={workers}", f"--wait={wait:g}", *(f"--import={name}" for name in imports or ())]
-        for name, value in settings.items():
-            if value is not None:
-                serve.append(f"--{name.replace('_', '-')}={value}")
+        serve = [f"--workers={workers}", f"--wait={wait:g}", f"--servers={servers}", *as_options(settings)]
         with interruptible("all processes that were started here have ended"):
             code = join_job(
                 place,
