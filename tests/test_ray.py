@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster with three nodes, each of which is a raylet on this machine with an address of its own.
+"""Runs on Ray clusters, whose nodes are raylets on this machine.
 
 `make ray` runs these tests. Each driver is a program of its own, because Ray leaves threads and files in a process.
 """
@@ -16,24 +16,26 @@ import torch
 from safetensors.torch import load_file
 
 import paceline
+from benchmarks.overlap.namespaces import why_not
 from paceline.errors import ConfigurationError
 
 from .live import await_that, mark, processes, run_program, start_program, train
 
 __all__ = ["mark"]
 
-# The beginning of a driver. One worker fits on each of the nodes except for the first one, which serves the run.
-DRIVER = """
+# The beginning of every driver.
+BEGINNING = """
 import atexit
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import ray
 import torch
-from ray.cluster_utils import Cluster
 
 import paceline
 
@@ -43,21 +45,26 @@ def await_that(condition, what):
         assert time.monotonic() < deadline_s, f"never happened: {what}"
         time.sleep(0.05)
 
-def add_node(number):
-    nodes.append(
-        cluster.add_node(
-            num_cpus=1 if number > 2 else 2,
-            resources={"one": 1} if number > 2 else {},
-            node_ip_address=f"127.0.0.{number}",
-            include_dashboard=False,
-        )
-    )
-
 def run(function, *args, **options):
     options = {"workers": 2, "servers": 1, "resources": {"CPU": 1, "one": 1}, **options}
     result = paceline.launch(function, args=args, engine="ray", run_dir="run", **options)
     Path("result.json").write_text(json.dumps(result.summary))
     return result
+"""
+
+# The beginning of a driver on three nodes. One worker fits on each node except for the first, which serves the run.
+DRIVER = f"""{BEGINNING}
+from ray.cluster_utils import Cluster
+
+def add_node(number):
+    nodes.append(
+        cluster.add_node(
+            num_cpus=1 if number > 2 else 2,
+            resources={{"one": 1}} if number > 2 else {{}},
+            node_ip_address=f"127.0.0.{{number}}",
+            include_dashboard=False,
+        )
+    )
 
 nodes = []
 cluster = Cluster(shutdown_at_exit=False)  # otherwise, nodes can be added on the main thread only
@@ -70,6 +77,43 @@ def shutdown():
 for number in (2, 3, 4):
     add_node(number)
 ray.init(address=cluster.address, log_to_driver=False)
+"""
+
+# The beginning of a driver on one node. Ray's autoscaler adds others, which are raylets on this machine, too. Each of
+# them has room for one worker.
+AUTOSCALED = f"""{BEGINNING}
+config = {{
+    "cluster_name": "growing",
+    "max_workers": 3,
+    "provider": {{
+        "type": "fake_multinode",
+        "use_node_id_as_ip": True,
+        "disable_node_updaters": True,
+        "disable_launch_config_check": True,
+    }},
+    "available_node_types": {{
+        "ray.head.default": {{"resources": {{"CPU": 1}}, "node_config": {{}}, "max_workers": 0}},
+        "other": {{"resources": {{"CPU": 1, "one": 1}}, "node_config": {{}}, "min_workers": 0, "max_workers": 3}},
+    }},
+    "head_node_type": "ray.head.default",
+    "upscaling_speed": 1.0,
+    "idle_timeout_minutes": 0.1,
+    "file_mounts_sync_continuously": False,
+}}
+config |= {{name: {{}} for name in ("auth", "docker", "file_mounts")}}
+config |= {{name: [] for name in ("cluster_synced_files", "rsync_exclude", "rsync_filter")}}
+for kind in ("setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray", "initialization"):
+    config[f"{{kind}}_commands"] = []
+Path("autoscaling.json").write_text(json.dumps(config))
+ray_command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--num-cpus=1", "--block"]
+head = subprocess.Popen(
+    [*ray_command, "--autoscaling-config=autoscaling.json", "--include-dashboard=false"],
+    env={{**os.environ, "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_FAKE_CLUSTER": "1"}},
+    stdout=open("head.log", "wb"),
+    stderr=subprocess.STDOUT,
+)
+await_that(lambda: "Ray runtime started" in Path("head.log").read_text(), "the head has started")
+ray.init(address="auto", log_to_driver=False)
 """
 
 # A function that trains until the file "enough" exists, and the end of its driver.
@@ -200,6 +244,35 @@ thread.join()
 
     assert ended.returncode == 0, ended.stderr
     assert len(summary()["left"] + summary()["lost_workers"]) == 1  # type: ignore[operator]
+
+
+@pytest.mark.skipif(bool(why_not()), reason=f"creating network namespaces needs {why_not()}")
+def test_nodes_that_the_autoscaler_adds_join_a_run(driver: Path) -> None:
+    # The nodes have the address of this machine, so it should be a loopback address. They end with the driver.
+    alone = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    alone += ["sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    driver.write_text(
+        AUTOSCALED
+        + ENDLESS
+        + """
+import threading
+
+def watch():
+    await_that(lambda: trained() == 3, "workers on three further nodes train")
+    Path("enough").touch()
+
+thread = threading.Thread(target=watch)
+thread.start()
+run(endless, os.getcwd(), workers=(1, 3), sync="asp")
+thread.join()
+"""
+    )
+
+    with start_program(str(driver), prefix=alone) as program:
+        _, stderr = program.communicate(timeout=120)
+
+    assert program.returncode == 0, stderr
+    assert summary()["lost_workers"] == []
 
 
 def test_ctrl_c_in_the_driver_ends_everything(driver: Path) -> None:
