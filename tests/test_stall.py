@@ -87,7 +87,7 @@ def test_answers_from_before_a_loss_are_no_standstill(
     found = []
     both, one = (0, 1), (1,)
     for live, known in [(both, both), (both, both), (one, both), (one, both), (one, one), (one, one)]:
-        monkeypatch.setattr(type(core), "live", frozenset(live))
+        monkeypatch.setattr(type(core.members), "live", frozenset(live))
         core.board = {worker: Status(1, None, "computing" if worker == 0 else "waiting") for worker in live}
         staleness = tuple((worker, 0) for worker in known)
         core.waits[0] = Waits((ShardWaits(0, "bsp", ((1, 1),), ("round 1",), staleness),), timers=False)
