@@ -22,7 +22,7 @@ from paceline.sync.schedule import read_schedule
 from paceline.trace import read_run, replay
 
 from .live import await_that, mark, processes, run_program
-from .served import Served, await_training, output
+from .served import Served, await_training, enough, output
 from .test_joining import assert_equal, listening_ports
 
 __all__ = ["mark"]
@@ -92,6 +92,7 @@ def test_a_machine_with_servers_listens_on_one_port(mark: str, monkeypatch: pyte
     state = json.loads(run_program("-m", "paceline", "status", served.address, "--json").stdout)
     shown = run_program("-m", "paceline", "status", served.address).stdout
     listening = listening_ports([joined.pid, *processes(mark).values()])
+    enough()
     code, *_ = output(joined)
     summary = served.summary()
 

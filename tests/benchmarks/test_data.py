@@ -9,6 +9,7 @@ from benchmarks.data import STEP_S, DataReport, LoaderRow, Pass, compare, measur
 from benchmarks.data_requests import RequestsRow
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_loaders_and_the_coordinator_are_measured() -> None:
     told: list[float] = []

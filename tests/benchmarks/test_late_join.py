@@ -7,6 +7,7 @@ import pytest
 from benchmarks import late_join
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_a_worker_joins_a_run_in_progress_and_makes_an_update() -> None:
     told: list[str] = []

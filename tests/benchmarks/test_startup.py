@@ -7,6 +7,7 @@ import pytest
 from benchmarks import startup
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_the_script_reaches_its_first_update_alone_and_in_a_run() -> None:
     pytest.importorskip("sklearn")

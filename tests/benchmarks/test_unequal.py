@@ -8,6 +8,7 @@ from rich.console import Console
 from benchmarks.unequal import SCENARIOS, UnequalRow, measure, table
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_each_scenario_is_run_and_simulated_under_each_model() -> None:
     told: list[float] = []

@@ -51,7 +51,7 @@ CLIPPED: list[tuple[str, list[str], str]] = [
     ("bsp", [], "2,2,2,1"),
     ("bsp", [], "3,2,2,1"),
     ("bsp", [], "2,3,2,0"),
-    ("elastic-bsp", [], "2,2,3,1"),
+    ("elastic-bsp", [], "2,2,2,1"),
     ("elastic-bsp", [], "3,2,2,0"),
     ("bsp", ["asp"], "2,2,1,1"),
     ("bsp", ["asp"], "2,2,2,0"),
@@ -61,6 +61,7 @@ CLIPPED: list[tuple[str, list[str], str]] = [
 """A model, the changes that are asked for, and workers, shards, iterations and losses."""
 
 LARGER_CLIPPED: list[tuple[str, list[str], str]] = [
+    ("elastic-bsp", [], "2,2,3,1"),
     ("bsp", [], "2,2,2,2"),
     ("bsp", [], "2,3,2,1"),
     ("bsp", ["asp"], "2,2,2,1"),
