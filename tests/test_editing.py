@@ -527,8 +527,11 @@ def test_what_is_loaded_last_is_what_the_servers_hold(run_on_threads: RunOnThrea
         assert fault.startswith("worker 0: Parameter 'unused' was edited after the last step")
 
 
-def test_weights_that_a_worker_receives_while_it_leaves_are_no_edit(run_on_threads: RunOnThreads) -> None:
-    """It leaves while a pull is under way, so some of its weights are new, and no step has recorded them."""
+@pytest.mark.parametrize("leaves", [True, False])
+def test_weights_from_a_pull_that_does_not_end_are_no_edit(
+    leaves: bool, run_on_threads: RunOnThreads
+) -> None:
+    """A worker leaves or loses a server during a pull: some of its weights are new, and no step has recorded them."""
 
     def train() -> None:
         model = Net()
@@ -538,8 +541,10 @@ def test_weights_that_a_worker_receives_while_it_leaves_are_no_edit(run_on_threa
         session = sessions.current()
         assert isinstance(session, WorkerSession)
         next(iter(session.weights.values()))[0] += 1
-        if worker_index() == 1:
+        if worker_index() == 1 and leaves:
             session.leave()
+        elif worker_index() == 1:
+            session._core.waiting_for = "answers"
 
     run = run_on_threads(train, workers=2, sync="asp", transport="tcp")
     [fault] = run.faults

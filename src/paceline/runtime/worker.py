@@ -693,8 +693,9 @@ class WorkerSession:
         if self._finished:
             return
         self._finished = True
-        # A worker that leaves may have received a part of new weights, which is no edit of the script.
-        if not self.asked_to_leave and (warning := self.on_finish()):
+        # A pull that a leaving worker or a lost server has not finished may have changed weights, which is no edit.
+        unfinished = self.asked_to_leave or bool(self._core.waiting_for)
+        if not unfinished and (warning := self.on_finish()):
             self._warn(warning)
         if self._in_place and self._master is not None and self._region is not None:
             # Copy the shared weights, because the servers may change them while the script still reads them.
