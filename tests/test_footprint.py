@@ -32,6 +32,7 @@ from paceline.runtime.footprint import (
     footprint,
     format_size,
     process_shortage,
+    served_shortage,
     shortage,
     state_vectors,
 )
@@ -156,6 +157,17 @@ def test_sizes_in_words() -> None:
         "3.0 TiB",
         "1048576.0 TiB",
     ]
+
+
+def test_servers_of_one_machine_need_memory_for_what_they_hold() -> None:
+    # Weights, momentum, and a gradient and an answer of each of 4 workers. The whole model is read with 3 copies.
+    assert served_shortage(GIB, 1, 4, 10 * GIB) == ""
+    assert served_shortage(GIB, 1, 4, 10 * GIB - 1).startswith(
+        "not enough memory: servers with 1.0 GiB of parameters need 10.0 GiB for weights, optimizer state and the "
+        "gradients of 4 workers, but only 10.0 GiB is available on this machine"
+    )
+    assert "need 16.0 GiB" in served_shortage(GIB, 1, 4, 0, read_bytes=2 * GIB)
+    assert served_shortage(GIB, 1, 4, None) == ""
 
 
 def test_a_shortage_names_both_sizes_and_what_to_do() -> None:

@@ -273,6 +273,21 @@ def test_bad_input(arguments: list[str], words: str, mark: str, monkeypatch: pyt
     assert "Traceback" not in ended.stderr
 
 
+def test_a_machine_with_too_little_memory_for_its_servers_says_so(mark: str) -> None:
+    Path("small.py").write_text(
+        "from paceline.runtime import server\nserver.available_bytes = lambda: 100\n"  # only at remote servers
+    )
+    served = Served("--workers", "1", *TWO_SERVERS, "--import", "small")
+    joined = served.join("1", options=BRINGS_ONE)
+    messages = served.failure()
+    code, _, stderr = output(joined)
+
+    assert "server 1 failed: not enough memory: servers with" in messages
+    assert "but only 100 bytes is available on this machine" in messages
+    assert "Traceback" not in messages
+    assert code == 1, stderr
+
+
 def test_what_the_door_refuses(mark: str) -> None:
     served = Served("--workers", "1", "--servers", "2")
     refused = output(served.join("1", options=["--servers", "1"]))

@@ -23,7 +23,6 @@ import msgspec
 from ..core import coordinator as core
 from ..core.heartbeats import answer
 from ..core.job_status import LOCAL, JobStatus, Observed, StateTimes, held_state, job_status, worker_state
-from ..core.layout import dtype_of
 from ..core.liveness import Verdict
 from ..core.messages import (
     ClockOffset,
@@ -70,7 +69,7 @@ from ..wire.stream import no_payload
 from ..wire.traffic import Traffic, traffic_of
 from .best_effort import BestEffortFile
 from .collection import Collection
-from .footprint import available_bytes, footprint, shortage, state_vectors
+from .footprint import available_bytes, footprint, served_shortage, shortage, vectors_of
 from .hub import Caller, Hub
 from .job import LOOPBACK, Job, encode_job
 from .machines import Machines
@@ -712,17 +711,12 @@ class CoordinatorHost:
 
     def _shortage(self, model: ModelSpec, workers: int) -> str:
         """Return an error message if this machine has too little memory for all processes of the run, else ""."""
-        job, layout = self.job, model.layout
-        dtypes = {dtype_of(vector) for vector in layout.sizes}
-        vectors = max(state_vectors(each.name, each.groups, dtypes) for each in model.optimizers)
+        job, size_bytes = self.job, model.layout.size_bytes
+        vectors = vectors_of(model)
         if job.joined:
-            workers = 0  # they run on other machines
-        needed = footprint(layout.size_bytes, vectors, workers, job.servers, job.transport)
-        if job.remote_servers:
-            weights, state = (
-                size * job.local_servers // job.servers for size in (needed.weights, needed.state)
-            )
-            needed = msgspec.structs.replace(needed, weights=weights, state=state)
+            held_bytes = size_bytes * job.local_servers // job.servers
+            return served_shortage(held_bytes, vectors, workers, available_bytes(), read_bytes=size_bytes)
+        needed = footprint(size_bytes, vectors, workers, job.servers, job.transport)
         return shortage(needed, available_bytes(), f"{workers} workers over {job.transport}")
 
     # -- collection of the weights at the end --------------------------------------------------------------

@@ -27,6 +27,10 @@ The estimate excludes:
 - memory for the initial weights and optimizer state on their way to the servers, before the first gradients exist;
 - pushes that servers copy so that the workers can continue, and snapshots that a script requests from `launch`.
 
+If workers join from other machines, each machine only needs memory for the parameters that its servers hold. Let Q be
+their size. They need (1 + s) Q, and for each worker Q for its gradient and up to Q for answers, as over streams.
+The machine that serves the run also needs the 3 P for reading the weights.
+
 Before the model is known, only two requirements are checked: memory for the child processes (`child_bytes`), and the
 file descriptors of the process that needs the most descriptors, which is nearly always the launcher.
 
@@ -44,6 +48,9 @@ from typing import Any
 
 import msgspec
 
+from ..core.layout import dtype_of
+from ..core.model_spec import ModelSpec
+
 __all__ = [
     "DESCRIPTOR_HEADROOM",
     "FORKED_BYTES",
@@ -58,8 +65,10 @@ __all__ = [
     "format_size",
     "open_descriptors",
     "process_shortage",
+    "served_shortage",
     "shortage",
     "state_vectors",
+    "vectors_of",
 ]
 
 PROCESS_BYTES = 200 * 1024 * 1024
@@ -174,6 +183,12 @@ def state_vectors(optimizer: str, groups: Sequence[Mapping[str, Any]], dtypes: I
     return vectors if fused else vectors + 1
 
 
+def vectors_of(model: ModelSpec) -> int:
+    """Return the number of state vectors for the optimizer of a model that needs the most. See `state_vectors`."""
+    dtypes = {dtype_of(vector) for vector in model.layout.sizes}
+    return max(state_vectors(each.name, each.groups, dtypes) for each in model.optimizers)
+
+
 def _state_vectors(optimizer: str, group: Mapping[str, Any]) -> int:
     """Return the number of state vectors that the optimizer stores for one parameter group."""
     match optimizer:
@@ -203,6 +218,29 @@ def shortage(needed: Footprint, available: int | None, what: str) -> str:
         f"{format_size(available)} is available. Use fewer workers"
         + (", use transport 'shm' (which needs one third of the memory per worker)" if needed.inboxes else "")
         + ", train a smaller model, or give the machine or container more memory."
+    )
+
+
+def served_shortage(
+    held_bytes: int, vectors: int, workers: int, available: int | None, *, read_bytes: int = 0
+) -> str:
+    """Return an error message if this machine has too little memory for its servers, else "". Workers join the run.
+
+    Args:
+        held_bytes: size of the parameters that the servers on this machine hold.
+        vectors: number of state vectors. See `state_vectors`.
+        workers: number of workers.
+        available: available memory in bytes, see `available_bytes`. If it is None (unknown), the result is "".
+        read_bytes: size of all parameters if their weights are read on this machine at the end of the run.
+    """
+    needed = (1 + vectors + 2 * workers) * held_bytes + 3 * read_bytes
+    if available is None or needed <= available:
+        return ""
+    return (
+        f"not enough memory: servers with {format_size(held_bytes)} of parameters need {format_size(needed)} for "
+        f"weights, optimizer state and the gradients of {_count(workers, 'worker')}, but only "
+        f"{format_size(available)} is available on this machine. Let other machines bring servers "
+        "(--remote-servers), use fewer workers, train a smaller model, or give the machine or container more memory."
     )
 
 

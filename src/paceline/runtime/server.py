@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from ..core import server as core
-from ..core.layout import Layout, of_set
+from ..core.layout import Layout, ShardSlice, of_set
 from ..core.messages import (
     Answer,
     Bell,
@@ -75,7 +75,7 @@ from ..core.requests import (
     Timer,
     worker_peer,
 )
-from ..errors import InternalError, ProtocolError, first_line
+from ..errors import ConfigurationError, InternalError, ProtocolError, first_line
 from ..shard.foreign import class_of
 from ..shard.states import decode_states
 from ..shard.store import Push, Vectors
@@ -87,6 +87,7 @@ from ..wire.ring import Ring
 from ..wire.stream import Stream
 from ..wire.traffic import traffic_of
 from .best_effort import BestEffortFile
+from .footprint import available_bytes, served_shortage, vectors_of
 from .hub import Caller, Hub
 from .job import Assignment
 from .server_memory import ServerMemory
@@ -199,7 +200,11 @@ class ServerHost:
         except BaseException as error:
             # Send the report before any connection is closed, so that it arrives before the workers' own reports that
             # this server is lost.
-            failed = Failed(first_line(error), "".join(traceback.format_exception(error)))
+            failed = (
+                Failed(str(error), "")  # a sentence for users
+                if isinstance(error, ConfigurationError)
+                else Failed(first_line(error), "".join(traceback.format_exception(error)))
+            )
             self._hub.send(self._coordinator, failed)
             raise
         finally:
@@ -332,6 +337,7 @@ class ServerHost:
         match message:
             case CreateShards(model, shards):
                 _load_classes(model)
+                self._require_room(model, shards, len(message.workers))
                 master = self._attach_master(model.layout)
                 self._memory = ServerMemory(model, shards, self._job.servers, master, self._keep)
                 self._pass_on(self._coordinator, message)
@@ -365,6 +371,17 @@ class ServerHost:
             case Shutdown():
                 self._running, self._told_to_end = False, True
                 self._save_states()
+
+    def _require_room(self, model: ModelSpec, shards: Sequence[ShardSlice], workers: int) -> None:
+        """Raise `ConfigurationError` if this machine has too little memory for the shards of this server.
+
+        The coordinator has checked this for the servers on its own machine.
+        """
+        if self._machine is msgspec.UNSET:
+            return
+        held_bytes = sum(shard.size_bytes for shard in shards)
+        if reason := served_shortage(held_bytes, vectors_of(model), workers, available_bytes()):
+            raise ConfigurationError(reason)
 
     def _traffic(self) -> tuple[ConnectionTraffic, ...]:
         """Return the traffic of the TCP connections to the workers."""
