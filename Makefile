@@ -68,7 +68,7 @@ $(SCHEDULERS)/.ready: pyproject.toml constraints.txt
 	$(SCHEDULERS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,schedulers]'
 	@touch $@
 
-ray: $(SCHEDULERS)/.ready  ## create .venv-schedulers with Ray and Kubernetes' schemas, and test runs on a Ray cluster and the manifests (2 minutes after the installation)
+ray: $(SCHEDULERS)/.ready  ## create .venv-schedulers with Ray and Kubernetes' schemas, and test runs on Ray clusters and the manifests (4 minutes after the installation)
 	OMP_NUM_THREADS=1 $(SCHEDULERS)/bin/python -m pytest -p no:cacheprovider tests/test_ray.py tests/test_kubernetes.py
 
 bench: $(READY)  ## measure a training step against plain copies, plain sockets and gloo all-reduce (about 11 minutes, idle machine)

@@ -125,6 +125,6 @@ def test_a_job_of_4_that_loses_2_and_gets_2_others(sync: str, mark: str, alone: 
     assert [code for code, *_ in ends] == [0, -signal.SIGKILL, 0], ends
     assert len(summary("run")["lost_workers"]) == 2
     said = "".join(said for _, said, _ in ends)
-    assert accuracy(said, f"4 workers under {sync}, of which 2 were replaced") == pytest.approx(
-        alone, abs=2.5
-    )
+    # While there are two workers, a joint batch is half as large, and an epoch has twice as many updates. So the
+    # accuracy may be higher than that of the undisturbed job.
+    assert accuracy(said, f"4 workers under {sync}, of which 2 were replaced") >= alone - 1
