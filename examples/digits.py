@@ -42,6 +42,8 @@ model = nn.Sequential(
 criterion = nn.CrossEntropyLoss()
 optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=options.lr))
 
+# The loss of the last batch. A worker that joins a run in progress may have no batch in its first epoch.
+loss = float("nan")
 for epoch in range(options.epochs):
     for x, y in paceline.distribute(loader):
 

@@ -38,6 +38,8 @@ def train(epochs: int) -> None:
     sgd = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
     batches = DataLoader(load()[0], batch_size=16, shuffle=True)
     model, optimizer, loader = paceline.prepare(plain, sgd, batches)
+    # The loss of the last batch. A worker that joins late may have no batch in its first epoch.
+    loss = torch.tensor(float("nan"))
     for epoch in paceline.epochs(epochs):
         for x, y in loader:
             optimizer.zero_grad()
