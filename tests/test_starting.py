@@ -18,9 +18,9 @@ from rich.console import Console
 import paceline
 from paceline.errors import RunFailedError
 from paceline.launcher import starting
-from paceline.launcher.boot import environment
 from paceline.launcher.dynamo import UNTRACED
 from paceline.launcher.local import HostMachine, Placement
+from paceline.launcher.program import environment
 from paceline.launcher.progress import announce
 from paceline.runtime.job import make_job
 

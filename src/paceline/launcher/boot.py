@@ -2,92 +2,36 @@
 
 KIND is "fork server" for a process that forks servers and workers, or "process" for one that becomes one of them.
 
-If the launcher is killed, no process of the run may keep running. So each process first asks the kernel to kill it
-when its parent exits. The file is run by its path, so that the request precedes the import of the package, which
-takes seconds. `-P` keeps the current directory out of `sys.path`; otherwise, a file there with a name such as
-`cloudpickle.py` would be imported. A worker later adds the directory of its script, as `python script.py` does.
+The program first makes sure that it ends with its parent, and then imports torch, which takes seconds. `-P` keeps the
+current directory out of `sys.path`; otherwise, a file there with a name such as `cloudpickle.py` would be imported. A
+worker later adds the directory of its script, as `python script.py` does.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
-from pathlib import Path
-from typing import Any
-
-__all__ = ["PARENT_VARIABLE", "end_with_parent", "environment", "set_title"]
-
-PARENT_VARIABLE = "PACELINE_PARENT"
-"""Name of the environment variable that contains the process id of the parent."""
-
-PR_SET_PDEATHSIG = 1
-
-PAST_CACHE_BYTES = 1024 * 1024
-"""Size in bytes above which `memcpy` bypasses the cache. Large copies are 1.5 times as fast as with the default.
-
-By default, glibc uses three quarters of the size of the last-level cache. In a virtual machine, this may be hundreds
-of megabytes, although the cache is shared with other virtual machines.
-"""
 
 
-def environment(processes: int) -> dict[str, str]:
-    """Return the environment of the processes of a run, which is read when a program or a library starts.
-
-    Args:
-        processes: number of servers and workers, which share the cores of this machine.
-    """
-    threads = max(1, (os.cpu_count() or 1) // processes)
-    return {
-        # If the user has set one of these two variables, the user's value is used.
-        "OMP_NUM_THREADS": str(threads),
-        "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={PAST_CACHE_BYTES}",
-        **os.environ,
-        "PYTHONUNBUFFERED": "1",
-    }
-
-
-def end_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent exits. If the parent has already exited, exit immediately.
-
-    Args:
-        parent: process id of the parent.
-    """
-    libc: Any = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def set_title(title: str) -> None:
-    """Set the command line that `ps` shows for this process. A title that is longer than the present one is cut off.
-
-    The title replaces the command line in this process's memory. Systems without `/proc` keep the command line.
-    """
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        # The fields after the command's name begin with the third; these are 48 and 49 of proc(5).
-        start, end = int(fields[45]), int(fields[46])
-    except (OSError, IndexError):
-        return
-    if 0 < start < end:
-        # The last byte stays zero. Otherwise, the kernel takes the environment for a part of the title.
-        ctypes.memmove(start, title.encode()[: end - start - 1].ljust(end - start, b"\0"), end - start)
-
-
-if __name__ == "__main__":
-    end_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
-    kind = sys.argv[1]
-    set_title(f"paceline {kind}")
-    # Servers always ignore Ctrl-C. Workers restore the default handler before they run the script.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def main(kind: str) -> None:
+    """Run the program. See the module's docstring for `kind`."""
     # The launcher may have imported the package from a directory that is not in this process's `sys.path`.
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     if root not in sys.path:
         sys.path.append(root)
 
+    from paceline.launcher.program import PARENT_VARIABLE, end_with_parent, set_title
+
+    end_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
+    set_title(f"paceline {kind}")
+    # Servers always ignore Ctrl-C. Workers restore the default handler before they run the script.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
     from paceline.launcher.fork_server import carry_out
 
     carry_out(kind)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -35,10 +35,9 @@ import termios
 from io import TextIOWrapper
 from typing import NoReturn, cast
 
-from . import boot
-from .boot import end_with_parent, set_title
 from .endings import await_group_leader
 from .orders import Descriptors, Order, Received, receive_order, report_end, report_ready, report_start
+from .program import BOOT, end_with_parent, set_title
 
 __all__ = ["EXIT_THREADS", "carry_out", "fork_here"]
 
@@ -99,7 +98,7 @@ def fork_here(control: socket.socket, output: int) -> int | None:
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_title("paceline fork server")
-    sys.argv = [boot.__file__, "fork server"]
+    sys.argv = [BOOT, "fork server"]
     carry_out("fork server")
 
 

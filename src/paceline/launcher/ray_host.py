@@ -23,7 +23,7 @@ import threading
 from pathlib import Path
 from typing import IO
 
-from .boot import environment
+from .program import environment
 
 __all__ = ["END_TIMEOUT_S", "RayHost", "read_frame", "write_frame"]
 

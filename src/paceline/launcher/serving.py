@@ -18,7 +18,7 @@ from types import TracebackType
 
 import msgspec
 
-from .boot import end_with_parent
+from .program import end_with_parent
 
 __all__ = ["Announcement", "Serving", "announce", "finished"]
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Protocol
 
-from . import boot
+from . import program
 from .endings import await_group_leader
 from .fork_server import EXIT_THREADS, fork_here
 from .orders import Descriptors, Order, await_end, await_ready, await_start, file_of, open_file, send_order
@@ -390,8 +390,8 @@ class Forked:
 
 
 def _environment(processes: int) -> dict[str, str]:
-    """Return the environment of the programs that are executed for a run; see `boot.environment`."""
-    return {**boot.environment(processes), boot.PARENT_VARIABLE: str(os.getpid())}
+    """Return the environment of the programs that are executed for a run; see `program.environment`."""
+    return {**program.environment(processes), program.PARENT_VARIABLE: str(os.getpid())}
 
 
 def _execute(
@@ -406,7 +406,7 @@ def _execute(
 ) -> subprocess.Popen[bytes]:
     """Execute `boot`, with the socket `control` as its standard input. See `boot` for `kind`."""
     return subprocess.Popen(
-        [*prefix, sys.executable, "-P", boot.__file__, kind],
+        [*prefix, sys.executable, "-P", program.BOOT, kind],
         env=environment,
         stdin=control.fileno(),
         stdout=stdout,

@@ -11,7 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from ..errors import RunFailedError
-from ..launcher.boot import end_with_parent
+from ..launcher.program import end_with_parent
 from ..plugins import imported_modules, load_models
 
 __all__ = ["TellCount", "on_all_cores"]
