@@ -1,4 +1,4 @@
-"""Drivers for simulated workers that compute nothing and only let time pass. See `paceline.sim.job.Driver`."""
+"""Drivers for simulated workers that compute nothing and only let time pass. See `paceline.sim.driver`."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 from ..core.coordinator import Coordinator
 from ..core.messages import (
@@ -55,14 +55,16 @@ from ..sync.events import Clip
 from ..sync.schedule import Schedule
 from ..sync.ticks import Seconds
 from .cluster import Cluster
+from .driver import Driver
 from .kernel import STILL, TIMER, Kernel
 from .machines import Presence
 from .network import Connection, NetworkInterface
 from .recording import Recorders
+from .shard_stores import ShardStore
 from .times import Constant, Distribution
 from .virtual_worker import VirtualWorker
 
-__all__ = ["Driver", "NullStore", "ShardStore", "VirtualJob"]
+__all__ = ["VirtualJob"]
 
 log = logging.getLogger("paceline.sim")
 
@@ -73,78 +75,6 @@ KINDS = ("push", "pull", "pull again", "control")
 
 COMPUTING, TO_SERVER, FROM_SERVER, ABSENCES = range(4)
 """Purposes of a worker's random draws. The key of each draw begins with (seed, worker, purpose)."""
-
-
-class Driver(Protocol):
-    """Determines what the workers do between messages. `VirtualJob` calls the methods of its driver."""
-
-    def joined(self, worker: int) -> None:
-        """Called when the worker has joined and its weights have arrived."""
-
-    def computed(self, worker: int) -> None:
-        """Called when the compute time of the worker's iteration has passed."""
-
-    def aborted(self, worker: int) -> None:
-        """Called when the worker's computation must be aborted. The driver must then call `VirtualJob.pull_again`."""
-
-    def answered(self, worker: int) -> None:
-        """Called when every shard's answer to the worker's most recent pull has arrived."""
-
-    def supplied(self, worker: int) -> None:
-        """Called when the coordinator's answer to one of the worker's requests for data has arrived."""
-
-    def combined(self, worker: int) -> None:
-        """Called when the barrier or the reduction in which the worker's script waits has ended."""
-
-    def model_extended(self, initializer: int) -> None:
-        """Called when the shards must be extended, with the initial weights that this worker has proposed."""
-
-    def extended(self, worker: int) -> None:
-        """Called when the worker needs memory for the extended model. `answered` follows when its weights arrive."""
-
-    def sent(self, worker: int, shard: int) -> None:
-        """Called when a shard sends its current weights to the worker."""
-
-    def lost(self, worker: int) -> None:
-        """Called when the worker is lost. The worker's later actions have no effect."""
-
-
-class ShardStore(Protocol):
-    """Interface to the tensors of one shard. See `paceline.shard.store.Store`."""
-
-    def put(self, worker: int, iteration: int, push: Any) -> None: ...
-
-    def apply(self, pushes: Sequence[tuple[int, int]], scales: Sequence[float]) -> None: ...
-
-    def squared_norm(self, pushes: Sequence[tuple[int, int]], scales: Sequence[float]) -> float: ...
-
-    def overwrite(self, worker: int, iteration: int, number: int) -> None: ...
-
-    def discard(self, worker: int, iteration: int) -> None: ...
-
-    def preserve(self, worker: int, iteration: int) -> None: ...
-
-
-class NullStore:
-    """A shard store without tensors, for simulations that do not train."""
-
-    def put(self, worker: int, iteration: int, push: object) -> None:
-        pass
-
-    def apply(self, pushes: Sequence[tuple[int, int]], scales: Sequence[float]) -> None:
-        pass
-
-    def squared_norm(self, pushes: Sequence[tuple[int, int]], scales: Sequence[float]) -> float:
-        return 0.0
-
-    def overwrite(self, worker: int, iteration: int, number: int) -> None:
-        pass
-
-    def discard(self, worker: int, iteration: int) -> None:
-        pass
-
-    def preserve(self, worker: int, iteration: int) -> None:
-        pass
 
 
 class VirtualJob:

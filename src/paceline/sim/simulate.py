@@ -21,9 +21,10 @@ from ..sync.ticks import Seconds
 from ..trace.records import IterationRecord
 from .clockwork import Clockwork, Dataset, DatasetClockwork, require_enough_data
 from .cluster import Cluster, require_whole
-from .job import NullStore, VirtualJob
+from .job import VirtualJob
 from .recording import Recorders, TakeRecord
 from .result import Loss, SimResult
+from .shard_stores import NullStore
 
 if TYPE_CHECKING:
     from ..runtime.reader import WeightsSnapshot
