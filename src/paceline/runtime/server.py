@@ -375,7 +375,7 @@ class ServerHost:
     def _require_room(self, model: ModelSpec, shards: Sequence[ShardSlice], workers: int) -> None:
         """Raise `ConfigurationError` if this machine has too little memory for the shards of this server.
 
-        The coordinator has checked this for the servers on its own machine.
+        The coordinator has checked this for the servers on its own machine. Other servers here are not counted.
         """
         if self._machine is msgspec.UNSET:
             return
