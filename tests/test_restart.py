@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paceline.frontend.restart import Restartable
-from paceline.frontend.session import Session
+from paceline.frontend.session import Session, install
 
 
 class Ordering:
@@ -75,7 +75,11 @@ def compute(model: Net, session: Ordering, body: Callable[[Net], Any] | None = N
     random.seed(1)
     np.random.seed(1)  # the global generator is what scripts use
     torch.manual_seed(1)
-    return restartable.run(lambda: (body or usual)(model))
+    install(cast(Session, session), for_thread=True)
+    try:
+        return restartable.run(lambda: (body or usual)(model))
+    finally:
+        install(None, for_thread=True)
 
 
 def everything(model: Net) -> list[torch.Tensor]:

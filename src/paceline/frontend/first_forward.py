@@ -8,32 +8,16 @@ the pass that it waits for. A model that is copied, saved or compiled before tra
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils.hooks import RemovableHandle
 
-from .hooks import Weakly, remove_after
 from .session import Session, current
 
-__all__ = ["before_each_forward", "can_compute_gradients"]
-
-
-def before_each_forward(session: Session, method: Callable[[nn.Module, object], None]) -> RemovableHandle:
-    """Call a bound method with each module of this process that is about to run, until the result is removed.
-
-    The method is referenced weakly, and no longer called when the session has been freed.
-    """
-    # A compiled module warns that a global hook may be called twice, which is harmless here.
-    warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
-    handle = register_module_forward_pre_hook(Weakly(method))
-    remove_after(session, [handle])
-    return handle
+__all__ = ["can_compute_gradients"]
 
 
 def can_compute_gradients(session: Session, module: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:

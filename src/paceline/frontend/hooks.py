@@ -1,30 +1,35 @@
-"""Hooks on a model's parameters and modules, which are removed when the session is freed.
+"""Hooks on parameters and on torch's modules, which are removed when the session is freed.
 
 torch stores a tensor's hooks in C++, where Python's garbage collector cannot see them. As long as the tensor exists,
 so do all objects to which its hooks refer. If such an object also refers to the tensor, neither is ever freed.
 Therefore these hooks hold only weak references to their objects. After a run, no hooks remain on the model.
+
+A hook that is registered on a module is copied, saved and compiled with the module, and the copy is not trained.
+Therefore no module has a hook of a session. Instead, a hook for all modules of the process is called. torch does not
+copy the hooks of parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import functools
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod, finalize
 
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from .session import Session
 
-__all__ = ["Weakly", "remove_after", "remove_now", "without_hooks"]
+__all__ = ["Weakly", "before_each_forward", "before_each_load", "remove_after", "remove_now"]
 
 
 class Weakly:
-    """Calls a bound method, or does nothing if the method's object no longer exists.
-
-    A copy of a model, in memory or in a file, does not belong to the run. Its hooks do nothing, and a file that
-    contains them can be read without Paceline.
-    """
+    """Calls a bound method, or does nothing if the method's object no longer exists."""
 
     def __init__(self, method: Callable[..., None]) -> None:
         self._reference = WeakMethod(method)
@@ -34,8 +39,49 @@ class Weakly:
         if living is not None:
             living(*arguments)
 
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str]]:
-        return getattr, ("", "format")  # the copy is `"".format`, which ignores its arguments
+
+def before_each_forward(session: Session, method: Callable[[nn.Module, object], None]) -> RemovableHandle:
+    """Call a bound method with each module of this process that is about to run, until the result is removed.
+
+    The method is referenced weakly, and no longer called when the session has been freed. It is not called while
+    torch compiles a module, because torch would compile the call, or refuse to compile the module.
+    """
+    called = Weakly(method)
+
+    def hook(module: nn.Module, inputs: object) -> None:
+        if not torch.compiler.is_compiling():
+            called(module, inputs)
+
+    # A compiled module warns that a global hook may be called twice, which is harmless here.
+    warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
+    handle = register_module_forward_pre_hook(hook)
+    remove_after(session, [handle])
+    return handle
+
+
+def before_each_load(session: Session, method: Callable[[nn.Module], None]) -> None:
+    """While the session exists, call a bound method with each module of this process that is about to load weights.
+
+    The method is referenced weakly. It is called for each part of a module that loads a `state_dict`.
+    """
+    _watch_loading()
+    handle = RemovableHandle(_before_loads)
+    _before_loads[handle.id] = Weakly(method)
+    remove_after(session, [handle])
+
+
+@functools.cache
+def _watch_loading() -> None:
+    """Call the hooks in `_before_loads`, for which torch has no global hook, before any module loads weights."""
+    load = nn.Module._load_from_state_dict
+
+    @functools.wraps(load)
+    def load_after_hooks(self: nn.Module, *arguments: Any, **options: Any) -> None:
+        for hook in tuple(_before_loads.values()):
+            hook(self)
+        load(self, *arguments, **options)
+
+    nn.Module._load_from_state_dict = load_after_hooks  # type: ignore[method-assign]
 
 
 def remove_after(session: Session, handles: Iterable[RemovableHandle]) -> None:
@@ -50,27 +96,10 @@ def remove_now(session: Session) -> None:
     _remove(_handles.pop(session, []))
 
 
-@contextmanager
-def without_hooks(session: Session) -> Iterator[None]:
-    """Return a context in which the modules have no hooks of this session, so that none is written to a file.
-
-    A file with such a hook could not be read by `torch.load(path, weights_only=True)`.
-    """
-    removed = []
-    for handle in _handles.get(session, ()):
-        hooks = handle.hooks_dict_ref()
-        if hooks is not None and handle.id in hooks:
-            removed.append((hooks, handle.id, hooks.pop(handle.id)))
-    try:
-        yield
-    finally:
-        for hooks, index, hook in removed:
-            hooks[index] = hook
-
-
 def _remove(handles: Iterable[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
 
 
 _handles: WeakKeyDictionary[Session, list[RemovableHandle]] = WeakKeyDictionary()
+_before_loads: OrderedDict[int, Weakly] = OrderedDict()

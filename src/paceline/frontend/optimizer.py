@@ -28,7 +28,8 @@ from ..shard.lars import LARS
 from ..shard.optimizers import read_groups, require_elementwise
 from ..sync.events import MOST_NORM, Clip
 from .clipping import gradient_norm
-from .first_forward import before_each_forward, can_compute_gradients
+from .first_forward import can_compute_gradients
+from .hooks import before_each_forward
 from .model import find_model, require_not_wrapped
 from .parameter_sets import ParameterSet
 from .progress import count_step

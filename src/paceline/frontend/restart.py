@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from .generators import GeneratorStates, generators_lock
-from .hooks import Weakly, remove_after
+from .hooks import Weakly, before_each_forward, remove_after
 from .joint_model import JointModel
-from .session import Session
+from .session import Session, current
 
 __all__ = ["Restartable"]
 
@@ -54,10 +54,11 @@ class Restartable:
         self._session = session
         self._pulled = pulled
         self._before: _Before | None = None  # the state to restore; None while no closure runs
-        before, after = Weakly(self._before_forward), Weakly(self._after_gradient)
-        hooks = [module.register_forward_pre_hook(before) for module in model.modules()]
-        hooks += [p.register_post_accumulate_grad_hook(after) for p in parameters if p.requires_grad]
-        remove_after(session, hooks)
+        before_each_forward(session, self._before_forward)
+        after = Weakly(self._after_gradient)
+        remove_after(
+            session, [p.register_post_accumulate_grad_hook(after) for p in parameters if p.requires_grad]
+        )
 
     def run(self, closure: Callable[[], Any]) -> Any:
         """Run a closure, restarting it after each abort, and return its result."""
@@ -76,7 +77,7 @@ class Restartable:
             self._pulled()
 
     def _before_forward(self, module: nn.Module, inputs: object) -> None:
-        if self._before is not None:
+        if self._before is not None and current() is self._session:
             self._before.keep_gradients()
             self._abort_if_ordered()
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from ..errors import UsageError
-from .hooks import without_hooks
 from .session import current, is_main
 from .training import WorkerTraining, training_of
 
@@ -57,10 +56,9 @@ def save(obj: object, path: str | os.PathLike[str]) -> None:
         return
     session = current()
     training = training_of(session) if session is not None else None
-    with without_hooks(session) if session is not None else contextlib.nullcontext():
-        if training is not None and (pooled := _pooled_by_memory(training)):
-            obj = _replaced(obj, pooled)
-        _write(obj, path)
+    if training is not None and (pooled := _pooled_by_memory(training)):
+        obj = _replaced(obj, pooled)
+    _write(obj, path)
 
 
 def _write(obj: object, path: str | os.PathLike[str]) -> None:

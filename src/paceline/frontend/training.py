@@ -25,7 +25,7 @@ from ..shard.vectors import Vectors, digest, squared_norm, torch_dtype
 from ..sync.events import Clip
 from .clipping import take_clipped
 from .gradients import Gradients
-from .hooks import Weakly, remove_after, remove_now
+from .hooks import before_each_load, remove_now
 from .model import describe_parameter
 from .parameter_sets import ParameterSet, Trained
 from .restart import Restartable
@@ -76,6 +76,7 @@ class WorkerTraining:
     _weights: Weights
     _gradients: Gradients
     _restartable: Restartable | None
+    _trained_ids: set[int]  # `id` of each trained parameter
 
     def __init__(self, session: Session, sets: Sequence[ParameterSet]) -> None:
         self._session = session
@@ -99,7 +100,7 @@ class WorkerTraining:
         )
         # The session refers to this object, so that it lives on if the script keeps only the model.
         session.on_moved = self._follow_weights
-        session.on_finish = lambda: self._weights.change_after_training(session)
+        session.on_finish = self._finish
         _trainings[session] = ref(self)
 
     @property
@@ -196,7 +197,8 @@ class WorkerTraining:
         members = {index for each in trained.members for index in each}
         self._gradients.adopt_as_accumulated(session, members, final=final)
         weights.mark()
-        self._keep_before_loading()
+        self._trained_ids = set(map(id, parameters))
+        before_each_load(session, self._before_loading)
 
     def _expect_batches_for(self, trained: Trained) -> None:
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in trained.model.modules()):
@@ -428,21 +430,14 @@ class WorkerTraining:
         """Point the parameters at the session's weights, which were moved to other memory."""
         self._weights.use(self._session.weights)
 
-    def _keep_before_loading(self) -> None:
-        """Let each module keep a copy of the weights before `load_state_dict()` may change them."""
-        keep = Weakly(self._before_loading)
-        trained = set(map(id, self._trained.parameters))
-        remove_after(
-            self._session,
-            [
-                module.register_load_state_dict_pre_hook(keep)
-                for module in self._trained.model.modules()
-                if any(id(parameter) in trained for parameter in module.parameters(recurse=False))
-            ],
-        )
+    def _finish(self) -> str:
+        """Remove the hooks when the script ends, and describe a change of the weights after the last step."""
+        remove_now(self._session)
+        return self._weights.change_after_training(self._session)
 
-    def _before_loading(self, *_: object) -> None:
-        if not self._inside:
+    def _before_loading(self, module: nn.Module) -> None:
+        """Keep a copy of the weights before `load_state_dict()` may change them."""
+        if not self._inside and not self._trained_ids.isdisjoint(map(id, module.parameters(recurse=False))):
             self._weights.keep(self._session)
 
 
