@@ -72,9 +72,14 @@ def enough() -> None:
 
 
 class Served:
-    """A run that `paceline serve` has started in the current directory."""
+    """A run that `paceline serve` has started in the current directory.
 
-    def __init__(self, *options: str) -> None:
+    Args:
+        options: options of the command.
+        secret: the secret that the command finds in its environment; "" if it makes a new one.
+    """
+
+    def __init__(self, *options: str, secret: str = "") -> None:
         Path("train.py").write_text(SCRIPT)
         self._messages = open("serve.log", "w+")  # noqa: SIM115 - closed by `summary`
         self.program = start_program(
@@ -83,7 +88,7 @@ class Served:
         await_that(lambda: "paceline join" in self.messages, "serve says how to join")
         [self.address] = re.findall(r"paceline join (\S+) ", self.messages)
         self.port = self.address.rpartition(":")[2]
-        self.secret = Path("run", "secret").read_text().strip()
+        self.secret = secret or Path("run", "secret").read_text().strip()
 
     @property
     def messages(self) -> str:

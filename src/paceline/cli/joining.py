@@ -21,7 +21,7 @@ from ..launcher.output import ForgivingStream
 from ..launcher.progress import counted
 from ..report.job_status import LONG_LINE, status_view
 from ..wire.addresses import seen_from
-from ..wire.secret import VARIABLE, new_secret, read_secret, write_secret
+from ..wire.secret import VARIABLE, new_secret, take_secret, write_secret
 from .job_settings import JobSettings, takes_job_settings
 from .options import (
     AsJson,
@@ -126,8 +126,9 @@ def serve(
             dry_run=True,
             **settings,
         )
-        token = read_secret(os.environ) or new_secret()
-        job = structs.replace(job, version=__version__, token=token, secure=True)
+        token = take_secret(os.environ)
+        is_new = not token
+        job = structs.replace(job, version=__version__, token=token or new_secret(), secure=True)
     from ..launcher.local import HostMachine, Placement
     from ..launcher.run import start
 
@@ -141,7 +142,7 @@ def serve(
             sys.path,
             console=console,
             placement=placement,
-            listening=lambda address, job: _tell_how_to_join(address, job, announce_to),
+            listening=lambda address, job: _tell_how_to_join(address, job, announce_to, is_new=is_new),
             patience_s=wait,
         )
     report(result)
@@ -346,7 +347,7 @@ def _print_status(state: JobStatus) -> None:
 
 def _secret(file: Path | None) -> str:
     """Return the secret of the run that the user wants to join or to watch."""
-    token = read_secret(os.environ, file)
+    token = take_secret(os.environ, file)
     if not token:
         raise ConfigurationError(
             f"the secret of the run is unknown; set {VARIABLE} to the content of the file that `paceline serve` has "
@@ -355,11 +356,11 @@ def _secret(file: Path | None) -> str:
     return token
 
 
-def _tell_how_to_join(address: str, job: Job, announce_to: int | None) -> None:
-    """Print how machines join a run, and announce it. If the secret of the run is new, write it to a file."""
+def _tell_how_to_join(address: str, job: Job, announce_to: int | None, *, is_new: bool) -> None:
+    """Print how machines join a run, and announce it. If the secret of the run `is_new`, write it to a file."""
     file = Path(job.run_dir, "secret")
-    known = f"{VARIABLE}=..." if VARIABLE in os.environ else f"{VARIABLE}=$(cat {file})"
-    if VARIABLE not in os.environ:
+    known = f"{VARIABLE}=$(cat {file})" if is_new else f"{VARIABLE}=..."
+    if is_new:
         write_secret(job.token, file)
     most = f", and at most {job.workers}" if job.workers > job.least else ""
     brought = f", and {counted(job.remote_servers, 'server')}" if job.remote_servers else ""
@@ -381,7 +382,7 @@ def _tell_how_to_join(address: str, job: Job, announce_to: int | None) -> None:
     if announce_to is not None:
         from ..launcher.serving import Announcement, announce
 
-        secret_file = "" if VARIABLE in os.environ else str(file)
+        secret_file = str(file) if is_new else ""
         announce(announce_to, Announcement(address, job.run_dir, secret_file))
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from .. import __version__
 from ..errors import ConfigurationError
 from ..launcher.environments import ENVIRONMENTS
-from ..wire.secret import VARIABLE, read_secret
+from ..wire.secret import VARIABLE, take_secret
 from .job_settings import JobSettings, as_options, takes_job_settings
 from .joining import SecretFile, worker_range
 from .options import AsModule, Port, RunDir, ServedServers, ShowAll
@@ -112,7 +112,7 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
                 dry_run=True,
                 **settings,
             )
-            token = read_secret(os.environ, secret_file)
+            token = take_secret(os.environ, secret_file)
             if not token and not (place.alone and place.store):
                 raise ConfigurationError(f"the secret of the job is unknown. {HOW}")
         from ..launcher.channels import Streams

@@ -15,6 +15,7 @@ from pathlib import Path
 from ..errors import ConfigurationError
 from ..launcher.endings import describe_ending
 from ..runtime.job import make_job, require_script
+from ..wire.secret import without_secret
 from . import probe
 from .mistakes import Evidence, Mistake, find_mistakes
 from .observations import Observation, read_observations
@@ -89,7 +90,7 @@ def _run(arguments: Sequence[str], log: Path, timeout_s: float) -> str:
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-P", *arguments],
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**without_secret(os.environ), "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

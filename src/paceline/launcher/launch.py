@@ -20,7 +20,7 @@ from ..runtime.job import Job, make_job
 from ..shard.foreign import loaded_optimizers
 from ..sync import SyncModel
 from ..sync.schedule import Schedule
-from ..wire.secret import new_secret, read_secret
+from ..wire.secret import new_secret, take_secret
 from .channels import Streams
 from .local import Placement
 from .progress import announce
@@ -171,7 +171,7 @@ def launch(
     announce(job, console)
     if on_ray:
         job = structs.replace(
-            job, version=__version__, token=read_secret(os.environ) or new_secret(), secure=True
+            job, version=__version__, token=take_secret(os.environ) or new_secret(), secure=True
         )
         return start_on_ray(
             job,

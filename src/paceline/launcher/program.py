@@ -12,6 +12,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from ..wire.secret import without_secret
+
 __all__ = ["BOOT", "PARENT_VARIABLE", "end_with_parent", "environment", "set_title"]
 
 BOOT = str(Path(__file__).with_name("boot.py"))
@@ -33,6 +35,8 @@ of megabytes, although the cache is shared with other virtual machines.
 def environment(processes: int) -> dict[str, str]:
     """Return the environment of the processes of a run, which is read when a program or a library starts.
 
+    It does not contain the secret of a run, although the user may have set it for several commands.
+
     Args:
         processes: number of servers and workers, which share the cores of this machine.
     """
@@ -41,7 +45,7 @@ def environment(processes: int) -> dict[str, str]:
         # If the user has set one of these two variables, the user's value is used.
         "OMP_NUM_THREADS": str(threads),
         "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={PAST_CACHE_BYTES}",
-        **os.environ,
+        **without_secret(os.environ),
         "PYTHONUNBUFFERED": "1",
     }
 

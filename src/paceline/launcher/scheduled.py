@@ -106,7 +106,7 @@ def join_job(
     def work(meeting: Announcement) -> None:
         join(
             meeting.address,
-            token or read_secret({}, Path(meeting.secret_file)),
+            token or read_secret(Path(meeting.secret_file)),
             worker_arguments,
             version=version,
             workers=1,
