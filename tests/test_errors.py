@@ -19,6 +19,7 @@ from paceline.errors import (
     RunFailedError,
     TakenOutError,
     UsageError,
+    UserCodeError,
     WeightsChangedError,
     unknown_name,
 )
@@ -36,6 +37,9 @@ SAMPLES: list[PacelineError] = [
     DeadlineError("no answer within 5 s"),
     RunFailedError("worker 2", "ValueError: no", "Traceback (most recent call last):\n  ..."),
     RunFailedError("the run", "every worker was lost"),
+    UserCodeError(
+        "the sync model mine raised KeyError: 'x' at shard 0", "Traceback (most recent call last):\n  ..."
+    ),
     InternalError("the ledger disagrees with itself", ("first event", "second event")),
 ]
 

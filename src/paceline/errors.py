@@ -11,6 +11,7 @@
     │   └── TakenOutError         the run continues without this worker, because it was stopped or silent
     ├── DeadlineError             an operation took longer than allowed
     ├── RunFailedError            a process of the run failed; contains the traceback of that process
+    │   └── UserCodeError         code of the user failed that Paceline calls: a sync model or an optimizer
     └── InternalError             an internal invariant is violated: a bug in Paceline, please report it
 
 All exceptions can be pickled, because each one passes all of its arguments to `Exception`.
@@ -33,6 +34,7 @@ __all__ = [
     "RunFailedError",
     "TakenOutError",
     "UsageError",
+    "UserCodeError",
     "WeightsChangedError",
     "first_line",
     "unknown_name",
@@ -122,6 +124,20 @@ class RunFailedError(PacelineError):
     def __str__(self) -> str:
         shown = f"\n{self.traceback.rstrip()}" if self.traceback else ""
         return f"{self.process} failed: {self.reason}{shown}"
+
+
+class UserCodeError(RunFailedError):
+    """A sync model or an optimizer that is not Paceline's own failed while Paceline called it.
+
+    Args:
+        reason: what failed, where, and for which event.
+        traceback: the user's frames of the traceback; "" if there are none, because the code has returned something
+            wrong.
+    """
+
+    def __init__(self, reason: str, traceback: str = "") -> None:
+        super().__init__("the run", reason, traceback)
+        self.args = (reason, traceback)  # what pickle passes to this method
 
 
 class InternalError(PacelineError):

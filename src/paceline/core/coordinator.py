@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 
 from ..errors import ConfigurationError, InternalError, ProtocolError
+from ..plugins.failures import blame
 from ..sync import SyncModel
 from ..sync.actions import AnyAction, PublishChange, PublishPlan, RestartWorker, SetTimer
 from ..sync.events import (
@@ -887,16 +888,22 @@ class Coordinator:
         )
 
     def take(self, event: AnyEvent) -> list[Request]:
-        """Pass an event to the coordinator's part of the sync model, and return the resulting requests."""
+        """Pass an event to the coordinator's part of the sync model, and return the resulting requests.
+
+        Raises:
+            UserCodeError: a sync model of the user failed, or returned actions that cannot be carried out.
+        """
         try:
             actions = self._sync.handle(event)
+            requests = [request for action in actions for request in _requests(action)] if actions else []
         except ProtocolError as error:
             if self._recorder is not None:
                 self._recorder.record(Entry(event, refused=str(error)))
             raise
+        except Exception as error:
+            blame(self._sync.model, "the coordinator", event, error)
         if self._recorder is not None:
             self._recorder.record(Entry(event, list(actions)))
-        requests = [request for action in actions for request in _requests(action)] if actions else []
         return requests + self._join_next() if self._admitted else requests
 
 

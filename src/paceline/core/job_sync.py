@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 
 from ..errors import InternalError, InvalidEventError
+from ..plugins.failures import blaming
 from ..sync.actions import AnyAction, PublishChange
 from ..sync.events import (
     AnyEvent,
@@ -26,7 +27,7 @@ from ..sync.events import (
     WorkerJoined,
     WorkerLost,
 )
-from ..sync.model import JobMachine
+from ..sync.model import JobMachine, SyncModel
 from ..sync.notation import parse_shards
 from ..sync.ticks import TICKS_PER_S
 from .order import ReportOrder
@@ -67,6 +68,11 @@ class JobSync:
         self._early: list[AnyEvent] = []
         # workers that have passed a change's boundary but have not reported the start of an iteration since then
         self._to_start: set[int] = set()
+
+    @property
+    def model(self) -> SyncModel:
+        """The model whose state machine decides; the model of shard 0 if the shards have different models."""
+        return parse_shards(self.sync or self._first)[0]
 
     @property
     def next_superstep(self) -> int:
@@ -187,9 +193,10 @@ class JobSync:
 
     def _new_machine(self, sync: str) -> JobMachine | None:
         models = parse_shards(sync)
-        machine = models[0].at_coordinator(self._seed) if len(set(models)) == 1 else None
-        if machine is not None:
-            machine.ticks_per_s = self._ticks_per_s
+        with blaming(models[0], "the coordinator", "at_coordinator"):
+            machine = models[0].at_coordinator(self._seed) if len(set(models)) == 1 else None
+            if machine is not None:
+                machine.ticks_per_s = self._ticks_per_s
         return machine
 
     # -- changes ------------------------------------------------------------------------------------------

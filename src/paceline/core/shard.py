@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..errors import InternalError, InvalidEventError
+from ..plugins.failures import blame
 from ..sync import SyncModel
 from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, HoldPush, ReportFault, SetTimer
 from ..sync.events import (
@@ -120,9 +121,17 @@ class Shard:
 
         Raises:
             InvalidEventError: the event is not allowed. The state is unchanged, and the refusal is recorded.
+            UserCodeError: a sync model of the user failed, or returned actions that cannot be carried out.
         """
         if isinstance(event, MeanClipped):
             return self._clip_mean(event)
+        try:
+            return self._decide(event)
+        except Exception as error:
+            blame(self.sync.sync, f"shard {self.index}", event, error)
+
+    def _decide(self, event: AnyEvent) -> list[Request]:
+        """Let the sync model decide about an event, and return the requests that carry out its actions."""
         try:
             if self.clipped.measured:
                 self._require_answered(event)

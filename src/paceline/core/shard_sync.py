@@ -30,7 +30,10 @@ applied, averaged or dropped exactly once.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 from ..errors import InternalError, InvalidEventError
+from ..plugins.failures import blaming
 from ..sync.actions import AnswerPull, AnyAction, ApplyMean, ReportFault
 from ..sync.asp import ASP
 from ..sync.bsp import BSP
@@ -103,19 +106,23 @@ class ShardSync:
 
     def entry(self, worker: int) -> tuple[int, int]:
         """Return the smallest label and the least c_p with which a worker could join now."""
-        return self.order.first_label(worker), self._machine.entry
+        with self._blaming("entry"):
+            return self.order.first_label(worker), self._machine.entry
 
     def holds(self, worker: int) -> bool:
         """Return True if a push of this worker is held, and other shards may not have received the push."""
-        return self._machine.holds(worker) or any(push[0] == worker for push in self._orphans)
+        with self._blaming("holds"):
+            return self._machine.holds(worker) or any(push[0] == worker for push in self._orphans)
 
     def may_join(self, count: int) -> bool:
         """Return True if a worker may still join with this c_p."""
-        return self._machine.may_join(count)
+        with self._blaming("may_join"):
+            return self._machine.may_join(count)
 
     def waits(self) -> dict[int, str]:
         """Return, for each worker with a delayed pull, a description of what the pull waits for."""
-        waits = dict(self._machine.waits())
+        with self._blaming("waits"):
+            waits = dict(self._machine.waits())
         if self._change is not None:
             boundary = f"workers {sorted(self.counts.count)} to reach the change to {self._change.sync}"
             waits |= {worker: boundary for worker in self._passed if self._waiting(worker)}
@@ -281,9 +288,13 @@ class ShardSync:
         return answers
 
     def _new_machine(self) -> ShardMachine:
-        machine = self.sync.at_shard(self._seed, self._shard)
-        machine.ticks_per_s = self._ticks_per_s
+        with self._blaming("at_shard"):
+            machine = self.sync.at_shard(self._seed, self._shard)
+            machine.ticks_per_s = self._ticks_per_s
         return machine
+
+    def _blaming(self, method: str) -> AbstractContextManager[None]:
+        return blaming(self.sync, f"shard {self._shard}", method)
 
     def _waiting(self, worker: int) -> bool:
         return self.order.phase[worker] == "waiting"

@@ -57,7 +57,7 @@ from ..core.messages import (
 from ..core.model_spec import ModelSpec
 from ..core.requests import Fail, Peer, Request, Send, Timer, Warn, server_peer, worker_peer
 from ..core.traffic import Link, TrafficMeter
-from ..errors import ConfigurationError, InternalError, ProtocolError, RunFailedError
+from ..errors import ConfigurationError, InternalError, ProtocolError, RunFailedError, UserCodeError
 from ..sync.notation import notation
 from ..sync.ticks import TICKS_PER_S
 from ..trace.clocks import ClockRecorder
@@ -313,12 +313,10 @@ class CoordinatorHost:
     def _run(self) -> None:
         try:
             while self._stops_s is None or (self._of_role("server") and time.monotonic() < self._stops_s):
-                self._hub.poll(self._patience_s())
-                self._note_states()
-                if self._stops_s is None:
-                    self._look()
-                for timer in self._timers.take_due(self.job.now_ticks()):
-                    self._perform(self.core.fire(timer, self.job.now_ticks()))
+                try:
+                    self._step()
+                except UserCodeError as error:  # the loop goes on, so that the weights can be collected
+                    self.fail(RunFailedError("the coordinator", error.reason, error.traceback))
         except Exception as error:  # any exception must end the run and be reported
             log.exception("the coordinator failed")
             self.fail(RunFailedError("the coordinator", str(InternalError(repr(error)))))
@@ -331,6 +329,15 @@ class CoordinatorHost:
             self._master = self._new_master = None  # releases the mappings, which keep file descriptors open
             self._bell.close()
             self._bell_end.close()
+
+    def _step(self) -> None:
+        """Wait for messages, and handle them and what is due."""
+        self._hub.poll(self._patience_s())
+        self._note_states()
+        if self._stops_s is None:
+            self._look()
+        for timer in self._timers.take_due(self.job.now_ticks()):
+            self._perform(self.core.fire(timer, self.job.now_ticks()))
 
     def _ask_servers(self) -> None:
         for server in self._of_role("server"):

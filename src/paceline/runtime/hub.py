@@ -27,7 +27,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..core.messages import Hello, Message
-from ..errors import DeadlineError, InternalError, PeerLostError, ProtocolError
+from ..errors import DeadlineError, InternalError, PeerLostError, ProtocolError, UserCodeError
 from ..wire.forks import close_in_forks
 from ..wire.passing import Source
 from ..wire.preface import COORDINATOR, Preface
@@ -48,7 +48,7 @@ MOST_UNSENT = 1 << 14
 # Maximum number of characters in a logged reason, which may contain data that a peer sent.
 LONGEST_REASON = 1000
 # Errors that may occur while a message is handled but are not caused by its sender.
-OUR_FAULT = (InternalError, OSError, MemoryError)
+OUR_FAULT = (InternalError, UserCodeError, OSError, MemoryError)
 # Minimum time between two checks of the sockets while messages arrive in rings.
 SOCKETS_INTERVAL_S = 1e-3
 # Maximum time to block if there are rings. If a wake-up is lost, this is also the maximum delay.

@@ -75,7 +75,7 @@ from ..core.requests import (
     Timer,
     worker_peer,
 )
-from ..errors import ConfigurationError, InternalError, ProtocolError, first_line
+from ..errors import ConfigurationError, InternalError, ProtocolError, UserCodeError, first_line
 from ..shard.foreign import class_of
 from ..shard.states import decode_states
 from ..shard.store import Push, Vectors
@@ -200,12 +200,7 @@ class ServerHost:
         except BaseException as error:
             # Send the report before any connection is closed, so that it arrives before the workers' own reports that
             # this server is lost.
-            failed = (
-                Failed(str(error), "")  # a sentence for users
-                if isinstance(error, ConfigurationError)
-                else Failed(first_line(error), "".join(traceback.format_exception(error)))
-            )
-            self._hub.send(self._coordinator, failed)
+            self._hub.send(self._coordinator, _report_of(error))
             raise
         finally:
             for recorder in self._recorders:
@@ -532,6 +527,17 @@ class ServerHost:
         if self._memory is None:
             raise ProtocolError("training has not begun")
         return self._memory
+
+
+def _report_of(error: BaseException) -> Failed:
+    """Return the message that reports the exception with which a server ends."""
+    match error:
+        case ConfigurationError():
+            return Failed(str(error), "")  # a sentence for users
+        case UserCodeError():
+            return Failed(error.reason, error.traceback)
+        case _:
+            return Failed(first_line(error), "".join(traceback.format_exception(error)))
 
 
 def _load_classes(model: ModelSpec) -> None:

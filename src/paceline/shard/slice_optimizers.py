@@ -23,6 +23,8 @@ import torch
 
 from ..core.layout import ShardSlice, aligned, dtype_of, item_bytes
 from ..core.model_spec import HyperParameters, OptimizerSpec
+from ..errors import UserCodeError, first_line
+from ..plugins.failures import user_traceback
 from .optimizer_state import entry_of, segments_of_state, tensors_of
 from .optimizers import ELEMENTWISE, make_optimizer
 from .vectors import Vectors, segment_views
@@ -322,7 +324,7 @@ class TorchOptimizer:
         self._parameters = segment_views(bounds, weights)
         self._mean = {dtype: torch.zeros_like(vector) for dtype, vector in weights.items()}
         self._groups = spec.groups  # current hyper-parameters of the optimizer
-        self._foreign = spec.name not in ELEMENTWISE
+        self._name, self._foreign = spec.name, spec.name not in ELEMENTWISE
         group_of = [spec.group_of[segment.parameter] for segment in bounds.segments]
         self._optimizer = make_optimizer(
             spec.name,
@@ -355,7 +357,15 @@ class TorchOptimizer:
         parts = segment_views(self._bounds, gradient)
         for parameter, part, segment in zip(self._parameters, parts, self._bounds.segments, strict=True):
             parameter.grad = part if present(segment.parameter) else None
-        self._optimizer.step()
+        try:
+            self._optimizer.step()
+        except Exception as error:
+            if not self._foreign:
+                raise
+            raise UserCodeError(
+                f"the optimizer {self._name} raised {first_line(error)} in a step on a server",
+                user_traceback(error),
+            ) from None
 
     def state(self) -> Vectors:
         return {

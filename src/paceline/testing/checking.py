@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from ..plugins.failures import report_of_user_code
 from ..sync import Conditions, SyncModel, parse
 from .admission import UNKNOWN, Admission
 from .oracle import Oracle
@@ -147,7 +148,9 @@ def _named(sync: SyncModel, promise: str) -> Iterator[None]:
         yield
     except Exception as error:
         _show("")
-        raise AssertionError(f"{sync} breaks a promise: {promise}\n{str(error) or repr(error)}") from error
+        told = report_of_user_code(error) or (str(error) if isinstance(error, AssertionError) else "")
+        text = f"{sync} breaks a promise: {promise}\n{told or str(error) or repr(error)}"
+        raise AssertionError(text) from (None if told else error)
 
 
 def _show(line: str) -> None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from ..core.job_sync import JobSync
 from ..core.shard_sync import ShardSync
 from ..errors import ConfigurationError
+from ..plugins.failures import report_of_user_code
 from ..sync import SyncModel, parse
 from ..sync.actions import PublishPlan, RestartWorker, SetTimer
 from ..sync.events import (
@@ -203,8 +204,10 @@ def _shown(events: list[AnyEvent]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        told = report_of_user_code(error)
         lines = "\n".join(f"    {event}" for event in events)
-        raise AssertionError(f"{str(error) or repr(error)}\nafter these events:\n{lines}") from error
+        text = f"{told or str(error) or repr(error)}\nafter these events:\n{lines}"
+        raise AssertionError(text) from (None if told else error)
 
 
 # -- at the coordinator ----------------------------------------------------------------------------------------

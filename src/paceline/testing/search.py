@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from ..plugins.failures import report_of_user_code
 from .small_job import SmallJob
 from .states import State, Step
 
@@ -54,7 +55,9 @@ def explore(
                     came_from[after] = state, label
                     todo.append(after)
         except Exception as error:
-            raise AssertionError("\n".join([*_way_to(state, came_from), label, repr(error)])) from error
+            told = report_of_user_code(error)
+            way = [*_way_to(state, came_from), label, told or repr(error)]
+            raise AssertionError("\n".join(way)) from (None if told else error)
         assert len(came_from) <= most_states, (
             f"the job has more than {most_states:,} states; choose fewer workers, shards or iterations"
         )

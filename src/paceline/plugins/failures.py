@@ -1,0 +1,111 @@
+"""Errors in code of the user that Paceline calls: sync models, conditions, and optimizers on the servers.
+
+Such an error is the fault of neither the sender of a message nor Paceline. It ends the run or the simulation with a
+`UserCodeError`, which says what was called, where, and for which event. Its traceback has only the user's frames.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import dropwhile
+from pathlib import Path
+from typing import NoReturn
+
+from ..errors import InternalError, ProtocolError, UserCodeError, first_line
+from ..sync import SyncModel
+from ..sync.events import (
+    IterationFinished,
+    IterationStarted,
+    PullRequested,
+    PushReceived,
+    TimerFired,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
+
+__all__ = ["blame", "blaming", "report_of_user_code", "user_traceback"]
+
+PACKAGE = str(Path(__file__).parent.parent)
+CONTEXTS = contextlib.__file__  # Paceline calls some code of the user inside context managers
+
+EVENTS: dict[type, str] = {
+    PushReceived: "it received the push of iteration {0.iteration} of worker {0.worker}",
+    PullRequested: "it received the pull of iteration {0.iteration} of worker {0.worker}",
+    TimerFired: "the timer of worker {0.worker} for iteration {0.iteration} fired",
+    WorkerJoined: "worker {0.worker} joined",
+    WorkerLost: "worker {0.worker} was lost",
+    WorkerFinished: "worker {0.worker} finished",
+    IterationFinished: "worker {0.worker} finished iteration {0.iteration}",
+    IterationStarted: "worker {0.worker} started iteration {0.iteration}",
+}
+"""The events that a sync model receives, as clauses about the model."""
+
+
+def blame(model: SyncModel, where: str, event: object, error: Exception) -> NoReturn:
+    """Raise a `UserCodeError` for an error that a sync model, or what it has returned, has caused.
+
+    Raise `error` itself if it is not the model's fault: a refused event, or an error in a model of this package.
+
+    Args:
+        model: the sync model.
+        where: where its state machine runs, for example "shard 0".
+        event: the event that the state machine has received, or a clause that says what was called.
+        error: the exception that is being handled.
+    """
+    if isinstance(error, ProtocolError | UserCodeError) or type(model).__module__.startswith("paceline."):
+        raise error
+    told = user_traceback(error)
+    when = next((clause for kind, clause in EVENTS.items() if isinstance(event, kind)), str(event)).format(
+        event
+    )
+    if told:
+        # The context would show Paceline's frames, too.
+        raise UserCodeError(
+            f"the sync model {model} raised {first_line(error)} at {where}, when {when}", told
+        ) from None
+    if isinstance(error, OSError | MemoryError):
+        raise error
+    what = error.what if isinstance(error, InternalError) else first_line(error)
+    raise UserCodeError(
+        f"the sync model {model} returned what cannot be carried out at {where}, when {when}: {what}. Test the model "
+        "with paceline.testing.check."
+    ) from error
+
+
+@contextmanager
+def blaming(model: SyncModel, where: str, method: str) -> Iterator[None]:
+    """Call `blame` if the block fails, which calls a method of the model or of its state machine."""
+    try:
+        yield
+    except Exception as error:
+        blame(model, where, f"its method {method} was called", error)
+
+
+def report_of_user_code(error: BaseException) -> str:
+    """Return what to tell about an error in code of the user; "" if the error is not in such code."""
+    if isinstance(error, UserCodeError):
+        return f"{error.reason}\n{error.traceback}".rstrip()
+    return user_traceback(error).rstrip()
+
+
+def user_traceback(error: BaseException) -> str:
+    """Return the traceback of an exception without the frames of Paceline; "" if no frame is left."""
+    told = traceback.TracebackException.from_exception(error)
+    if not _users_frames(told):
+        return ""
+    parts = [told]
+    while parts:
+        part = parts.pop()
+        part.stack = traceback.StackSummary.from_list(_users_frames(part))
+        parts += [each for each in (part.__cause__, part.__context__) if each is not None]
+    return "".join(told.format())
+
+
+def _users_frames(told: traceback.TracebackException) -> list[traceback.FrameSummary]:
+    """Return the frames of the user's code and of what it has called, without those of Paceline."""
+    called = dropwhile(lambda frame: frame.filename.startswith((PACKAGE, CONTEXTS)), told.stack)
+    return [frame for frame in called if not frame.filename.startswith(PACKAGE)]
