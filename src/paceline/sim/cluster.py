@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ..core.data_feed import Work
 from ..errors import ConfigurationError
 from ..sync.ticks import resolution
-from .cluster_file import read_file, read_preset
+from .cluster_file import in_words_of_file, read_file, read_preset
 from .machines import Link, Presence
 from .times import Distribution, Times, times_of
 
@@ -99,7 +99,7 @@ class Cluster:
         try:
             return cls(**arguments)
         except ConfigurationError as error:
-            raise ConfigurationError(f"{os.fspath(path)}: {error}") from error
+            raise ConfigurationError(f"{os.fspath(path)}: {in_words_of_file(str(error))}") from error
 
     @classmethod
     def preset(cls, name: str) -> Cluster:

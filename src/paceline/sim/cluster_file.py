@@ -38,12 +38,35 @@ from ..errors import ConfigurationError, unknown_name
 from .machines import Link, Presence
 from .times import Constant, Distribution, Times, Uniform, times_of
 
-__all__ = ["PRESETS", "read_file", "read_preset"]
+__all__ = ["PRESETS", "in_words_of_file", "read_file", "read_preset"]
 
 TIMES = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 SIZES = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 RATES = {"bit/s": 1.0, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9, "MB/s": 8e6, "GB/s": 8e9}
 SHARES = {"%": 0.01}
+
+_FILE_KEYS = {
+    "compute_s": "compute",
+    "fixed_share": "fixed",
+    "latency_s": "latency",
+    "bandwidth_bps": "bandwidth",
+    "size_bytes": "parameters",
+    "joins_at_s": "joins_at",
+    "lost_at_s": "lost_at",
+    "preempted_every_s": "preempted_every",
+    "back_after_s": "back_after",
+}
+"""The names of Python arguments, each with the name of the corresponding key of a cluster file."""
+
+_TOML_TYPES = {
+    "array": "a list",
+    "object": "a table",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text in quotes",
+}
+"""The names of types in validation errors, each in the words of a cluster file."""
 
 _quantity = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ/%]*)\s*")
 
@@ -158,11 +181,24 @@ def _parse(text: str, source: str, name: str) -> dict[str, Any]:
         raise ConfigurationError(f"{source}: {error}") from error
 
 
+def in_words_of_file(message: str) -> str:
+    """Return an error message in which the names of Python arguments are replaced by the keys of a cluster file.
+
+    >>> in_words_of_file("back_after_s is -1, expected a number of seconds >= 0.")
+    'back_after is -1, expected a number of seconds >= 0.'
+    """
+    return re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda match: _FILE_KEYS.get(match[0], match[0]), message)
+
+
 def _readable(reason: str) -> str:
     """Return a validation error's message, preceded by the entry's name. For an unknown key, list the known keys."""
     key = ""
     if match := re.search(r" - at `\$(.*)`$", reason):
         key, reason = match[1].lstrip("."), reason[: match.start()]
+    if match := re.fullmatch(r"Expected `(\w+)`, got `(\w+)`", reason):
+        expected, given = (_TOML_TYPES.get(name, name) for name in match.groups())
+        return f"{key} is {given}, expected {'[[workers]] tables' if key == 'workers' else expected}."
+    reason = reason.removeprefix("Object ")
     if "unknown field" in reason:
         struct = Group if key.startswith("workers[") else File
         reason += f"; expected one of {', '.join(struct.__struct_fields__)}"
@@ -193,7 +229,10 @@ def _arguments(file: File, name: str) -> dict[str, Any]:
         )
         for worker in range(len(compute), len(compute) + group.count):
             if presence_times:
-                presence[worker] = Presence(**presence_times)
+                try:
+                    presence[worker] = Presence(**presence_times)
+                except ConfigurationError as error:
+                    raise ConfigurationError(f"{table}: {in_words_of_file(str(error))}") from error
             if latency is not None or bandwidth is not None:
                 links[worker] = Link(bandwidth_bps=bandwidth, to_server_s=latency, from_server_s=latency)
         compute += [time] * group.count
