@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperCommand
 
+from paceline.cli.numbers import whole_number_option
 from paceline.cli.options import AsJson
 from paceline.cli.progress import TellShare, shown_progress
 from paceline.cli.terminal import interruptible, print_json, read_numbers, read_whole, run_app
@@ -62,9 +63,10 @@ def transport(
         str, typer.Option("--sizes", metavar="MB ...", help="Model sizes in MB (2**20 bytes).")
     ] = "0.004,1,25,100",
     workers: Annotated[str, typer.Option("--workers", metavar="N ...", help="Numbers of workers.")] = "2,4",
-    servers: Annotated[int, typer.Option("--servers", help="Number of servers.")] = 2,
+    servers: Annotated[int, whole_number_option("--servers", help="Number of servers.")] = 2,
     rounds: Annotated[
-        int, typer.Option("--rounds", help="Number of rounds. Each result is the median over the rounds.")
+        int,
+        whole_number_option("--rounds", help="Number of rounds. Each result is the median over the rounds."),
     ] = 3,
     systems: Annotated[
         str,
@@ -100,11 +102,12 @@ def overlap(
         str, typer.Option("--rate", help="Rate of each network link in each direction, for example 250mbit.")
     ] = "1gbit",
     rounds: Annotated[
-        int, typer.Option("--rounds", help="Number of rounds. Each result is the median over the rounds.")
+        int,
+        whole_number_option("--rounds", help="Number of rounds. Each result is the median over the rounds."),
     ] = 3,
-    iterations: Annotated[int, typer.Option("--iterations", help="Measured iterations per run.")] = 8,
+    iterations: Annotated[int, whole_number_option("--iterations", help="Measured iterations per run.")] = 8,
     shards: Annotated[
-        int, typer.Option("--shards", help="Number of shards in the setting with even slicing.")
+        int, whole_number_option("--shards", help="Number of shards in the setting with even slicing.")
     ] = 16,
     picture: Annotated[
         Path | None,
@@ -150,7 +153,8 @@ def links(
         str, typer.Option("--sizes", metavar="MB ...", help="Model sizes in MB (2**20 bytes).")
     ] = "25,100",
     rounds: Annotated[
-        int, typer.Option("--rounds", help="Number of rounds. Each result is the median over the rounds.")
+        int,
+        whole_number_option("--rounds", help="Number of rounds. Each result is the median over the rounds."),
     ] = 3,
 ) -> None:
     """Compare a push and a pull over a network link with iperf3, without and with TLS.
@@ -192,9 +196,9 @@ def zipline(
     as_json: AsJson = False,
     rounds: Annotated[
         int | None,
-        typer.Option(
+        whole_number_option(
             "--rounds",
-            min=1,
+            least=1,
             help="Number of rounds, each with new inputs. Default: 3, or 1 with --quick.",
             show_default=False,
         ),

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from paceline.cli.numbers import whole_number_option
 from paceline.cli.options import Out, RunDir
 from paceline.cli.output_folder import new_folder
 from paceline.cli.progress import shown_progress
@@ -69,7 +70,10 @@ def exhibits(
         ),
     ] = False,
     seeds: Annotated[
-        int, typer.Option("--seeds", min=1, help="Number of seeds. Each result is the median over the seeds.")
+        int,
+        whole_number_option(
+            "--seeds", least=1, help="Number of seeds. Each result is the median over the seeds."
+        ),
     ] = 3,
     data: Annotated[
         Path | None,

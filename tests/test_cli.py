@@ -6,17 +6,20 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 import paceline
 from paceline import cli
 from paceline.sync import MODELS
 
 from .live import chaos
+from .test_environments import SLURM
 
 DEADLINE_S = 120.0  # a safety net: nothing here takes that long unless something hangs
 
@@ -424,7 +427,10 @@ BAD_INPUT = {
         ["--batch", "balaned", "train.py"],
         "error: unknown batch 'balaned'; did you mean 'balanced'? Choices: balanced, equal.",
     ),
-    "workers that are no number": (["--workers", "two", "train.py"], "Invalid value for '--workers'"),
+    "workers that are no number": (
+        ["--workers", "two", "train.py"],
+        "error: workers is 'two', expected a whole number >= 1.",
+    ),
     "an unknown option": (["--worker", "3", "train.py"], "--workers"),
 }
 
@@ -493,16 +499,124 @@ def test_an_unknown_command_is_refused_with_the_nearest(call: Call) -> None:
     ended = call("rnu", "train.py")
 
     assert ended.code == 2
-    assert "No such command 'rnu'" in ended.words
-    assert "run" in ended.words.partition("'rnu'")[2]
+    assert ended.stderr == (
+        "error: unknown command 'rnu'; did you mean 'run'? Choices: advise, check, demo, join, run, serve, simulate, "
+        "status, sync.\n"
+    )
 
 
-@pytest.mark.parametrize("seeds", ["0", "some"])
+@pytest.mark.parametrize("seeds", ["0", "'some'"])
 def test_a_demo_with_no_seeds_is_refused(seeds: str, call: Call, tmp_path: Path) -> None:
-    ended = call("demo", "--seeds", seeds)
+    ended = call("demo", "--seeds", seeds.strip("'"))
 
     assert ended.code == 2
-    assert "Invalid value for '--seeds'" in ended.words
+    assert ended.stderr == f"error: seeds is {seeds}, expected a whole number >= 1.\n"
+    assert contents(tmp_path) == ["train.py"]
+
+
+NONSENSE = "nonsense!"
+ANY_NAME = {"--run-dir", "--out", "--observer"}  # options whose value may be any text
+REQUIRED = {  # what each command needs besides the option
+    "run": ["--dry-run", "train.py"],
+    "check": ["train.py"],
+    "join": ["127.0.0.1:1", "train.py"],
+    "join --slurm": ["train.py"],
+    "status": ["127.0.0.1:1"],
+    "simulate": ["elastic-bsp"],
+    "advise": ["."],
+}
+
+
+def options_with_values() -> list[tuple[str, str]]:
+    """Every option of every command, except for flags."""
+    commands: Mapping[str, Any] = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    return [
+        (name, option)
+        for name, command in commands.items()
+        for parameter in command.params
+        if parameter.param_type_name == "option" and not parameter.is_flag
+        if (option := max(parameter.opts, key=len)) not in ANY_NAME
+    ]
+
+
+@pytest.mark.parametrize(("command", "option"), options_with_values())
+def test_nonsense_for_any_option_is_refused_in_one_sentence_that_names_it(
+    command: str, option: str, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**SLURM, "PACELINE_SECRET": "0" * 64}.items():
+        monkeypatch.setenv(name, value)
+    brings = ["--servers", "1"] if (command, option) == ("join", "--listen") else []
+    ended = call(*command.split(), *brings, option, NONSENSE, *REQUIRED.get(command, []))
+
+    assert (ended.code, ended.stdout) == (2, "")
+    assert re.fullmatch(r"error: .*[.)]\n", ended.stderr)  # one line
+    assert NONSENSE in ended.stderr
+    key = option.removeprefix("--").replace("-", "_")
+    assert f"{key} is {NONSENSE!r}, expected " in ended.stderr or key not in NUMBERS
+    assert contents(tmp_path) == ["train.py"]
+
+
+NUMBERS = {
+    *(
+        "workers",
+        "servers",
+        "shards",
+        "seed",
+        "port",
+        "iterations",
+        "samples",
+        "batch_size",
+        "seeds",
+        "rejoin",
+    ),
+    *("wait", "timeout", "stall_timeout", "jitter", "pace", "slowdown", "remote_servers"),
+}
+
+WRONG_PLACES = {
+    "an address without a port": (["status", "foo"], "error: the address is 'foo', expected HOST:PORT"),
+    "an address to join without a port": (
+        ["join", "foo", "train.py"],
+        "error: the address is 'foo', expected HOST:PORT",
+    ),
+    "a script in the place of the address": (
+        ["join", "train.py"],
+        "error: the address is 'train.py', expected HOST:PORT",
+    ),
+    "an address with a port that is none": (
+        ["status", "foo:70000"],
+        "error: the address is 'foo:70000', expected HOST:PORT",
+    ),
+    "a missing script to join with": (
+        ["join", "foo:1", "trian.py"],
+        "error: the script 'trian.py' does not exist",
+    ),
+    "a missing script to check": (["check", "trian.py"], "error: the script 'trian.py' does not exist"),
+    "a missing script to simulate": (
+        ["simulate", "elastic-bsp", "--script", "trian.py"],
+        "error: the script 'trian.py' does not exist",
+    ),
+    "a directory of a run that does not exist": (
+        ["advise", "nowhere"],
+        "error: the directory 'nowhere' does not exist; give the directory of a run",
+    ),
+    "a directory of a run that is a file": (
+        ["advise", "train.py"],
+        "error: 'train.py' is not a directory; give the directory of a run",
+    ),
+    "a cluster file that does not exist": (
+        ["simulate", "elastic-bps"],
+        "error: the cluster file elastic-bps cannot be read: No such file or directory. Give the path",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_PLACES)
+def test_a_wrong_place_is_named_before_a_secret_is_asked_for(case: str, call: Call, tmp_path: Path) -> None:
+    arguments, words = WRONG_PLACES[case]
+    ended = call(*arguments)
+
+    assert ended.code == 2
+    assert ended.stderr.startswith(words)
     assert contents(tmp_path) == ["train.py"]
 
 

@@ -259,7 +259,10 @@ def test_a_run_ends_when_the_link_of_a_machine_with_servers_swallows_everything(
         (["join", "--workers", "0", "127.0.0.1:1"], "this machine has nothing to do"),
         (["join", "--servers", "1", "127.0.0.1:1"], "the script is missing"),
         (["join", "--port", "29601", "127.0.0.1:1", "train.py"], "--listen and --port are for the servers"),
-        (["join", "--servers", "-1", "127.0.0.1:1", "train.py"], "Invalid value for '--servers'"),
+        (
+            ["join", "--servers", "-1", "127.0.0.1:1", "train.py"],
+            "servers is -1, expected a whole number >= 0.",
+        ),
     ],
 )
 def test_bad_input(arguments: list[str], words: str, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:

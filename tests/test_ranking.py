@@ -401,7 +401,7 @@ def test_a_cluster_file_says_that_its_times_are_those_of_emulated_machines(
             ["simulate", "spec-sync-1", "--sync", "drop-stragglers:quorum=99"],
             "quorum is 99, expected at most 40",
         ),
-        (["advise", "nowhere"], "nowhere does not contain a finished run"),
+        (["advise", "nowhere"], "the directory 'nowhere' does not exist"),
     ],
 )
 def test_bad_input_ends_with_2_and_one_sentence(

@@ -21,6 +21,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from .. import __version__
+from ..errors import unknown_name
 from .checking import check
 from .joining import join, serve, status
 from .options import ModelImports
@@ -38,6 +39,10 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[:2] == ["join", "--slurm"]:
             args = ["join --slurm", *args[2:]]
+        if args[0] not in self.commands:
+            raise unknown_name(
+                "command", args[0], [n for n, each in self.commands.items() if not each.hidden]
+            )
         return super().resolve_command(ctx, args)
 
 

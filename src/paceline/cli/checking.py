@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from .numbers import number_option, whole_number_option
 from .options import AsJson
 from .terminal import EXIT_FAILED, interruptible, print_json
 
@@ -27,16 +28,21 @@ def check(
     arguments: Annotated[
         list[str] | None, typer.Argument(help="Arguments of the script.", show_default=False)
     ] = None,
-    workers: Annotated[int, typer.Option("--workers", "-n", help="Number of workers, at least 2.")] = 2,
+    workers: Annotated[
+        int, whole_number_option("--workers", "-n", help="Number of workers, at least 2.")
+    ] = 2,
     iterations: Annotated[
-        int, typer.Option("--iterations", help="Number of optimizer steps after which the script is ended.")
+        int,
+        whole_number_option(
+            "--iterations", help="Number of optimizer steps after which the script is ended."
+        ),
     ] = 5,
     sync: Annotated[
         str, typer.Option("--sync", metavar="NAME:KEY=VALUE,...", help="Synchronization model.")
     ] = "bsp",
     timeout: Annotated[
         float,
-        typer.Option(
+        number_option(
             "--timeout", metavar="SECONDS", help="Time after which the script is ended in any case."
         ),
     ] = 120.0,

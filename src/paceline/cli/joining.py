@@ -20,9 +20,10 @@ from ..errors import ConfigurationError, PeerLostError
 from ..launcher.output import ForgivingStream
 from ..launcher.progress import counted
 from ..report.job_status import LONG_LINE, status_view
-from ..wire.addresses import seen_from
+from ..wire.addresses import listen_tcp, seen_from
 from ..wire.secret import VARIABLE, new_secret, take_secret, write_secret
 from .job_settings import JobSettings, takes_job_settings
+from .numbers import number_option, whole_number_option
 from .options import (
     AsJson,
     AsModule,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from ..runtime.job import Job
     from ..runtime.observer import Observer
 
-__all__ = ["SecretFile", "join", "serve", "status", "worker_range"]
+__all__ = ["SecretFile", "join", "require_own_address", "serve", "status", "worker_range"]
 
 
 SETTLED_S = 0.3  # time after which the servers have answered the coordinator
@@ -87,10 +88,10 @@ def serve(
     run_dir: RunDir = None,
     wait: Annotated[
         float | None,
-        typer.Option(
+        number_option(
             "--wait",
             metavar="SECONDS",
-            min=0,
+            least=0,
             help="How long to wait for others to join while there are too few workers. Then the run ends, and its "
             "weights are saved. Default: no limit.",
             show_default=False,
@@ -98,7 +99,7 @@ def serve(
         ),
     ] = None,
     announce_to: Annotated[
-        int | None, typer.Option("--announce", hidden=True)
+        int | None, whole_number_option("--announce", hidden=True)
     ] = None,  # for `launcher.serving`
     **settings: Unpack[JobSettings],
 ) -> None:
@@ -167,14 +168,14 @@ def join(
     ] = None,
     workers: Annotated[
         int,
-        typer.Option("--workers", "-n", min=0, help="Number of workers on this machine."),
+        whole_number_option("--workers", "-n", least=0, help="Number of workers on this machine."),
     ] = 1,
     servers: Annotated[
         int,
-        typer.Option(
+        whole_number_option(
             "--servers",
             metavar="K",
-            min=0,
+            least=0,
             help="Number of servers that this machine brings to a run that was started with --remote-servers.",
             rich_help_panel="Servers on this machine",
         ),
@@ -192,29 +193,29 @@ def join(
     ] = "",
     port: Annotated[
         int,
-        typer.Option(
+        whole_number_option(
             "--port",
-            min=0,
-            max=65535,
+            least=0,
+            most=65535,
             help="TCP port of the servers on this machine. 0 means any free port.",
             rich_help_panel="Servers on this machine",
         ),
     ] = 0,
     wait: Annotated[
         float,
-        typer.Option(
+        number_option(
             "--wait",
             metavar="SECONDS",
-            min=0,
+            least=0,
             help="How long to try to reach the address if it does not answer.",
         ),
     ] = 60.0,
     rejoin: Annotated[
         int,
-        typer.Option(
+        whole_number_option(
             "--rejoin",
             metavar="N",
-            min=0,
+            least=0,
             help="How often workers of this machine join again after they were taken out, because they were stopped "
             "or could not be reached.",
         ),
@@ -235,7 +236,9 @@ def join(
     with interruptible("nothing was started"):
         from ..runtime.job import require_usable
 
+        place = _address(address)
         require_processes(script, workers, servers, listen, port)
+        require_own_address(listen)
         if str(script).startswith("-"):
             raise ConfigurationError(
                 f"{script} follows the address, where the script is expected. Write all options before the address: "
@@ -250,7 +253,6 @@ def join(
         if run_dir is not None:
             require_usable(run_dir)
         token = _secret(secret_file)
-        place = _address(address)
     from ..launcher.channels import Streams
     from ..launcher.joining import ServerOffer
     from ..launcher.joining import join as join_run
@@ -298,7 +300,7 @@ def status(
         raise ConfigurationError(
             "--watch and --json cannot be used together; call status again for each state."
         )
-    token, place = _secret(secret_file), _address(address)
+    place, token = _address(address), _secret(secret_file)
     with interruptible("the run continues"), contextlib.closing(Observer(place, token)) as observer:
         # Each call asks the servers for the answers that the next state contains; rates need two of them.
         for pause_s in (RATE_S, SETTLED_S):
@@ -402,6 +404,12 @@ def require_processes(script: Path | None, workers: int, servers: int, listen: s
             "--listen and --port are for the servers of this machine, and it brings none; add --servers 1, or omit "
             "them."
         )
+
+
+def require_own_address(listen: str) -> None:
+    """Raise `ConfigurationError` unless this machine can listen on an address. "" stands for any."""
+    if listen:
+        listen_tcp(listen)[0].close()
 
 
 def worker_range(text: str) -> tuple[int, int]:

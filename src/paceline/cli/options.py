@@ -11,11 +11,16 @@ from typing import Annotated
 
 import typer
 
-Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of workers.", rich_help_panel="Run")]
+from .numbers import number_option, whole_number_option
+
+Workers = Annotated[
+    int, whole_number_option("--workers", "-n", least=1, help="Number of workers.", rich_help_panel="Run")
+]
 Servers = Annotated[
     int | None,
-    typer.Option(
+    whole_number_option(
         "--servers",
+        least=1,
         help="Number of servers. Each server holds one or more shards of the parameters (see --shards). "
         "Default: one for each CPU core that the workers leave free, but at least one.",
         show_default=False,
@@ -24,16 +29,18 @@ Servers = Annotated[
 ]
 ServedServers = Annotated[
     int,
-    typer.Option(
+    whole_number_option(
         "--servers",
+        least=1,
         help="Number of servers. Each server holds one or more shards of the parameters (see --shards).",
         rich_help_panel="Run",
     ),
 ]
 RemoteServers = Annotated[
     int,
-    typer.Option(
+    whole_number_option(
         "--remote-servers",
+        least=0,
         metavar="M",
         help="Number of these servers that other machines bring (paceline join --servers K), so that their links "
         "share the traffic. The other servers, at least one, run on this machine.",
@@ -74,7 +81,7 @@ ModelImports = Annotated[
 ]
 Shards = Annotated[
     int | None,
-    typer.Option(
+    whole_number_option(
         "--shards",
         help="Number of slices into which the parameters are divided. Default: one per server.",
         show_default=False,
@@ -113,12 +120,15 @@ TransportOption = Annotated[
 ]
 Port = Annotated[
     int,
-    typer.Option("--port", help="TCP port of the coordinator. 0 means any free port.", rich_help_panel="Run"),
+    whole_number_option(
+        "--port", help="TCP port of the coordinator. 0 means any free port.", rich_help_panel="Run"
+    ),
 ]
 Seed = Annotated[
     int,
-    typer.Option(
+    whole_number_option(
         "--seed",
+        least=0,
         help="Random seed for the data order, the jitter and the sync models.",
         rich_help_panel="Run",
     ),
@@ -143,7 +153,7 @@ RunDir = Annotated[
 ]
 StallTimeout = Annotated[
     float | None,
-    typer.Option(
+    number_option(
         "--stall-timeout",
         metavar="SECONDS",
         help="Kill a worker or server that has been silent for this many seconds while others wait for it. Default: "
@@ -166,7 +176,7 @@ AsModule = Annotated[
     bool,
     typer.Option(
         "-m",
-        help="Run a module as python -m does: [bold]paceline run -m package.module[/].",
+        help="Run a module, as python -m does: give its name (package.module) in the place of the script.",
         show_default=False,
         rich_help_panel="Run",
     ),
@@ -207,7 +217,7 @@ Slowdown = Annotated[
 ]
 Jitter = Annotated[
     float,
-    typer.Option(
+    number_option(
         "--jitter",
         metavar="J",
         help="Random variation: in each iteration, the pace or slowdown is multiplied by a uniform random factor "

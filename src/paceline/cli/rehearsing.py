@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from ..errors import ConfigurationError
+from .numbers import whole_number_option
 from .options import AsJson, ModelImports, Out
 from .output_folder import new_folder
 from .progress import counting
@@ -37,9 +38,9 @@ def simulate(
     ] = "all",
     iterations: Annotated[
         int,
-        typer.Option(
+        whole_number_option(
             "--iterations",
-            min=1,
+            least=1,
             help="Length of the simulation: every model runs for as long as bsp needs for this many iterations.",
         ),
     ] = 100,
@@ -55,16 +56,19 @@ def simulate(
     ] = None,
     samples: Annotated[
         int | None,
-        typer.Option(
+        whole_number_option(
             "--samples",
-            min=1,
+            least=1,
             help="Number of samples in an epoch. Every model then runs for whole epochs instead of a fixed time, "
             "with equal and with balanced batches, and the models are ranked by the time per epoch.",
             show_default=False,
         ),
     ] = None,
     batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, help="Samples in a worker's batch. Only with --samples.")
+        int,
+        whole_number_option(
+            "--batch-size", least=1, help="Samples in a worker's batch. Only with --samples."
+        ),
     ] = 32,
     script: Annotated[
         str | None,
@@ -78,11 +82,11 @@ def simulate(
     ] = None,
     shards: Annotated[
         int | None,
-        typer.Option(
-            "--shards", min=1, help="Number of shards. Default: one per server.", show_default=False
+        whole_number_option(
+            "--shards", least=1, help="Number of shards. Default: one per server.", show_default=False
         ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed.")] = 0,
+    seed: Annotated[int, whole_number_option("--seed", least=0, help="Random seed.")] = 0,
     imports: ModelImports = None,
     out: Out = None,
     as_json: AsJson = False,
@@ -96,6 +100,7 @@ def simulate(
 
     from ..rehearsal import comparison, ranking
     from ..rehearsal.clusters import load_cluster
+    from ..runtime.job import require_script
     from ..sim import Dataset
 
     if samples is not None and (sweep is not None or script is not None):
@@ -108,8 +113,8 @@ def simulate(
         path, *arguments = shlex.split(script or "") or [""]
     except ValueError as error:
         raise ConfigurationError(f"--script {script!r} cannot be parsed: {error}.") from error
-    if script is not None and not Path(path).is_file():
-        raise ConfigurationError(f"the script {path!r} is not a file; give the path of a Python file.")
+    if script is not None:
+        require_script(Path(path))
     machines = load_cluster(cluster)
     load_named_models(sync, imports)
     syncs = ranking.read_syncs(sync)

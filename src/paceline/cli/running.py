@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 from ..errors import ConfigurationError
 from ..report.summary import summary_rows
 from .job_settings import JobSettings, takes_job_settings
+from .numbers import whole_number_option
 from .options import (
     AsModule,
     Jitter,
@@ -209,8 +210,8 @@ def _find_module(name: str) -> Path:
 def demo(
     seeds: Annotated[
         int,
-        typer.Option(
-            "--seeds", min=1, help="Number of random seeds. Each result is the median over the seeds."
+        whole_number_option(
+            "--seeds", least=1, help="Number of random seeds. Each result is the median over the seeds."
         ),
     ] = 1,
     every: Annotated[

@@ -16,7 +16,8 @@ from ..errors import ConfigurationError
 from ..launcher.environments import ENVIRONMENTS
 from ..wire.secret import VARIABLE, take_secret
 from .job_settings import JobSettings, as_options, takes_job_settings
-from .joining import SecretFile, worker_range
+from .joining import SecretFile, require_own_address, worker_range
+from .numbers import number_option
 from .options import AsModule, Port, RunDir, ServedServers, ShowAll
 from .running import find_script
 from .terminal import interruptible
@@ -79,10 +80,10 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
         servers: ServedServers = 1,
         wait: Annotated[
             float,
-            typer.Option(
+            number_option(
                 "--wait",
                 metavar="SECONDS",
-                min=0,
+                least=0,
                 help="How long to wait for the first process if it does not answer, and for others to join while "
                 "there are too few workers. Then the job fails.",
             ),
@@ -102,6 +103,8 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
             sys.path.insert(0, os.getcwd())  # --import may name modules in this directory
             workers = workers or str(place.count)
             least, most = worker_range(workers)
+            if place.serves:
+                require_own_address(listen)
             # Every process checks the settings, so that all of them say what is wrong.
             make_job(
                 workers=most,

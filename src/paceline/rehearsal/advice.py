@@ -254,6 +254,10 @@ def _reason(row: Figures, bsp: Figures) -> str:
 
 
 def _summary(run_dir: Path) -> dict[str, Any]:
+    if not run_dir.is_dir():
+        name = repr(str(run_dir))
+        wrong = f"{name} is not a directory" if run_dir.exists() else f"the directory {name} does not exist"
+        raise ConfigurationError(f"{wrong}; give the directory of a run, which the run prints when it ends.")
     try:
         summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
         read_schedule(summary["sync"])
