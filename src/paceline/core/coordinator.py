@@ -6,7 +6,8 @@
               model; its plans, restarts and changes are sent to the workers; with overlap off, the coordinator also
               tells the workers when they may pull
     join      a worker that has been invited connects and registers; when all servers have accepted it (see
-              `core.joining`), it receives Started
+              `core.joining`), it receives Started. Before that, it may send ModelRequested, and receives
+              ModelDescribed, with which it reads the model from the servers
     data      a worker sends DataRequested when it needs data, and receives DataGranted
     loops     a worker sends EpochReached in its training loop, and StatesDecided tells it whether to send the states
               of its tracked objects to a server; a worker that joins late receives the job's position in LoopEntered
@@ -73,6 +74,8 @@ from .messages import (
     MeanMeasured,
     MeanMissing,
     Message,
+    ModelDescribed,
+    ModelRequested,
     Paused,
     PlanPublished,
     PullAllowed,
@@ -453,6 +456,8 @@ class Coordinator:
                 return self._hand_out(worker, message, now_ticks)
             case StopRequested():
                 return self._stop(message.loop)
+            case ModelRequested():
+                return [Send(sender, ModelDescribed(self.model, self.slices, self.addresses))]
             case EntryRequested():
                 return [Send(sender, self._enter(message.loop, now_ticks))]
             case EpochReached():

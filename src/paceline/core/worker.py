@@ -1,5 +1,6 @@
 """The protocol of a worker, without I/O: the messages that it sends and waits for, and the flags of its pushes.
 
+    look          ModelRequested -> ModelDescribed from the coordinator (only before the worker registers)
     register      Register -> Started from the coordinator -> first weights from every shard
     iteration     compute -> Commit to every shard -> Answer from every shard -> compute the next iteration
                   with overlap off: Commit -> Committed from every shard -> AllCommitted -> PullAllowed
@@ -42,7 +43,9 @@ from .messages import (
     IterationStarted,
     LoopEntered,
     Message,
+    ModelDescribed,
     ModelExtended,
+    ModelRequested,
     Paused,
     PlanPublished,
     PullAllowed,
@@ -90,6 +93,7 @@ class Worker:
         left: True if the worker has finished and left the run.
         paused: True if the worker must not begin another iteration, because the run has too few workers.
         in_place: True if the last answer told the worker to read the weights directly from the servers' memory.
+        described: the answer to the worker's last `ModelRequested`; None if it has not arrived.
         started: the `Started` message that the worker has received; None before training starts.
         needs_significance: True if each push must contain |g| / |w|.
         data: the leases that the worker has received, and what its script has drawn from them.
@@ -112,6 +116,7 @@ class Worker:
         self.left = False
         self.paused = False
         self.in_place = False
+        self.described: ModelDescribed | None = None
         self.started: Started | None = None
         self.data = DataFeed()
         self.updates = self.samples = 0
@@ -153,6 +158,11 @@ class Worker:
         self._follow(schedule.first)
 
     @property
+    def joined_late(self) -> bool:
+        """True if the worker has joined a run in progress, in which nobody waits for initial weights."""
+        return self.started is not None and self.started.initializer < 0
+
+    @property
     def restart_ordered(self) -> bool:
         """True if the current computation must be aborted."""
         return self._restart[0] == self.iteration
@@ -188,6 +198,11 @@ class Worker:
         return self.waiting_for == "answers" and shard in self._awaited
 
     # -- actions of the script ----------------------------------------------------------------------------
+
+    def request_model(self) -> list[Request]:
+        """Ask for the model of the job before the script has trained. `described` is None until the answer."""
+        self.described = None
+        return [Send(COORDINATOR, ModelRequested())]
 
     def register(self, model: ModelSpec) -> list[Request]:
         """Register the model that the script trains. The host calls this before the first gradient is computed."""
@@ -436,6 +451,8 @@ class Worker:
                 self.data.handle(message)
             case Combined():
                 self.combined = message
+            case ModelDescribed():
+                self.described = message
             case InitialWeightsRequested():
                 return [Send(self._servers[message.shard], InitialWeights(message.shard))]
             case ModelExtended():
@@ -492,9 +509,8 @@ class Worker:
         """Continue when every shard has answered: start the first or next iteration, or restart the current one."""
         self.waiting_for = ""
         if self._first or self._pulls_again:
-            joined_late = self._first and self.started is not None and self.started.initializer < 0
-            self._first = self._pulls_again = False
-            if joined_late and self.may_restart:
+            first, self._first, self._pulls_again = self._first, False, False
+            if first and self.joined_late and self.may_restart:
                 return [Send(COORDINATOR, IterationStarted(self.iteration)), PROCEED]
             return [PROCEED]
         if self.data.used:

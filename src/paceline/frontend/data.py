@@ -22,6 +22,7 @@ from ..errors import ConfigurationError, UsageError, unknown_name
 from .epoch_order import EpochOrder
 from .epochs import active_loop
 from .generators import loader_seed, seed_worker
+from .newcomer import hold_job_model
 from .position import Position
 from .progress import set_batch
 from .session import Session, current
@@ -179,6 +180,7 @@ class DistributedLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         loop = active_loop(self._session)
+        hold_job_model(self._session)
         if self._generator is not None:
             self._generator.manual_seed(loader_seed(self._session, self._part.next_epoch))
         with self.position.making_a_pass(self._session, dynamic=self._part.is_dynamic):

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 from ..core.messages import LoopPosition, StopRequested
 from ..core.requests import COORDINATOR, Send
 from ..errors import ConfigurationError, UsageError
+from .newcomer import begins_with_the_run, hold_job_model
 from .progress import Progress, progress_of
 from .session import Session, current
 from .streams import streams_of
@@ -162,7 +163,9 @@ class Epochs:
         entered = session.data.entered
         position = entered.position
         if position is None:  # the run is only beginning
+            begins_with_the_run(session)
             return 0
+        hold_job_model(session, newest=True)
         if position.loop >= self._number and (kept := session.fetch_states(entered.address)) is not None:
             position, states = kept
             load_states(session, states)

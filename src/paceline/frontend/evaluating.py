@@ -10,6 +10,7 @@ from typing import TypeVar
 from torch import nn
 
 from ..errors import UsageError
+from .newcomer import hold_job_model
 from .saving import pool_buffers
 from .session import current
 from .training import training_of
@@ -31,7 +32,7 @@ def evaluating(model: Model) -> Iterator[Model]:
     background thread and about as often as usual. These pushes contain no gradient, so they count as progress but do
     not affect averages. After the context, the worker continues with the newest weights. In virtual time, evaluation
     takes no time. Outside a run, and before the first forward pass of training, the copy has the weights of the given
-    model.
+    model; in a worker that joins a run in progress, it has the job's weights also before this pass.
 
     In the context, use only the copy, because the weights of the model change. Use a loader that is not distributed,
     unless the worker is meant to evaluate on a part of the data.
@@ -58,6 +59,7 @@ def evaluating(model: Model) -> Iterator[Model]:
     session = current()
     training = training_of(session) if session is not None else None
     if training is None:
+        hold_job_model(session, newest=True)
         yield copy.deepcopy(model).eval()
         return
     training.require_not_idle("evaluating()")

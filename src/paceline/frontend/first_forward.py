@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .session import Session, current
 
-__all__ = ["can_compute_gradients"]
+__all__ = ["can_compute_gradients", "may_look"]
 
 
 def can_compute_gradients(session: Session, module: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
@@ -26,10 +26,19 @@ def can_compute_gradients(session: Session, module: nn.Module, parameters: Itera
     Passes without gradients do not count. Neither do those in which torch compiles, traces or intercepts operations,
     because it would record that the weights are replaced.
     """
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or current() is not session:
+    wanted = list(parameters)
+    return torch.is_grad_enabled() and _uses(session, module, wanted) and not any(map(is_lazy, wanted))
+
+
+def may_look(session: Session, module: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
+    """Return True if a module with one of the parameters is about to run in this worker, without gradients."""
+    return not torch.is_grad_enabled() and _uses(session, module, parameters)
+
+
+def _uses(session: Session, module: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
+    if torch.compiler.is_compiling() or current() is not session:
         return False
     if torch._C._get_tracing_state() is not None or _get_current_dispatch_mode() is not None:
         return False
-    wanted = list(parameters)
     held = {id(parameter) for parameter in module.parameters()}
-    return any(id(p) in held for p in wanted) and not any(map(is_lazy, wanted))
+    return any(id(parameter) in held for parameter in parameters)

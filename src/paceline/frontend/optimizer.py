@@ -14,7 +14,6 @@ import numbers
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, overload
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -28,9 +27,10 @@ from ..shard.lars import LARS
 from ..shard.optimizers import read_groups, require_elementwise
 from ..sync.events import MOST_NORM, Clip
 from .clipping import gradient_norm
-from .first_forward import can_compute_gradients
+from .first_forward import can_compute_gradients, may_look
 from .hooks import before_each_forward
 from .model import find_model, require_not_wrapped
+from .newcomer import add_untrained, all_are_trained, hold_job_model, job_state, untrained
 from .parameter_sets import ParameterSet
 from .progress import count_step
 from .schedule import ScheduleWatch
@@ -291,6 +291,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     "state of parameters. Keep such values in the optimizer's state instead."
                 )
             own["state"] = self._training.fetch_state(self._set_index)
+        elif self._session is not None and (state := job_state(self._session, self)) is not None:
+            own["state"] = state
         return own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -372,7 +374,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _wait_for_forward(self, session: Session) -> None:
         """Train this optimizer's parameters from the first forward pass on that may compute gradients of them."""
-        _waiting.setdefault(session, []).append(ref(self))
+        add_untrained(session, self)
         self._forward_hook = before_each_forward(session, self._before_forward)
 
     def _before_forward(self, module: nn.Module, inputs: object) -> None:
@@ -385,15 +387,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return  # the script evaluates; the step that follows begins to train them
         if can_compute_gradients(session, module, self._new_parameters()):
             _begin(session)
+        elif training is None and may_look(session, module, self._parameters()):
+            hold_job_model(session)
         elif training is not None and can_compute_gradients(session, module, training.parameters):
             training.graph_begun = True
 
-    def _parameter_set(self) -> ParameterSet:
+    def parameter_set(self) -> ParameterSet:
         parameters = self._parameters()
         require_not_wrapped(self._model, parameters)
         group_of = tuple(index for index, group in enumerate(self.param_groups) for _ in group["params"])
         return ParameterSet(
-            self._models(),
+            self.models(),
             parameters,
             OptimizerSpec(self._kind, read_groups(self._wrapped), group_of),
             self._wrapped,
@@ -401,7 +405,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._wrapped.scale_gradients if isinstance(self._wrapped, LARS) else None,
         )
 
-    def _models(self) -> tuple[nn.Module, ...]:
+    def models(self) -> tuple[nn.Module, ...]:
         """Return the modules that hold the parameters. A later group may belong to a module of its own."""
         if self._training is None:
             return (self._model if self._model is not None else find_model(self._parameters()),)
@@ -427,17 +431,11 @@ def _as_number(loss: object) -> float | None:
         return None
 
 
-# The optimizers of each session with parameters that are not trained yet, in the order in which they were created, or
-# in which parameters were added to them.
-_waiting: WeakKeyDictionary[Session, list[ref[DistributedOptimizer]]] = WeakKeyDictionary()
-
-
 def _begin(session: Session) -> None:
     """Begin to train all parameters of all existing optimizers."""
-    waiting = _waiting.get(session, [])
-    if len(waiting) > 1:
+    if len(untrained(session)) > 1:
         gc.collect()  # frees optimizers that the script has replaced
-    found = [optimizer for each in waiting if (optimizer := each()) is not None]
+    found: list[DistributedOptimizer] = untrained(session)
     training = training_of(session)
     sets = list(training.sets) if training is not None else []
     indices: list[int] = []
@@ -449,10 +447,10 @@ def _begin(session: Session) -> None:
             set_index = training.set_of(optimizer._parameters()) if training is not None else None
         if set_index is None or set_index in indices:
             indices.append(len(sets))
-            sets.append(optimizer._parameter_set())
+            sets.append(optimizer.parameter_set())
         else:
             indices.append(set_index)
-            sets[set_index] = optimizer._parameter_set()
+            sets[set_index] = optimizer.parameter_set()
     if training is None:
         training = WorkerTraining(session, sets)
     else:
@@ -462,7 +460,7 @@ def _begin(session: Session) -> None:
         if optimizer._forward_hook is not None:
             optimizer._forward_hook.remove()
             optimizer._forward_hook = None
-    _waiting.pop(session, None)
+    all_are_trained(session)
 
 
 def _require_limit(name: str, value: object) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import UsageError
+from .newcomer import hold_job_model
 from .session import current, is_main
 from .training import WorkerTraining, training_of
 
@@ -56,7 +57,9 @@ def save(obj: object, path: str | os.PathLike[str]) -> None:
         return
     session = current()
     training = training_of(session) if session is not None else None
-    if training is not None and (pooled := _pooled_by_memory(training)):
+    if training is None:
+        hold_job_model(session)
+    elif pooled := _pooled_by_memory(training):
         obj = _replaced(obj, pooled)
     _write(obj, path)
 

@@ -30,10 +30,11 @@ __all__ = ["Session", "current", "install", "is_main", "set_sync", "worker_count
 class Session(Protocol):
     """The interface through which one worker takes part in a run.
 
-    The order of the calls is: `begin`; then `initialize` if this worker is the initializer, otherwise
-    `await_first_weights`; then `hold_back` and `commit` once per iteration; then `finish`. Only these methods and
-    `pull_again`, `refresh`, `idle`, `combine` and `extend` change the weights, and `finish` may move the weights to
-    other memory. The caller may change `gradients` at any time except during `commit`.
+    The order of the calls is: `fetch_model` and `fetch_state`, if needed; `begin`; then `initialize` if this worker
+    is the initializer, otherwise `await_first_weights`; then `hold_back` and `commit` once per iteration; then
+    `finish`. From `begin` on, only these methods and `pull_again`, `refresh`, `idle`, `combine` and `extend` change
+    the weights, and `finish` may move the weights to other memory. The caller may change `gradients` at any time
+    except during `commit`.
 
     Attributes:
         worker: index of this worker.
@@ -85,6 +86,17 @@ class Session(Protocol):
 
     @property
     def lockstep(self) -> bool: ...
+
+    def fetch_model(self) -> Mapping[str, torch.Tensor] | None:
+        """Return the job's weights, and its buffers pooled over the workers, by their names in the `state_dict`.
+
+        A worker that joins a run in progress may call this before `begin`. It takes no part in the run until then, so
+        no other worker waits for it.
+
+        Returns:
+            None if the run is only beginning, so that there is no model to read.
+        """
+        ...
 
     def begin(self, model: ModelSpec) -> bool:
         """Register the model, then wait for the other workers. Return True if this worker is the initializer.
@@ -262,7 +274,10 @@ class Session(Protocol):
         ...
 
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
-        """Return each shard with its optimizer state, which maps "<segment>/<key>" to a tensor."""
+        """Return each shard with its optimizer state, which maps "<segment>/<key>" to a tensor.
+
+        May be called before `begin`, like `fetch_model`. The result is then empty if the run is only beginning.
+        """
         ...
 
     def fetch_buffers(self) -> Mapping[str, torch.Tensor]:
@@ -273,6 +288,8 @@ class Session(Protocol):
         self, specs: Sequence[BufferSpec], own: Sequence[torch.Tensor]
     ) -> Mapping[str, torch.Tensor]:
         """Return the initializer's values of the buffers that were added last, by their names in the `state_dict`.
+
+        In a worker that has just joined a run in progress, these are all buffers, pooled over the other workers.
 
         Args:
             specs: these buffers.

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import msgspec
+import safetensors.torch
 import torch
 
 from ..core.layout import Layout, ShardSlice, item_bytes
 from ..core.messages import (
     MOST_STATES_BYTES,
+    FetchOptimizerState,
     FetchSnapshot,
     FetchStates,
     FromServer,
@@ -21,6 +23,7 @@ from ..core.messages import (
     KeptStates,
     LoopPosition,
     Message,
+    OptimizerState,
     Snapshot,
 )
 from ..core.model_spec import ModelSpec
@@ -32,7 +35,7 @@ from ..wire.addresses import connect
 from ..wire.memory import cut
 from ..wire.stream import Stream
 from ..wire.tls import Contexts
-from .server_memory import tensors_over
+from .server_memory import require_plausible_state, tensors_over
 
 __all__ = ["Assembly", "Reader", "WeightsSnapshot", "named_weights", "read_states"]
 
@@ -132,6 +135,8 @@ class Reader:
         self._shards = shards
         self._streams = streams
         self._assembly: Assembly | None = None  # the snapshot that is being read
+        self._fetching: ShardSlice | None = None  # the shard whose optimizer state is being read
+        self._state = bytearray()  # the optimizer state that was received last
         for stream in streams:
             stream.sink = self._payload_targets
 
@@ -175,13 +180,38 @@ class Reader:
         self._assembly = None
         return assembly.snapshot()
 
+    def read_optimizer_state(self) -> list[tuple[ShardSlice, Vectors]]:
+        """Return each shard with its optimizer state, which maps "<segment>/<key>" to a tensor.
+
+        Raises:
+            PeerLostError: the connection to a server is lost.
+            DeadlineError: a server does not answer in time.
+            ProtocolError: a server sent a message that is not an optimizer state, or one that is too large.
+        """
+        states = []
+        for shard, stream in zip(self._shards, self._streams, strict=True):
+            self._fetching = shard
+            stream.send(FetchOptimizerState(shard.index))
+            answer = stream.wait(TIMEOUT_S)
+            if not isinstance(answer, OptimizerState):
+                raise ProtocolError(
+                    f"a server sent {type(answer).__name__} to a reader, expected OptimizerState"
+                )
+            states.append((shard, safetensors.torch.load(bytes(self._state))))
+        self._fetching, self._state = None, bytearray()
+        return states
+
     def close(self) -> None:
         """Close the connections."""
         for stream in self._streams:
             stream.close()
 
     def _payload_targets(self, message: Message, size_bytes: int) -> list[memoryview]:
-        assembly = self._assembly
+        assembly, shard = self._assembly, self._fetching
+        if isinstance(message, OptimizerState) and shard is not None and message.shard == shard.index:
+            require_plausible_state(shard, size_bytes)
+            self._state = bytearray(size_bytes)
+            return [memoryview(self._state)]
         if assembly is None or not isinstance(message, Snapshot) or message.shard not in assembly.missing:
             return []
         return assembly.targets(message.shard)

@@ -36,7 +36,7 @@ from ..shard.vectors import torch_dtype
 from ..wire.memory import Inbox, Region, SharedInbox, StreamedInbox, cut, find_memory
 from .registration import require_groups
 
-__all__ = ["STATE_LIMIT_FACTOR", "STATE_SLACK_BYTES", "ServerMemory", "tensors_over"]
+__all__ = ["ServerMemory", "require_plausible_state", "tensors_over"]
 
 # An optimizer state is rejected if it is larger than STATE_LIMIT_FACTOR times the shard's weights, plus
 # STATE_SLACK_BYTES, because optimizers store only a few vectors as large as the weights.
@@ -171,12 +171,8 @@ class ServerMemory:
                 ]
                 return sizes + [packed_bytes(spec) for spec in self._new_buffers() if message.shard == 0]
             case InitialState() if message.shard in slices:
-                limit_bytes = STATE_LIMIT_FACTOR * slices[message.shard].size_bytes + STATE_SLACK_BYTES
-                if size_bytes <= limit_bytes:
-                    return [size_bytes]
-                raise ProtocolError(
-                    f"an optimizer state has {size_bytes} bytes, expected at most {limit_bytes}"
-                )
+                require_plausible_state(slices[message.shard], size_bytes)
+                return [size_bytes]
             case KeepStates(shard=0) if self._slots is not None:
                 if size_bytes <= MOST_STATES_BYTES:
                     return [size_bytes]
@@ -341,3 +337,10 @@ def tensors_over(vectors: dict[str, memoryview]) -> Vectors:
         else torch.empty(0, dtype=torch_dtype(dtype))
         for dtype, data in vectors.items()
     }
+
+
+def require_plausible_state(shard: ShardSlice, size_bytes: int) -> None:
+    """Raise `ProtocolError` if a shard's optimizer state of this size is larger than that of any optimizer."""
+    limit_bytes = STATE_LIMIT_FACTOR * shard.size_bytes + STATE_SLACK_BYTES
+    if size_bytes > limit_bytes:
+        raise ProtocolError(f"an optimizer state has {size_bytes} bytes, expected at most {limit_bytes}")

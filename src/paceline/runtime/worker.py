@@ -79,9 +79,9 @@ from ..wire.traffic import sending_of
 from .best_effort import BestEffortFile
 from .job import Assignment
 from .outbox import Outbox
-from .reader import read_states
+from .reader import Reader, read_states
 from .repeating import Repeating
-from .server_memory import STATE_LIMIT_FACTOR, STATE_SLACK_BYTES, tensors_over
+from .server_memory import require_plausible_state, tensors_over
 from .slow_link import SlowLink
 from .spin import fall_asleep, spin, wake_up
 
@@ -95,6 +95,7 @@ HEARING_INTERVAL_S = 200e-6
 GOODBYE_TIMEOUT_S = 5.0
 USUAL_ITERATIONS = 15  # number of iterations whose median is the usual computing time
 COMBINING_S = 0.5  # minimum time in a barrier or a reduction before the worker pushes without a gradient
+MOST_READ_ATTEMPTS, READ_AGAIN_S = 60, 1.0  # how often and after which pause the job's model is read again
 LEAST_IDLE_S = 1e-3  # minimum time between two pushes while the script is not training
 
 # The payload of a commit need not be copied, because it does not change until the commit is answered.
@@ -102,6 +103,7 @@ LENT: Final = "until the answer"
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+Found = TypeVar("Found")
 
 
 def _exclusive(method: Method) -> Method:
@@ -228,6 +230,44 @@ class WorkerSession:
         return cls(place, stream)
 
     # -- interface of a session ---------------------------------------------------------------------------
+
+    def fetch_model(self) -> Mapping[str, torch.Tensor] | None:
+        snapshot = self._read(Reader.read)
+        return snapshot.state_dict if snapshot is not None else None
+
+    @_exclusive
+    def _read(self, read: Callable[[Reader], Found]) -> Found | None:
+        """Read from the servers of a run in progress as a reader; return None if the run is only beginning.
+
+        The servers serve a limited number of readers at a time, and the model may be extended meanwhile. So this is
+        repeated if it fails. If the run is over, the connection to the coordinator has ended as well.
+        """
+        for attempt in range(MOST_READ_ATTEMPTS):
+            self._perform(self._core.request_model())
+            while (described := self._core.described) is None:
+                self._leave_if_asked()
+                self._hear(timeout_s=STATUS_INTERVAL_S)
+            if described.model is None:
+                return None
+            addresses = [seen_from(address, self._reached) for address in described.addresses]
+            shards = list(zip(described.shards, addresses, strict=True))
+            try:
+                reader = Reader.connect(described.model, shards, self._job.token, self._job.contexts)
+                with contextlib.closing(reader):
+                    return read(reader)
+            except (PeerLostError, ProtocolError) as error:
+                if attempt == MOST_READ_ATTEMPTS - 1:
+                    raise
+                log.info("the model of the job cannot be read yet: %s", error)
+            self._hear_for(READ_AGAIN_S)
+        raise AssertionError
+
+    def _hear_for(self, time_s: float) -> None:
+        """Handle messages for this time."""
+        until_s = self._job.now_s() + time_s
+        while self._job.now_s() < until_s:
+            self._leave_if_asked()
+            self._hear(timeout_s=STATUS_INTERVAL_S)
 
     @_exclusive
     def begin(self, model: ModelSpec) -> bool:
@@ -647,6 +687,8 @@ class WorkerSession:
 
     @_exclusive
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
+        if self._core.started is None:
+            return self._read(Reader.read_optimizer_state) or []
         # Fetch one state at a time, because a server sends each peer only one bulk message at a time.
         for shard in self._shards:
             self._fetching = shard.index
@@ -667,6 +709,8 @@ class WorkerSession:
     def fetch_initial_buffers(
         self, specs: Sequence[BufferSpec], own: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
+        if self._core.joined_late and self._core.extended is None:
+            return self._fetch_buffers(specs, FetchBuffers(0))
         return self._fetch_buffers(specs, FetchInitialBuffers(0, checksum(own)))
 
     def _fetch_buffers(self, specs: Sequence[BufferSpec], request: Message) -> dict[str, torch.Tensor]:
@@ -914,11 +958,7 @@ class WorkerSession:
                 weights = cut(self._region.weights, shards[message.shard])
                 return list(of_set(weights, self._pulls).values())
             case OptimizerState() if message.shard == self._fetching:
-                limit_bytes = STATE_LIMIT_FACTOR * shards[message.shard].size_bytes + STATE_SLACK_BYTES
-                if size_bytes > limit_bytes:
-                    raise ProtocolError(
-                        f"an optimizer state has {size_bytes} bytes, expected at most {limit_bytes}"
-                    )
+                require_plausible_state(shards[message.shard], size_bytes)
                 self._states[message.shard] = bytearray(size_bytes)
                 return [memoryview(self._states[message.shard])]
             case PooledBuffers() | InitialBuffers(equal=False) if self._fetched is not None:

@@ -395,6 +395,9 @@ class VirtualSession:
 
     # -- the interface of a session -----------------------------------------------------------------------
 
+    def fetch_model(self) -> Mapping[str, torch.Tensor] | None:
+        return self._training.snapshot().state_dict if self._training.stores else None
+
     def begin(self, model: ModelSpec) -> bool:
         self.model = model
         self.strand.pause()
@@ -604,7 +607,8 @@ class VirtualSession:
     def fetch_initial_buffers(
         self, specs: Sequence[BufferSpec], own: Sequence[torch.Tensor]
     ) -> Mapping[str, torch.Tensor]:
-        return self._training.initial_buffers
+        late = self._core.joined_late and self._core.extended is None
+        return self._training.pooled_buffers() if late else self._training.initial_buffers
 
     def keep_states(self, position: LoopPosition, states: Sequence[memoryview]) -> None:
         self._training.states = position, b"".join(states)

@@ -10,12 +10,12 @@ The messages are grouped by subject, one module each. Other packages import them
 A message that becomes an event at its receiver has the same name as the event. The exception is `Commit`: it becomes
 a push event and, if it includes a pull, a pull event.
 
-    worker -> coordinator   Hello, Register, IterationFinished, IterationStarted, AllCommitted, SyncRequested,
-                            DataRequested, StopRequested, EntryRequested, EpochReached, GradientHashed, Contributed,
-                            Status, Warned, WorkerFinished, Failed
-    coordinator -> worker   Started, Refused, TakenOut, PlanPublished, RestartOrdered, ChangePublished,
-                            PullAllowed, DataGranted, TrainingStopped, LoopEntered, StatesDecided, Combined,
-                            StandInAllowed, Paused, Resumed, ModelExtended
+    worker -> coordinator   Hello, ModelRequested, Register, IterationFinished, IterationStarted, AllCommitted,
+                            SyncRequested, DataRequested, StopRequested, EntryRequested, EpochReached,
+                            GradientHashed, Contributed, Status, Warned, WorkerFinished, Failed
+    coordinator -> worker   ModelDescribed, Started, Refused, TakenOut, PlanPublished, RestartOrdered,
+                            ChangePublished, PullAllowed, DataGranted, TrainingStopped, LoopEntered, StatesDecided,
+                            Combined, StandInAllowed, Paused, Resumed, ModelExtended
     server -> coordinator   Hello, Ready, ExtensionReady, JoinOffered, WorkerWelcomed, PushesReported, MeanMeasured,
                             MeanMissing, FaultReported, Warned, Failed, Snapshot, Waits, TracePart
     agent -> coordinator    Hello, MachineJoined, MachineLeaving, ProcessEnded, ServerEnded, Heartbeat
@@ -112,6 +112,8 @@ from .start import (
     InitialWeights,
     JoinOffered,
     JoinProposed,
+    ModelDescribed,
+    ModelRequested,
     Ready,
     Refused,
     Register,
@@ -205,7 +207,9 @@ __all__ = [
     "MemoryAttached",
     "MemoryPlace",
     "Message",
+    "ModelDescribed",
     "ModelExtended",
+    "ModelRequested",
     "OptimizerState",
     "Paused",
     "PlanPublished",

@@ -64,6 +64,8 @@ from .start import (
     InitialWeights,
     JoinOffered,
     JoinProposed,
+    ModelDescribed,
+    ModelRequested,
     Ready,
     Refused,
     Register,
@@ -101,6 +103,7 @@ FromPeerToCoordinator = (
     | Ready
     | ExtensionReady
     | Register
+    | ModelRequested
     | IterationFinished
     | IterationStarted
     | AllCommitted
@@ -135,6 +138,7 @@ FromPeerToCoordinator = (
 FromCoordinatorToAgent = MachineAdmitted | Refused | KillOrdered | TakenOut | RunEnded | HeartbeatAnswered
 FromCoordinatorToWorker = (
     Started
+    | ModelDescribed
     | Refused
     | TakenOut
     | PlanPublished

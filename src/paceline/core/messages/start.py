@@ -13,6 +13,8 @@ __all__ = [
     "InitialWeights",
     "JoinOffered",
     "JoinProposed",
+    "ModelDescribed",
+    "ModelRequested",
     "Ready",
     "Refused",
     "Register",
@@ -81,6 +83,24 @@ class Started(Message, frozen=True, tag=True):
     iteration: int = 0
     sync: str = ""
     extension: int = 0
+
+
+class ModelRequested(Message, frozen=True, tag=True):
+    """A worker that has not trained yet asks for the model of the job, and waits for a `ModelDescribed`."""
+
+
+class ModelDescribed(Message, frozen=True, tag=True):
+    """The answer to a `ModelRequested`, with which the worker can read the model from the servers.
+
+    Attributes:
+        model: the model of a run in progress; None if the run is only beginning.
+        shards: the slices of all shards, in order.
+        addresses: for each shard, the address on which its server listens.
+    """
+
+    model: ModelSpec | None = None
+    shards: tuple[ShardSlice, ...] = ()
+    addresses: tuple[str, ...] = ()
 
 
 class Refused(Message, frozen=True, tag=True):

@@ -1,0 +1,324 @@
+"""A worker that joins a run in progress holds the job's model before its script can look at it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from paceline.frontend import session as sessions
+from paceline.runtime.coordinator import CoordinatorHost
+from paceline.runtime.job import Assignment, make_job
+from paceline.runtime.server import ServerHost
+from paceline.runtime.worker import WorkerSession
+from paceline.sim import Cluster, Presence, simulate
+
+UNTRAINED = -1000.0
+"""The weights that the script of a worker has before its first step. The job's are not far from 0."""
+
+
+class RunningMean(nn.Module):
+    """Follows the mean of its inputs, as BatchNorm does."""
+
+    running_mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.running_mean.lerp_(x.mean(), 0.1)
+        return x
+
+
+class Script:
+    """A model of one weight, to which each gradient adds 1, after a running mean that approaches 5."""
+
+    def __init__(self, *, first: bool, split: Any = "auto", momentum: float = 0.0) -> None:
+        self.model = nn.Sequential(RunningMean(), nn.Linear(1, 1, bias=False))
+        nn.init.constant_(self.weight, 0.0 if first else UNTRAINED)
+        self.optimizer = paceline.DistributedOptimizer(
+            torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=momentum), model=self.model
+        )
+        self.batches = DataLoader(TensorDataset(torch.full((64, 1), 5.0)), batch_size=4)
+        self.split = split
+
+    @property
+    def mean(self) -> float:
+        statistics = self.model[0]
+        assert isinstance(statistics, RunningMean)
+        return statistics.running_mean.item()
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return next(self.model.parameters())
+
+    def train_epoch(self) -> int:
+        """Train for one epoch, and return the number of its batches."""
+        count = 0
+        for (x,) in paceline.distribute(self.batches, split=self.split):
+            self.optimizer.zero_grad()
+            self.model(x)
+            self.weight.grad = torch.full_like(self.weight, -1.0)
+            self.optimizer.step()
+            count += 1
+        return count
+
+
+def by_evaluating(script: Script, folder: Path) -> float:
+    with paceline.evaluating(script.model) as snapshot:
+        return next(snapshot.parameters()).item()
+
+
+def by_a_forward_pass(script: Script, folder: Path) -> float:
+    with torch.no_grad():
+        return float(script.model[1](torch.ones(1, 1)).item())
+
+
+def by_saving(script: Script, folder: Path) -> float:
+    path = folder / f"model-{paceline.worker_index()}.pt"
+    state = script.model.state_dict()
+    paceline.save(state, path)
+    return float(state["1.weight"])
+
+
+def by_reading(script: Script, folder: Path) -> float:
+    return script.weight.item()
+
+
+def of_the_statistics(script: Script, folder: Path) -> float:
+    return script.mean
+
+
+LOOKS = [by_evaluating, by_a_forward_pass, by_saving, by_reading, of_the_statistics]
+
+RETURNS = Cluster(compute_s=[1.0, 1.0, 1.0], presence={0: Presence(lost_at_s=9.5, back_after_s=3.0)})
+"""Worker 0 comes back in an epoch whose data has been divided among the others."""
+
+
+@pytest.mark.parametrize("look", LOOKS, ids=lambda look: look.__name__)
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+@pytest.mark.parametrize("numbers", [paceline.epochs, range], ids=["epochs", "range"])
+def test_a_worker_without_a_batch_in_its_first_epoch_sees_the_jobs_model(
+    sync: str, look: Callable[[Script, Path], float], numbers: Any, tmp_path: Path
+) -> None:
+    lives: list[list[tuple[int, float]]] = []
+
+    def train() -> None:
+        script = Script(first=paceline.worker_index() > 0 or not any(lives), split="static")
+        seen: list[tuple[int, float]] = []
+        if paceline.worker_index() == 0:
+            lives.append(seen)
+        seen += ((script.train_epoch(), look(script, tmp_path)) for _ in numbers(6))
+
+    simulate(RETURNS, sync, train_fn=train)
+    first, returned = lives
+    assert returned[0][0] == 0, "it has no part in the epoch in progress"
+    assert all(value > 0.0 for _, value in [*first, *returned]), returned
+
+
+def test_in_a_loop_over_range_it_sees_the_jobs_model_from_the_first_pass_on() -> None:
+    seen: list[float] = []
+
+    def train() -> None:
+        late = paceline.worker_index() == 2
+        script = Script(first=not late)
+        for epoch in range(3):
+            script.train_epoch()
+            if late and epoch == 0:
+                seen.append(by_evaluating(script, Path()))
+                seen.append(script.weight.item())
+
+    cluster = Cluster(compute_s=[1.0, 1.0, 1.0], presence={2: Presence(joins_at_s=9.5)})
+    simulate(cluster, "bsp", train_fn=train)
+    assert seen == [10.0, 10.0]  # updates
+
+
+def test_before_the_loop_a_look_shows_the_jobs_model_too() -> None:
+    seen: list[float] = []
+
+    def train() -> None:
+        late = paceline.worker_index() == 2
+        script = Script(first=not late)
+        if late:
+            seen.extend(look(script, Path()) for look in (by_a_forward_pass, by_evaluating, by_reading))
+        for _ in range(2):
+            script.train_epoch()
+
+    cluster = Cluster(compute_s=[1.0, 1.0, 1.0], presence={2: Presence(joins_at_s=9.5)})
+    simulate(cluster, "bsp", train_fn=train)
+    assert seen == [10.0, 10.0, 10.0]
+
+
+def test_the_average_of_a_late_worker_is_made_of_the_jobs_weights() -> None:
+    """The guide's own example. Worker 0 sends its averages as the job's when it has the lowest index."""
+    averages: dict[int, list[float]] = {}
+
+    def train() -> None:
+        index = paceline.worker_index()
+        script = Script(first=index > 0 or not averages.get(0))
+        ema = AveragedModel(script.model)
+        paceline.track(ema=ema)
+        for _ in paceline.epochs(6):
+            script.train_epoch()
+            ema.update_parameters(script.model)
+            averages.setdefault(index, []).append(next(ema.parameters()).item())
+
+    simulate(RETURNS, "bsp", train_fn=train)
+    assert all(value > 0.0 for each in averages.values() for value in each), averages
+
+
+def test_all_models_of_a_late_worker_are_the_jobs() -> None:
+    seen: list[tuple[float, float]] = []
+
+    def train() -> None:
+        late = paceline.worker_index() == 1
+        models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+        for model in models:
+            nn.init.constant_(model.weight, UNTRAINED if late else 0.0)
+        optimizers = [
+            paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=lr), model=model)
+            for model, lr in zip(models, (1.0, 2.0), strict=True)
+        ]
+        loader = DataLoader(TensorDataset(torch.ones(16, 1)), batch_size=2)
+        for _ in paceline.epochs(3):
+            for (x,) in paceline.distribute(loader, split="static"):
+                for model, optimizer in zip(models, optimizers, strict=True):
+                    optimizer.zero_grad()
+                    (-model(x)).mean().backward()
+                    optimizer.step()
+            if late:
+                seen.append((models[0].weight.item(), models[1].weight.item()))
+
+    cluster = Cluster(compute_s=[1.0, 1.0], presence={1: Presence(joins_at_s=4.5)})
+    simulate(cluster, "asp", train_fn=train)
+    one, other = seen[0]
+    assert one > 0.0
+    assert other > 0.0
+
+
+def test_the_state_of_the_optimizer_is_the_jobs_before_the_first_step() -> None:
+    states: list[Any] = []
+
+    def train() -> None:
+        late = paceline.worker_index() == 1
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = paceline.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=1.0), model=model)
+        loader = DataLoader(TensorDataset(torch.ones(16, 1)), batch_size=2)
+        for _ in paceline.epochs(3):
+            for (x,) in paceline.distribute(loader, split="static"):
+                optimizer.zero_grad()
+                (-model(x)).mean().backward()
+                optimizer.step()
+            if late:
+                states.append(optimizer.state_dict()["state"])
+
+    cluster = Cluster(compute_s=[1.0, 1.0], presence={1: Presence(joins_at_s=4.5)})
+    simulate(cluster, "asp", train_fn=train)
+    assert float(states[0][0]["step"]) == 4.0
+    assert float(states[0][0]["exp_avg"]) < 0.0
+
+
+def test_the_statistics_with_which_a_late_worker_trains_are_the_jobs() -> None:
+    seen: list[float] = []
+
+    def train() -> None:
+        late = paceline.worker_index() == 1
+        script = Script(first=not late, split="dynamic")
+        for _ in paceline.epochs(4):
+            script.train_epoch()
+            if late:
+                seen.append(script.mean)
+
+    cluster = Cluster(compute_s=[1.0, 1.0], presence={1: Presence(joins_at_s=28.5)})
+    simulate(cluster, "asp", train_fn=train)
+    assert seen[0] > 4.5  # from 0, ten batches would reach 3.3
+
+
+# -- live -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_a_live_worker_that_looks_at_the_model_without_a_batch_makes_nobody_wait(
+    sync: str, tmp_path: Path
+) -> None:
+    """Worker 1 looks while worker 0 trains its last epochs, and trains only when worker 0 has ended."""
+    job = make_job(
+        workers=2, servers=2, sync=sync, transport="tcp", run_dir=tmp_path / "run", least=1, joined=True
+    )
+    coordinator = CoordinatorHost.listen(job)
+    coordinator.core.invite(1)
+    coordinator.start()
+    places = [Assignment(job=job, role="server", index=i, coordinator=coordinator.address) for i in range(2)]
+    servers = [threading.Thread(target=ServerHost.connect(place).run, daemon=True) for place in places]
+    third_epoch, looked, ended = threading.Event(), threading.Event(), threading.Event()
+    seen: dict[str, float] = {}
+    batches: list[int] = []
+
+    def first() -> None:
+        script = Script(first=True, split="static", momentum=0.5)
+        for epoch in range(6):
+            if epoch == 3:
+                third_epoch.set()
+                looked.wait(60.0)
+            script.train_epoch()
+        ended.set()
+
+    def late() -> None:
+        script = Script(first=False, split="static", momentum=0.5)
+        for epoch in range(6):
+            batches.append(script.train_epoch())
+            if epoch == 2:
+                seen.update((look.__name__, look(script, tmp_path)) for look in LOOKS)
+                seen["momentum"] = script.optimizer.state_dict()["state"][0]["momentum_buffer"].item()
+                looked.set()
+                assert ended.wait(60.0), "worker 0 waits for worker 1"
+
+    errors: list[BaseException] = []
+
+    def work(index: int) -> None:
+        place = Assignment(job=job, role="worker", index=index, coordinator=coordinator.address)
+        session = WorkerSession.connect(place)
+        sessions.install(session, for_thread=True)
+        try:
+            (late if index else first)()
+            session.finish()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            looked.set()
+            session.close()
+
+    workers = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(2)]
+    try:
+        for thread in (*servers, workers[0]):
+            thread.start()
+        assert third_epoch.wait(60.0)
+        invited: Future[dict[int, int]] = Future()
+        coordinator._call(lambda: invited.set_result(coordinator.core.invite(1)))
+        assert invited.result(30.0) == {1: 0}
+        workers[1].start()
+        for thread in workers:
+            thread.join(60.0)
+            assert not thread.is_alive(), "a worker hangs"
+    finally:
+        coordinator.stop()
+    assert errors == []
+    weight, velocity, mean = 0.0, 0.0, 0.0
+    for _ in range(3 * 16):
+        velocity = 0.5 * velocity + 1.0
+        weight += velocity
+        mean += 0.1 * (5.0 - mean)
+    expected = {look.__name__: mean if look is of_the_statistics else weight for look in LOOKS}
+    assert batches[:3] == [0, 0, 0]
+    assert seen == pytest.approx({**expected, "momentum": -velocity})
+    assert coordinator.core.members.lost == []
