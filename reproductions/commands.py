@@ -14,6 +14,8 @@ from paceline.cli.options import Out, RunDir
 from paceline.cli.output_folder import new_folder
 from paceline.cli.progress import shown_progress
 from paceline.cli.terminal import interruptible, run_app
+from paceline.errors import ConfigurationError
+from paceline.report.canvas import NO_MATPLOTLIB, can_draw
 
 __all__ = ["app", "main"]
 
@@ -104,6 +106,8 @@ def exhibits(
     wanted = chosen(names)
     if data is not None:
         require_trained_on_data(wanted)
+    if not can_draw():
+        raise ConfigurationError(NO_MATPLOTLIB)
     folder = new_folder(out, "reproductions")
     errors = Console(stderr=True)
     errors.print(f"about {max(1.0, sum(exhibit.minutes for exhibit in wanted)):.0f} min on two cores")

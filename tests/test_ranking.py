@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -465,6 +466,53 @@ def test_simulate_trains_a_script_under_each_model(
     bsp, asp = json.loads((out / "training.json").read_text())
     assert bsp["final_loss"] < 0.3 * bsp["curve"][0][1]
     assert asp["figures"]["mean_staleness"] > 0 == bsp["figures"]["mean_staleness"]
+
+
+@pytest.mark.parametrize(
+    ("options", "saved"),
+    [
+        (["--sync", "bsp,asp"], {"ranking.json"}),
+        (["--sync", "bsp", "--samples", "400"], {"ranking.json"}),
+        (["--sync", "elastic-bsp", "--sweep", "lookahead=5,10"], {"sweep.json"}),
+        (["--sync", "bsp", "--script", "train.py 6"], {"training.json", "script-0.log"}),
+    ],
+    ids=["ranking", "epochs", "sweep", "script"],
+)
+def test_without_matplotlib_every_comparison_prints_its_table_and_says_what_to_install(
+    options: list[str],
+    saved: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"] + ["matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    code = run(monkeypatch, "simulate", "elastic-bsp", "--iterations", "3", "--out", "out", *options)
+    printed, told = capsys.readouterr()
+    assert code == 0, told
+    assert "ElasticBSP's 4 machines" in printed
+    assert "JSON files: out\n" in printed
+    assert [line for line in told.splitlines() if "matplotlib" in line] == [
+        "no pictures were saved: pictures require matplotlib, which is not installed; run: pip install "
+        "'paceline[report]'"
+    ]
+    assert {path.name for path in Path("out").iterdir()} == saved
+
+
+def test_a_script_without_losses_is_refused_at_its_first_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("return loss", "print('step')"))
+    arguments = ["--script", f"{tmp_path / 'train.py'} 300", "--sync", "asp", "--out", str(tmp_path / "out")]
+    assert run(monkeypatch, "simulate", "elastic-bsp", *arguments) == 2
+    assert capsys.readouterr().err.endswith(
+        "error: worker 0 has reported no loss in its first 5 iterations. Call optimizer.step(closure) with a closure "
+        "that returns the loss.\n"
+    )
+    steps = (tmp_path / "out" / "script-0.log").read_text().count("step")
+    assert steps <= 4 * 6  # of 4 workers, each of which began its sixth step at most
 
 
 def test_a_script_that_distributes_its_data_is_compared_in_samples_per_second(

@@ -19,11 +19,8 @@ def new_folder(out: Path | None, what: str) -> Path:
         what: prefix for the name of a new folder under ./runs.
 
     Raises:
-        ConfigurationError: the folder is not empty or cannot be created, or matplotlib is not installed.
+        ConfigurationError: the folder is not empty or cannot be created.
     """
-    from ..report.canvas import new_figure
-
-    new_figure(1.0, 1.0)  # if pictures cannot be drawn, raise the error before any work is done
     if out is None:
         stamp = time.strftime(f"{what}-%Y%m%d-%H%M%S")
         out = next(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -100,6 +101,7 @@ def simulate(
 
     from ..rehearsal import comparison, ranking
     from ..rehearsal.clusters import load_cluster
+    from ..report.canvas import NO_MATPLOTLIB, can_draw
     from ..runtime.job import require_script
     from ..sim import Dataset
 
@@ -174,8 +176,12 @@ def simulate(
             )
     if as_json:
         print_json(rows)
-    else:
+    elif can_draw():
         print(f"pictures and JSON files: {folder}")
+    else:
+        print(f"JSON files: {folder}")
+    if not can_draw():
+        print(f"no pictures were saved: {NO_MATPLOTLIB}", file=sys.stderr)
 
 
 def advise(

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from ..report.canvas import save
+from ..report.canvas import can_draw, save
 from ..report.picture import timelines_picture
 from ..report.ranking import ranking_picture, ranking_table, sweep_picture
 from ..report.timeline import timeline_of
@@ -43,7 +43,10 @@ def compare(
     console: Console,
     tell: TellCount,
 ) -> list[Figures]:
-    """Rank sync models. Print a table, and save the results as JSON and as pictures (ranking, timelines)."""
+    """Rank sync models. Print a table, and save the results as JSON and as pictures (ranking, timelines).
+
+    Without matplotlib, no pictures are saved.
+    """
     rows = rank(cluster, syncs, iterations=iterations, seed=seed, shards=shards, data=data, tell=tell)
     note = f"{describe(cluster)}; " + (
         describe_data(data, cluster.workers)
@@ -53,6 +56,8 @@ def compare(
     console.print(ranking_table(cluster.name, rows, f"{note}\n{STAR}"))
     show_faults(rows, console)
     _save_json(out / "ranking.json", rows)
+    if not can_draw():
+        return rows
     save(ranking_picture(cluster.name, note, rows), out / "ranking.png")
     if cluster.workers <= MOST_DRAWN:
         slowest_s = max(cluster.compute(worker).typical_s for worker in range(cluster.workers))
@@ -80,12 +85,17 @@ def explore(
     console: Console,
     tell: TellCount,
 ) -> list[Figures]:
-    """Compare different values of a parameter. Print a table, and save the results as JSON and as a picture."""
+    """Compare different values of a parameter. Print a table, and save the results as JSON and as a picture.
+
+    Without matplotlib, no picture is saved.
+    """
     points = sweep(cluster, syncs, key, values, iterations=iterations, seed=seed, shards=shards, tell=tell)
     rows = [row for _, row in points]
     console.print(ranking_table(cluster.name, rows, describe(cluster)))
     show_faults(rows, console)
     _save_json(out / "sweep.json", rows)
+    if not can_draw():
+        return rows
     lines: dict[str, list[tuple[float, Figures]]] = {}
     for value, row in points:
         lines.setdefault(row.sync.partition(":")[0], []).append((value, row))

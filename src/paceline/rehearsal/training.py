@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import UsageError
-from ..report.canvas import save
+from ..report.canvas import can_draw, save
 from ..report.loss import LossCurve, loss_picture
 from ..report.speed import speed_unit
 from ..sim import Cluster, Loss, simulate
@@ -76,6 +76,8 @@ def train_and_compare(
 ) -> list[Trained]:
     """Run the script under each model, print a table, and plot the losses over virtual time.
 
+    Without matplotlib, nothing is plotted.
+
     Raises:
         RunFailedError: the script failed.
         UsageError: the script trained, but reported no losses.
@@ -94,8 +96,11 @@ def train_and_compare(
         )
     console.print(_table(cluster, rows, rows[0].final_loss, syncs[0]))
     show_faults([row.figures for row in rows], console)
-    curves = [LossCurve(row.figures.sync, row.curve) for row in rows]
-    save(loss_picture(f"{script.name} on {cluster.name}", describe(cluster), curves), out / "training.png")
+    if can_draw():
+        curves = [LossCurve(row.figures.sync, row.curve) for row in rows]
+        save(
+            loss_picture(f"{script.name} on {cluster.name}", describe(cluster), curves), out / "training.png"
+        )
     return found
 
 
@@ -125,6 +130,7 @@ def _run(task: _Task) -> Trained:
             train_fn=runpy.run_path,
             args=(task.script, None, "__main__"),
             shards=task.shards,
+            needs_losses=True,
         )
     curve = smooth(result.history or [])
     figures = figures_of(task.sync, result)

@@ -1,6 +1,6 @@
 """Creates matplotlib figures and saves them as PNG files; no display is needed.
 
-matplotlib is optional; a `ConfigurationError` is raised if it is not installed. The global state of matplotlib
+matplotlib is optional. Commands ask `can_draw` and print their tables in any case. The global state of matplotlib
 (pyplot, rcParams) is not used, so the user's own figures are not affected.
 """
 
@@ -14,7 +14,7 @@ from ..errors import ConfigurationError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "DASHES", "new_figure", "save"]
+__all__ = ["COLOURS", "DASHES", "NO_MATPLOTLIB", "can_draw", "new_figure", "save"]
 
 COLOURS = ("#0072B2", "#E69F00", "#CC79A7", "#009E73", "#D55E00", "#56B4E9")
 """Curve colors that color-blind readers can distinguish (Okabe and Ito, 2008), in order of use."""
@@ -23,6 +23,17 @@ DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
 """Line styles, combined with the colors so that curves can also be distinguished in black and white."""
 
 DOTS_PER_INCH = 130
+
+NO_MATPLOTLIB = "pictures require matplotlib, which is not installed; run: pip install 'paceline[report]'"
+
+
+def can_draw() -> bool:
+    """Return True if matplotlib is installed. Otherwise, `new_figure` raises an error."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def new_figure(width_inches: float, height_inches: float) -> Figure:
@@ -35,9 +46,7 @@ def new_figure(width_inches: float, height_inches: float) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigurationError(
-            "pictures require matplotlib, which is not installed; run: pip install 'paceline[report]'"
-        ) from error
+        raise ConfigurationError(NO_MATPLOTLIB) from error
     figure = Figure(figsize=(width_inches, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..core.layout import Layout
 from ..core.lease import BATCH_SIZINGS, BatchSizing
 from ..core.model_spec import ModelSpec, OptimizerSpec
-from ..errors import ConfigurationError, unknown_name
+from ..errors import ConfigurationError, UsageError, unknown_name
 from ..plugins import load_models
 from ..runtime.job import ON_NAN, OVERLAPS, SLICINGS
 from ..sync import SyncModel
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from ..runtime.reader import WeightsSnapshot
 
 __all__ = ["simulate"]
+
+ITERATIONS_WITHOUT_LOSS = 5
+"""Number of iterations without a loss after which a run that needs losses is ended."""
 
 NOTHING_TRAINED = ModelSpec(Layout((), (), {}), OptimizerSpec("", (), ()), ())
 
@@ -52,6 +55,7 @@ def simulate(
     data: Dataset | None = None,
     snapshot_every_s: float | None = None,
     on_snapshot: Callable[[float, WeightsSnapshot], bool] | None = None,
+    needs_losses: bool = False,
     record: bool = False,
     run_dir: str | Path | None = None,
 ) -> SimResult:
@@ -83,6 +87,8 @@ def simulate(
             `SimResult.snapshots`. Only with `train_fn`.
         on_snapshot: function that receives the virtual time and the weights of each snapshot. With this function,
             snapshots are not stored. If the function returns True, the run ends.
+        needs_losses: True to end the run with an error if a `train_fn` passes no loss to its first five calls of
+            `step()`.
         record: True to keep traces and records in memory, for `SimResult.trace`, `.records` and `.save`. They take
             about one kilobyte per iteration, worker and shard. If False, memory use does not grow with the length of
             the run, except for the losses and snapshots of a `train_fn`.
@@ -91,6 +97,7 @@ def simulate(
 
     Raises:
         ConfigurationError: an argument is not valid, or the run directory cannot be written. Nothing was computed.
+        UsageError: `needs_losses` is True, and a training function reports no losses.
         RunFailedError: a training function failed, or all workers wait for pulls that will never be answered.
 
     Example:
@@ -150,7 +157,7 @@ def simulate(
         else:
             from .training import Training, computed_by
 
-            recorders.takers.append(_loss_recorder(history))
+            recorders.takers.append(_loss_recorder(history, needs_losses))
             training = Training(
                 lambda: train_fn(*args),
                 workers=cluster.workers,
@@ -207,12 +214,21 @@ def simulate(
     return result
 
 
-def _loss_recorder(history: list[Loss]) -> TakeRecord:
-    """Return a function that appends the loss of an iteration to `history`, if the iteration has a loss."""
+def _loss_recorder(history: list[Loss], required: bool) -> TakeRecord:
+    """Return a function that appends the loss of an iteration to `history`, if the iteration has a loss.
+
+    If losses are required, the function raises `UsageError` when a worker has finished five iterations, and no worker
+    has reported a loss. A script with several optimizers may report a loss with only one of them.
+    """
 
     def take(worker: int, record: IterationRecord) -> None:
         if record.loss is not None:
             history.append(Loss(record.pushed_s, worker, record.iteration, record.loss))
+        elif required and not history and record.iteration + 1 >= ITERATIONS_WITHOUT_LOSS:
+            raise UsageError(
+                f"worker {worker} has reported no loss in its first {ITERATIONS_WITHOUT_LOSS} iterations. Call "
+                "optimizer.step(closure) with a closure that returns the loss."
+            )
 
     return take
 
