@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from paceline.runtime.coordinator import CoordinatorHost
 from paceline.runtime.job import Assignment, make_job
 from paceline.runtime.server import ServerHost
 from paceline.runtime.worker import WorkerSession
+from paceline.sync import MODELS, parse
 from paceline.trace.recording import Trace, read_run
 
 from .live import mark
@@ -86,6 +89,18 @@ def machines_alone() -> Iterator[None]:
     with Path(tempfile.gettempdir(), "paceline-tests-machines.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the module `failing_models`, which is imported as a user's module is."""
+    shutil.copy(Path(__file__).with_name("failing_models.py"), tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    loading.load_models("", ["failing_models"])
+    yield tmp_path
+    del MODELS["failing"], sys.modules["failing_models"]
+    parse.cache_clear()
 
 
 @dataclass

@@ -148,6 +148,8 @@ SUMMARY = {
     "mean_staleness": 0.0,
     "max_staleness": 0,
     "max_gap": 0,
+    "unapplied": 0,
+    "ledger": {"pushes": {"applied": 0, "averaged": 200, "dropped": 0, "refused": 0, "lost": 0}},
 }
 
 

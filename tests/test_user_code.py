@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import re
-import shutil
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from paceline.errors import UserCodeError
-from paceline.plugins import load_models
-from paceline.plugins.loading import _imported
 from paceline.sim import Cluster, Presence, simulate
-from paceline.sync import MODELS, parse
+from paceline.sync import parse
 from paceline.testing import check
 
 from .live import run_program
@@ -36,20 +31,6 @@ for _ in range(8):
     model(x).square().mean().backward()
     optimizer.step()
 """
-
-
-@pytest.fixture
-def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with the module of the failing models, which is imported."""
-    shutil.copy(Path(__file__).with_name("failing_models.py"), tmp_path / "failing_models.py")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    load_models("", ["failing_models"])
-    yield tmp_path
-    MODELS.pop("failing", None)
-    _imported.pop("failing_models", None)
-    sys.modules.pop("failing_models", None)
-    parse.cache_clear()
 
 
 def shows_only_the_users_lines(text: str, method: str) -> None:

@@ -252,6 +252,8 @@ def _print_pairs(pairs: dict[str, str]) -> None:
 
 
 def _print_summary(summary: dict[str, Any]) -> None:
-    _print_pairs(summary_rows(summary))
+    rows = summary_rows(summary)
+    _print_pairs(rows)
     for finding in summary.get("findings", []):
-        print(finding)
+        if finding not in rows.values():
+            print(finding)

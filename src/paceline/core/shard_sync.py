@@ -121,8 +121,10 @@ class ShardSync:
 
     def waits(self) -> dict[int, str]:
         """Return, for each worker with a delayed pull, a description of what the pull waits for."""
+        undescribed = f"the sync model {self.sync}, which does not describe its delayed pulls"
+        waits = dict.fromkeys(filter(self._waiting, self.order.phase), undescribed)
         with self._blaming("waits"):
-            waits = dict(self._machine.waits())
+            waits |= self._machine.waits()
         if self._change is not None:
             boundary = f"workers {sorted(self.counts.count)} to reach the change to {self._change.sync}"
             waits |= {worker: boundary for worker in self._passed if self._waiting(worker)}

@@ -120,7 +120,7 @@ def advise(
     again = simulate(cluster, own, None, summary["seed"], until_s=together_s, data=data, batch=batch)
     if data is not None:
         # Simulate no more epochs than are needed for a comparison.
-        rounds = math.ceil(data.samples / (data.batch_size * cluster.workers))
+        rounds = math.ceil(data.samples / (data.batch_size * cluster.workers)) * data.pushes_per_batch
         data = msgspec.structs.replace(data, epochs=min(data.epochs, math.ceil(iterations / rounds)))
     measured_per_s, simulated_per_s = together.gradients / together_s, again.measures.gradients / together_s
     deviation = simulated_per_s / measured_per_s - 1 if measured_per_s else 0.0
@@ -156,13 +156,15 @@ def _caution(deviation: float, iterations: Mapping[str, int]) -> str:
 def _dataset(summary: Mapping[str, Any], workers: int) -> Dataset | None:
     """Return the data of a run; None if the workers used no data of known size that was handed out to them.
 
-    If the script accumulated gradients, the batches of a push count as one batch.
+    If the script accumulated gradients, the batches of a push count as one batch. If it computed several gradients
+    from each batch, so do the simulated workers.
     """
     samples, batch_size, epochs = (summary.get(key) or 0 for key in ("epoch_samples", "batch_size", "epochs"))
     if not (samples >= workers and batch_size and epochs):
         return None
     batch_size *= summary.get("batches_per_push", 1)
-    return Dataset(samples=samples, batch_size=batch_size, epochs=epochs)
+    pushes = summary.get("pushes_per_batch", 1.0)
+    return Dataset(samples=samples, batch_size=batch_size, epochs=epochs, pushes_per_batch=pushes)
 
 
 def _while_all_were_present(shard: Trace) -> tuple[float, Measures]:
@@ -195,8 +197,7 @@ def _runnable(syncs: Sequence[str], cluster: Cluster, shards: int) -> list[str]:
 
 
 def _advice(rows: Sequence[Figures], summary: dict[str, Any]) -> list[Advice]:
-    # If a condition failed during a simulation, another model took over. Such results are not compared.
-    rows = [row for row in rows if not row.faults]
+    rows = [row for row in rows if row.sound]
     [bsp] = [row for row in rows if row.sync == "bsp" and row.batch == "equal"]
     fastest = rows[0]
     fresh = max((row for row in rows if row.sync == "bsp"), key=lambda row: row.speed)

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from ..errors import RunFailedError
 from ..report.canvas import can_draw, save
 from ..report.picture import timelines_picture
 from ..report.ranking import ranking_picture, ranking_table, sweep_picture
@@ -17,7 +18,7 @@ from .clusters import describe, describe_data
 from .process_pool import TellCount
 from .ranking import Figures, rank, sweep
 
-__all__ = ["STAR", "compare", "explore", "show_faults"]
+__all__ = ["STAR", "compare", "explore", "require_results", "show_faults"]
 
 STAR = "*: no model is better in speed or staleness without being worse in the other"
 MOST_DRAWN = 16  # timelines are drawn for clusters with at most this many workers
@@ -25,10 +26,17 @@ SHOWN_ITERATIONS = 12  # length of the timelines, in iterations of the slowest w
 
 
 def show_faults(rows: Iterable[Figures], console: Console) -> None:
-    """Print which conditions failed during the simulations, and which models took over."""
+    """Print which models failed or applied too little, which conditions failed, and which models took over."""
     for row in rows:
-        for fault in row.faults:
-            console.print(f"{row.name}: {fault.splitlines()[0]}", style="red", markup=False, highlight=False)
+        for fault in [row.failure, row.unapplied, *(fault.splitlines()[0] for fault in row.faults)]:
+            if fault:
+                console.print(f"{row.name}: {fault}", style="red", markup=False, highlight=False)
+
+
+def require_results(rows: Sequence[Figures]) -> None:
+    """Raise `RunFailedError` if the simulation of every model has failed."""
+    if all(row.failure for row in rows):
+        raise RunFailedError("every simulation", "\n".join(f"{row.name}: {row.failure}" for row in rows))
 
 
 def compare(
@@ -48,6 +56,7 @@ def compare(
     Without matplotlib, no pictures are saved.
     """
     rows = rank(cluster, syncs, iterations=iterations, seed=seed, shards=shards, data=data, tell=tell)
+    require_results(rows)
     note = f"{describe(cluster)}; " + (
         describe_data(data, cluster.workers)
         if data is not None
@@ -58,12 +67,13 @@ def compare(
     _save_json(out / "ranking.json", rows)
     if not can_draw():
         return rows
-    save(ranking_picture(cluster.name, note, rows), out / "ranking.png")
+    save(ranking_picture(cluster.name, note, [row for row in rows if not row.failure]), out / "ranking.png")
     if cluster.workers <= MOST_DRAWN:
         slowest_s = max(cluster.compute(worker).typical_s for worker in range(cluster.workers))
         shown_s = SHOWN_ITERATIONS * (slowest_s or 1.0)
         timelines = {}
-        for sync in syncs:
+        failed = {row.sync for row in rows if row.failure}
+        for sync in (sync for sync in syncs if sync not in failed):
             result = simulate(cluster, sync, None, seed, until_s=2 * shown_s, shards=shards, record=True)
             if any(result.records):  # there is no timeline if no worker has finished an iteration
                 timelines[sync] = timeline_of(result.records, result.trace[0])
@@ -91,13 +101,14 @@ def explore(
     """
     points = sweep(cluster, syncs, key, values, iterations=iterations, seed=seed, shards=shards, tell=tell)
     rows = [row for _, row in points]
+    require_results(rows)
     console.print(ranking_table(cluster.name, rows, describe(cluster)))
     show_faults(rows, console)
     _save_json(out / "sweep.json", rows)
     if not can_draw():
         return rows
     lines: dict[str, list[tuple[float, Figures]]] = {}
-    for value, row in points:
+    for value, row in ((value, row) for value, row in points if not row.failure):
         lines.setdefault(row.sync.partition(":")[0], []).append((value, row))
     save(sweep_picture(f"{cluster.name}: {key}", key, lines), out / "sweep.png")
     return rows

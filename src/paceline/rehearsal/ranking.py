@@ -15,18 +15,20 @@ from statistics import fmean
 import msgspec
 
 from ..core.lease import BATCH_SIZINGS, BatchSizing
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, RunFailedError
 from ..report.names import run_name
 from ..sim import Cluster, Dataset, SimResult, simulate
 from ..sim.clockwork import require_enough_data
 from ..sync import MODELS
 from ..sync.schedule import read_schedule
+from ..trace.unapplied import unapplied_pushes
 from .process_pool import TellCount, on_all_cores
 
 __all__ = [
     "EVERY_MODEL",
     "Figures",
     "Task",
+    "failed",
     "figures_of",
     "rank",
     "read_syncs",
@@ -106,7 +108,11 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         bytes_sent: bytes sent by all processes.
         faults: descriptions of conditions that failed, and of the models that replaced them. If the list is not
             empty, the results are not those of `sync` alone.
-        front: True if no model is better in speed or staleness without being worse in the other.
+        failure: why there are no results, with the lines of the model's code that failed; all numbers are then 0. ""
+            if there are results.
+        unapplied: sentence about pushes that were never applied; "" if there are none. See `trace.unapplied`.
+        front: True if the model can be recommended, and no other such model is better in speed or staleness without
+            being worse in the other.
     """
 
     sync: str
@@ -128,7 +134,14 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int
     bytes_sent: int
     faults: list[str] = []
+    failure: str = ""
+    unapplied: str = ""
     front: bool = False
+
+    @property
+    def sound(self) -> bool:
+        """True if the results are those of a model that trains. Other models are never recommended."""
+        return not (self.failure or self.unapplied or self.faults)
 
     @property
     def name(self) -> str:
@@ -152,6 +165,8 @@ def figures_of(
     """From the result of a simulation, compute the numbers that a ranking shows."""
     measures = result.measures
     pushes = sum(measures.iterations.values())
+    unapplied = unapplied_pushes(measures.pushes, measures.unapplied)
+    trained = 1.0 - measures.unapplied / measures.gradients if unapplied and measures.gradients else 1.0
     duration_s = measures.duration_s or 1.0
     present_s = measures.present_s or 1.0
     return Figures(
@@ -159,9 +174,9 @@ def figures_of(
         batch=batch,
         until_s=measures.duration_s,
         finished_s=fmean(result.finished_s),
-        gradients_per_s=(pushes - measures.dropped_pushes / result.shards) / duration_s,
+        gradients_per_s=(pushes - measures.dropped_pushes / result.shards) / duration_s * trained,
         updates_per_s=measures.updates_per_s,
-        samples_per_s=measures.samples_per_s,
+        samples_per_s=measures.samples_per_s * trained,
         epoch_s=duration_s / data.epochs if data is not None else None,
         mean_staleness=measures.mean_staleness,
         max_staleness=measures.max_staleness,
@@ -174,21 +189,52 @@ def figures_of(
         restarts=measures.restarts,
         bytes_sent=result.bytes_sent,
         faults=result.faults,
+        unapplied=unapplied,
+    )
+
+
+def failed(sync: str, error: RunFailedError, batch: BatchSizing = "equal") -> Figures:
+    """Return the figures of a simulation that the sync model has made fail, without results.
+
+    Raises:
+        RunFailedError: the failure is not the model's, so it would be the same under each model.
+    """
+    if error.process != "the run":  # a worker's script, or a cluster on which time stands still
+        raise error
+    return Figures(
+        sync=sync,
+        batch=batch,
+        failure=f"{error.reason}\n{error.traceback}".rstrip(),
+        until_s=0.0,
+        finished_s=0.0,
+        gradients_per_s=0.0,
+        updates_per_s=0.0,
+        mean_staleness=0.0,
+        max_staleness=0,
+        computing_share=0.0,
+        waiting_share=0.0,
+        wasted_share=0.0,
+        delayed_share=0.0,
+        restarts=0,
+        bytes_sent=0,
     )
 
 
 def run_task(task: Task) -> Figures:
     """Run one simulation without recording traces."""
-    result = simulate(
-        task.cluster,
-        task.sync,
-        task.iterations,
-        task.seed,
-        until_s=task.until_s,
-        shards=task.shards,
-        data=task.data,
-        batch=task.batch,
-    )
+    try:
+        result = simulate(
+            task.cluster,
+            task.sync,
+            task.iterations,
+            task.seed,
+            until_s=task.until_s,
+            shards=task.shards,
+            data=task.data,
+            batch=task.batch,
+        )
+    except RunFailedError as error:
+        return failed(task.sync, error, task.batch)
     return figures_of(task.sync, result, task.data, task.batch)
 
 
@@ -218,7 +264,8 @@ def rank(
     batches.
 
     Returns:
-        The results, sorted by samples per second, or by gradients per second without data, descending.
+        The results, sorted by samples per second, or by gradients per second without data, descending. Models that
+        cannot be recommended come last (see `Figures.sound`).
 
     Raises:
         ConfigurationError: a model cannot run on this cluster or with this data, or BSP completes no iteration on it.
@@ -235,7 +282,8 @@ def rank(
             for sync in syncs
             for batch in (("equal",) if _independent(sync) else BATCH_SIZINGS)
         ]
-    return mark_front(sorted(run_tasks(tasks, tell), key=lambda row: (-row.speed, row.mean_staleness)))
+    order = sorted(run_tasks(tasks, tell), key=lambda row: (not row.sound, -row.speed, row.mean_staleness))
+    return mark_front(order)
 
 
 def _independent(sync: str) -> bool:
@@ -263,8 +311,10 @@ def mark_front(rows: Sequence[Figures]) -> list[Figures]:
     return [
         msgspec.structs.replace(
             row,
-            front=not any(
-                other.speed >= row.speed
+            front=row.sound
+            and not any(
+                other.sound
+                and other.speed >= row.speed
                 and other.mean_staleness <= row.mean_staleness
                 and (other.speed, -other.mean_staleness) != (row.speed, -row.mean_staleness)
                 for other in rows

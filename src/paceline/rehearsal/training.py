@@ -18,15 +18,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..errors import UsageError
+from ..errors import RunFailedError, UsageError
 from ..report.canvas import can_draw, save
 from ..report.loss import LossCurve, loss_picture
 from ..report.speed import speed_unit
 from ..sim import Cluster, Loss, simulate
 from .clusters import describe
-from .comparison import show_faults
+from .comparison import require_results, show_faults
 from .process_pool import TellCount, on_all_cores
-from .ranking import Figures, figures_of
+from .ranking import Figures, failed, figures_of
 
 __all__ = ["Trained", "smooth", "train_and_compare"]
 
@@ -89,13 +89,14 @@ def train_and_compare(
     # Each run needs a new process, because imported modules keep their state.
     found = on_all_cores(_run, tasks, lambda task: task.sync, tell, fresh=True)
     (out / "training.json").write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+    require_results([row.figures for row in found])
     rows = [row for row in found if row.curve]
-    if len(rows) < len(found):
+    if len(rows) < len([row for row in found if not row.figures.failure]):
         raise UsageError(
             f"{script} reported no losses to compare: call optimizer.step() with a closure that returns the loss."
         )
-    console.print(_table(cluster, rows, rows[0].final_loss, syncs[0]))
-    show_faults([row.figures for row in rows], console)
+    console.print(_table(cluster, rows, rows[0].final_loss, rows[0].figures.sync))
+    show_faults([row.figures for row in found], console)
     if can_draw():
         curves = [LossCurve(row.figures.sync, row.curve) for row in rows]
         save(
@@ -123,15 +124,18 @@ def _run(task: _Task) -> Trained:
     sys.argv = [task.script, *task.arguments]
     sys.path.insert(0, str(Path(task.script).resolve().parent))
     with open(task.log, "w") as log, contextlib.redirect_stdout(log):
-        result = simulate(
-            task.cluster,
-            task.sync,
-            seed=task.seed,
-            train_fn=runpy.run_path,
-            args=(task.script, None, "__main__"),
-            shards=task.shards,
-            needs_losses=True,
-        )
+        try:
+            result = simulate(
+                task.cluster,
+                task.sync,
+                seed=task.seed,
+                train_fn=runpy.run_path,
+                args=(task.script, None, "__main__"),
+                shards=task.shards,
+                needs_losses=True,
+            )
+        except RunFailedError as error:
+            return Trained(failed(task.sync, error), [], float("nan"))
     curve = smooth(result.history or [])
     figures = figures_of(task.sync, result)
     return Trained(figures, curve, curve[-1][1] if curve else float("nan"))
@@ -165,7 +169,7 @@ def _table(cluster: Cluster, rows: Sequence[Trained], target: float, first: str)
     for row in rows:
         reached_s = row.reaches_s(target)
         table.add_row(
-            row.figures.sync,
+            f"{'' if row.figures.sound else '! '}{row.figures.sync}",
             f"{row.figures.until_s:.4g}",
             f"{row.figures.samples_per_s if unit == 'samples' else row.figures.gradients_per_s:.4g}",
             "never" if reached_s is None else f"{reached_s:.4g}",

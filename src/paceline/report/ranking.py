@@ -47,6 +47,10 @@ class Ranked(Protocol):
     @property
     def delayed_share(self) -> float: ...
     @property
+    def failure(self) -> str: ...
+    @property
+    def sound(self) -> bool: ...
+    @property
     def front(self) -> bool: ...
 
 
@@ -60,12 +64,19 @@ COLUMNS: dict[str, Callable[[Ranked], str]] = {
     "time\nwasted": lambda row: f"{row.wasted_share:.1%}",
 }
 
+UNSOUND = "!: this model is not recommended, for the reason below"
+
 PULLS: dict[str, Callable[[Ranked], str]] = {"pulls\ndelayed": lambda row: f"{row.delayed_share:.1%}"}
 """Additional columns of the table if the simulations had no data."""
 
 
 def ranking_table(title: str, rows: Sequence[Ranked], caption: str) -> Table:
-    """Return a table with one row per model, in the given order. A "*" marks each row whose `front` is True."""
+    """Return a table with one row per model, in the given order.
+
+    A "*" marks each row whose `front` is True, and a "!" each row that is not `sound`.
+    """
+    if not all(row.sound for row in rows):
+        caption += f"\n{UNSOUND}"
     table = Table(
         title=escape(title),
         title_justify="left",
@@ -78,14 +89,15 @@ def ranking_table(title: str, rows: Sequence[Ranked], caption: str) -> Table:
     )
     table.add_column("sync", overflow="fold", vertical="bottom", min_width=20)
     speed: dict[str, Callable[[Ranked], str]] = {f"{_unit(rows)}\nper s": lambda row: f"{row.speed:.4g}"}
-    has_data = all(row.epoch_s is not None for row in rows)
+    has_data = all(row.epoch_s is not None for row in rows if not row.failure)
     # The table must fit into 80 columns.
     columns = {**EPOCHS, **speed, **COLUMNS} if has_data else {**speed, **COLUMNS, **PULLS}
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            f"{'*' if row.front else ' '} {_wrappable(row.name)}", *(show(row) for show in columns.values())
+            f"{'*' if row.front else ' ' if row.sound else '!'} {_wrappable(row.name)}",
+            *("-" if row.failure else show(row) for show in columns.values()),
         )
     return table
 
@@ -194,7 +206,7 @@ def _draw_bars(axes: Axes, rows: Sequence[Ranked]) -> None:
 
 
 def _unit(rows: Sequence[Ranked]) -> str:
-    return speed_unit(row.samples_per_s for row in rows)
+    return speed_unit([row.samples_per_s for row in rows if row.sound] or [0.0])
 
 
 def _wrappable(sync: str) -> str:

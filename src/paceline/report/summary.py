@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from ..trace.measures import PushCounts
+from ..trace.unapplied import unapplied_pushes
 from .speed import speed_unit
 
 __all__ = ["summary_rows"]
@@ -20,15 +22,22 @@ def summary_rows(summary: Mapping[str, Any]) -> dict[str, str]:
     Args:
         summary: the summary of a run, as in `RunResult.summary` and `summary.json`.
     """
-    shown = {"sync": str(summary["sync"])}
+    # There are no statistics if the traces of the run could not be read.
+    measured = "duration_s" in summary
+    shown = {"warning": warning} if measured and (warning := _warning(summary)) else {}
+    shown["sync"] = str(summary["sync"])
     if summary["ended"] != "finished":
         shown["ended"] = str(summary["ended"])
-    # There are no statistics if the traces of the run could not be read.
-    if "duration_s" in summary:
+    if measured:
         shown |= _figures(summary)
     if summary["emulated"]:
         shown["emulated"] = str(summary["emulated"])
     return shown
+
+
+def _warning(summary: Mapping[str, Any]) -> str:
+    """Return a sentence about pushes that were never applied; "" if there are none."""
+    return unapplied_pushes(PushCounts(**summary["ledger"]["pushes"]), summary["unapplied"])
 
 
 def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
@@ -62,6 +71,7 @@ def _speed(summary: Mapping[str, Any]) -> dict[str, str]:
     """
     unit = speed_unit([summary["samples_per_s"]])
     shown: dict[str, str] = {unit: f"{summary[unit]} ({summary[f'{unit}_per_s']:.1f} per second)"}
+    shown["updates"] = "0"
     if summary["updates"]:
         share = summary["gradients"] / summary["updates"]
         shown["updates"] = f"{summary['updates']} ({share:.3g} gradient{'s' * (share != 1)} each, on average)"

@@ -11,6 +11,7 @@ from ..errors import UsageError
 from ..trace.measures import Measures
 from ..trace.recording import Trace, read_run
 from ..trace.records import IterationRecord, read_records
+from ..trace.unapplied import unapplied_pushes
 from .recording import Recording, RunFolder
 
 if TYPE_CHECKING:
@@ -129,6 +130,11 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         return self.measures.updates
 
     @property
+    def findings(self) -> list[str]:
+        """A sentence about pushes that were never applied; [] if there are none."""
+        return [text for text in [unapplied_pushes(self.measures.pushes, self.measures.unapplied)] if text]
+
+    @property
     def waiting_share(self) -> float:
         """The fraction of the workers' total time that was spent waiting, from 0 to 1."""
         return self.measures.waiting_share
@@ -188,6 +194,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
             "lost_workers": [],
             "faults": self.faults,
             "wasted_s": self.wasted_s,
+            "findings": self.findings,
             "ledger": {"pushes": figures.pop("pushes")},
             **figures,
         }

@@ -1,7 +1,10 @@
-"""Describes in sentences how much time the workers of a run lost, and unusual clipping, and what would help.
+"""Describes in sentences what was wrong with a run, or could be better, and what would help.
 
-A sentence appears only if the statistics support it: the lost time must be at least 5 % of the run and at least one
-second. Clipping by each worker is named whenever it occurs, because it changes the result.
+Pushes that were never applied come first, because such a run trains less than its speed promises. The other sentences
+are about time that the workers lost, and about unusual clipping.
+
+A sentence about time appears only if the statistics support it: the lost time must be at least 5 % of the run and at
+least one second. Clipping by each worker is named whenever it occurs, because it changes the result.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Collection, Sequence
 from statistics import fmean
 
 from .measures import Measures
+from .unapplied import unapplied_pushes
 
 __all__ = ["find"]
 
@@ -36,9 +40,10 @@ DISTRIBUTE = (
 def find(
     measures: Measures, *, lockstep: bool, balanced: bool = False, run_dir: str | None = None
 ) -> list[str]:
-    """Return sentences about the time that workers lost because they were idle or waited, and about clipping.
+    """Return sentences about pushes that were never applied, lost time, and clipping.
 
-    If the workers lost little time, and did not clip their own gradients, the result is [].
+    If all pushes were applied or dropped, and the workers lost little time and did not clip their own gradients, the
+    result is [].
 
     Args:
         measures: the statistics of the run.
@@ -54,8 +59,13 @@ def find(
     if waiting and run_dir is not None:
         command = f"paceline advise {shlex.quote(run_dir)}"
         advice = [f"To compare the sync models on these machines, run: {command}"]
+    unapplied = unapplied_pushes(measures.pushes, measures.unapplied)
     # Both causes may have the same hint.
-    return list(dict.fromkeys([*_clipping(measures), *sentences, *waiting, *hints, *more, *advice]))
+    return list(
+        dict.fromkeys(
+            [*filter(None, [unapplied]), *_clipping(measures), *sentences, *waiting, *hints, *more, *advice]
+        )
+    )
 
 
 def _clipping(measures: Measures) -> list[str]:

@@ -106,6 +106,8 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
             `gradients_per_s` instead, because updates under different models contain different numbers of gradients.
         gradients: number of pushes that shard 0 did not drop.
         gradients_per_s: number of these pushes per second.
+        sampled_gradients: number of these pushes that have samples of their own. A push has none if it is computed
+            from the same batch as the worker's push before it, as in a script that steps two optimizers in turn.
         iterations: worker -> number of iterations in which the worker pushed.
         waiting_s: worker -> total waiting time of the worker, in seconds.
         waiting_share: total waiting time of all workers, divided by `present_s`.
@@ -132,6 +134,9 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
         dropped_pushes: number of pushes that had no gradient or were dropped, counted separately at each shard.
         restarts: number of computations that were aborted and restarted.
         pushes: what became of the pushes.
+        unapplied: number of lost pushes that should have been applied. This excludes one push of each worker that was
+            lost and, if workers are still present at the end, as many pushes as the largest update contains: those of
+            a round in progress.
         clipped_alone: number of averaged pushes whose worker had clipped its own gradient with
             `torch.nn.utils.clip_grad_norm_`.
     """
@@ -142,6 +147,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     updates_per_s: float
     gradients: int
     gradients_per_s: float
+    sampled_gradients: int
     iterations: dict[int, int]
     waiting_s: dict[int, float]
     waiting_share: float
@@ -163,6 +169,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     dropped_pushes: int
     restarts: int
     pushes: PushCounts
+    unapplied: int
     clipped_alone: int
 
 
@@ -259,6 +266,8 @@ class Meter:
                 last_push_s[member.worker] = member.pushed_s - joined_s
         applied = sum(self.staleness.values())
         total_staleness = sum(updates * count for updates, count in self.staleness.items())
+        pushes = self._pushes()
+        in_progress = first.largest_update if first.current else 0
         return Measures(
             duration_s=duration_s,
             present_s=present_s,
@@ -266,6 +275,7 @@ class Meter:
             updates_per_s=first.updates / duration_s if duration_s else 0.0,
             gradients=first.gradients,
             gradients_per_s=first.gradients / duration_s if duration_s else 0.0,
+            sampled_gradients=first.sampled_gradients,
             iterations=dict(iterations),
             waiting_s={worker: waiting[worker] for worker in iterations},
             waiting_share=fsum(waiting.values()) / present_s if present_s else 0.0,
@@ -286,7 +296,8 @@ class Meter:
             delayed_pulls=sum(shard.delayed_pulls for shard in self._shards),
             dropped_pushes=sum(shard.dropped_pushes for shard in self._shards),
             restarts=first.restarts,
-            pushes=self._pushes(),
+            pushes=pushes,
+            unapplied=max(0, pushes.lost - in_progress - sum(member.lost for member in first.past)),
             clipped_alone=first.clipped_alone,
         )
 
@@ -424,7 +435,9 @@ class _ShardMeter:
         self.plans: _Plans | None = None  # set for shard 0 only
         self.restarts = 0
         self.received = self.applied = self.averaged = self.refused = 0  # push counts
+        self.largest_update = 0  # largest number of pushes in one update
         self.samples = 0
+        self.sampled_gradients = 0
         self.worker_samples: dict[int, int] = defaultdict(int)
         self.dropped_samples = 0
         self.clipped_alone = 0
@@ -486,6 +499,7 @@ class _ShardMeter:
                 self.applied += 1
                 self._decide((action.worker, action.iteration), "applied")
             elif type(action) is ApplyMean:
+                self.largest_update = max(self.largest_update, len(action.pushes))
                 fate = "averaged" if len(action.pushes) > 1 else "applied"
                 self.averaged += len(action.pushes) if len(action.pushes) > 1 else 0
                 self.applied += len(action.pushes) == 1
@@ -497,6 +511,7 @@ class _ShardMeter:
                 self.gradients -= key not in self._edits
                 dropped = self._decide(key, "dropped")
                 self.samples -= dropped
+                self.sampled_gradients -= dropped > 0
                 self.worker_samples[action.worker] -= dropped
                 self.dropped_samples += dropped
         if longest_s >= 0.0:
@@ -519,6 +534,7 @@ class _ShardMeter:
             self._clipped.add((push.worker, push.iteration))
         if push.samples is not None and not push.repeated:
             self.samples += push.samples
+            self.sampled_gradients += push.samples > 0
             self.worker_samples[push.worker] += push.samples
             self._pending[push.worker, push.iteration] = push.samples
 
