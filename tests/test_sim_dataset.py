@@ -11,10 +11,11 @@ from paceline.core.lease import BATCH_SIZINGS
 from paceline.errors import ConfigurationError
 from paceline.rehearsal.clusters import describe_data
 from paceline.rehearsal.ranking import rank
-from paceline.sim import Cluster, Dataset, LogNormal, Occasional, Presence, Uniform, simulate
+from paceline.sim import Cluster, Dataset, LogNormal, Occasional, Presence, Recorded, Uniform, simulate
 
 UNEQUAL = Cluster(compute_s=[0.05, 0.05, 0.05, 0.15])
 DATA = Dataset(samples=64 * 16, batch_size=16, epochs=10)
+DOUBLE: dict[str, Any] = {"samples": 64 * 16, "batch_size": 16, "pushes_per_batch": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,18 @@ def test_a_static_split_leaves_the_slow_worker_alone_at_the_end() -> None:
     result = simulate(UNEQUAL, "asp", data=data)
     assert result.time_s == pytest.approx(16 * 0.15)
     assert result.finished_s[:3] == pytest.approx([16 * 0.05] * 3)
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp", "spec-sync:abort_time_s=0.02,abort_rate=0"])
+@pytest.mark.parametrize("pushes", [2.0, 1.5])
+def test_several_gradients_from_a_batch_use_no_more_data(sync: str, pushes: float) -> None:
+    data = Dataset(samples=64 * 16, batch_size=16, epochs=3, pushes_per_batch=pushes)
+    cluster = Cluster(compute_s=[Recorded(seconds=(0.05, 0.0))] * 2 if pushes == 2.0 else [0.05, 0.05])
+    measures = simulate(cluster, sync, data=data).measures
+    assert measures.samples == 3 * 1024
+    assert measures.sampled_gradients == 3 * 64
+    assert measures.gradients == pytest.approx(pushes * 3 * 64, abs=1)
+    assert "in batches of 16, with 2 gradients each;" in describe_data(Dataset(**DOUBLE), 2)
 
 
 def test_a_fixed_part_of_the_compute_time_limits_what_balanced_batches_save() -> None:

@@ -184,19 +184,22 @@ def summarize(
 def _epochs(data: DataLedger, figures: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is known about the epochs of the loader from which the most samples were used.
 
-    `batches_per_push` is larger than 1 if the script accumulated gradients over several batches.
+    `batches_per_push` is larger than 1 if the script accumulated gradients over several batches, and
+    `pushes_per_batch` if it made several steps with the same batch, as with several optimizers.
     """
     counts = data.counts()
     most = max(counts, key=lambda name: counts[name].used, default=None)
     if most is None or not counts[most].used:
         return {}
     order, epochs = data.last_order(most)
-    per_push = figures.get("samples", 0) / max(1, figures.get("gradients", 0))
+    sampled = max(1, figures.get("sampled_gradients", 0))
+    per_push = figures.get("samples", 0) / sampled
     return {
         "epochs": epochs,
         "epoch_samples": order.size or 0,
         "batch_size": order.batch,
         "batches_per_push": max(1, round(per_push / order.batch)),
+        "pushes_per_batch": max(1.0, figures.get("gradients", 0) / sampled),
         "batch": "balanced" if order.balanced else "equal",
     }
 

@@ -28,9 +28,10 @@ def describe_data(data: Dataset, workers: int) -> str:
         if data.samples < data.batch_size * workers
         else ""
     )
+    pushes = f", with {data.pushes_per_batch:.3g} gradients each" if data.pushes_per_batch > 1 else ""
     return (
-        f"{epochs} of {data.samples:,} samples, in batches of {data.batch_size}{smaller}; balanced batches only "
-        "where a worker may have to wait for others"
+        f"{epochs} of {data.samples:,} samples, in batches of {data.batch_size}{pushes}{smaller}; balanced batches "
+        "only where a worker may have to wait for others"
     )
 
 

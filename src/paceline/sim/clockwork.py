@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from ..core.lease import BatchSizing, Order, Split
@@ -25,6 +27,8 @@ class Dataset(msgspec.Struct, frozen=True, kw_only=True):
         epochs: number of epochs.
         split: as for `paceline.distribute`.
         drop_last: True to leave out an incomplete last batch.
+        pushes_per_batch: mean number of gradients that are computed from a batch, at least 1. It is 2 for a script
+            that steps two optimizers in turn.
 
     Raises:
         ConfigurationError: a number is not positive, or the split is unknown.
@@ -39,6 +43,7 @@ class Dataset(msgspec.Struct, frozen=True, kw_only=True):
     epochs: int = 1
     split: Split = "auto"
     drop_last: bool = False
+    pushes_per_batch: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("samples", "batch_size", "epochs"):
@@ -47,6 +52,10 @@ class Dataset(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigurationError(f"{name} is {value!r}, expected a whole number >= 1.")
         if self.split not in SPLITS:
             raise unknown_name("split", self.split, SPLITS)
+        if not 1 <= self.pushes_per_batch < math.inf:
+            raise ConfigurationError(
+                f"pushes_per_batch is {self.pushes_per_batch!r}, expected a number >= 1."
+            )
 
 
 def require_enough_data(data: Dataset, cluster: Cluster, schedule: Schedule) -> None:
@@ -117,7 +126,7 @@ class Clockwork:
 
 
 class DatasetClockwork(Clockwork):
-    """Drives workers through the epochs of a dataset: each worker computes one gradient for each of its batches.
+    """Drives workers through the epochs of a dataset: each worker computes one or more gradients for each batch.
 
     Args:
         job: the simulated job.
@@ -133,23 +142,32 @@ class DatasetClockwork(Clockwork):
         )
         self._epoch = 0  # the latest epoch that any worker has begun
         self._next: dict[int, int] = {}  # worker -> the epoch that it begins next
-        self._computes: set[int] = set()  # workers whose current batch is not computed yet
+        self._pushes_per_batch = dataset.pushes_per_batch
+        # worker -> numbers of its batches and pushes since it joined
+        self._batches: dict[int, int] = {}
+        self._pushes: dict[int, int] = {}
+        self._computes: set[int] = set()  # workers whose current gradient is not computed yet
         self._waiting: set[int] = set()  # workers that wait for data
 
     def joined(self, worker: int) -> None:
         self._next[worker] = self._epoch
+        self._batches[worker] = self._pushes[worker] = 0
         self._computes.discard(worker)
         self._waiting.discard(worker)
         self._begin(worker)
 
     def answered(self, worker: int) -> None:
-        if worker in self._computes:  # the computation of this batch was aborted
+        if worker in self._computes:  # the computation was aborted
+            self._job.compute(worker)
+        elif self._pushes[worker] < int(self._batches[worker] * self._pushes_per_batch):
+            self._computes.add(worker)
             self._job.compute(worker)
         else:
             self._continue(worker)
 
     def computed(self, worker: int) -> None:
         self._computes.discard(worker)
+        self._pushes[worker] += 1
         self._job.push(worker)
 
     def supplied(self, worker: int) -> None:
@@ -179,6 +197,7 @@ class DatasetClockwork(Clockwork):
         batch = data.take(LOADER)
         if batch is not None:
             data.draw(LOADER, batch.size, batch.size)
+            self._batches[worker] += 1
             self._computes.add(worker)
             self._job.compute(worker)
         elif data.ended(LOADER):

@@ -5,6 +5,8 @@ which are comparable because all processes on a machine use the same clock. The 
 when the worker begins to send it until it has arrived at the shard. The time of an answer runs from the moment when
 every shard may answer the pull until all weights have arrived at the worker. It includes the time that a server takes
 to process a push before it answers, mainly to apply the gradient.
+
+A push without a gradient, which a worker makes while its script evaluates the model, is no computation.
 """
 
 from __future__ import annotations
@@ -65,14 +67,18 @@ def cluster_of(
     if not known:
         raise ConfigurationError("no worker finished an iteration, so the speed of the workers is unknown.")
     arrived: dict[Key, list[float]] = {}
-    samples: dict[Key, int] = {}
+    samples: dict[Key, int] = {}  # pushes with samples of their own
+    empty: set[Key] = set()
     released: dict[Key, float] = {}
     for trace in shards:
         for entry in trace.entries:
             if isinstance(entry.event, PushReceived) and entry.refused is None:
                 key = entry.event.worker, entry.event.iteration
                 arrived.setdefault(key, []).append(trace.time_s(entry))
-                samples[key] = entry.event.samples or 0
+                if entry.event.samples and not entry.event.repeated:
+                    samples[key] = entry.event.samples
+                if entry.event.empty:
+                    empty.add(key)
             for action in entry.actions:
                 if isinstance(action, AnswerPull) and not isinstance(entry.event, PullRepeated):
                     key = action.worker, action.iteration
@@ -96,8 +102,9 @@ def cluster_of(
     computed = [
         _computed(
             [
-                (samples.get((worker, record.iteration), 0) or batch_size or 1, _computed_s(record))
-                for record in iterations
+                (samples.get((worker, record.iteration)), _computed_s(record))
+                for record in [each for each in iterations if (worker, each.iteration) not in empty]
+                or iterations
             ],
             batch_size,
         )
@@ -113,19 +120,21 @@ def cluster_of(
     )
 
 
-def _computed(observed: Sequence[tuple[int, float]], batch_size: int | None) -> tuple[Recorded, float]:
+def _computed(observed: Sequence[tuple[int | None, float]], batch_size: int | None) -> tuple[Recorded, float]:
     """Return a worker's compute times for batches of the usual size, and its fixed share (see `Cluster`).
 
     Args:
-        observed: the number of samples in each iteration, and its compute time in seconds.
+        observed: the number of samples in each iteration, None without samples of its own, and its compute time in
+            seconds.
         batch_size: usual number of samples in a batch; None if all batches are treated as equal.
     """
-    if batch_size is None:
+    sized = [(size, seconds) for size, seconds in observed if size is not None]
+    if batch_size is None or not sized:
         return Recorded(seconds=tuple(seconds for _, seconds in observed)), 0.0
-    time = BatchTime.fitted(observed)
+    time = BatchTime.fitted(sized)
     usual_s = time.of(batch_size)
     return Recorded(
-        seconds=tuple(s * usual_s / time.of(size) for size, s in observed)
+        seconds=tuple(s if size is None else s * usual_s / time.of(size) for size, s in observed)
     ), time.fixed_s / usual_s
 
 
