@@ -20,8 +20,8 @@ import torch
 from ..core.lease import BATCH_SIZINGS, Batch, BatchSizing, Order, Split
 from ..errors import ConfigurationError, UsageError, unknown_name
 from .epoch_order import EpochOrder
-from .epochs import active_loop
 from .generators import loader_seed, seed_worker
+from .loops import active_loop
 from .newcomer import hold_job_model
 from .position import Position
 from .progress import set_batch
@@ -179,18 +179,20 @@ class DistributedLoader(Generic[T]):
         return len(self._part)
 
     def __iter__(self) -> Iterator[T]:
-        loop = active_loop(self._session)
+        loop, part = active_loop(self._session), self._part
         hold_job_model(self._session)
+        epoch = part.next_epoch
         if self._generator is not None:
-            self._generator.manual_seed(loader_seed(self._session, self._part.next_epoch))
-        with self.position.making_a_pass(self._session, dynamic=self._part.is_dynamic):
+            self._generator.manual_seed(loader_seed(self._session, epoch))
+        with self.position.making_a_pass(self._session, epoch - part.skipped, dynamic=part.is_dynamic):
             for loaded in self._loaded:
                 if loop is not None and loop.over:
                     return
-                taken = self._part.taken.popleft()
+                taken = part.taken.popleft()
                 self.position.draw(taken.batch)
-                self._session.data.draw(self._part.number, taken.positions, taken.samples)
+                self._session.data.draw(part.number, taken.positions, taken.samples)
                 yield loaded
+            self.position.complete(epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass over this loader, for example when a run is resumed.
@@ -299,6 +301,11 @@ class Part:
         """Number of the epoch of the next pass. A pass over returned positions belongs to the last epoch."""
         begun = self._stream.epoch
         return begun if self._session.data.again and begun >= 0 else begun + 1
+
+    @property
+    def skipped(self) -> int:
+        """Number of passes that this worker does not make, because it has joined late."""
+        return self._stream.skipped
 
     @property
     def is_dynamic(self) -> bool:

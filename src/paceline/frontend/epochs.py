@@ -6,19 +6,19 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from ..core.messages import LoopPosition, StopRequested
 from ..core.requests import COORDINATOR, Send
 from ..errors import ConfigurationError, UsageError
+from .loops import Limits, enter_loop, leave_loop
 from .newcomer import begins_with_the_run, hold_job_model
 from .progress import Progress, progress_of
 from .session import Session, current
 from .streams import streams_of
 from .tracking import encoded_states, has_tracked, load_states
 
-__all__ = ["Epochs", "Limits", "active_loop", "epochs"]
+__all__ = ["Epochs", "epochs"]
 
 
 def epochs(
@@ -86,32 +86,19 @@ def epochs(
     return Epochs(Limits(count, time_s, updates or math.inf, samples or math.inf), current())
 
 
-class Limits(NamedTuple):
-    """The limits of a training loop, counted from its beginning.
-
-    Attributes:
-        epochs: number of epochs; None for no limit.
-        time_s: time in seconds.
-        updates: number of updates of the weights.
-        samples: number of samples that all workers together use.
-    """
-
-    epochs: int | None = None
-    time_s: float = math.inf
-    updates: float = math.inf
-    samples: float = math.inf
-
-
 class Epochs:
     """A training loop over epochs. See `epochs`.
 
     Args:
         limits: the limits of the loop.
         session: the session of this worker; None outside a run.
+
+    Attributes:
+        limits: the limits of the loop.
     """
 
     def __init__(self, limits: Limits, session: Session | None) -> None:
-        self._limits = limits
+        self.limits = limits
         self._session = session
         self._number = -1  # set when the loop begins
         self._begun_s = math.inf
@@ -121,11 +108,11 @@ class Epochs:
         self._stopped = False
 
     def __iter__(self) -> Iterator[int]:
-        session, count = self._session, self._limits.epochs
+        session, count = self._session, self.limits.epochs
         self._begun_s = self._now_s()
         if session is not None:
             self._number = next(_loops.setdefault(session, itertools.count()))
-            _active[session] = self
+            enter_loop(session, self)
         if session is None or session.weights:
             self._begun = progress_of(session)
         elif self._number == 0:
@@ -149,7 +136,7 @@ class Epochs:
         finally:
             if session is not None:
                 session.data.again = False
-                _active.pop(session, None)
+                leave_loop(session)
 
     def _begin(self) -> int | None:
         """Return the number of the first epoch of this worker; None if the job has ended this loop already."""
@@ -197,6 +184,13 @@ class Epochs:
             self.stop()
         return self._stopped
 
+    def done(self) -> Progress | None:
+        """Return what has been done since the loop began; None if its beginning is not known yet."""
+        now = progress_of(self._session)
+        if self._begun is None and self._session is not None and self._session.weights:
+            self._begun = now
+        return None if self._begun is None else now.since(self._begun)
+
     def stop(self) -> None:
         """Stop the loop in all workers. Each worker finishes its current iteration."""
         if not self._stopped and self._session is not None:
@@ -204,31 +198,23 @@ class Epochs:
         self._stopped = True
 
     def _has_reached_a_limit(self) -> bool:
-        limits = self._limits
+        limits = self.limits
         if self._now_s() - self._begun_s >= limits.time_s:
             return True
         if math.isinf(limits.updates) and math.isinf(limits.samples):
             return False
-        now, begun = progress_of(self._session), self._begun
-        if begun is None:
-            self._begun = now if self._session is not None and self._session.weights else None
+        done = self.done()
+        if done is None:
             return False
-        updates, samples = now.updates - begun.updates, now.samples - begun.samples
-        if limits.samples < math.inf and now.steps > begun.steps and updates and not samples:
+        if limits.samples < math.inf and done.steps and done.updates and not done.samples:
             raise UsageError(
                 "epochs(samples=...) cannot count the samples, because no step says how many it has used. Distribute "
                 "a DataLoader with a batch_size, or call optimizer.step(samples=...)."
             )
-        return updates >= limits.updates or samples >= limits.samples
+        return done.updates >= limits.updates or done.samples >= limits.samples
 
     def _now_s(self) -> float:
         return self._session.now_s if self._session is not None else time.monotonic()
 
 
 _loops: WeakKeyDictionary[Session, Iterator[int]] = WeakKeyDictionary()
-_active: WeakKeyDictionary[Session, Epochs] = WeakKeyDictionary()
-
-
-def active_loop(session: Session) -> Epochs | None:
-    """Return the loop over epochs that a worker is in, if any."""
-    return _active.get(session)

@@ -108,6 +108,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             # The wrapped optimizer takes no step in a run, so the hooks that are registered on it run here.
             self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
             self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
+            # A scheduler that was created for either optimizer warns if it is stepped before that optimizer. The
+            # wrapped optimizer takes no step in a run, and a worker may have no batch in an epoch.
+            optimizer._opt_called = self._opt_called = True  # type: ignore[attr-defined]
             require_not_wrapped(model, self._parameters())
             self._wait_for_forward(self._session)
 
@@ -148,7 +151,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if self._session is None:
             result = self._wrapped.step() if closure is None else self._wrapped.step(closure)
-            count_step(samples)
+            count_step(None, samples)
             return result
         if self.param_groups is not self._wrapped.param_groups:
             raise UsageError(
@@ -175,6 +178,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         clip = self._clip.pop() if self._clip else None
         # A closure has computed new gradients.
         stale = self._set_index in self._training.stale and closure is None
+        count_step(self._session, self._session.data.samples)
         self._training.stale.discard(self._set_index)
         self._training.commit(self._set_index, groups, _as_number(loss), leave_out_gradient=stale, clip=clip)
         return loss

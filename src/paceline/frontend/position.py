@@ -7,14 +7,15 @@ exactly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 from ..core.lease import Batch
 from .session import Session
 
-__all__ = ["Position", "current_position"]
+__all__ = ["Position", "current_position", "latest_position"]
 
 
 class Position:
@@ -27,22 +28,35 @@ class Position:
         drawn: number of batches that the script of this worker has drawn.
         epoch: the epoch whose batches the job is handing out, as far as the drawn batches show.
         joint_batches: number of joint batches of this epoch that the job has begun, as far as the drawn batches show.
-        passes: number of passes over the loader that have begun.
+        passes: for each pass over the loader that has begun, the number of its epoch. A worker that has joined late
+            does not count the passes that it has missed, so its first pass has the same number as in other workers.
         in_pass: True while the script is making a pass.
         dynamic: True if the data of the current pass is handed out dynamically.
     """
 
     def __init__(self, joint: int) -> None:
         self.drawn = self.epoch = self.joint_batches = 0
-        self.passes = 0
+        self.passes: list[int] = []
         self.in_pass = False
         self.dynamic = False
         self._joint = joint
+        self._followers: list[WeakMethod[Callable[[], None]]] = []
+
+    def follow(self, catch_up: Callable[[], None]) -> None:
+        """Call a method at the end of each pass. The object of the method is not kept alive."""
+        self._followers.append(WeakMethod(catch_up))
 
     @contextmanager
-    def making_a_pass(self, session: Session, *, dynamic: bool) -> Iterator[None]:
-        """Return a context in which the script makes a pass over the loader."""
-        self.passes = number = self.passes + 1
+    def making_a_pass(self, session: Session, epoch: int, *, dynamic: bool) -> Iterator[None]:
+        """Return a context in which the script makes a pass over the loader.
+
+        Args:
+            session: this worker's session.
+            epoch: number of the epoch. See `passes`.
+            dynamic: True if the data of the pass is handed out dynamically.
+        """
+        self.passes.append(epoch)
+        number = len(self.passes)
         self.in_pass, self.dynamic = True, dynamic
         _positions[session] = ref(self)
         try:
@@ -50,7 +64,7 @@ class Position:
         finally:
             # The iterator of an earlier pass may outlive that of a later one. Only the end of the latest pass clears
             # `in_pass`.
-            self.in_pass = self.in_pass and self.passes != number
+            self.in_pass = self.in_pass and len(self.passes) != number
 
     def draw(self, batch: Batch) -> None:
         """Record that the script has drawn a batch."""
@@ -59,12 +73,24 @@ class Position:
         begun = batch.epoch, batch.start // self._joint + 1
         self.epoch, self.joint_batches = max(begun, (self.epoch, self.joint_batches))
 
+    def complete(self, epoch: int) -> None:
+        """Record that all batches of an epoch have been handed out."""
+        self.epoch, self.joint_batches = max((epoch, sys.maxsize), (self.epoch, self.joint_batches))
+        for follower in self._followers:
+            if (catch_up := follower()) is not None:
+                catch_up()
+
 
 def current_position(session: Session) -> Position | None:
     """Return the position in the loader over which a worker is making a pass; None if it is not making a pass."""
-    found = _positions.get(session)
-    position = found() if found is not None else None
+    position = latest_position(session)
     return position if position is not None and position.in_pass else None
+
+
+def latest_position(session: Session) -> Position | None:
+    """Return the position in the loader over which a worker has made its latest pass, if any."""
+    found = _positions.get(session)
+    return found() if found is not None else None
 
 
 _positions: WeakKeyDictionary[Session, ref[Position]] = WeakKeyDictionary()

@@ -14,8 +14,8 @@ from ..errors import ConfigurationError
 from .data import DistributedLoader, call_site, distribute_at
 from .generators import seed_worker
 from .optimizer import DistributedOptimizer
-from .schedule import JobScheduler
-from .session import current, worker_count
+from .schedule import JobScheduler, ScheduledData
+from .session import current
 from .sources import length_of
 
 __all__ = ["prepare"]
@@ -49,12 +49,15 @@ def prepare(*parts: Any, scheduler: LRScheduler | None = None) -> Any:
     """Make the parts of a training script ready for a run: models, optimizers, loaders and schedulers.
 
     This is the same as `DistributedOptimizer(optimizer, model=model)` for each optimizer and `distribute(loader)` for
-    each loader. In addition, a scheduler that is stepped in every iteration follows the job's progress through the
-    data, instead of the iteration count of one worker. So write the schedule for `len(loader)` steps per epoch, where
-    `loader` is the first of the given loaders. The schedule then fits any number of workers, even if a fast one
-    receives more batches than a slow one. In one iteration, the schedule may advance by several steps or by none, and
-    it stops quietly at its end. A scheduler that is stepped once per epoch works as usual. Outside a run, the loaders
-    and the schedulers are returned unchanged.
+    each loader. In addition, a scheduler that is stepped in every iteration follows the job's progress, instead of
+    the iteration count of one worker. So write the schedule for a single process. One of its steps is one batch of
+    the first of the given loaders, whichever worker uses it. In a loop that only `paceline.epochs(updates=...)` ends,
+    it is one update. Without a loader, it is one update in a loop with `updates` or `minutes`, and the samples of one
+    step in a loop with `samples`; in any other loop, each call is one step. The schedule then fits any number of
+    workers, even if a fast one performs more iterations than a slow one. In one iteration, the schedule may advance
+    by several steps or by none, and it stops quietly at its end. A scheduler that is stepped once per epoch works as
+    usual. The state of a scheduler may be loaded before or after this call. Outside a run, the loaders and the
+    schedulers are returned unchanged.
 
     The workers' weights become the same in the first forward pass with gradients enabled, not in this call. Until
     then, a script may still initialize or load weights; see `DistributedOptimizer`.
@@ -148,10 +151,21 @@ def _model_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> 
 
 
 def _following(scheduler: LRScheduler, optimizer: DistributedOptimizer, given: Any, loader: Any) -> Any:
-    """Return a scheduler that follows the progress through `loader`, into which `given` was made."""
-    if not isinstance(loader, DistributedLoader):  # outside a run, or without a loader
+    """Return a scheduler that follows the progress of the job; outside a run, the scheduler itself.
+
+    Args:
+        scheduler: the scheduler.
+        optimizer: the distributed optimizer for whose parameters it was created.
+        given: the loader for which the schedule is written; None if there is none.
+        loader: the distributed loader that `given` was made into.
+    """
+    session = current()
+    if session is None:
         return scheduler
-    # If the loader was already distributed, its batches are those of one worker, not joint batches.
-    joint = 1 if given is loader else worker_count()
-    optimizer.schedule_watch = None
-    return JobScheduler(scheduler, optimizer, loader.position, length_of(given), joint)
+    data = None
+    if isinstance(loader, DistributedLoader):
+        optimizer.schedule_watch = None
+        if (length := length_of(given)) is not None:
+            # If the loader was already distributed, its batches are those of one worker, not joint batches.
+            data = ScheduledData(loader.position, length, 1 if given is loader else session.workers)
+    return JobScheduler(scheduler, optimizer, session, data, optimizer.schedule_watch)

@@ -1,12 +1,13 @@
 """The progress of training: the number of updates of the weights, and the number of samples that were used.
 
-In a run, the answers of shard 0 contain the progress of all workers together. Outside a run, a script counts its own
-steps here.
+In a run, the answers of shard 0 contain the progress of all workers together. The script's own share, and everything
+outside a run, is counted here.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from .session import Session
 
@@ -17,19 +18,28 @@ class Progress(NamedTuple):
     """How far training has come.
 
     Attributes:
-        steps: number of iterations of this worker.
+        steps: number of steps that the script of this worker has made with its optimizers.
         updates: number of updates of the weights by all workers together.
         samples: number of samples that all workers together have used, as far as it is known.
+        own_samples: number of samples that this worker has used, as far as it is known.
     """
 
     steps: int = 0
     updates: int = 0
     samples: int = 0
+    own_samples: int = 0
+
+    def since(self, earlier: Progress) -> Progress:
+        """Return what was done between an earlier progress and this one."""
+        return Progress(*(now - then for now, then in zip(self, earlier, strict=True)))
 
 
 def progress_of(session: Session | None) -> Progress:
     """Return the progress of a run, or, if there is no session, that of a script outside a run."""
-    return _alone if session is None else Progress(session.iteration, session.updates, session.samples)
+    if session is None:
+        return _alone
+    steps, samples = _own.get(session, (0, 0))
+    return Progress(steps, session.updates, session.samples, samples)
 
 
 def set_batch(samples: int | None) -> None:
@@ -38,12 +48,24 @@ def set_batch(samples: int | None) -> None:
     _batch = samples
 
 
-def count_step(samples: int | None) -> None:
-    """Count a step of a script outside a run. If `samples` is None, the step counts as one batch."""
+def count_step(session: Session | None, samples: int | None) -> None:
+    """Count a step of the script.
+
+    Args:
+        session: the session of this worker; None outside a run.
+        samples: number of samples in the step; None if it is unknown. Outside a run, the step then counts as one
+            batch.
+    """
     global _alone
+    if session is not None:
+        before, used = _own.get(session, (0, 0))
+        _own[session] = before + 1, used + (samples or 0)
+        return
     known = samples if samples is not None else _batch or 0
-    _alone = Progress(_alone.steps + 1, _alone.updates + 1, _alone.samples + known)
+    _alone = Progress(*(a + b for a, b in zip(_alone, (1, 1, known, known), strict=True)))
 
 
 _alone = Progress()
 _batch: int | None = None
+# the steps and the samples of the script of each worker
+_own: WeakKeyDictionary[Session, tuple[int, int]] = WeakKeyDictionary()

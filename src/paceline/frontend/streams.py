@@ -24,6 +24,8 @@ class Stream:
         epoch: number of the last pass that has begun, counted from 0; -1 before the first one.
         first: number of the pass that is epoch 0 for `set_epoch`; None if this is not known, because the worker has
             joined late.
+        skipped: number of passes that the job had begun, and that this worker does not make, because it has joined
+            late.
     """
 
     def __init__(self, number: int, name: str) -> None:
@@ -31,6 +33,7 @@ class Stream:
         self.name = name
         self.epoch = -1
         self.first: int | None = 0
+        self.skipped = 0
         self._key: Callable[[], object] = lambda: None
         self._weak = True
         self._warned: set[str] = set()
@@ -111,6 +114,7 @@ class Streams:
 
     def _skip_in(self, stream: Stream) -> None:
         if (passes := self._skipped.get(stream.name, 0)) > stream.epoch + 1:
+            stream.skipped += passes - 1 - stream.epoch
             stream.epoch, stream.first = passes - 1, None
 
 

@@ -147,7 +147,7 @@ def _state(thing: Any) -> dict[str, object]:
             for group in thing.optimizer.param_groups
         ]
     if isinstance(thing, JobScheduler):
-        state["steps"] = thing.steps
+        state["place"] = thing.place
     return state
 
 
@@ -177,7 +177,7 @@ def _load_into(objects: Mapping[str, Stateful], kept: Mapping[str, Any] | None) 
 def _load(thing: Any, state: Mapping[str, Any]) -> None:
     thing.load_state_dict(state["state"])
     if isinstance(thing, JobScheduler):
-        thing.steps = state["steps"]
+        thing.place = state["place"]
     if isinstance(thing, SCHEDULERS):
         for group, values in zip(thing.optimizer.param_groups, state["groups"], strict=True):
             for key, value in values.items():
