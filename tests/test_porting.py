@@ -148,3 +148,40 @@ def test_the_cells_of_the_notebook_run_without_one(mark: str, tmp_path: Path) ->
     printed = output(process)
     assert process.returncode == 0, printed
     assert paceline.worker_count() == 1
+
+
+WITH_BARS = """
+import torch
+from tqdm import tqdm
+
+import paceline
+
+model = torch.nn.Linear(1, 1)
+data = torch.utils.data.TensorDataset(torch.randn(160, 1))
+loader = torch.utils.data.DataLoader(data, batch_size=4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+for epoch in range(2):
+    bar = tqdm(loader)
+    for (x,) in bar:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    print("bar", epoch, bar.n, bar.total)
+"""
+
+
+@pytest.mark.parametrize("pace", [".01,.03", ".03,.01"], ids=["fast", "slow"])
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_a_bar_of_tqdm_is_full_at_the_end_of_each_epoch(
+    sync: str, pace: str, mark: str, tmp_path: Path
+) -> None:
+    require("tqdm")
+    run(tmp_path / "bars", WITH_BARS, "--pace", pace, "--sync", sync)
+    log = (tmp_path / "bars" / "run" / "worker-0.log").read_text()
+    ends = [tuple(map(int, line.split()[1:])) for line in log.splitlines() if line.startswith("bar ")]
+    assert [epoch for epoch, *_ in ends] == [0, 1]
+    for _, drawn, expected in ends:
+        assert drawn == expected
+        assert (drawn != 20) if sync == "asp" else (drawn == 20)
+    assert log.count("100%|") >= 2

@@ -25,6 +25,7 @@ from .loops import active_loop
 from .newcomer import hold_job_model
 from .position import Position
 from .progress import set_batch
+from .progress_bars import bars_over, expected_batches
 from .session import Session, current
 from .sources import Source, source_of
 from .streams import Stream, streams_of
@@ -185,14 +186,21 @@ class DistributedLoader(Generic[T]):
         if self._generator is not None:
             self._generator.manual_seed(loader_seed(self._session, epoch))
         with self.position.making_a_pass(self._session, epoch - part.skipped, dynamic=part.is_dynamic):
+            bars = bars_over(self) if part.is_dynamic else ()
+            drawn = 0
             for loaded in self._loaded:
                 if loop is not None and loop.over:
                     return
                 taken = part.taken.popleft()
                 self.position.draw(taken.batch)
                 self._session.data.draw(part.number, taken.positions, taken.samples)
+                drawn += 1
+                for bar in bars:
+                    bar.total = expected_batches(drawn, self.position.joint_batches, len(self))
                 yield loaded
             self.position.complete(epoch)
+            for bar in bars:
+                bar.total = drawn
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass over this loader, for example when a run is resumed.
