@@ -206,7 +206,9 @@ def advise(
     from ..rehearsal import advice
     from ..rehearsal.ranking import read_syncs
     from ..sim.recorded import read_cluster_of_run
+    from ..trace.kept_models import load_kept_models
 
+    load_kept_models(run_dir)  # --sync may name its models
     load_named_models(sync, imports)
     with interruptible("all processes have ended"), counting() as tell:
         report = advice.advise(run_dir, read_syncs(sync), tell)

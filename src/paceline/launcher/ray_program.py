@@ -206,7 +206,7 @@ def _serve(
         job = structs.replace(order.job, run_dir=folder, epoch_ns=time.monotonic_ns())
         result = start(
             job,
-            [],
+            ["function"],
             b"",
             sys.path,
             console=console,

@@ -23,6 +23,7 @@ from ..errors import ConfigurationError
 from ..runtime.coordinator import CoordinatorHost
 from ..runtime.reader import WeightsSnapshot
 from ..trace.findings import find
+from ..trace.kept_models import folders_of, modules_of_models
 from ..trace.measures import measure
 from ..trace.recording import Trace, read_run
 from ..trace.records import read_records
@@ -117,7 +118,12 @@ def _reason(error: Exception) -> str:
 
 
 def summarize(
-    coordinator: CoordinatorHost, faults: Sequence[str], crashed: Sequence[int], weights: Path, ended: str
+    coordinator: CoordinatorHost,
+    faults: Sequence[str],
+    crashed: Sequence[int],
+    weights: Path,
+    ended: str,
+    program: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the settings, problems and statistics of a run. If the traces cannot be read, there are no statistics.
 
@@ -127,6 +133,7 @@ def summarize(
         crashed: indices of the workers that have crashed.
         weights: path of the saved weights.
         ended: "finished", or "interrupted" if a signal ended the run.
+        program: what each worker ran, as in `Order.arguments`; () if machines that joined the run have chosen it.
     """
     job = coordinator.job
     run_dir = Path(job.run_dir)
@@ -158,13 +165,16 @@ def summarize(
     return {
         "ended": ended,
         "sync": job.sync,
+        "program": list(program),
         "workers": job.workers,
+        "least_workers": job.least,
         "servers": job.servers,
         "shards": job.shards,
         "slicing": job.slicing,
         "overlap": job.overlap,
         "transport": job.transport,
         "seed": job.seed,
+        "imports": folders_of([*job.imports, *modules_of_models(job.schedule.models)]),
         **epochs,
         "emulated": job.emulated,
         "left": coordinator.core.members.left,

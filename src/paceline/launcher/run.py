@@ -190,6 +190,7 @@ class LiveRun:
         self._weights_path: Path | None = None
         # Messages about problems that occurred while the run was shutting down.
         self._notes: list[str] = []
+        self._program: list[str] = []  # what each worker runs; see `Order`
         self._lost: tuple[int, ...] = ()  # workers that were lost before the launcher ended the others
 
     def carry_out(
@@ -203,6 +204,7 @@ class LiveRun:
             Terminated: SIGTERM, SIGHUP or SIGQUIT was received.
         """
         engine, coordinator = self._engine, self._coordinator
+        self._program = list(worker_arguments)
         coordinator.start()
         left = []
         with self._progress:
@@ -398,7 +400,7 @@ class LiveRun:
         here = {index for index, process in self._engine.workers.items() if process.crashed}
         crashed = sorted(here | self._coordinator.crashed)
         faults = [*self._coordinator.core.faults, *self._notes]
-        summary = summarize(self._coordinator, faults, crashed, weights, ended)
+        summary = summarize(self._coordinator, faults, crashed, weights, ended, self._program)
         if problem := write_summary(summary, self._run_dir):
             self._notes.append(problem)
             summary["faults"].append(problem)

@@ -25,9 +25,11 @@ from ..sim.recorded import read_cluster_of_run
 from ..sync.events import WorkerFinished, WorkerLost
 from ..sync.schedule import read_schedule
 from ..trace.findings import find
+from ..trace.kept_models import load_kept_models
 from ..trace.measures import Measures, Meter, measure
 from ..trace.recording import Trace, read_run
 from .clusters import describe, describe_data
+from .command import command_for
 from .comparison import STAR, show_faults
 from .process_pool import TellCount
 from .ranking import EVERY_MODEL, Figures, mark_front, rank
@@ -49,7 +51,8 @@ class Advice(msgspec.Struct, frozen=True):
         sync: the recommended model.
         batch: the recommended sizes of the workers' batches: "equal" or "balanced".
         reason: explanation of the recommendation, as sentences.
-        command: command line that runs a script under the model.
+        command: what runs the script, or the training function, of the run under the model. If the script is unknown,
+            it is called SCRIPT.
     """
 
     wish: str
@@ -101,8 +104,10 @@ def advise(
     """Simulate the machines of a run under every model, and recommend models.
 
     Raises:
-        ConfigurationError: the directory does not contain a finished run, or its files are damaged.
+        ConfigurationError: the directory does not contain a finished run, its files are damaged, or a module with one
+            of its sync models cannot be imported.
     """
+    load_kept_models(run_dir)
     summary = _summary(run_dir)
     if (logs := len(list(run_dir.glob("worker-*.jsonl")))) != summary["workers"]:
         raise ConfigurationError(
@@ -218,12 +223,8 @@ def _advice(rows: Sequence[Figures], summary: dict[str, Any]) -> list[Advice]:
         if advice and (advice[-1].sync, advice[-1].batch) == (row.sync, row.batch):
             advice[-1] = msgspec.structs.replace(advice[-1], wish=f"{advice[-1].wish}; {wish}")
             continue
-        command = (
-            f"paceline run --workers {summary['workers']} --servers {summary['servers']} --sync {row.sync}"
-        )
-        if row.batch == "balanced":
-            command += " --batch balanced"
-        advice.append(Advice(wish, row.sync, row.batch, _reason(row, bsp), f"{command} SCRIPT"))
+        command = command_for(summary, row.sync, row.batch)
+        advice.append(Advice(wish, row.sync, row.batch, _reason(row, bsp), command))
     return advice
 
 

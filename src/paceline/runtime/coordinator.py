@@ -139,7 +139,11 @@ class CoordinatorHost:
         # worker -> (its latest iteration, time at which this iteration was first reported)
         self._paced: dict[int, tuple[int, float]] = {}
         header = Header(
-            sync=notation(job.schedule.first), host="coordinator", seed=job.seed, emulated=job.emulated
+            sync=notation(job.schedule.first),
+            host="coordinator",
+            seed=job.seed,
+            emulated=job.emulated,
+            imports=job.imports or msgspec.UNSET,
         )
         path = Path(job.run_dir, "trace-coordinator.jsonl")
         self._recorder = Recorder(BestEffortFile(path, lambda text: self.core.faults.append(text)), header)

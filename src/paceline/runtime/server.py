@@ -490,6 +490,7 @@ class ServerHost:
             seed=job.seed,
             emulated=job.emulated,
             machine=self._machine,
+            imports=job.imports or msgspec.UNSET,
         )
         path = trace_path(Path(job.run_dir), shard)
         self._recorders.append(Recorder(BestEffortFile(path, self._warn), header))

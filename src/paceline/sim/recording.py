@@ -13,6 +13,7 @@ from ..runtime.job import require_usable
 from ..sync.notation import notation
 from ..sync.schedule import Schedule
 from ..sync.ticks import TICKS_PER_S
+from ..trace.kept_models import modules_of_models
 from ..trace.measures import Meter
 from ..trace.recording import Entry, EntryRecorder, Header, Memory, Recorder, Trace
 from ..trace.records import IterationRecord
@@ -170,6 +171,7 @@ class Recorders:
 
     def begin(self, computed_by: str = "") -> None:
         """Begin the traces of the shards and the coordinator. See `Header` for `computed_by`."""
+        imports = modules_of_models(self._schedule.models) or msgspec.UNSET
         for index in range(self._count):
             sync = str(self._schedule.at_shard(index))
             header = Header(
@@ -180,6 +182,7 @@ class Recorders:
                 emulated=self._emulated,
                 computed_by=computed_by,
                 ticks_per_s=self.ticks_per_s,
+                imports=imports,
             )
             self.shards.append(_together([self.meter.at_shard(index), *self._recorders(header)]))
         sync = notation(self._schedule.first)
@@ -190,6 +193,7 @@ class Recorders:
             emulated=self._emulated,
             computed_by=computed_by,
             ticks_per_s=self.ticks_per_s,
+            imports=imports,
         )
         self.job = _together([self.meter.at_coordinator(), *self._recorders(header)])
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..errors import UsageError
+from ..sync.schedule import read_schedule
+from ..trace.kept_models import folders_of, modules_of_models
 from ..trace.measures import Measures
 from ..trace.recording import Trace, read_run
 from ..trace.records import IterationRecord, read_records
@@ -190,6 +192,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
             "servers": self.servers,
             "shards": self.shards,
             "seed": self.seed,
+            "imports": folders_of(modules_of_models(read_schedule(self.sync).models)),
             "emulated": emulated,
             "lost_workers": [],
             "faults": self.faults,

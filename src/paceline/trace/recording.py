@@ -60,6 +60,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
         machine: index of the machine whose clock the times are on (see `trace.clocks`). Unset if it is machine 0, the
             one with the coordinator.
+        imports: names of the modules that define the user's own models of the run. Unset if there are none.
     """
 
     sync: str
@@ -71,6 +72,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     computed_by: str = ""
     ticks_per_s: int = TICKS_PER_S
     machine: int | msgspec.UnsetType = msgspec.UNSET
+    imports: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Trace(msgspec.Struct, frozen=True):

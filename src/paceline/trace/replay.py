@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from ..core.coordinator import Coordinator
 from ..core.entry import Entry
 from ..core.shard import Shard
@@ -29,12 +31,11 @@ class Replay:
         header: header of the trace.
 
     Raises:
-        ConfigurationError: the sync model is unknown. If the model is defined in your own module, import that module
-            first.
+        ConfigurationError: the sync model is unknown, or the module that defines it cannot be imported.
     """
 
     def __init__(self, header: Header) -> None:
-        load_models(header.sync)
+        load_models(header.sync, () if header.imports is msgspec.UNSET else header.imports)
         schedule = read_schedule(header.sync)
         self._memory = Memory(header)
         if header.host == "shard":
