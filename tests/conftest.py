@@ -24,9 +24,12 @@ from paceline.runtime.job import Assignment, make_job
 from paceline.runtime.server import ServerHost
 from paceline.runtime.worker import WorkerSession
 from paceline.sync import MODELS, parse
+from paceline.sync.ticks import TICKS_PER_S
+from paceline.trace.measures import meter_of
 from paceline.trace.recording import Trace, read_run
+from paceline.trace.time_use import TimeUse, time_use
 
-from .live import mark
+from .live import mark, require_whole_times
 
 __all__ = ["mark"]  # a fixture
 
@@ -113,6 +116,7 @@ class ThreadedRun:
     errors: dict[int, BaseException] = field(default_factory=dict)  # worker -> what its function raised
     faults: list[str] = field(default_factory=list)  # what the run's summary tells of problems
     results: dict[int, object] = field(default_factory=dict)  # worker -> what its function returned
+    time_use: dict[int, TimeUse] = field(default_factory=dict)  # worker -> what it has spent its time on
 
     @property
     def shards(self) -> list[Trace]:
@@ -185,6 +189,11 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
         assert not any(thread.is_alive() for thread in servers), "a server hangs"
         outcome.faults = coordinator.core.faults
         outcome.traces = read_run(Path(job.run_dir))
+        if outcome.shards and len(outcome.shards) == job.shards:
+            meter = meter_of(outcome.shards)
+            spent = coordinator.core.time_ledger.totals(job.now_ticks())
+            outcome.time_use = time_use(meter.presences(), spent, TICKS_PER_S)
+            require_whole_times(outcome.time_use, meter.measures())
         if outcome.errors and not keep_errors:
             raise next(iter(outcome.errors.values()))
         return outcome

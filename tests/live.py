@@ -14,13 +14,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 import pytest
 
 import paceline
+from paceline.trace.measures import Measures
+from paceline.trace.time_use import TimeUse, time_shares
 
 MARK = (
     "PACELINE_TEST_MARK"  # an environment variable by which a test recognises the processes that it started
@@ -198,6 +201,31 @@ def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:
     with start_program(*arguments) as program:
         stdout, stderr = program.communicate(timeout=DEADLINE_S)
     return subprocess.CompletedProcess(arguments, program.returncode, stdout, stderr)
+
+
+def require_whole_times(uses: Mapping[int, TimeUse], measures: Measures) -> None:
+    """Check that what each worker has spent its time on adds up to the run."""
+    assert uses.keys() == measures.iterations.keys()
+    for worker, use in uses.items():
+        parts = msgspec.to_builtins(use)
+        assert min(parts.values()) >= 0.0, (worker, use)
+        assert sum(parts.values()) == pytest.approx(measures.duration_s), (worker, use)
+        assert use.waiting_s == measures.waiting_s[worker]
+        assert use.idle_s == measures.idle_s[worker]
+    assert sum(use.present_s for use in uses.values()) == pytest.approx(measures.present_s)
+    shares = time_shares(uses)
+    assert sum(shares.values()) + measures.waiting_share == pytest.approx(1.0 if measures.present_s else 0.0)
+
+
+def times_in(summary: dict[str, Any]) -> dict[int, TimeUse]:
+    """What each worker has spent its time on according to a summary, which is checked."""
+    uses = msgspec.convert(summary["time_use"], dict[int, TimeUse], strict=False)
+    ledger = summary["ledger"]["pushes"]
+    require_whole_times(uses, msgspec.convert({**summary, "pushes": ledger}, Measures, strict=False))
+    shares = time_shares(uses)
+    assert shares == {name: summary[name] for name in shares}
+    assert summary["wasted_s"] == pytest.approx(sum(use.wasted_s for use in uses.values()))
+    return uses
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -23,8 +24,18 @@ import safetensors.torch
 import paceline
 from paceline.errors import ConfigurationError
 from paceline.sync import Conditions
+from paceline.trace import read_run
+from paceline.trace.measures import measure
 
-from .live import DEADLINE_S, await_that, chaos, processes, run_program, start_program
+from .live import (
+    DEADLINE_S,
+    await_that,
+    chaos,
+    processes,
+    run_program,
+    start_program,
+    times_in,
+)
 
 pytestmark = [
     pytest.mark.processes,
@@ -132,8 +143,8 @@ def said() -> str:
     return Path("said").read_text()
 
 
-def summary() -> dict[str, object]:
-    found: dict[str, object] = json.loads(Path("run/summary.json").read_text())
+def summary() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path("run/summary.json").read_text())
     return found
 
 
@@ -186,6 +197,55 @@ def test_a_run_whose_only_worker_is_killed_during_its_imports_ends(mark: str) ->
 
     assert program.returncode == 1
     assert "every worker was lost\n  worker 0: it was terminated by signal SIGSEGV" in said()
+
+
+# Worker 1 never ends its first computation.
+ENDLESS = """
+def act(worker, iteration):
+    if worker == 1:
+        time.sleep(2.0)  # the other one has pushed by then
+        Path("stuck").touch()
+        {then}
+"""
+
+# No pull is answered before the run ends.
+NEVER = ("--sync", "naive-waiting:delay_s=1000")
+
+
+def test_the_times_of_a_run_that_is_interrupted_add_up_and_who_waited_has_waited() -> None:
+    with running(ENDLESS.format(then="time.sleep(60.0)"), *NEVER) as program:
+        await_that(lambda: Path("stuck").exists(), "worker 0 waits")
+        program.send_signal(signal.SIGINT)
+        program.communicate(timeout=DEADLINE_S)
+
+    assert program.returncode == 130, said()
+    uses = times_in(summary())
+    assert uses[0].waiting_s > 0.0
+    assert uses[1].waiting_s == 0.0
+    assert uses[1].wasted_s > 0.0
+    assert summary()["iterations"] == {"0": 1, "1": 0}
+
+
+def test_the_times_of_a_run_with_a_worker_that_was_lost_add_up() -> None:
+    ended = run(ENDLESS.format(then="os.kill(os.getpid(), signal.SIGKILL)"), "--sync", "bsp")
+
+    assert ended.returncode == 0, ended.stderr
+    uses = times_in(summary())
+    assert uses[0].waiting_s > 0.0
+    assert uses[1].wasted_s > 0.0
+    assert summary()["wasted_s"] == uses[1].wasted_s
+    assert (uses[0].absent_s, uses[1].idle_s) == (0.0, 0.0)
+
+
+def test_in_a_run_that_fails_who_waited_has_waited() -> None:
+    ended = run(ENDLESS.format(then="raise ValueError"), *NEVER)
+
+    assert ended.returncode == 1
+    *shards, _ = read_run(Path("run"))
+    measures = measure(shards)
+    assert measures.waiting_s[0] > 0.0
+    assert measures.waiting_s[1] == 0.0
+    assert measures.waiting_share == pytest.approx(measures.waiting_s[0] / measures.present_s)
 
 
 FORKS = {
@@ -338,7 +398,7 @@ def act(worker, iteration):
 
     assert ended.returncode == 0, ended.stderr
     assert summary()["lost_workers"] == [1]
-    [loss] = summary()["losses"].values()  # type: ignore[attr-defined]
+    [loss] = summary()["losses"].values()
     assert re.fullmatch(
         r"it was terminated by signal SIGKILL: it had sent nothing for \d+ s \(--stall-timeout\)", loss
     )
@@ -553,6 +613,7 @@ def last(worker):
     assert ended.stderr.splitlines()[-1].endswith("ed: all processes of the run have ended")
     assert "Traceback" not in ended.stderr
     assert summary()["ended"] == "interrupted"
+    times_in(summary())
     assert ["ended", "interrupted"] in [line.split() for line in ended.stdout.splitlines()]
 
 

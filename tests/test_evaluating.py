@@ -116,6 +116,7 @@ def test_the_others_go_on_while_a_worker_evaluates(
 
     run = run_on_threads(train, workers=2, servers=2, sync=model, transport=transport)
     assert updates_of(run.state_dict) == run.shards[0].entries[-1].version
+    assert run.time_use[0].outside_s > 0.0 == run.time_use[1].wasted_s
 
 
 def test_pushes_without_a_gradient_are_not_averaged(run_on_threads: RunOnThreads) -> None:

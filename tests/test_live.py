@@ -32,6 +32,7 @@ from .live import (
     processes,
     run_program,
     start_program,
+    times_in,
     train,
 )
 
@@ -118,6 +119,7 @@ def test_every_worker_trains_to_its_end_and_the_summary_says_so(the_run: TheRun)
         assert result.summary[figure] == getattr(measures, figure)
     for figure in ("barriers", "sync_cost_s", "predicted_sync_cost_s"):
         assert result.summary[figure] == getattr(measures, figure) is not None
+    assert all(use.computing_s > use.outside_s for use in times_in(result.summary).values())
     assert result.summary["findings"] == find(measures, lockstep=False, run_dir=str(result.run_dir))
 
 

@@ -13,7 +13,7 @@ from benchmarks.overlap.namespaces import NetworkLink, network, why_not
 from paceline.sync.events import PushReceived, WorkerJoined, WorkerLost
 from paceline.trace import read_run, replay
 
-from .live import await_that, chaos, mark, processes
+from .live import await_that, chaos, mark, processes, times_in
 from .served import ENDLESS_SCRIPT, Served, await_training, enough, output, trained
 
 __all__ = ["mark"]
@@ -87,6 +87,7 @@ def test_a_run_pauses_while_it_has_too_few_workers(mark: str) -> None:
     assert "the run continues" in served.messages
     assert len(summary["left"]) == len(summary["lost_workers"]) == 1  # type: ignore[arg-type]
     assert summary["samples"] == 10 * 96
+    assert sum(use.paused_s for use in times_in(summary).values()) > 0.0
 
 
 def test_a_run_that_nobody_joins_gives_up(mark: str) -> None:
@@ -107,6 +108,7 @@ def test_the_others_continue_while_a_worker_is_stopped(mark: str) -> None:
     ends = sorted(output(program) for program in joined)
 
     assert summary["lost_workers"] == [1]
+    times_in(summary)
     assert "has been stopped for" in summary["losses"]["1"]  # type: ignore[index]
     assert "Traceback" not in ends[0][2]
     assert [code for code, *_ in ends] == [0, 1]
@@ -170,6 +172,7 @@ def test_a_worker_that_was_stopped_joins_again(mark: str) -> None:
     assert "TakenOutError: worker 1 was taken out of the run: the process of worker 1" in log
     assert "worker 1 has finished" in log
     assert summary["lost_workers"] == [1]
+    times_in(summary)
     assert "has been stopped for" in summary["losses"]["1"]  # type: ignore[index]
     assert_nothing_late_was_applied(1)
 

@@ -190,14 +190,52 @@ def test_staleness_delayed_pulls_and_drops_are_counted_at_every_shard() -> None:
     assert measures.updates == 1
 
 
-def test_a_wait_that_nobody_ended_is_not_counted() -> None:
+def test_a_wait_that_nobody_ended_lasts_until_the_worker_is_lost() -> None:
     shard = Shard(BSP())
     shard.join(0.0, 0)
     shard.pull(1.0, 0, 0, answered=False)
     shard.note(WorkerLost(now_ticks=in_ticks(9.0), worker=0))
     measures = measure([shard.trace()])
-    assert measures.waiting_s == {0: 0.0}
+    assert measures.waiting_s == {0: 8.0}
+    assert measures.waiting_share == pytest.approx(8.0 / 9.0)
     assert measures.delayed_pulls == 1
+    assert measures.barriers == 0  # nobody continued
+
+
+def test_a_wait_that_nobody_ended_lasts_until_the_end_of_the_run() -> None:
+    shards = [Shard(BSP(), index) for index in range(2)]
+    for shard, asked_s in zip(shards, (1.0, 3.0), strict=True):
+        shard.join(0.0, 0)
+        shard.join(0.0, 1)
+        shard.pull(asked_s, 0, 0, answered=False)
+    shards[0].apply(9.0, 1, 0)
+    assert measure([shard.trace() for shard in shards]).waiting_s == {0: 8.0, 1: 0.0}  # at shard 0
+
+
+def test_of_a_pull_that_one_shard_has_answered_the_longest_wait_counts() -> None:
+    shards = [Shard(BSP(), index) for index in range(2)]
+    for shard in shards:
+        shard.join(0.0, 0)
+        shard.join(0.0, 1)
+        shard.pull(1.0, 0, 0, answered=False)
+    shards[1].note(PushReceived(now_ticks=in_ticks(2.0), worker=1, iteration=0), AnswerPull(0, 0))
+    for shard in shards:
+        shard.lose(4.0, 0)
+        shard.join(5.0, 0)  # with the same iteration number
+        shard.pull(6.0, 0, 0, answered=False)
+        shard.lose(6.5, 0)
+    assert measure([shard.trace() for shard in shards]).waiting_s == {0: 3.0 + 0.5, 1: 0.0}
+
+
+def test_a_worker_that_joins_again_after_it_has_finished_is_idle_only_until_then() -> None:
+    shard = Shard(ASP())
+    shard.join(0.0, 0)
+    shard.join(0.0, 1)
+    shard.note(WorkerFinished(now_ticks=in_ticks(2.0), worker=1))
+    shard.join(5.0, 1)
+    for worker in range(2):
+        shard.note(WorkerFinished(now_ticks=in_ticks(9.0), worker=worker))
+    assert measure([shard.trace()]).idle_s == {0: 0.0, 1: 3.0}
 
 
 def test_a_worker_that_never_left_was_there_until_the_trace_ended() -> None:

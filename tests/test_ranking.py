@@ -51,7 +51,7 @@ def test_the_ranking_is_by_gradients_and_marks_what_nothing_beats() -> None:
     assert by_name["asp"].front
     for row in rows:
         assert row.until_s == pytest.approx(40 * 3.02, rel=0.05)
-        shares = row.computing_share + row.waiting_share + row.wasted_share + row.moving_share
+        shares = row.computing_share + row.waiting_share + row.wasted_share + row.transfer_share
         assert shares == pytest.approx(1.0, abs=0.03)
 
 
@@ -582,7 +582,7 @@ def test_a_worker_that_finished_nothing_is_left_out(tmp_path: Path) -> None:
 def test_preemption_is_no_transfer_and_a_cut_off_run_is_measured_to_its_end() -> None:
     preempted = Cluster(compute_s=[1.0], presence={0: Presence(preempted_every_s=1.0, back_after_s=0.1)})
     row = run_task(Task(preempted, "asp", None, 1000.0, 0))
-    assert row.moving_share == pytest.approx(0.0, abs=1e-6)
+    assert row.transfer_share == pytest.approx(0.0, abs=1e-6)
     assert row.wasted_share > 0.2
     row = run_task(Task(Cluster(compute_s=[10.0, 10.0]), "bsp", None, 19.0, 0))
     assert row.until_s == 19.0

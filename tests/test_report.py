@@ -196,7 +196,14 @@ def test_the_summary_says_who_was_idle_and_what_was_dropped_or_restarted() -> No
     rows = summary_rows({**SUMMARY, **lost, "idle_s": {"0": 4.0, "1": 0.0}, "idle_share": 0.2})
     assert rows["idle"] == "1 worker finished up to 4.0 s before the last (20.0% of the workers' time)"
     assert rows["left out"] == "3 of 400 pushes to 2 shards (no usable gradient, or too late)"
-    assert rows["restarts"] == "2, 0.5 s of computation wasted"
+    assert rows["restarts"] == "2"
+    assert rows["wasted"] == "0.5 s of computation (aborted, or lost with a worker)"
+    assert "paused" not in rows
+
+
+def test_the_summary_says_for_how_long_workers_were_paused() -> None:
+    rows = summary_rows({**SUMMARY, "paused_share": 0.5})
+    assert rows["paused"] == "50.0% of the workers' time, because the run had too few workers"
 
 
 def test_a_summary_without_statistics_has_what_is_known() -> None:

@@ -206,6 +206,8 @@ def test_spec_sync_restarts_computations_and_counts_what_was_in_vain(run_on_thre
         assert record.dropped_s is not None
         assert record.begun_s <= record.dropped_s <= record.restarted_s <= record.computed_s
         assert record.wasted_s == record.restarted_s - record.begun_s > 0
+    wasted_s = sum(record.wasted_s for record in records)
+    assert sum(use.wasted_s for use in run.time_use.values()) == pytest.approx(wasted_s, rel=0.01)
 
 
 def test_the_restarted_computation_is_on_fresher_weights(run_on_threads: RunOnThreads) -> None:

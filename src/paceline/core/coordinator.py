@@ -97,6 +97,7 @@ from .messages import (
 )
 from .model_spec import ModelSpec, first_difference, require_extension
 from .requests import Fail, Peer, Request, Send, Timer, Warn, server_peer, worker_peer
+from .time_spent import TimeLedger
 
 __all__ = ["Coordinator", "fault_report"]
 
@@ -145,6 +146,7 @@ class Coordinator:
         waits: server -> the last list of waiting workers that the server sent.
         data: the ledger of the data that the workers use.
         collectives: the barrier, the reduction or the extension in which workers wait.
+        time_ledger: what the workers have spent their time on.
     """
 
     def __init__(
@@ -183,6 +185,7 @@ class Coordinator:
         self.waits: dict[int, Waits] = {}
         self.data = DataLedger()
         self.collectives = Collectives(self._extend)
+        self.time_ledger = TimeLedger()
         self._loops = LoopPositions()
         self._workers = workers
         self._servers = servers
@@ -480,10 +483,14 @@ class Coordinator:
             case Status():
                 self.started = True
                 self.board[worker] = message
+                if message.spent is not None:
+                    self.time_ledger.report(worker, message.spent, now_ticks)
             case Register() if self.expects_model(sender):
                 self._registered[worker] = message
                 return self._begin_if_complete(now_ticks)
             case messages.WorkerFinished():
+                if message.spent is not None:
+                    self.time_ledger.report(worker, message.spent, now_ticks)
                 return self._leave(worker, WorkerFinished, now_ticks, message.drawn, early=message.early)
             case Failed() if worker in self.members.invited or worker in self.members.gone:
                 # It takes no part in the run yet, or has been refused, so the run does not fail.
@@ -728,6 +735,7 @@ class Coordinator:
             self.data.leave(worker, (), members.live, early=True)
             return []
         present = worker in members.present
+        self.time_ledger.leave(worker, now_ticks, lost=kind is WorkerLost)
         members.leave(worker, "lost" if kind is WorkerLost else "left" if early else "finished")
         self._registered.pop(worker, None)
         self._committed.pop(worker, None)

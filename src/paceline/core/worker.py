@@ -66,6 +66,7 @@ from .messages import (
 )
 from .model_spec import ModelSpec
 from .requests import COORDINATOR, PROCEED, Abort, Request, Send, server_peer
+from .time_spent import TimeSpent
 
 __all__ = ["Worker"]
 
@@ -357,10 +358,10 @@ class Worker:
         self._pulls_again = True
         self._await("answers")
 
-    def finish(self, *, early: bool = False) -> list[Request]:
+    def finish(self, *, early: bool = False, spent: TimeSpent | None = None) -> list[Request]:
         """Leave the run, because the script has finished, or `early` because the worker was asked to leave."""
         self.waiting_for, self.left = "", True
-        goodbye = WorkerFinished(self.data.pushed, early)
+        goodbye = WorkerFinished(self.data.pushed, early, spent)
         return [Send(peer, goodbye) for peer in [*dict.fromkeys(self._servers), COORDINATOR]]
 
     def reach_epoch(self, epoch: int) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from math import fsum
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from ..core.data_ledger import DataLedger
 from ..errors import ConfigurationError
 from ..runtime.coordinator import CoordinatorHost
 from ..runtime.reader import WeightsSnapshot
+from ..sync.ticks import TICKS_PER_S
 from ..trace.findings import find
 from ..trace.kept_models import folders_of, modules_of_models
-from ..trace.measures import measure
+from ..trace.measures import meter_of
 from ..trace.recording import Trace, read_run
-from ..trace.records import read_records
+from ..trace.time_use import time_shares, time_use
 
 __all__ = ["RunResult", "save_weights", "summarize", "write_summary"]
 
@@ -145,16 +147,19 @@ def summarize(
         traces = read_run(run_dir)
         shards = [trace for trace in traces if trace.header.host == "shard"]
         if len(shards) == job.shards:
-            measures = measure(shards, next((t for t in traces if t.header.host == "coordinator"), None))
+            meter = meter_of(shards, next((t for t in traces if t.header.host == "coordinator"), None))
+            measures = meter.measures()
             lockstep = all(model.lockstep for model in job.schedule.models)
             figures = msgspec.to_builtins(measures, str_keys=True)
             epochs = _epochs(coordinator.core.data, figures)
             balanced = epochs.get("batch") == "balanced"
             figures["findings"] = find(measures, lockstep=lockstep, balanced=balanced, run_dir=job.run_dir)
             pushes = figures.pop("pushes")
-            figures["wasted_s"] = sum(
-                record.wasted_s for worker in read_records(run_dir) for record in worker
-            )
+            spent = coordinator.core.time_ledger.totals(job.now_ticks())
+            uses = time_use(meter.presences(), spent, TICKS_PER_S)
+            figures["wasted_s"] = fsum(use.wasted_s for use in uses.values())
+            figures |= time_shares(uses)
+            figures["time_use"] = msgspec.to_builtins(uses, str_keys=True)
         else:
             faults.append(
                 f"{run_dir} contains the traces of only {len(shards)} of {job.shards} shards, so the summary has no "

@@ -21,6 +21,7 @@ from ..sim import Cluster, Dataset, SimResult, simulate
 from ..sim.clockwork import require_enough_data
 from ..sync import MODELS
 from ..sync.schedule import read_schedule
+from ..trace.time_use import time_shares
 from ..trace.unapplied import unapplied_pushes
 from .process_pool import TellCount, on_all_cores
 
@@ -100,7 +101,10 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         max_staleness: largest staleness of a gradient, in updates.
         computing_share: share of the workers' time spent computing gradients that were pushed.
         waiting_share: share of the workers' time spent waiting for other workers.
-        wasted_share: share of the workers' time spent on aborted computations and the pulls after them.
+        transfer_share: share of the workers' time in which messages were on their way.
+        wasted_share: share of the workers' time spent on computations that were aborted or lost, and on the pulls
+            after aborts.
+        outside_share: share of the workers' time in which their scripts did not train, for example in a barrier.
         delayed_share: pulls that were not answered on arrival, as a share of all pulls.
         sync_cost_s: c_sync, the sum over the barriers of the longest waiting time of a worker, in virtual seconds.
         predicted_sync_cost_s: the same sum as the plans predicted it; None if the model plans no barriers.
@@ -127,7 +131,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int
     computing_share: float
     waiting_share: float
+    transfer_share: float
     wasted_share: float
+    outside_share: float
     delayed_share: float
     sync_cost_s: float = 0.0
     predicted_sync_cost_s: float | None = None
@@ -153,11 +159,6 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         """Samples per second if they are known, else gradients per second."""
         return self.samples_per_s or self.gradients_per_s
 
-    @property
-    def moving_share(self) -> float:
-        """The share of the workers' time spent on transfers, from 0 to 1."""
-        return max(0.0, 1.0 - self.computing_share - self.waiting_share - self.wasted_share)
-
 
 def figures_of(
     sync: str, result: SimResult, data: Dataset | None = None, batch: BatchSizing = "equal"
@@ -168,7 +169,7 @@ def figures_of(
     unapplied = unapplied_pushes(measures.pushes, measures.unapplied)
     trained = 1.0 - measures.unapplied / measures.gradients if unapplied and measures.gradients else 1.0
     duration_s = measures.duration_s or 1.0
-    present_s = measures.present_s or 1.0
+    shares = time_shares(result.time_use)
     return Figures(
         sync=sync,
         batch=batch,
@@ -180,9 +181,11 @@ def figures_of(
         epoch_s=duration_s / data.epochs if data is not None else None,
         mean_staleness=measures.mean_staleness,
         max_staleness=measures.max_staleness,
-        computing_share=result.computed_s / present_s,
+        computing_share=shares["computing_share"],
         waiting_share=measures.waiting_share,
-        wasted_share=result.wasted_s / present_s,
+        transfer_share=shares["transfer_share"],
+        wasted_share=shares["wasted_share"],
+        outside_share=shares["outside_share"],
         sync_cost_s=measures.sync_cost_s,
         predicted_sync_cost_s=measures.predicted_sync_cost_s,
         delayed_share=measures.delayed_pulls / (pushes * result.shards) if pushes else 0.0,
@@ -213,7 +216,9 @@ def failed(sync: str, error: RunFailedError, batch: BatchSizing = "equal") -> Fi
         max_staleness=0,
         computing_share=0.0,
         waiting_share=0.0,
+        transfer_share=0.0,
         wasted_share=0.0,
+        outside_share=0.0,
         delayed_share=0.0,
         restarts=0,
         bytes_sent=0,

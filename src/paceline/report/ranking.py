@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Ranked", "ranking_picture", "ranking_table", "sweep_picture"]
 
-COMPUTING, WAITING, MOVING, WASTED = "#56B4E9", "#D55E00", "#999999", "#F0E442"
+COMPUTING, WAITING, TRANSFER, WASTED, OUTSIDE = "#56B4E9", "#D55E00", "#999999", "#F0E442", "#CC79A7"
 
 
 class Ranked(Protocol):
@@ -41,9 +41,11 @@ class Ranked(Protocol):
     @property
     def waiting_share(self) -> float: ...
     @property
+    def transfer_share(self) -> float: ...
+    @property
     def wasted_share(self) -> float: ...
     @property
-    def moving_share(self) -> float: ...
+    def outside_share(self) -> float: ...
     @property
     def delayed_share(self) -> float: ...
     @property
@@ -60,7 +62,7 @@ EPOCHS: dict[str, Callable[[Ranked], str]] = {"s per\nepoch": lambda row: f"{row
 COLUMNS: dict[str, Callable[[Ranked], str]] = {
     "staleness\n(updates)\nmean, max": lambda row: f"{row.mean_staleness:.1f}, {row.max_staleness}",
     "time\nwaited": lambda row: f"{row.waiting_share:.1%}",
-    "time in\ntransit": lambda row: f"{row.moving_share:.1%}",
+    "time in\ntransit": lambda row: f"{row.transfer_share:.1%}",
     "time\nwasted": lambda row: f"{row.wasted_share:.1%}",
 }
 
@@ -183,14 +185,17 @@ def _draw_scatter(axes: Axes, rows: Sequence[Ranked]) -> None:
 def _draw_bars(axes: Axes, rows: Sequence[Ranked]) -> None:
     parts: dict[str, tuple[str, Callable[[Ranked], float]]] = {
         "computing": (COMPUTING, lambda row: row.computing_share),
-        "transferring data": (MOVING, lambda row: row.moving_share),
-        "aborted computations": (WASTED, lambda row: row.wasted_share),
+        "transferring data": (TRANSFER, lambda row: row.transfer_share),
+        "aborted or lost computations": (WASTED, lambda row: row.wasted_share),
         "waiting": (WAITING, lambda row: row.waiting_share),
+        "outside of training": (OUTSIDE, lambda row: row.outside_share),
     }
     positions = range(len(rows))
     left = [0.0] * len(rows)
     for label, (color, share_of) in parts.items():
         shares = [share_of(row) for row in rows]
+        if label == "outside of training" and not any(shares):
+            continue  # most simulations have no script
         axes.barh(positions, shares, left=left, color=color, label=label, height=0.72)
         left = [begin + share for begin, share in zip(left, shares, strict=True)]
     axes.set_yticks(

@@ -13,7 +13,7 @@ from .speed import speed_unit
 __all__ = ["summary_rows"]
 
 MOST_SHOWN = 8  # maximum number of workers whose sample counts are shown separately
-LEAST_IDLE_S = 0.1  # the summary does not mention shorter idle times
+LEAST_S = 0.1  # the summary does not mention shorter idle or wasted times
 
 
 def summary_rows(summary: Mapping[str, Any]) -> dict[str, str]:
@@ -53,7 +53,9 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
         "waiting": f"{summary['waiting_share']:.1%} of the workers' time",
         "barriers": _barriers(summary),
         "idle": _idle(summary),
-        "restarts": f"{summary['restarts']}, {summary['wasted_s']:.1f} s of computation wasted",
+        "restarts": str(summary["restarts"]),
+        "wasted": _wasted(summary),
+        "paused": _paused(summary),
         "staleness": f"mean {summary['mean_staleness']:.2f}, maximum {summary['max_staleness']} (in updates)",
         "clipping": "each worker's own gradient, before the mean",
         "gap": f"maximum {summary['max_gap']} (in iterations)",
@@ -96,9 +98,21 @@ def _barriers(summary: Mapping[str, Any]) -> str:
     return f"{summary['barriers']}, whose longest waits add up to {summary['sync_cost_s']:.2f} s (c_sync{predicted})"
 
 
+def _wasted(summary: Mapping[str, Any]) -> str:
+    """Return a text about the computations from which no gradient was pushed; "" if they took hardly any time."""
+    wasted_s = summary["wasted_s"]
+    return f"{wasted_s:.1f} s of computation (aborted, or lost with a worker)" if wasted_s >= LEAST_S else ""
+
+
+def _paused(summary: Mapping[str, Any]) -> str:
+    """Return a text about the pauses of the run; "" if there were none."""
+    share = summary.get("paused_share", 0.0)
+    return f"{share:.1%} of the workers' time, because the run had too few workers" if share else ""
+
+
 def _idle(summary: Mapping[str, Any]) -> str:
     """Return a text that says how many workers finished early, and how early; "" if none did."""
-    idle_s = [seconds for seconds in summary["idle_s"].values() if seconds >= LEAST_IDLE_S]
+    idle_s = [seconds for seconds in summary["idle_s"].values() if seconds >= LEAST_S]
     if not idle_s:
         return ""
     workers = f"{len(idle_s)} worker{'s' * (len(idle_s) > 1)}"

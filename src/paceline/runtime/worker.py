@@ -19,8 +19,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
@@ -62,6 +61,7 @@ from ..core.messages import (
 )
 from ..core.model_spec import BufferSpec, ModelSpec
 from ..core.requests import COORDINATOR, Request, Send
+from ..core.time_spent import Activity, Stopwatch
 from ..errors import PeerLostError, ProtocolError, TakenOutError
 from ..shard.buffers import checksum, pack, packed_bytes, unpack
 from ..shard.store import Vectors
@@ -174,6 +174,7 @@ class WorkerSession:
         )
         # The times at which the current iteration was aborted and restarted; None if it was not aborted.
         self._restarted: tuple[float, float] | None = None
+        self._stopwatch = Stopwatch(job.now_ticks())  # measures what this worker spends its time on
         self._computed_s = 0.0  # time at which the current gradient was complete
         self._supply_s = 0.0  # time that the script has waited for data in the current iteration
         # the computing times of the latest iterations
@@ -205,7 +206,9 @@ class WorkerSession:
         # The time at which the weights for the current iteration arrived; None before the first iteration.
         self._begun_s: float | None = None
         self._status_s = self._heard_s = -math.inf
-        self._shown = ""
+        # What was shown last; the state is "" before the first time.
+        self._shown: Literal["", "computing", "waiting", "pulling", "paused"] = ""
+        self._loss: float | None = None
         self._finished = False
         self.asked_to_leave = False
         self._taken_out: TakenOutError | None = None  # set once the coordinator has said that it is so
@@ -274,6 +277,7 @@ class WorkerSession:
         self._perform(self._core.register(model))
         while self._core.started is None:
             self._hear(timeout_s=None)
+        self._stopwatch = Stopwatch(self._job.now_ticks())  # the worker takes part in the run from now on
         started = self._core.started
         self._connect(model, started.shards)
         return started.initializer == self.worker
@@ -364,17 +368,19 @@ class WorkerSession:
         self._initial = _Initial(shards, weights, buffers, state_of)
         self._coordinator.takes_descriptor = self._job.transport == "shm"
         self._perform(self._core.propose(model))
-        self._wait_in_call(
-            lambda: self._core.combined is not None or self._core.extended is not None, servers=True
-        )
+        with self._doing("outside"):
+            self._wait_in_call(
+                lambda: self._core.combined is not None or self._core.extended is not None, servers=True
+            )
         self._initial = None
         if self._core.extended is None:
             assert self._core.combined is not None
             return self._core.combined.refused
         before = self._servers
-        self._connect(model, self._core.extended.shards)
-        self._core.await_extended_weights()
-        self._await_answers(None)
+        with self._doing("exchanging"):
+            self._connect(model, self._core.extended.shards)
+            self._core.await_extended_weights()
+            self._await_answers(None)
         # only now, because a server that sees no connection of a worker considers the worker as lost
         for stream in before:
             self._selector.unregister(stream)
@@ -384,6 +390,7 @@ class WorkerSession:
     @_exclusive
     def await_first_weights(self) -> None:
         self._await_answers(None)
+        self._stopwatch.enter("computing", self._job.now_ticks())
         self._begun_s = self._job.now_s()
         self._show("computing", None)
 
@@ -459,25 +466,29 @@ class WorkerSession:
     @_exclusive
     def pull_again(self) -> None:
         dropped_s = self._job.now_s()
+        self._stopwatch.drop(self._job.now_ticks())
         if self._outbox is not None:
             self._outbox.begin()
         self._perform(self._core.pull_again())
         self._await_answers(None)
+        self._stopwatch.enter("computing", self._job.now_ticks())
         self._restarted = dropped_s, self._job.now_s()
 
     @_exclusive
     def refresh(self) -> None:
         if self._outbox is not None:
             self._outbox.begin()
-        self._perform(self._core.pull_again(restart=False))
-        self._await_answers(None)
+        with self._doing("exchanging"):
+            self._perform(self._core.pull_again(restart=False))
+            self._await_answers(None)
         self._begun_s, self._restarted = self._job.now_s(), None
 
     @_exclusive
     def begin_edit(self) -> bool:
         self._hear_coordinator()
-        self._perform(self._core.begin_edit())
-        self._await_answers(None)
+        with self._doing("exchanging"):
+            self._perform(self._core.begin_edit())
+            self._await_answers(None)
         return self._core.edits
 
     @_exclusive
@@ -487,8 +498,10 @@ class WorkerSession:
             self._outbox.begin()  # a part of a gradient may have been sent early; it will be sent again
         contents, payloads = self._contents(present, b"", buffers, empty=not self._core.edits)
         self._computed_s = pushed_s = self._job.now_s()
+        self._stopwatch.push(self._job.now_ticks())
         self._perform(self._core.push_edit(contents), payloads)
         self._await_answers(None)
+        self._stopwatch.enter("computing", self._job.now_ticks())
         if self._outbox is not None:
             self._outbox.begin()
         self._end_iteration(pushed_s, None)
@@ -496,8 +509,28 @@ class WorkerSession:
     def cancel_edit(self) -> None:
         self._core.cancel_edit()
 
-    def idle(self) -> AbstractContextManager[None]:
-        return Repeating(self._stand_in, self._idle_interval_s, f"paceline worker {self.worker}")
+    @contextlib.contextmanager
+    def idle(self) -> Iterator[None]:
+        pushes = Repeating(self._stand_in, self._idle_interval_s, f"paceline worker {self.worker}")
+        with self._doing("outside"), pushes:
+            yield
+
+    @contextlib.contextmanager
+    def _doing(self, activity: Activity) -> Iterator[None]:
+        """Return a context in which the worker spends its time on this activity.
+
+        What takes the worker away from its training may take long, so the coordinator is told of it at once.
+        """
+        with self._lock:
+            before = self._stopwatch.enter(activity, self._job.now_ticks())
+            if activity == "outside":
+                with contextlib.suppress(PeerLostError):  # the next exchange notices it, and knows the reason
+                    self._report()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._stopwatch.enter(before, self._job.now_ticks())
 
     @property
     def _idle_interval_s(self) -> float:
@@ -510,7 +543,8 @@ class WorkerSession:
         self, call: str, op: Literal["mean", "sum"] = "sum", numbers: bytes = b"", weight: float = 1.0
     ) -> Combined:
         self._perform(self._core.contribute(call, op, numbers, weight))
-        self._wait_in_call(lambda: self._core.combined is not None)
+        with self._doing("outside"):
+            self._wait_in_call(lambda: self._core.combined is not None)
         assert self._core.combined is not None
         return self._core.combined
 
@@ -548,14 +582,15 @@ class WorkerSession:
     @_exclusive
     def exchange(self, ask: Callable[[], Sequence[Request]]) -> None:
         began_s = self._job.now_s()
-        self._perform(ask())
-        while self._core.data.waiting:
-            self._leave_if_asked()
-            if self._coordinator.backlog:
-                self._hear(timeout_s=STATUS_INTERVAL_S)
-            else:
-                self._orders.poll(1000 * STATUS_INTERVAL_S)
-                self._hear_coordinator()
+        with self._doing("exchanging"):
+            self._perform(ask())
+            while self._core.data.waiting:
+                self._leave_if_asked()
+                if self._coordinator.backlog:
+                    self._hear(timeout_s=STATUS_INTERVAL_S)
+                else:
+                    self._orders.poll(1000 * STATUS_INTERVAL_S)
+                    self._hear_coordinator()
         self._supply_s += self._job.now_s() - began_s
 
     def epoch_begins(self, epoch: int) -> None:
@@ -588,6 +623,7 @@ class WorkerSession:
             self._heard_s = now_s
             self._hear_coordinator()
         pushed_s = self._job.now_s()
+        self._stopwatch.push(self._job.now_ticks())
         self._computing_s.append(pushed_s - self._begun_s)
         if self._slow_link is not None:
             self._watch_link(self._slow_link)
@@ -611,6 +647,7 @@ class WorkerSession:
         self._leave_if_asked()
         self._await_answers(loss)
         self._wait_while_paused(loss)
+        self._stopwatch.enter("computing", self._job.now_ticks())
         self._pulls = None
         if self._outbox is not None:
             self._outbox.committed()
@@ -657,8 +694,9 @@ class WorkerSession:
         content = Content(bytes(self._parameters), b"")
         payloads: dict[int, list[memoryview]] = {shard.index: [] for shard in self._shards}
         self._computed_s = pushed_s = self._job.now_s()
-        self._perform(self._core.stand_in([content] * len(self._shards)), payloads)
-        self._await_answers(None)
+        with self._doing("exchanging"):
+            self._perform(self._core.stand_in([content] * len(self._shards)), payloads)
+            self._await_answers(None)
         self._end_iteration(pushed_s, None)
 
     def _end_iteration(self, pushed_s: float, loss: float | None) -> None:
@@ -747,7 +785,8 @@ class WorkerSession:
                 target[:] = self._master.weights[dtype]
             self._move(in_place=False)
         self._log.flush()
-        for request in self._core.finish(early=self.asked_to_leave):
+        spent = self._stopwatch.read(self._job.now_ticks())
+        for request in self._core.finish(early=self.asked_to_leave, spent=spent):
             if isinstance(request, Send) and (stream := self._stream_to(request)) is not None:
                 with contextlib.suppress(PeerLostError):  # a lost peer need not be notified
                     stream.send(request.message)
@@ -834,10 +873,11 @@ class WorkerSession:
         if not self._core.paused:
             return
         log.warning("the run is paused, because it has too few workers; it continues when others have joined")
-        while self._core.paused:
-            self._leave_if_asked()
-            self._hear(timeout_s=STATUS_INTERVAL_S)
-            self._show("paused", loss)
+        with self._doing("paused"):
+            while self._core.paused:
+                self._leave_if_asked()
+                self._hear(timeout_s=STATUS_INTERVAL_S)
+                self._show("paused", loss)
         log.warning("the run continues")
 
     def _move(self, *, in_place: bool) -> None:
@@ -982,5 +1022,12 @@ class WorkerSession:
         now_s = self._job.now_s()
         due = now_s - self._status_s >= STATUS_INTERVAL_S
         if (state != self._shown and (due or state == "computing")) or (due and state == "computing"):
-            self._send(self._coordinator, Status(self.iteration, loss, state))
-            self._status_s, self._shown = now_s, state
+            self._status_s, self._shown, self._loss = now_s, state, loss
+            self._report()
+
+    def _report(self) -> None:
+        """Send the state that is shown, and what the worker has spent its time on."""
+        if not self._shown:
+            return
+        spent = self._stopwatch.read(self._job.now_ticks())
+        self._send(self._coordinator, Status(self.iteration, self._loss, self._shown, spent))

@@ -46,6 +46,7 @@ from ..core.requests import (
 )
 from ..core.server import Server
 from ..core.standstill import standstill
+from ..core.time_spent import Activity, Stopwatch
 from ..core.worker import Worker
 from ..errors import InternalError, RunFailedError
 from ..sync import SyncModel
@@ -94,7 +95,7 @@ class VirtualJob:
         coordinator: the protocol core of the coordinator.
         workers: the state of each worker.
         bytes_sent: number of bytes sent, by kind of message.
-        cut_off_s: virtual time at which the run was stopped early; None if every worker has finished.
+        cut_off_ticks: virtual time at which the run was stopped early; None if every worker has finished.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class VirtualJob:
         ticks_per_s = recorders.ticks_per_s
         self.kernel = Kernel(ticks_per_s, STILL + 200 * cluster.workers * (count + 4))
         self.bytes_sent = dict.fromkeys(KINDS, 0)
-        self.cut_off_s: float | None = None
+        self.cut_off_ticks: int | None = None
         self._first = [w for w in range(cluster.workers) if not cluster.joins_late(w)]
         self.coordinator = Coordinator(
             schedule,
@@ -193,12 +194,11 @@ class VirtualJob:
             self.kernel.run(until_s)
         if self.coordinator.members.present and self.kernel.idle:
             raise RunFailedError("the run", self._standstill())
-        if not self.kernel.idle:  # stopped early: also count the elapsed time of unfinished computations
-            end_ticks = self.kernel.now_ticks if self.kernel.stopped else self.kernel.in_ticks(until_s)
-            self.cut_off_s = end_ticks / self.kernel.ticks_per_s
-            for state in self.workers:
-                if state.computing:
-                    state.computed_ticks += end_ticks - state.started_ticks
+        if not self.kernel.idle:  # stopped early
+            stopped = self.kernel.stopped
+            self.cut_off_ticks = self.kernel.now_ticks if stopped else self.kernel.in_ticks(until_s)
+            for worker in self.coordinator.members.live:
+                self._report_time(worker, self.cut_off_ticks)
 
     @property
     def goes_on(self) -> bool:
@@ -226,6 +226,7 @@ class VirtualJob:
         state = self.workers[worker]
         state.attempt += 1
         state.computing, state.droppable = True, droppable
+        self._enter(worker, "computing")
         state.started_ticks = self.kernel.now_ticks
         length_s = state.sample(state.core.iteration, self.kernel.now_s)
         if state.core.data.used:
@@ -262,6 +263,7 @@ class VirtualJob:
         state = self.workers[worker]
         state.pushed_s = self.kernel.now_s
         state.loss = loss
+        state.stopwatch.push(self.kernel.now_ticks)
         busy_s = (self.kernel.now_ticks - state.started_ticks) / self.kernel.ticks_per_s
         requests = state.core.push(
             empty=empty,
@@ -277,6 +279,7 @@ class VirtualJob:
         """Pull again after an aborted computation. `Driver.answered` is called when every shard has answered."""
         state = self.workers[worker]
         state.dropped_s = self.kernel.now_s
+        state.stopwatch.drop(self.kernel.now_ticks)
         self._from_worker(worker, state.core.pull_again())
 
     def refresh(self, worker: int) -> None:
@@ -329,6 +332,8 @@ class VirtualJob:
         is not called.
         """
         requests = self.workers[worker].core.contribute(call, op, numbers, weight)
+        if not at_once:
+            self._enter(worker, "outside")
         self.carry(worker, requests, at_once=at_once)
 
     def propose(self, worker: int, model: ModelSpec) -> None:
@@ -337,6 +342,7 @@ class VirtualJob:
         When all workers have done so, `Driver.extended` and then `Driver.answered` are called. If their calls differ,
         `Driver.combined` is called instead.
         """
+        self._enter(worker, "outside")
         self._from_worker(worker, self.workers[worker].core.propose(model))
 
     def request_sync(self, worker: int, models: Sequence[SyncModel], shard: int | None) -> None:
@@ -347,7 +353,17 @@ class VirtualJob:
         """Let a worker leave the run after its last iteration."""
         state = self.workers[worker]
         state.attempt += 1
-        self._from_worker(worker, state.core.finish())
+        spent = state.stopwatch.read(self.kernel.now_ticks)
+        self._from_worker(worker, state.core.finish(spent=spent))
+
+    def _enter(self, worker: int, activity: Activity) -> None:
+        """Let a worker begin an activity. Between two activities, it requests data, or is about to begin the next."""
+        self.workers[worker].stopwatch.enter(activity, self.kernel.now_ticks)
+
+    def _report_time(self, worker: int, now_ticks: int) -> None:
+        """Tell the coordinator what a worker has spent its time on, without a message."""
+        spent = self.workers[worker].stopwatch.read(now_ticks)
+        self.coordinator.time_ledger.report(worker, spent, now_ticks)
 
     # -- joining and leaving ------------------------------------------------------------------------------
 
@@ -375,6 +391,7 @@ class VirtualJob:
         state = self.workers[worker]
         self._new_core(worker)
         state.joining = True
+        state.stopwatch = Stopwatch(self.kernel.now_ticks)
         state.dropped_s = state.restarted = None
         state.refreshing = state.standing_in = False
         self._plan_absence(worker)
@@ -445,8 +462,7 @@ class VirtualJob:
         if state.life != life or state.core.left:
             return
         now_ticks = self.kernel.now_ticks
-        if state.computing:
-            state.wasted_s += (now_ticks - state.started_ticks) / self.kernel.ticks_per_s
+        self._report_time(worker, now_ticks)
         state.computing = False
         self._to_come -= state.joining
         state.joining = False
@@ -466,7 +482,7 @@ class VirtualJob:
         state = self.workers[worker]
         if attempt == state.attempt:
             state.computing = False
-            state.computed_ticks += self.kernel.now_ticks - state.started_ticks
+            self._enter(worker, "exchanging")
             self._driver.computed(worker)
 
     def _proceed(self, worker: int) -> None:
@@ -478,13 +494,12 @@ class VirtualJob:
             state.restarted, state.dropped_s = (state.dropped_s, now_s), None
         else:
             state.finished_s = now_s
-            if state.restarted is not None:
-                state.wasted_s += state.restarted[1] - state.begun_s
             if self._recorders.takers:
                 record = state.record(now_s)
                 for take in self._recorders.takers:
                     take(worker, record)
             state.restarted, state.begun_s = None, now_s
+        self._enter(worker, "exchanging")
         if not state.standing_in:
             self._driver.answered(worker)
             return
@@ -493,6 +508,8 @@ class VirtualJob:
             self._driver.combined(worker)
         elif state.core.extended is not None:
             self._extend(worker)
+        else:
+            self._enter(worker, "outside")
 
     def _abort(self, worker: int) -> None:
         state = self.workers[worker]
@@ -527,6 +544,7 @@ class VirtualJob:
         if type(message) in (DataGranted, LoopEntered, StatesDecided):
             self._driver.supplied(worker)
         elif type(message) is Combined and not state.standing_in:
+            self._enter(worker, "exchanging")
             self._driver.combined(worker)
         elif type(message) is ModelExtended and not state.standing_in:
             self._extend(worker)
@@ -669,6 +687,7 @@ class VirtualJob:
             core = state.core
             if not state.standing_in and core.is_awaited and core.may_stand_in:
                 state.standing_in = standing_in = True
+                self._enter(worker, "exchanging")
                 state.pushed_s, state.loss = self.kernel.now_s, None
                 self._from_worker(worker, core.stand_in())
         return standing_in
@@ -679,6 +698,7 @@ class VirtualJob:
         """Let a worker take over the extended model: all shards send it their weights."""
         state = self.workers[worker]
         state.refreshing = True
+        self._enter(worker, "exchanging")
         state.core.await_extended_weights()
         self._driver.extended(worker)
         for index, server in enumerate(self._servers):

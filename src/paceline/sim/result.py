@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import fsum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from ..trace.kept_models import folders_of, modules_of_models
 from ..trace.measures import Measures
 from ..trace.recording import Trace, read_run
 from ..trace.records import IterationRecord, read_records
+from ..trace.time_use import TimeUse, time_shares
 from ..trace.unapplied import unapplied_pushes
 from .recording import Recording, RunFolder
 
@@ -52,13 +54,12 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         shards: number of shards.
         finished_s: for each worker, the virtual time at which it finished its last iteration.
         measures: statistics of the run, the same as in the summary of a live run.
+        time_use: for each worker that has joined, what it has spent its time on.
         staleness: mapping from staleness to the number of pushes with this staleness, counted per shard. A push's
             staleness is the number of updates between the worker's previous pull and the application of the push.
         bytes_by_kind: number of bytes sent for each kind of message: "push", "pull", "pull again" (after a restart)
             and "control" (small messages).
         events: number of simulated events.
-        computed_s: total compute time of all workers, excluding wasted computations (see `wasted_s`).
-        wasted_s: total time of computations that were aborted or whose worker was lost, and of pulls after aborts.
         faults: messages about problems that did not end the run, in order. Each says which condition failed, and
             with which model the shards continued.
         emulated: description of how unequal machines were emulated in the run from which the cluster was recorded; ""
@@ -77,11 +78,10 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     shards: int
     finished_s: tuple[float, ...]
     measures: Measures
+    time_use: dict[int, TimeUse]
     staleness: dict[int, int]
     bytes_by_kind: dict[str, int]
     events: int
-    computed_s: float
-    wasted_s: float
     faults: list[str]
     emulated: str = ""
     recording: Recording | None = None
@@ -142,6 +142,16 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         return self.measures.waiting_share
 
     @property
+    def computed_s(self) -> float:
+        """The total time in seconds of all computations that were pushed, or were in progress at the end."""
+        return fsum(use.computing_s for use in self.time_use.values())
+
+    @property
+    def wasted_s(self) -> float:
+        """The total time in seconds of computations that were aborted or lost, and of pulls after aborts."""
+        return fsum(use.wasted_s for use in self.time_use.values())
+
+    @property
     def delayed_pulls(self) -> int:
         """The number of pulls that were not answered on arrival. A pull counts once per shard that delayed it."""
         return self.measures.delayed_pulls
@@ -198,6 +208,8 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
             "faults": self.faults,
             "wasted_s": self.wasted_s,
             "findings": self.findings,
+            **time_shares(self.time_use),
+            "time_use": msgspec.to_builtins(self.time_use, str_keys=True),
             "ledger": {"pushes": figures.pop("pushes")},
             **figures,
         }

@@ -19,6 +19,7 @@ from ..sync import SyncModel
 from ..sync.schedule import Schedule, read_schedule
 from ..sync.ticks import Seconds
 from ..trace.records import IterationRecord
+from ..trace.time_use import time_use
 from .clockwork import Clockwork, Dataset, DatasetClockwork, require_enough_data
 from .cluster import Cluster, require_whole
 from .job import VirtualJob
@@ -190,18 +191,23 @@ def simulate(
                     )
                 job.run(training, training.model_of, stores, sizes, until_s)
                 final = training.snapshot()
+    meter, kernel = recorders.meter, job.kernel
+    end_ticks = kernel.now_ticks if job.cut_off_ticks is None else job.cut_off_ticks
     result = SimResult(
         sync=str(schedule),
         seed=seed,
         servers=cluster.servers,
         shards=count,
         finished_s=tuple(worker.finished_s for worker in job.workers),
-        measures=recorders.meter.measures(job.cut_off_s),
-        staleness=dict(sorted(recorders.meter.staleness.items())),
+        measures=meter.measures(job.cut_off_ticks),
+        time_use=time_use(
+            meter.presences(job.cut_off_ticks),
+            job.coordinator.time_ledger.totals(end_ticks),
+            kernel.ticks_per_s,
+        ),
+        staleness=dict(sorted(meter.staleness.items())),
         bytes_by_kind=dict(job.bytes_sent),
-        events=job.kernel.happened,
-        computed_s=sum(worker.computed_ticks for worker in job.workers) / job.kernel.ticks_per_s,
-        wasted_s=sum(worker.wasted_s for worker in job.workers),
+        events=kernel.happened,
         faults=job.faults,
         emulated=cluster.emulated,
         recording=recorders.recording,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..core.requests import worker_peer
+from ..core.time_spent import Stopwatch
 from ..core.worker import Worker
 from ..trace.records import IterationRecord
 from .network import Connection
@@ -37,14 +38,12 @@ class VirtualWorker:
         joining: True while the worker joins a run in progress, until its weights arrive.
         restarted: pair (time of the abort, time of the restart) for the current iteration; None without a restart.
         finished_s: time at which the most recent iteration ended.
-        computed_ticks: total time of all computations that were not wasted (see `wasted_s`), in ticks.
-        wasted_s: total time of computations that were aborted or whose worker was lost, and of pulls after aborts.
+        stopwatch: measures what the worker spends its time on since it has joined.
     """
 
     __slots__ = (
         "attempt",
         "begun_s",
-        "computed_ticks",
         "computing",
         "core",
         "droppable",
@@ -62,9 +61,9 @@ class VirtualWorker:
         "sample",
         "standing_in",
         "started_ticks",
+        "stopwatch",
         "to_coordinator",
         "to_server",
-        "wasted_s",
     )
 
     def __init__(self, index: int) -> None:
@@ -89,8 +88,7 @@ class VirtualWorker:
         self.joining = False
         self.restarted: tuple[float, float] | None = None
         self.finished_s = 0.0
-        self.computed_ticks = 0
-        self.wasted_s = 0.0
+        self.stopwatch = Stopwatch(now_ticks=0)
 
     def record(self, now_s: float) -> IterationRecord:
         """Return the record of the iteration that ends now."""

@@ -522,6 +522,7 @@ IRRELEVANT: Set[str] = frozenset(
             "faults",
             "board",
             "waits",
+            "time_ledger",
         ),
         *("model", "slices", "addresses", "started", "_connected", "_registered", "_addresses"),
         # A small job has no data, and its scripts do not call barrier or reduce.

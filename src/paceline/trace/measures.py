@@ -7,14 +7,16 @@
                 counts for worker p. The traces contain the gap, because it cannot be computed from the iteration
                 numbers: workers may join at any time, `drop-stragglers` advances the counts of slow workers, and a
                 change of the sync model makes all counts equal
-    waiting     time from the arrival of a pull to its answer, not including transfers; the maximum over the shards
+    waiting     time from the arrival of a pull to its answer, not including transfers; the maximum over the shards. A
+                pull that is not answered has waited until its worker was lost, or until the end of the run
     barriers    moments at which pulls that waited for other workers were answered: under BSP, the end of a round;
                 under ElasticBSP, the end of a superstep; under SSP, a push of the slowest worker that lets others
                 continue (a soft barrier). A pull that waited only for a timer does not count
     sync cost   c_sync of the ElasticBSP paper (Eq. 2): the sum, over the barriers, of the longest waiting time of any
                 worker at the barrier. For the predicted cost, each barrier that was planned counts with the d_Z of
                 its plan, which is the waiting time that the paper's section 4.1 predicts for it
-    idle        time from when a worker finished until the last worker left
+    idle        time from when a worker finished until the last worker left, or until its index was used again
+    absent      time of the run in which an index had no worker, except for idle time
     updates     number of optimizer steps of a shard. An update contains one gradient under some sync models and one
                 gradient of each worker under others, so updates per second are not a measure of speed
     gradients   number of pushes that a shard applied or held
@@ -30,8 +32,8 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Sequence
-from math import fsum
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -49,7 +51,7 @@ from ..sync.events import (
 from ..sync.ticks import TICKS_PER_S
 from .recording import Entry, EntryRecorder, Trace
 
-__all__ = ["Measures", "Meter", "PushCounts", "Wait", "measure", "waits"]
+__all__ = ["Measures", "Meter", "Presence", "PushCounts", "Wait", "measure", "meter_of", "waits"]
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -95,6 +97,22 @@ class PushCounts(msgspec.Struct, frozen=True, kw_only=True):
     lost: int
 
 
+class Presence(NamedTuple):
+    """How long one worker index took part in a run, in ticks. The run lasts until the last worker has left.
+
+    Attributes:
+        present: time from when a worker joined until it left, summed over all workers with this index.
+        waiting: part of this time in which pulls waited.
+        idle: time after a worker had finished.
+        absent: the rest of the run.
+    """
+
+    present: int
+    waiting: int
+    idle: int
+    absent: int
+
+
 class Measures(msgspec.Struct, frozen=True, kw_only=True):
     """The statistics of one run.
 
@@ -109,7 +127,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
         sampled_gradients: number of these pushes that have samples of their own. A push has none if it is computed
             from the same batch as the worker's push before it, as in a script that steps two optimizers in turn.
         iterations: worker -> number of iterations in which the worker pushed.
-        waiting_s: worker -> total waiting time of the worker, in seconds.
+        waiting_s: worker -> total waiting time of the worker, in seconds, including pulls that were never answered.
         waiting_share: total waiting time of all workers, divided by `present_s`.
         barriers: number of barriers of shard 0.
         sync_cost_s: c_sync, the sum over the barriers of the longest waiting time of any worker, in seconds; the
@@ -198,6 +216,11 @@ def measure(shards: Sequence[Trace], coordinator: Trace | None = None) -> Measur
         shards: the traces of all shards, in order.
         coordinator: the trace of the coordinator. Without it, no predicted cost of synchronization is known.
     """
+    return meter_of(shards, coordinator).measures()
+
+
+def meter_of(shards: Sequence[Trace], coordinator: Trace | None = None) -> Meter:
+    """Return a `Meter` that has processed these traces. See `measure`."""
     meter = Meter(len(shards), shards[0].header.ticks_per_s if shards else TICKS_PER_S)
     traces = [(trace, meter.at_shard(index)) for index, trace in enumerate(shards)]
     if coordinator is not None:
@@ -206,7 +229,7 @@ def measure(shards: Sequence[Trace], coordinator: Trace | None = None) -> Measur
     streams = [[(entry, recorder) for entry in trace.entries] for trace, recorder in traces]
     for entry, recorder in heapq.merge(*streams, key=lambda pair: pair[0].event.now_ticks):
         recorder.record(entry)
-    return meter.measures()
+    return meter
 
 
 class Meter:
@@ -225,9 +248,10 @@ class Meter:
 
     def __init__(self, shards: int, ticks_per_s: int = TICKS_PER_S) -> None:
         self.staleness: dict[int, int] = defaultdict(int)
+        self._ticks_per_s = ticks_per_s
         self._waiting = _Waiting(shards)
         self._plans = _Plans(ticks_per_s)
-        self._shards = [_ShardMeter(self._waiting, self.staleness, ticks_per_s) for _ in range(shards)]
+        self._shards = [_ShardMeter(self._waiting, self.staleness) for _ in range(shards)]
         self._shards[0].plans = self._plans
 
     def at_shard(self, index: int) -> EntryRecorder:
@@ -238,52 +262,69 @@ class Meter:
         """Return the recorder that processes the entries of the coordinator's trace."""
         return self._plans
 
-    def measures(self, until_s: float | None = None) -> Measures:
+    def presences(self, until_ticks: int | None = None) -> dict[int, Presence]:
+        """Return for each worker how long it took part in the run. See `measures` for `until_ticks`."""
+        end = self._end(until_ticks)
+        memberships = self._shards[0].ordered
+        begun = min((member.joined for member in memberships), default=0)
+        duration = max((member.until(end) for member in memberships), default=0) - begun
+        present: dict[int, int] = defaultdict(int)
+        idle: dict[int, int] = defaultdict(int)
+        for member in memberships:
+            present[member.worker] += member.until(end) - member.joined
+            if member.finished:
+                again = begun + duration if member.again is None else member.again
+                idle[member.worker] += again - member.until(end)
+        waiting = self._waiting.totals([(shard.unanswered, end) for shard in self._shards])
+        return {
+            worker: Presence(time, waiting[worker], idle[worker], duration - time - idle[worker])
+            for worker, time in present.items()
+        }
+
+    def measures(self, until_ticks: int | None = None) -> Measures:
         """Return the statistics of the entries recorded so far.
 
         Args:
-            until_s: end of the measured time. There must be no events between the last entry and this time. Default:
-                the time of the last entry.
+            until_ticks: end of the measured time. There must be no events between the last entry and this time.
+                Default: the time of the last entry of shard 0.
         """
-        first = self._shards[0]
-        end_s = first.now_s if until_s is None else until_s
-        waiting = self._waiting.totals_s()
-        memberships = [*first.past, *first.current.values()]
-        present_s = sum(member.until(end_s) - member.joined_s for member in memberships)
-        joined_s = min((member.joined_s for member in memberships), default=0.0)
-        duration_s = max((member.until(end_s) for member in memberships), default=0.0) - joined_s
-        idle: dict[int, float] = defaultdict(float)
-        for member in memberships:
-            idle[member.worker] += joined_s + duration_s - member.until(end_s) if member.finished else 0.0
-        idle_s = fsum(idle.values())
+        first, ticks_per_s = self._shards[0], self._ticks_per_s
+        end = self._end(until_ticks)
+        presences = self.presences(until_ticks)
+        memberships = first.ordered
+        begun = min((member.joined for member in memberships), default=0)
+        duration = max((member.until(end) for member in memberships), default=0) - begun
+        duration_s = duration / ticks_per_s
+        present = sum(each.present for each in presences.values())
+        idle = sum(each.idle for each in presences.values())
         iterations: dict[int, int] = defaultdict(int)
         left_s: dict[int, float] = {}
         last_push_s: dict[int, float] = {}
-        for member in sorted(memberships, key=lambda member: member.number):
+        for member in memberships:
             iterations[member.worker] += member.iterations
-            left_s[member.worker] = member.until(end_s) - joined_s
-            if member.pushed_s is not None:
-                last_push_s[member.worker] = member.pushed_s - joined_s
+            left_s[member.worker] = (member.until(end) - begun) / ticks_per_s
+            if member.pushed is not None:
+                last_push_s[member.worker] = (member.pushed - begun) / ticks_per_s
         applied = sum(self.staleness.values())
         total_staleness = sum(updates * count for updates, count in self.staleness.items())
         pushes = self._pushes()
         in_progress = first.largest_update if first.current else 0
         return Measures(
             duration_s=duration_s,
-            present_s=present_s,
+            present_s=present / ticks_per_s,
             updates=first.updates,
             updates_per_s=first.updates / duration_s if duration_s else 0.0,
             gradients=first.gradients,
             gradients_per_s=first.gradients / duration_s if duration_s else 0.0,
             sampled_gradients=first.sampled_gradients,
             iterations=dict(iterations),
-            waiting_s={worker: waiting[worker] for worker in iterations},
-            waiting_share=fsum(waiting.values()) / present_s if present_s else 0.0,
+            waiting_s={worker: each.waiting / ticks_per_s for worker, each in presences.items()},
+            waiting_share=sum(each.waiting for each in presences.values()) / present if present else 0.0,
             barriers=first.barriers,
-            sync_cost_s=max(shard.sync_cost_s for shard in self._shards),
+            sync_cost_s=max(shard.sync_cost for shard in self._shards) / ticks_per_s,
             predicted_sync_cost_s=self._plans.predicted_s,
-            idle_s={worker: idle[worker] for worker in iterations},
-            idle_share=idle_s / (present_s + idle_s) if present_s else 0.0,
+            idle_s={worker: each.idle / ticks_per_s for worker, each in presences.items()},
+            idle_share=idle / (present + idle) if present else 0.0,
             left_s=left_s,
             last_push_s=last_push_s,
             samples=first.samples,
@@ -297,9 +338,13 @@ class Meter:
             dropped_pushes=sum(shard.dropped_pushes for shard in self._shards),
             restarts=first.restarts,
             pushes=pushes,
-            unapplied=max(0, pushes.lost - in_progress - sum(member.lost for member in first.past)),
+            unapplied=max(0, pushes.lost - in_progress - sum(member.lost for member in first.ordered)),
             clipped_alone=first.clipped_alone,
         )
+
+    def _end(self, until_ticks: int | None) -> int:
+        """Return the end of the measured time in ticks."""
+        return self._shards[0].now if until_ticks is None else until_ticks
 
     def _pushes(self) -> PushCounts:
         """Return what became of the pushes."""
@@ -322,40 +367,45 @@ class Meter:
 
 
 class _Membership:
-    """One period in which a worker takes part in the run, from joining to leaving. A lost worker may join again."""
+    """One period in which a worker takes part in the run, from joining to leaving. A lost worker may join again.
+
+    All times are in ticks.
+    """
 
     __slots__ = (
-        "asked_s",
+        "again",
+        "asked",
         "fate",
         "finished",
         "iteration",
         "iterations",
-        "joined_s",
-        "left_s",
+        "joined",
+        "left",
         "lost",
-        "number",
-        "pushed_s",
+        "pulls",
+        "pushed",
         "superstep",
         "worker",
     )
 
-    def __init__(self, worker: int, joined_s: float, number: int) -> None:
+    def __init__(self, worker: int, joined: int) -> None:
         self.worker = worker
-        self.joined_s = joined_s
-        self.left_s: float | None = None
+        self.joined = joined
+        self.left: int | None = None
+        self.again: int | None = None  # time at which a worker with the same index joined afterwards
         self.finished = self.lost = False  # why the worker left
         self.iterations = 0
         self.iteration = -1  # label of the worker's last push
         self.fate = ""  # category of this push in `PushCounts`; "" while the shard holds the push
-        self.number = number  # position in the order in which workers joined
-        self.asked_s = 0.0  # time at which the worker's last pull arrived
-        self.pushed_s: float | None = None  # time at which the worker's last push arrived
+        self.asked = 0  # time at which the worker's last pull arrived
+        self.pulls: int | None = None  # label of this pull; None once it is answered
+        self.pushed: int | None = None  # time at which the worker's last push arrived
         # superstep for whose barrier the worker has stopped with its last push
         self.superstep: int | None = None
 
-    def until(self, end_s: float) -> float:
-        """Return the time at which the worker left, or `end_s` if it has not left."""
-        return end_s if self.left_s is None else self.left_s
+    def until(self, end: int) -> int:
+        """Return the time at which the worker left, or `end` if it has not left."""
+        return end if self.left is None else self.left
 
 
 class _Waiting:
@@ -363,31 +413,44 @@ class _Waiting:
 
     def __init__(self, shards: int) -> None:
         self._shards = shards
-        # Worker -> total waiting time of the pulls that all shards have answered.
-        self._total_s: dict[int, float] = defaultdict(float)
+        # Worker -> total waiting time of the pulls that all shards have answered, in ticks.
+        self._total: dict[int, int] = defaultdict(int)
         # (worker, iteration) of a pull that only some shards have answered -> (number of these shards, longest wait).
-        self._open: dict[tuple[int, int], tuple[int, float]] = {}
+        self._open: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def answered(self, worker: int, iteration: int, wait_s: float) -> None:
-        """Record that a shard has answered a pull after `wait_s` seconds."""
+    def ended(self, worker: int, iteration: int, wait: int) -> None:
+        """Record that a shard has answered a pull after `wait` ticks, or that its worker was lost after this time."""
         if self._shards == 1:
-            self._total_s[worker] += wait_s
+            self._total[worker] += wait
             return
         key = worker, iteration
-        answered, longest_s = self._open.pop(key, (0, 0.0))
-        if wait_s < longest_s:
-            wait_s = longest_s
+        answered, longest = self._open.pop(key, (0, 0))
+        longest = max(longest, wait)
         if answered + 1 == self._shards:
-            self._total_s[worker] += wait_s
+            self._total[worker] += longest
         else:
-            self._open[key] = answered + 1, wait_s
+            self._open[key] = answered + 1, longest
 
-    def totals_s(self) -> dict[int, float]:
-        """Return the total waiting time of each worker, in seconds; 0 for a worker that has not waited."""
-        totals_s = defaultdict(float, self._total_s)
-        for (worker, _), (_, longest_s) in sorted(self._open.items()):
-            totals_s[worker] += longest_s
-        return totals_s
+    def forget(self, worker: int) -> None:
+        """End all pulls of a worker that was lost. Its index is used again, and its iteration numbers may be, too."""
+        for key in [key for key in self._open if key[0] == worker]:
+            self._total[worker] += self._open.pop(key)[1]
+
+    def totals(self, unanswered: Iterable[tuple[Mapping[tuple[int, int], int], int]]) -> dict[int, int]:
+        """Return the total waiting time of each worker in ticks; 0 for a worker that has not waited.
+
+        Args:
+            unanswered: for each shard, the pulls that it has not answered, (worker, iteration) -> time of arrival,
+                and the end of the measured time.
+        """
+        longest = {key: wait for key, (_, wait) in self._open.items()}
+        for pulls, end in unanswered:
+            for key, asked in pulls.items():
+                longest[key] = max(longest.get(key, 0), end - asked)
+        totals = defaultdict(int, self._total)
+        for (worker, _), wait in longest.items():
+            totals[worker] += wait
+        return totals
 
 
 class _Plans:
@@ -420,18 +483,17 @@ class _Plans:
 class _ShardMeter:
     """Computes the statistics of one shard. It adds waiting times and staleness to those of the other shards."""
 
-    def __init__(self, waiting: _Waiting, staleness: dict[int, int], ticks_per_s: int) -> None:
+    def __init__(self, waiting: _Waiting, staleness: dict[int, int]) -> None:
         self._waiting = waiting
-        self._ticks_per_s = ticks_per_s
         self._staleness = staleness
-        self.now_s = 0.0
+        self.now = 0  # time of the last entry in ticks
         self.updates = 0
         self.gradients = 0
         self.max_gap = 0
         self.delayed_pulls = 0
         self.dropped_pushes = 0
         self.barriers = 0
-        self.sync_cost_s = 0.0
+        self.sync_cost = 0  # in ticks
         self.plans: _Plans | None = None  # set for shard 0 only
         self.restarts = 0
         self.received = self.applied = self.averaged = self.refused = 0  # push counts
@@ -441,20 +503,30 @@ class _ShardMeter:
         self.worker_samples: dict[int, int] = defaultdict(int)
         self.dropped_samples = 0
         self.clipped_alone = 0
-        # Pushes that were clipped alone and are neither applied nor dropped.
-        self._edits: set[tuple[int, int]] = set()  # pushes that are edits
+        # Of the pushes that are neither applied nor dropped: the edits, those that were clipped alone, and
+        # (worker, iteration) -> number of samples.
+        self._edits: set[tuple[int, int]] = set()
         self._clipped: set[tuple[int, int]] = set()
-        # (worker, iteration) of each push that is neither applied nor dropped -> its number of samples
         self._pending: dict[tuple[int, int], int] = {}
-        self.past: list[_Membership] = []
-        self.current: dict[int, _Membership] = {}
+        self.ordered: list[_Membership] = []  # all memberships, in the order in which the workers joined
+        self.current: dict[int, _Membership] = {}  # of the workers that have not left
+        self._latest: dict[int, _Membership] = {}  # of all workers
+
+    @property
+    def unanswered(self) -> dict[tuple[int, int], int]:
+        """(worker, iteration) of each pull that has arrived and is not answered -> time of arrival in ticks."""
+        return {
+            (worker, member.pulls): member.asked
+            for worker, member in self.current.items()
+            if member.pulls is not None
+        }
 
     @property
     def memberships(self) -> dict[tuple[int, int], _Membership]:
         """(worker, number of times that the worker had joined before) -> membership."""
         found: dict[tuple[int, int], _Membership] = {}
         times: dict[int, int] = defaultdict(int)
-        for member in [*self.past, *self.current.values()]:  # a worker's memberships are in order
+        for member in self.ordered:
             found[member.worker, times[member.worker]] = member
             times[member.worker] += 1
         return found
@@ -466,7 +538,7 @@ class _ShardMeter:
         if entry.refused is not None:
             self.refused += kind is PushReceived
             return
-        self.now_s = now_s = event.now_ticks / self._ticks_per_s
+        self.now = now = event.now_ticks
         if entry.gap > self.max_gap:
             self.max_gap = entry.gap
         if entry.version is not None:
@@ -476,21 +548,22 @@ class _ShardMeter:
         if kind is PushReceived:
             self._receive(event)  # type: ignore[arg-type]
         elif kind is PullRequested:
-            self.current[event.worker].asked_s = now_s
+            member = self.current[event.worker]
+            member.asked, member.pulls = now, event.iteration  # type: ignore[union-attr]
             self.delayed_pulls += 1  # decremented below if the pull is answered by this entry
         else:
             self._change(event)
         # longest waiting time of a worker that continues because of this event of another one
-        longest_s = -1.0
+        longest = -1
         for action in entry.actions:
             if type(action) is AnswerPull:
                 if kind is not PullRepeated:
                     worker = action.worker
                     member = self.current[worker]
-                    wait_s = now_s - member.asked_s
-                    self._waiting.answered(worker, action.iteration, wait_s)
+                    wait, member.pulls = now - member.asked, None
+                    self._waiting.ended(worker, action.iteration, wait)
                     if worker != event.worker:
-                        longest_s = max(longest_s, wait_s)
+                        longest = max(longest, wait)
                         if member.superstep is not None and self.plans is not None:
                             self.plans.ended(member.superstep)
                     elif kind is PullRequested:
@@ -514,9 +587,9 @@ class _ShardMeter:
                 self.sampled_gradients -= dropped > 0
                 self.worker_samples[action.worker] -= dropped
                 self.dropped_samples += dropped
-        if longest_s >= 0.0:
+        if longest >= 0:
             self.barriers += 1
-            self.sync_cost_s += longest_s
+            self.sync_cost += longest
         for _, _, updates in entry.staleness:
             self._staleness[updates] += 1
 
@@ -524,7 +597,7 @@ class _ShardMeter:
         member = self.current[push.worker]
         member.iterations += 1
         member.iteration, member.fate = push.iteration, ""
-        member.pushed_s = self.now_s
+        member.pushed = self.now
         member.superstep = None if push.stop is None else push.stop.superstep
         self.received += 1
         self.gradients += push.edit is None  # decremented in `record` if the push is dropped
@@ -544,13 +617,19 @@ class _ShardMeter:
         if kind is PullRepeated:
             self.restarts += event.restart  # type: ignore[union-attr]
         elif kind is WorkerJoined:
-            number = len(self.past) + len(self.current)
-            self.current[event.worker] = _Membership(event.worker, self.now_s, number)
+            if (before := self._latest.get(event.worker)) is not None:
+                before.again = self.now
+                self._waiting.forget(event.worker)
+            member = self.current[event.worker] = self._latest[event.worker] = _Membership(
+                event.worker, self.now
+            )
+            self.ordered.append(member)
         elif kind is WorkerLost or kind is WorkerFinished:
             member = self.current.pop(event.worker)
-            member.left_s = self.now_s
+            member.left = self.now
             member.finished, member.lost = kind is WorkerFinished, kind is WorkerLost
-            self.past.append(member)
+            if member.pulls is not None:
+                self._waiting.ended(member.worker, member.pulls, self.now - member.asked)
 
     def _decide(self, push: tuple[int, int], fate: str) -> int:
         """Record what became of a push, and return its number of samples; 0 if this number is unknown.
@@ -561,9 +640,8 @@ class _ShardMeter:
         if push in self._clipped:
             self._clipped.remove(push)
             self.clipped_alone += fate == "averaged"
-        member = self.current.get(worker)
-        if member is None:
-            member = next((past for past in reversed(self.past) if past.worker == worker), None)
+        self._edits.discard(push)
+        member = self._latest.get(worker)
         if member is not None and member.iteration == iteration:
             member.fate = fate
         return self._pending.pop(push, 0) if self._pending else 0

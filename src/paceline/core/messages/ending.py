@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ...sync.events import Number
+from ..time_spent import TimeSpent
 from .connection import Message
 
 __all__ = [
@@ -21,11 +22,12 @@ __all__ = [
 
 
 class Status(Message, frozen=True, tag=True):
-    """The state of a worker, for the progress display."""
+    """The state of a worker, for the progress display, and what it has spent its time on."""
 
     iteration: Number
     loss: float | None
     state: Literal["computing", "waiting", "pulling", "paused"]
+    spent: TimeSpent | None = None
 
 
 class Warned(Message, frozen=True, tag=True):
@@ -40,10 +42,12 @@ class WorkerFinished(Message, frozen=True, tag=True):
     Attributes:
         drawn: `drawn` of the worker's last push.
         early: True if the worker has been asked to leave before it has finished its work.
+        spent: what the worker has spent its time on; None if it is unknown.
     """
 
     drawn: tuple[Number, ...] = ()
     early: bool = False
+    spent: TimeSpent | None = None
 
 
 class WorkerLost(Message, frozen=True, tag=True):
