@@ -20,12 +20,12 @@ from typing import BinaryIO
 
 import cloudpickle
 
-from ..errors import PeerLostError, TakenOutError, first_line
+from ..errors import PacelineError, PeerLostError, ProtocolError, TakenOutError, first_line
 from ..frontend import session as sessions
 from ..frontend.clipping import watch_torch
 from ..plugins import load_models
 from ..plugins.conditions import local_conditions
-from ..runtime.server import serve
+from ..runtime.server import ServerHost
 from ..runtime.worker import WorkerSession
 from ..shard.foreign import use_sources
 from .dynamo import defer_dynamo
@@ -60,7 +60,12 @@ def main(order: Order, descriptors: Descriptors) -> int:
         local_conditions.update(cloudpickle.load(objects))
         objects.close()
         load_models(job.sync, job.imports)
-        serve(assignment, None if descriptors.passed is None else socket.socket(fileno=descriptors.passed))
+        passed = None if descriptors.passed is None else socket.socket(fileno=descriptors.passed)
+        try:
+            server = ServerHost.connect(assignment, passed)
+        except (PeerLostError, ProtocolError) as error:
+            return _cut_off(error)
+        server.run()
         return 0
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(job.torchrun_environment(assignment.index))
@@ -72,7 +77,10 @@ def main(order: Order, descriptors: Descriptors) -> int:
         # `python script.py` adds the directory of the script, `python -m module` the current directory.
         sys.path.insert(0, os.getcwd() if kind == "module" else str(Path(arguments[0]).resolve().parent))
     load_models(job.sync, job.imports)
-    session = WorkerSession.connect(assignment)
+    try:
+        session = WorkerSession.connect(assignment)
+    except (PeerLostError, ProtocolError) as error:
+        return _cut_off(error)
     sessions.install(session)
     if job.joined:
         leave_on_sigterm(session)
@@ -108,6 +116,15 @@ def main(order: Order, descriptors: Descriptors) -> int:
     session.finish()
     session.close()
     return 0
+
+
+def _cut_off(error: PacelineError) -> int:
+    """Return the exit code of a process that has not reached the coordinator, and say why.
+
+    This is no failure of the run: a link may be down for a while. The agent of the machine then joins again.
+    """
+    print(f"paceline: the coordinator was not reached: {error}", file=sys.stderr, flush=True)
+    return EXIT_PEER_LOST
 
 
 def leave_on_sigterm(session: WorkerSession) -> None:

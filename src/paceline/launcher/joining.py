@@ -43,7 +43,14 @@ from ..core.messages import (
     ServerEnded,
     TakenOut,
 )
-from ..errors import ConfigurationError, PacelineError, PeerLostError, ProtocolError, RunFailedError
+from ..errors import (
+    ConfigurationError,
+    DeadlineError,
+    PacelineError,
+    PeerLostError,
+    ProtocolError,
+    RunFailedError,
+)
 from ..runtime.job import Job, claim_run_dir, decode_job
 from ..runtime.listener import Listener
 from ..runtime.process_states import RunningProcess, State
@@ -211,6 +218,8 @@ def join(
                     return Joined.of(folder, engine)
                 wanted, indices = len(error.workers), error.workers
                 reason, pause_s = error, again.pause_s()
+            except UnansweredError as error:
+                reason, pause_s = error, again.pause_s()
             except ConfigurationError as error:
                 if first:
                     raise
@@ -242,6 +251,10 @@ class CutOffError(PeerLostError):
 
     def __str__(self) -> str:
         return self.words
+
+
+class UnansweredError(PeerLostError):
+    """The connection to the coordinator was lost before it had answered the offer of this machine."""
 
 
 def _listen(servers: ServerOffer, own: str, console: Console) -> tuple[socket.socket, str]:
@@ -285,7 +298,10 @@ def _call(
         try:
             left_s = max(1.0, deadline_s - time.monotonic())
             stream: Stream[Message] = Stream(connect(address, left_s, known), FromCoordinatorToAgent)
-            stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_MS)
+            with contextlib.suppress(
+                OSError
+            ):  # the connection is already lost, as the first message will say
+                stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_MS)
             return stream
         except ProtocolError as error:
             raise ConfigurationError(
@@ -308,10 +324,9 @@ def _ask_to_join(stream: Stream[Message], address: str, token: str, offer: Machi
         stream.send(Hello(token, "agent", 0))
         stream.send(offer)
         answer = stream.wait(ANSWER_TIMEOUT_S)
-    except PeerLostError as error:
-        raise ConfigurationError(
-            f"the coordinator at {address} has closed the connection: it belongs to another run, or its secret is "
-            "another one."
+    except (PeerLostError, DeadlineError) as error:
+        raise UnansweredError(
+            f"the connection to the coordinator at {address} was lost before it had answered: {error}"
         ) from error
     if isinstance(answer, Refused):
         raise ConfigurationError(answer.reason)
@@ -547,7 +562,9 @@ class Agent:
             self._ended_servers.add(server)
             failed = process.exit_code != 0
             output = process.tail()[-MOST_WORDS:] if failed else ""
-            with contextlib.suppress(PeerLostError):  # the run is over
+            with contextlib.suppress(
+                PeerLostError, DeadlineError
+            ):  # `_hear` notices that the connection is lost
                 self._stream.send(ServerEnded(server, process.ending, output))
                 self._stream.drain(ANSWER_TIMEOUT_S)
             told = self._failure is not None or self._cut_off is not None or self._interruption.asked
@@ -557,7 +574,9 @@ class Agent:
             if process.exit_code is None or worker in self._reported:
                 continue
             self._reported.add(worker)
-            with contextlib.suppress(PeerLostError):  # the run is over
+            with contextlib.suppress(
+                PeerLostError, DeadlineError
+            ):  # `_hear` notices that the connection is lost
                 asked = self._interruption.asked
                 self._stream.send(ProcessEnded(worker, process.ending, process.crashed, asked))
                 self._stream.drain(ANSWER_TIMEOUT_S)

@@ -563,6 +563,7 @@ class CoordinatorHost:
                 if message.clock is not None and workers:
                     self._record_clock(machine_of(agent), message.clock)
             case MachineJoined():
+                address = agent.host
                 try:
                     if message.version != self.job.version:
                         raise ConfigurationError(
@@ -574,7 +575,6 @@ class CoordinatorHost:
                     self._hub.send(agent, Refused(str(error)))
                     return
                 now_ticks = self.job.now_ticks()
-                address = agent.stream.sock.getpeername()[0]
                 self._machines.admit(agent.index, address, workers, servers, now_ticks)
                 for worker in workers:
                     self._forget(worker)

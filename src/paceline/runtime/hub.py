@@ -79,6 +79,18 @@ class Caller:
         # Time at which the end of the peer's process was reported while the connection was still open.
         self.ended_s = math.inf
 
+    @property
+    def host(self) -> str:
+        """The address of the peer's machine.
+
+        Raises:
+            PeerLostError: the connection is lost. What the peer has sent may still be read.
+        """
+        try:
+            return str(self.stream.sock.getpeername()[0])
+        except OSError as error:
+            raise PeerLostError(f"connection lost: {error}") from error
+
     def __str__(self) -> str:
         if not self.role:
             return "a connection that has not sent the run's token"

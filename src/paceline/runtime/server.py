@@ -75,7 +75,14 @@ from ..core.requests import (
     Timer,
     worker_peer,
 )
-from ..errors import ConfigurationError, InternalError, ProtocolError, UserCodeError, first_line
+from ..errors import (
+    ConfigurationError,
+    InternalError,
+    PacelineError,
+    ProtocolError,
+    UserCodeError,
+    first_line,
+)
 from ..shard.foreign import class_of
 from ..shard.states import decode_states
 from ..shard.store import Push, Vectors
@@ -94,7 +101,7 @@ from .server_memory import ServerMemory
 from .timers import Timers
 from .traces import PART_BYTES, trace_path
 
-__all__ = ["ServerHost", "serve"]
+__all__ = ["ServerHost"]
 
 log = logging.getLogger("paceline.server")
 
@@ -180,12 +187,16 @@ class ServerHost:
             listener, address = PassedSockets(passed), place.address
         else:
             listener, address = listen_tcp(place.host) if job.transport == "tcp" else listen_unix()
-        coordinator: Stream[FromCoordinatorToServer] = Stream(
-            connect(place.coordinator, known=job.contexts),
-            FromCoordinatorToServer,
-            takes_descriptor=job.transport == "shm",
-        )
-        coordinator.send(Hello(token=job.token, role="server", index=place.index, address=address))
+        try:
+            coordinator: Stream[FromCoordinatorToServer] = Stream(
+                connect(place.coordinator, known=job.contexts),
+                FromCoordinatorToServer,
+                takes_descriptor=job.transport == "shm",
+            )
+            coordinator.send(Hello(token=job.token, role="server", index=place.index, address=address))
+        except PacelineError:
+            listener.close()
+            raise
         return cls(place, listener, coordinator)
 
     def run(self) -> None:
@@ -546,8 +557,3 @@ def _load_classes(model: ModelSpec) -> None:
     for optimizer in model.optimizers:
         if ":" in optimizer.name:
             class_of(optimizer.name)
-
-
-def serve(place: Assignment, passed: socket.socket | None = None) -> None:
-    """Run a server until the run is over. See `ServerHost.connect`."""
-    ServerHost.connect(place, passed).run()

@@ -62,7 +62,7 @@ from ..core.messages import (
 from ..core.model_spec import BufferSpec, ModelSpec
 from ..core.requests import COORDINATOR, Request, Send
 from ..core.time_spent import Activity, Stopwatch
-from ..errors import PeerLostError, ProtocolError, TakenOutError
+from ..errors import DeadlineError, PeerLostError, ProtocolError, TakenOutError
 from ..shard.buffers import checksum, pack, packed_bytes, unpack
 from ..shard.store import Vectors
 from ..sync import SyncModel
@@ -768,7 +768,10 @@ class WorkerSession:
             self._hear(timeout_s=STATUS_INTERVAL_S)
 
     def fetch_states(self, address: str) -> tuple[LoopPosition, bytes | bytearray] | None:
-        return read_states(seen_from(address, self._reached), self._job.token, self._job.contexts)
+        try:
+            return read_states(seen_from(address, self._reached), self._job.token, self._job.contexts)
+        except DeadlineError as error:
+            raise PeerLostError(f"the server with the states does not answer: {error}") from error
 
     @_exclusive
     def finish(self) -> None:
@@ -788,7 +791,7 @@ class WorkerSession:
         spent = self._stopwatch.read(self._job.now_ticks())
         for request in self._core.finish(early=self.asked_to_leave, spent=spent):
             if isinstance(request, Send) and (stream := self._stream_to(request)) is not None:
-                with contextlib.suppress(PeerLostError):  # a lost peer need not be notified
+                with contextlib.suppress(PeerLostError, DeadlineError):  # a lost peer need not be notified
                     stream.send(request.message)
                     stream.drain(GOODBYE_TIMEOUT_S)
 
@@ -810,7 +813,7 @@ class WorkerSession:
 
         This ends the run, unless the exception is only a `consequence` of the loss of another process.
         """
-        with contextlib.suppress(PeerLostError):  # a lost coordinator cannot be notified
+        with contextlib.suppress(PeerLostError, DeadlineError):  # a lost coordinator cannot be notified
             self._coordinator.send(Failed(reason, traceback, consequence))
             self._coordinator.drain(GOODBYE_TIMEOUT_S)
 

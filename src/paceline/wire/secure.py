@@ -18,6 +18,7 @@ RECORD_BYTES = 16 * 1024  # maximum size of a TLS record
 WRITE_BYTES = 4 * RECORD_BYTES  # maximum number of bytes that are encrypted before the socket is tried again
 READ_BYTES = 64 * RECORD_BYTES  # maximum number of bytes that one call decrypts
 BLOCKED = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
+LOST = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)  # the connection has ended
 
 
 class SecureSocket:
@@ -203,7 +204,7 @@ class SecureSocket:
 
 def _meaning(error: ssl.SSLError) -> Exception:
     """Return the exception that says why a handshake has failed."""
-    if isinstance(error, ssl.SSLEOFError):
+    if isinstance(error, LOST):
         return ConnectionResetError("the other side closed the connection during the handshake")
     refusal = REFUSALS.get(error.reason or "")
     if refusal is BUSY:

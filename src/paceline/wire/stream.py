@@ -116,9 +116,12 @@ class Stream(Generic[T]):
     ) -> None:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if sock.getpeername()[0].startswith("127."):
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOOPBACK_BUFFER_BYTES)
+            with contextlib.suppress(
+                OSError
+            ):  # the connection is already lost, as the first message will say
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if sock.getpeername()[0].startswith("127."):
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOOPBACK_BUFFER_BYTES)
         self.sock = cast(socket.socket, sock)  # both have the methods that are used here
         # the number of received bytes that a selector cannot see, because they have been decrypted
         self._pending: Callable[[], int] = sock.pending if isinstance(sock, SecureSocket) else int
