@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.core.loader_ledger import PositionCounts
 from paceline.frontend import session as sessions
 from paceline.plugins import loading
 from paceline.runtime.coordinator import CoordinatorHost
@@ -117,6 +118,7 @@ class ThreadedRun:
     faults: list[str] = field(default_factory=list)  # what the run's summary tells of problems
     results: dict[int, object] = field(default_factory=dict)  # worker -> what its function returned
     time_use: dict[int, TimeUse] = field(default_factory=dict)  # worker -> what it has spent its time on
+    samples: dict[str, PositionCounts] = field(default_factory=dict)  # loader -> what became of its samples
 
     @property
     def shards(self) -> list[Trace]:
@@ -188,6 +190,7 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
                 raise crashes[0]  # whatever else went wrong, this is why
         assert not any(thread.is_alive() for thread in servers), "a server hangs"
         outcome.faults = coordinator.core.faults
+        outcome.samples = coordinator.core.data.counts()
         outcome.traces = read_run(Path(job.run_dir))
         if outcome.shards and len(outcome.shards) == job.shards:
             meter = meter_of(outcome.shards)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
 from collections.abc import Callable, Mapping
@@ -62,6 +61,7 @@ def compiled(model: nn.Sequential) -> nn.Module:
 
 
 def compiled_original(model: nn.Sequential) -> nn.Module:
+    torch.compiler.reset()  # forget what other tests have compiled
     return cast(nn.Module, torch.compile(model, backend="eager", fullgraph=True))
 
 
@@ -216,7 +216,7 @@ def test_a_copy_of_a_model_can_load_and_train_by_itself(run_on_threads: RunOnThr
 def test_a_model_that_is_compiled_during_training_is_compiled_once(
     run_on_threads: RunOnThreads, sync: str
 ) -> None:
-    gc.collect()  # removes the hooks of earlier runs that have failed, now and not while torch compiles
+    torch.compiler.reset()  # forget what other tests have compiled
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, example_inputs: object) -> Callable[..., object]:

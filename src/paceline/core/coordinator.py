@@ -51,6 +51,7 @@ from .job_sync import JobSync
 from .joining import Join
 from .joint_norms import JointNorms
 from .layout import ShardSlice
+from .lease import PackedPushed
 from .loop_positions import LoopPositions
 from .losses import Loss
 from .members import Members
@@ -721,7 +722,7 @@ class Coordinator:
         worker: int,
         kind: type[WorkerFinished] | type[WorkerLost],
         now_ticks: int,
-        drawn: Sequence[int] = (),
+        drawn: Sequence[PackedPushed] = (),
         *,
         early: bool = False,
         at_once: bool = False,
@@ -755,7 +756,7 @@ class Coordinator:
             requests += [Send(server_peer(server), lost) for server in sorted(self._addresses)]
             requests += self._norms.lost(worker)
         else:
-            self.data.leave(worker, [(batches, batches) for batches in drawn], members.live, early=early)
+            self.data.leave(worker, [(pushed, pushed) for pushed in drawn], members.live, early=early)
         if present:
             requests += self.take(kind(now_ticks=now_ticks, worker=worker)) + self._pause_or_resume()
         if self._extension is not None:

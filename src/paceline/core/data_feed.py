@@ -2,7 +2,7 @@
 
 A batch is *taken* when the sampler of the loader receives it, *drawn* when the loader passes it to the script, and
 *committed* when a push that follows has been answered by every shard. A loader with worker processes takes batches
-long before they are drawn.
+long before they are drawn. `core/drawn.py` decides which of the drawn batches belong to a push.
 
 A script may iterate over its loader on a thread of its own. So one thread may take batches while another one draws,
 pushes or receives leases. Each of these operations has its own fields, except for the queue of leases: `take` removes
@@ -13,9 +13,11 @@ return requests; see `Session.exchange`.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
-from .lease import Batch, Lease, Order, nth_batch
+from .drawn import Drawn, DrawnBatch
+from .lease import Batch, Lease, Order, PackedPushed, nth_batch
 from .messages import (
     MOST_TIMES,
     DataGranted,
@@ -51,31 +53,33 @@ class DataFeed:
 
     Attributes:
         used: True if the script has set `samples`, or has begun an epoch of a distributed loader.
-        samples: number of samples in the next push. These are the samples that the script has drawn, since its last
-            push, from the loader that it has used most recently. None if the number is unknown or the script has
-            drawn nothing. May be set if the script knows the number.
         again: True while the script makes one more pass over its loaders, in which it receives only positions that
             lost workers had not used.
         stopped: numbers of the training loops that a worker has stopped. See `paceline.epochs`.
         entered: the answer to the last `enter`.
         states_wanted: True if the worker must send the states of its tracked objects, according to the answer to the
             last `reach`.
-        pushed: for each loader, the number of batches that the script had drawn before its last push.
+        pushed: for each loader, what the script had drawn before its last push. See `Commit.drawn`.
         least: minimum size of a batch of a balanced order. May be set.
+        newest: the batch that the script has drawn last.
     """
 
     def __init__(self) -> None:
         self.used = False
-        self.samples: int | None = None
         self.again = False
         self.stopped: set[int] = set()
         self.entered = LoopEntered()
         self.states_wanted = False
-        self.pushed: tuple[int, ...] = ()
+        self.pushed: tuple[PackedPushed, ...] = ()
         self.least = 1
+        self.newest: DrawnBatch | None = None
         self._loaders: list[_LoaderFeed] = []
         self._asks = False  # True while a question about a training loop has not been answered
         self._last: _LoaderFeed | None = None  # the loader from which the script has drawn last
+        self._samples: int | None = None  # number of samples in the next push, if the script has set it
+        # the loader from which the script had drawn last when it accumulated a gradient for the next push
+        self._accumulated: _LoaderFeed | None = None
+        self._decided = True  # False if some batches are undecided
 
     @property
     def waiting(self) -> bool:
@@ -86,6 +90,22 @@ class DataFeed:
     def has_batches(self) -> bool:
         """True if the worker has batches, from any loader, that it has not taken yet."""
         return any(loader.has_batches for loader in self._loaders)
+
+    @property
+    def samples(self) -> int | None:
+        """Number of samples in the next push. May be set if the script knows the number.
+
+        These are the samples of the batches, from the loader that the script has used most recently, for which a
+        gradient has been accumulated since the last push. None if the number is unknown or there are none.
+        """
+        feed = self._accumulated or self._last
+        if self._samples is not None or feed is None:
+            return self._samples
+        return feed.drawn.samples(accumulated=self._accumulated is not None)
+
+    @samples.setter
+    def samples(self, count: int) -> None:
+        self._samples = count
 
     @property
     def work(self) -> Work:
@@ -124,19 +144,34 @@ class DataFeed:
         """Report that an order whose size was not known in advance has ended after `size` positions."""
         return self._loaders[loader].exhaust(epoch, size)
 
-    def draw(self, loader: int, positions: int, samples: int | None) -> None:
+    def draw(
+        self, loader: int, positions: int, samples: int | None, is_held: Callable[[], bool] = lambda: False
+    ) -> None:
         """Record that the loader has passed a batch to the script.
 
         Args:
             loader: the loader.
             positions: number of positions in the batch.
             samples: number of samples in the batch; None if it is unknown.
+            is_held: function that returns True if the script may still use the batch.
         """
-        feed = self._loaders[loader]
-        feed.draw(positions)
-        before = self.samples if feed is self._last else 0
-        self._last = feed
-        self.samples = None if samples is None or before is None else before + samples
+        self._last = feed = self._loaders[loader]
+        self.newest = DrawnBatch(positions, samples, is_held)
+        feed.draw(self.newest)
+        self._decided = False
+
+    def accumulate(self) -> None:
+        """Record that a gradient is accumulated, which decides to which push the drawn batches belong."""
+        if not self._decided:
+            self._decided, self._accumulated = True, self._last or self._accumulated
+            for loader in self._loaders:
+                loader.drawn.accumulate()
+
+    def drop(self) -> None:
+        """Record that the script has dropped the gradients that it had accumulated since its last push."""
+        self._decided = False
+        for loader in self._loaders:
+            loader.drawn.drop()
 
     def push(self, busy_s: float | None = None) -> list[Request]:
         """Record a push, and request the next batches of the loader from which the script has drawn last.
@@ -145,16 +180,21 @@ class DataFeed:
             busy_s: time that the worker took for the iteration, not including the time that it waited for others;
                 None if it is unknown.
         """
-        self.pushed = tuple(loader.drawn for loader in self._loaders)
-        feed, self._last, self.samples = self._last, None, None
+        feed, accumulated = self._last, self._accumulated is not None
+        self._last = self._accumulated = self._samples = None
         for loader in self._loaders:
-            loader.push(busy_s if loader is feed else None)
+            loader.push(busy_s if loader is feed else None, accumulated=accumulated)
+        self.pushed = tuple(loader.drawn.pushed.packed for loader in self._loaders)
         return feed.request() if feed is not None and feed.is_empty else []
 
     def answered(self) -> None:
         """Record that every shard has answered the last push."""
-        for loader, batches in zip(self._loaders, self.pushed, strict=False):
-            loader.committed = batches
+        for loader, pushed in zip(self._loaders, self.pushed, strict=False):
+            loader.committed = pushed
+
+    def end(self) -> tuple[PackedPushed, ...]:
+        """Return `pushed` when the script ends. Batches that it has used in no push by now are skipped."""
+        return tuple(loader.drawn.end().packed for loader, _ in zip(self._loaders, self.pushed, strict=False))
 
     def enter(self, loop: int) -> list[Request]:
         """Begin a training loop, although the worker has not trained yet: ask how far the job has come."""
@@ -182,7 +222,8 @@ class _LoaderFeed:
     """The data of one worker from one loader."""
 
     def __init__(self, feed: DataFeed, number: int) -> None:
-        self.drawn = self.committed = 0  # batch counts
+        self.drawn = Drawn()
+        self.committed: PackedPushed = 0
         self.ended = False
         self.requested = False  # True while a request has not been answered
         self._feed = feed
@@ -217,13 +258,17 @@ class _LoaderFeed:
         self._last = self.ended = self.requested = False
         return self.request()
 
-    def draw(self, positions: int) -> None:
-        self.drawn += 1
+    def draw(self, batch: DrawnBatch) -> None:
+        self.drawn.draw(batch)
         self._unpushed += 1
-        self._unpushed_positions += positions
+        self._unpushed_positions += batch.positions
 
-    def push(self, busy_s: float | None) -> None:
+    def push(self, busy_s: float | None, *, accumulated: bool) -> None:
         batches = self._unpushed  # more than one if the script accumulates gradients
+        if self.drawn.push(accumulated=accumulated):
+            busy_s = (
+                None  # the time of an iteration with a skipped batch does not tell how long a batch takes
+            )
         if busy_s is not None and self._unpushed_positions and self._order.balanced:
             self._times.append((max(1, round(self._unpushed_positions / batches)), busy_s / batches))
         self._unpushed = self._unpushed_positions = 0
@@ -262,7 +307,7 @@ class _LoaderFeed:
             self._name,
             self._epoch,
             self._order,
-            self.drawn,
+            self.drawn.count,
             self.committed,
             end,
             times,

@@ -9,7 +9,7 @@ from collections.abc import Sequence, Set
 
 from ..errors import InternalError, ProtocolError
 from .epoch_split import Grant
-from .lease import Order
+from .lease import Order, PackedPushed, Pushed
 from .loader_ledger import LoaderLedger, PositionCounts
 
 __all__ = ["DataLedger"]
@@ -32,7 +32,7 @@ class DataLedger:
         order: Order,
         *,
         drawn: int,
-        committed: int,
+        committed: PackedPushed,
         now_s: float,
         live: Set[int],
         lockstep: bool,
@@ -49,7 +49,7 @@ class DataLedger:
             epoch: number of the epoch, counted from 0 for each loader.
             order: the order of the epoch.
             drawn: number of batches of this loader that the worker has passed to its script since it joined.
-            committed: number of these batches that belong to pushes that every shard has received.
+            committed: what the worker had drawn before its last push that every shard has received. See `Pushed`.
             now_s: current time in seconds.
             live: the workers that take part in the job.
             lockstep: True if the sync model in force keeps all workers in lockstep.
@@ -66,24 +66,26 @@ class DataLedger:
                 f"worker {worker} requests data for loader {loader} under another name: {name!r}"
             )
         ledger = self._loaders.get(name) or LoaderLedger()
-        ledger.require_plausible(worker, epoch, order, drawn, committed, end)
+        pushed = Pushed.unpack(committed)
+        ledger.require_plausible(worker, epoch, order, drawn, pushed.batches, end)
         self._loaders[name] = ledger
         self._names.setdefault(worker, {})[loader] = name
-        ledger.settle(worker, committed, committed)
+        ledger.settle(worker, pushed, pushed)
         ledger.observe(worker, times, least)
         ledger.begin(worker, epoch, order, drawn, live, lockstep)
         if end is not None:
             ledger.trim(worker, *end, drop_last=order.drop_last)
         return ledger.grant(worker, epoch, order, drawn, now_s, live)
 
-    def leave(self, worker: int, drawn: Sequence[tuple[int, int]], live: Set[int], *, early: bool) -> None:
+    def leave(
+        self, worker: int, drawn: Sequence[tuple[PackedPushed, PackedPushed]], live: Set[int], *, early: bool
+    ) -> None:
         """Take back the unused positions of a worker that has left.
 
         Args:
             worker: index of the worker.
-            drawn: for each of the worker's loaders, the number of batches that the worker had passed to its script
-                before its last push, at the shards that have received the fewest and the most of its pushes. A
-                missing entry means (0, 0).
+            drawn: for each of the worker's loaders, what the worker had drawn before its last push, at the shards
+                that have received the fewest and the most of its pushes. A missing entry means no push.
             live: the workers that remain in the job.
             early: True if the worker was lost, or left before its script had ended. Its unused positions are then
                 handed out in any epoch; otherwise, only in the epoch that its script has not used completely.
@@ -91,7 +93,9 @@ class DataLedger:
         numbers = {name: number for number, name in self._names.pop(worker, {}).items()}
         for name, ledger in self._loaders.items():
             number = numbers.get(name, len(drawn))
-            ledger.settle(worker, *(drawn[number] if number < len(drawn) else (0, 0)))
+            if number < len(drawn):
+                least, most = map(Pushed.unpack, drawn[number])
+                ledger.settle(worker, least, most)
             ledger.leave(worker, live, early=early)
 
     def has_leases(self, worker: int) -> bool:

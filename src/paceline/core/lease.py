@@ -21,6 +21,8 @@ __all__ = [
     "BatchSizing",
     "Lease",
     "Order",
+    "PackedPushed",
+    "Pushed",
     "Split",
     "deal",
     "divide",
@@ -99,6 +101,32 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     batch: int
     stride: int
     count: int | None = 1
+
+
+class Pushed(NamedTuple):
+    """What a worker's pushes have made of the batches that its script had drawn from a loader before the last push.
+
+    Attributes:
+        batches: number of these batches.
+        skipped: number of their positions that the script has skipped, so that they belong to no push.
+    """
+
+    batches: int
+    skipped: int
+
+    @property
+    def packed(self) -> PackedPushed:
+        """The same as it is sent: scripts rarely skip a batch, so a single number is usually enough."""
+        return (self.batches, self.skipped) if self.skipped else self.batches
+
+    @classmethod
+    def unpack(cls, packed: PackedPushed) -> Pushed:
+        return cls(packed, 0) if isinstance(packed, int) else cls(*packed)
+
+
+# The pair is not a `tuple[Number, Number]`: msgspec 0.22 crashes in the garbage collector if a union contains a tuple
+# of fixed length.
+PackedPushed = Number | Annotated[tuple[Number, ...], msgspec.Meta(min_length=2, max_length=2)]
 
 
 def remove_first(lease: Lease, batches: int) -> Lease | None:

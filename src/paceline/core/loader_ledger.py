@@ -9,7 +9,8 @@ position. A position is in exactly one of these states:
     used        it was part of a push that every shard has received
     torn        it was part of a push that only some shards received before the worker was lost
     returned    a worker had received it, but left early, or was lost, before using it
-    left out    it belongs to an incomplete batch at the end of the epoch, which is not handed out
+    left out    it belongs to an incomplete batch at the end of the epoch, which is not handed out, or to a batch
+                that a script has skipped between its pushes, because it computed no gradient of it
 
 Returned positions are handed out again before any others: in the same epoch if its split is dynamic and a worker
 still draws from the epoch, else in a later one. With a dynamic split, positions that a worker gives back because its
@@ -30,7 +31,7 @@ import msgspec
 
 from ..errors import ConfigurationError, ProtocolError
 from .epoch_split import DynamicSplit, EpochSplit, Grant, StaticSplit, cut
-from .lease import Lease, Order, order_difference, positions, remove_first, trim
+from .lease import Lease, Order, Pushed, order_difference, positions, remove_first, trim
 from .lease_sizes import LeaseSizes
 
 __all__ = ["LoaderLedger", "PositionCounts"]
@@ -56,6 +57,8 @@ class _Account:
     Attributes:
         epoch: the last epoch that the worker has begun; -1 before the first one.
         settled: number of batches that are settled.
+        counted: number of positions in these batches.
+        skipped: number of these positions that the worker's script has skipped.
         first: number of the first batch in `leases`, counted from 0; the batches in `forgotten` come before it.
         leases: leases that are not settled, in order.
         forgotten: earlier leases that are not settled, in order. Their epochs and first positions are not valid.
@@ -64,6 +67,7 @@ class _Account:
     def __init__(self) -> None:
         self.epoch = -1
         self.settled = self.first = 0
+        self.counted = self.skipped = 0
         self.leases: deque[Lease] = deque()
         self.forgotten: deque[Lease] = deque()
 
@@ -122,11 +126,18 @@ class LoaderLedger:
         if end is not None and order.size is not None:
             raise ProtocolError(f"worker {worker} reports the end of an order whose size is known")
 
-    def settle(self, worker: int, least: int, most: int) -> None:
-        """Record that a worker's batches before number `least` are used, and those from there to `most` are torn."""
+    def settle(self, worker: int, least: Pushed, most: Pushed) -> None:
+        """Record that a worker's batches in `least` are used, and the further ones in `most` are torn.
+
+        Skipped positions are left out. The worker may skip a batch later than it was settled as used.
+        """
         account = self._accounts[worker]
-        self._used += self._remove(account, least)
-        self._torn += self._remove(account, most)
+        self._used += self._remove(account, least.batches)
+        self._used -= self._leave_out(account, least.skipped)
+        torn = self._remove(account, most.batches)
+        skipped = self._leave_out(account, most.skipped)
+        self._torn += max(torn - skipped, 0)
+        self._used -= max(skipped - torn, 0)
 
     def observe(self, worker: int, times: Iterable[tuple[int, float]], least: int) -> None:
         """Record the times of a worker's latest batches, and the minimum size of its next batches."""
@@ -235,7 +246,15 @@ class LoaderLedger:
             account.settled += batches
         account.settled = until
         account.first = max(account.first, until)
+        account.counted += removed
         return removed
+
+    def _leave_out(self, account: _Account, skipped: int) -> int:
+        """Leave out the settled positions of a worker that were skipped, `skipped` in total. Return the new ones."""
+        new = max(min(skipped, account.counted) - account.skipped, 0)
+        account.skipped += new
+        self._left_out += new
+        return new
 
     def _take_back(self, account: _Account, drawn: int) -> list[Lease]:
         """Take back a worker's leases from batch number `drawn` on. Return what was taken back."""

@@ -16,6 +16,7 @@ before the coordinator does fences the worker by itself.
 
 from __future__ import annotations
 
+from .lease import PackedPushed, Pushed
 from .messages import LossSettled, PushesReported
 from .requests import Request, Send, server_peer
 
@@ -65,16 +66,21 @@ class Loss:
         )
 
     @property
-    def drawn(self) -> list[tuple[int, int]]:
-        """For each loader, the number of batches in the worker's pushes at all shards, and at some shards.
+    def drawn(self) -> list[tuple[PackedPushed, PackedPushed]]:
+        """For each loader, the batches in the worker's pushes at all shards, and at some shards.
 
         Both are equal unless a push is torn: a torn push that is only held is dropped.
         """
-        reports = [drawn for report in self._received.values() for drawn in report.drawn]
+        reports = [
+            list(map(Pushed.unpack, drawn)) for report in self._received.values() for drawn in report.drawn
+        ]
         loaders = max(map(len, reports), default=0)
-        padded = [(*drawn, *[0] * (loaders - len(drawn))) for drawn in reports]
+        padded = [(*drawn, *[Pushed(0, 0)] * (loaders - len(drawn))) for drawn in reports]
         torn = self.torn
-        return [(min(each), max(each) if torn else min(each)) for each in zip(*padded, strict=True)]
+        return [
+            (min(each).packed, (max(each) if torn else min(each)).packed)
+            for each in zip(*padded, strict=True)
+        ]
 
     @property
     def _kept(self) -> int:

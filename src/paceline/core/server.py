@@ -35,6 +35,7 @@ from ..sync.notation import parse_shards
 from ..sync.ticks import TICKS_PER_S
 from . import messages
 from .entry import EntryRecorder
+from .lease import PackedPushed
 from .messages import (
     Commit,
     Committed,
@@ -113,7 +114,7 @@ class Server:
         # worker -> its incarnation; 0 for workers that are not in this mapping
         self._incarnations: dict[int, int] = {}
         # worker -> shard -> `drawn` of the worker's last push
-        self._drawn: dict[int, dict[int, tuple[int, ...]]] = {}
+        self._drawn: dict[int, dict[int, tuple[PackedPushed, ...]]] = {}
         self._readers: set[int] = set()  # connected workers that can read the weights directly from memory
 
     @property

@@ -361,7 +361,7 @@ class Worker:
     def finish(self, *, early: bool = False, spent: TimeSpent | None = None) -> list[Request]:
         """Leave the run, because the script has finished, or `early` because the worker was asked to leave."""
         self.waiting_for, self.left = "", True
-        goodbye = WorkerFinished(self.data.pushed, early, spent)
+        goodbye = WorkerFinished(self.data.end(), early, spent)
         return [Send(peer, goodbye) for peer in [*dict.fromkeys(self._servers), COORDINATOR]]
 
     def reach_epoch(self, epoch: int) -> None:

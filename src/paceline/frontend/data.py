@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
+from weakref import ref
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..core.lease import BATCH_SIZINGS, Batch, BatchSizing, Order, Split
 from ..errors import ConfigurationError, UsageError, unknown_name
@@ -193,7 +195,7 @@ class DistributedLoader(Generic[T]):
                     return
                 taken = part.taken.popleft()
                 self.position.draw(taken.batch)
-                self._session.data.draw(part.number, taken.positions, taken.samples)
+                self._session.data.draw(part.number, taken.positions, taken.samples, _held(loaded))
                 drawn += 1
                 for bar in bars:
                     bar.total = expected_batches(drawn, self.position.joint_batches, len(self))
@@ -222,6 +224,12 @@ class DistributedLoader(Generic[T]):
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._source.inner, name)
+
+
+def _held(batch: object) -> Callable[[], bool]:
+    """Return a function that returns True if something still refers to one of the tensors in a batch."""
+    tensors = [ref(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return lambda: any(tensor() is not None for tensor in tensors)
 
 
 class Taken(NamedTuple):

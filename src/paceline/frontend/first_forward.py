@@ -17,7 +17,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .session import Session, current
 
-__all__ = ["can_compute_gradients", "may_look"]
+__all__ = ["builds_graph", "can_compute_gradients", "may_look"]
+
+
+def builds_graph(session: Session) -> bool:
+    """Return True if operations of this session's worker are now recorded in a graph that `backward()` can use."""
+    return torch.is_grad_enabled() and _computes(session)
 
 
 def can_compute_gradients(session: Session, module: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
@@ -27,18 +32,21 @@ def can_compute_gradients(session: Session, module: nn.Module, parameters: Itera
     because it would record that the weights are replaced.
     """
     wanted = list(parameters)
-    return torch.is_grad_enabled() and _uses(session, module, wanted) and not any(map(is_lazy, wanted))
+    return builds_graph(session) and _holds(module, wanted) and not any(map(is_lazy, wanted))
 
 
 def may_look(session: Session, module: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
     """Return True if a module with one of the parameters is about to run in this worker, without gradients."""
-    return not torch.is_grad_enabled() and _uses(session, module, parameters)
+    return not torch.is_grad_enabled() and _computes(session) and _holds(module, parameters)
 
 
-def _uses(session: Session, module: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
+def _computes(session: Session) -> bool:
+    """Return True unless another worker computes, or torch only compiles, traces or intercepts operations."""
     if torch.compiler.is_compiling() or current() is not session:
         return False
-    if torch._C._get_tracing_state() is not None or _get_current_dispatch_mode() is not None:
-        return False
+    return torch._C._get_tracing_state() is None and _get_current_dispatch_mode() is None
+
+
+def _holds(module: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
     held = {id(parameter) for parameter in module.parameters()}
     return any(id(parameter) in held for parameter in parameters)

@@ -58,6 +58,8 @@ class Gradients:
         self._vectors = vectors
         self._views = parameter_views(layout, vectors)
         self._written = [False] * len(self._views)  # True for each view that may contain nonzero values
+        # True for each parameter of which a gradient has been accumulated since the last push
+        self._accumulated_since_push = [False] * len(self._views)
         self._pushes_rows = pushes_rows
         self._warned_of_sparse = False
 
@@ -110,11 +112,11 @@ class Gradients:
             final: False if gradients are scaled before they are pushed. In this case the session is not notified.
         """
         accumulated = Weakly(self._accumulated)
-        notified = ref(session) if final else None
+        owner = ref(session)
         remove_after(
             session,
             [
-                parameter.register_post_accumulate_grad_hook(partial(accumulated, index, notified))
+                parameter.register_post_accumulate_grad_hook(partial(accumulated, index, owner, final))
                 for index, parameter in enumerate(self._parameters)
                 if index in indices and parameter.requires_grad
             ],
@@ -150,10 +152,25 @@ class Gradients:
         for vector in of_set(self._vectors, set_index).values():
             vector.mul_(factor)
 
-    def _accumulated(self, index: int, notified: ref[Session] | None, parameter: torch.Tensor) -> None:
+    def begin_next(self) -> None:
+        """Record that the gradients that are accumulated from now on belong to the next push."""
+        self._accumulated_since_push = [False] * len(self._views)
+
+    def _accumulated(self, index: int, owner: ref[Session], final: bool, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        # Without create_graph=True, autograd adds to a gradient in place. So this is the first one, or a later one
+        # after the script has dropped what was accumulated before, as zero_grad() does.
+        is_first = gradient is not self._views[index] and gradient is not None and not gradient.requires_grad
         self.adopt(index)
-        session = notified() if notified is not None else None
-        if session is not None and session.sends_early:
+        session = owner()
+        if session is None:
+            return
+        if is_first and self._accumulated_since_push[index]:
+            session.data.drop()
+            self.begin_next()
+        self._accumulated_since_push[index] = True
+        session.data.accumulate()
+        if final and session.sends_early:
             session.gradient_ready(index)
 
     def _warn_of_sparse(self, index: int) -> None:

@@ -20,12 +20,19 @@ from weakref import WeakKeyDictionary, WeakMethod, finalize
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from .session import Session
+from .session import Session, current
 
-__all__ = ["Weakly", "before_each_forward", "before_each_load", "remove_after", "remove_now"]
+__all__ = [
+    "Weakly",
+    "after_each_forward",
+    "before_each_forward",
+    "before_each_load",
+    "remove_after",
+    "remove_now",
+]
 
 
 class Weakly:
@@ -40,23 +47,71 @@ class Weakly:
             living(*arguments)
 
 
-def before_each_forward(session: Session, method: Callable[[nn.Module, object], None]) -> RemovableHandle:
-    """Call a bound method with each module of this process that is about to run, until the result is removed.
+class _Watch:
+    """Calls methods of the current session for all modules of the process, with one hook for all sessions.
 
-    The method is referenced weakly, and no longer called when the session has been freed. It is not called while
-    torch compiles a module, because torch would compile the call, or refuse to compile the module.
+    Args:
+        register: torch's function that registers a hook for all modules.
     """
-    called = Weakly(method)
 
-    def hook(module: nn.Module, inputs: object) -> None:
-        if not torch.compiler.is_compiling():
-            called(module, inputs)
+    def __init__(self, register: Callable[[Callable[..., None]], RemovableHandle]) -> None:
+        self._register = register
+        self._methods: WeakKeyDictionary[Session, OrderedDict[int, Weakly]] = WeakKeyDictionary()
+        self._handle: RemovableHandle | None = None  # of the hook, if there are methods to call
 
-    # A compiled module warns that a global hook may be called twice, which is harmless here.
-    warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
-    handle = register_module_forward_pre_hook(hook)
-    remove_after(session, [handle])
-    return handle
+    def add(self, session: Session, method: Callable[..., None]) -> RemovableHandle:
+        """Call a bound method while a module runs in the session's worker, until the result is removed."""
+        methods = self._methods.setdefault(session, OrderedDict())
+        handle = _WatchHandle(methods)
+        handle.watch = self
+        methods[handle.id] = Weakly(method)
+        if self._handle is None:
+            # A compiled module warns that a global hook may be called twice, which is harmless here.
+            warnings.filterwarnings(
+                "ignore", message="Using `torch.compile.module.` when there are global hooks"
+            )
+            self._handle = self._register(self._call)
+        remove_after(session, [handle])
+        return handle
+
+    def end_if_unused(self) -> None:
+        if self._handle is not None and not any(self._methods.values()):
+            self._handle.remove()
+            self._handle = None
+
+    def _call(self, *arguments: object) -> None:
+        # torch would compile the calls of the methods, or refuse to compile the module.
+        if torch.compiler.is_compiling() or (session := current()) is None:
+            return
+        for method in tuple(self._methods.get(session, {}).values()):
+            method(*arguments)
+
+
+class _WatchHandle(RemovableHandle):
+    watch: _Watch
+
+    def remove(self) -> None:
+        super().remove()
+        self.watch.end_if_unused()
+
+
+def before_each_forward(session: Session, method: Callable[[nn.Module, object], None]) -> RemovableHandle:
+    """Call a bound method with each module that is about to run in the session's worker, and with its inputs.
+
+    The method is referenced weakly. It is not called for the parts of a compiled module.
+
+    Returns:
+        A handle, with which the method can be removed before the session is freed.
+    """
+    return _before_forward.add(session, method)
+
+
+def after_each_forward(session: Session, method: Callable[[nn.Module, object, object], None]) -> None:
+    """Call a bound method with each module that has run in the session's worker, and with its inputs and output.
+
+    The method is referenced weakly. It is not called for the parts of a compiled module.
+    """
+    _after_forward.add(session, method)
 
 
 def before_each_load(session: Session, method: Callable[[nn.Module], None]) -> None:
@@ -102,4 +157,6 @@ def _remove(handles: Iterable[RemovableHandle]) -> None:
 
 
 _handles: WeakKeyDictionary[Session, list[RemovableHandle]] = WeakKeyDictionary()
+_before_forward = _Watch(register_module_forward_pre_hook)
+_after_forward = _Watch(register_module_forward_hook)
 _before_loads: OrderedDict[int, Weakly] = OrderedDict()

@@ -129,9 +129,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 the current gradients of the parameters are pushed.
             samples: number of samples over which the gradient is averaged. When pushes are averaged, each of them is
                 weighted by this number. Default: the number of samples that have been drawn from the distributed
-                loader since the last step; if there are none and the script has several optimizers, the samples of
-                the step before this one, which are not counted twice. If the loss is a mean over something else, such
-                as tokens, give their number; if the loss is a sum, give 1.
+                loader since the last step, except those of which no gradient was computed; if there are none and the
+                script has several optimizers, the samples of the step before this one, which are not counted twice.
+                If the loss is a mean over something else, such as tokens, give their number; if the loss is a sum,
+                give 1.
 
         Returns:
             The result of the closure; None if there is no closure. If the result is a number or a tensor of one
@@ -182,6 +183,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._training.stale.discard(self._set_index)
         self._training.commit(self._set_index, groups, _as_number(loss), leave_out_gradient=stale, clip=clip)
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters of this optimizer, as the wrapped optimizer's own method does.
+
+        Args:
+            set_to_none: True to remove the gradients, False to fill them with zeros.
+        """
+        super().zero_grad(set_to_none)
+        if not set_to_none and self._session is not None:
+            self._session.data.drop()  # removed gradients are noticed when the next ones are accumulated
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch import nn
 from .generators import GeneratorStates, generators_lock
 from .hooks import Weakly, before_each_forward, remove_after
 from .joint_model import JointModel
-from .session import Session, current
+from .session import Session
 
 __all__ = ["Restartable"]
 
@@ -77,7 +77,7 @@ class Restartable:
             self._pulled()
 
     def _before_forward(self, module: nn.Module, inputs: object) -> None:
-        if self._before is not None and current() is self._session:
+        if self._before is not None:
             self._before.keep_gradients()
             self._abort_if_ordered()
 

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
@@ -13,7 +14,9 @@ from weakref import WeakKeyDictionary, ref
 import msgspec
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from ..core.drawn import DrawnBatch
 from ..core.fingerprints import HASHED_ITERATIONS
 from ..core.layout import of_set
 from ..core.messages import Combined, GradientHashed, Warned
@@ -24,8 +27,9 @@ from ..shard.optimizer_state import join_state
 from ..shard.vectors import Vectors, digest, squared_norm, torch_dtype
 from ..sync.events import Clip
 from .clipping import take_clipped
+from .first_forward import builds_graph
 from .gradients import Gradients
-from .hooks import before_each_load, remove_now
+from .hooks import after_each_forward, before_each_load, remove_now
 from .model import describe_parameter
 from .parameter_sets import ParameterSet, Trained
 from .restart import Restartable
@@ -199,6 +203,7 @@ class WorkerTraining:
         weights.mark()
         self._trained_ids = set(map(id, parameters))
         before_each_load(session, self._before_loading)
+        after_each_forward(session, self._after_forward)
 
     def _expect_batches_for(self, trained: Trained) -> None:
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in trained.model.modules()):
@@ -255,7 +260,10 @@ class WorkerTraining:
             return result
         if self._restartable is None:
             self._restartable = Restartable(
-                self._trained.model, self._trained.parameters, self._session, self._weights.mark_pulled
+                self._trained.model,
+                self._trained.parameters,
+                self._session,
+                partial(_restart, self._gradients, self._weights),
             )
         return self._restartable.run(closure)
 
@@ -337,6 +345,7 @@ class WorkerTraining:
             set_index=selected,
         )
         self._weights.mark_pulled(self._trained.members[set_index])
+        self._gradients.begin_next()
         self.graph_begun = False
 
     def refresh(self) -> None:
@@ -435,6 +444,16 @@ class WorkerTraining:
         remove_now(self._session)
         return self._weights.change_after_training(self._session)
 
+    def _after_forward(self, module: nn.Module, inputs: object, output: object) -> None:
+        """Notice if the first output that is computed of a batch is a part of a gradient. See `core/drawn.py`."""
+        batch = self._session.data.newest
+        if batch is None or batch.watched or not builds_graph(self._session):
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                batch.watched = True
+                leaf.register_hook(partial(_contribute, batch))
+
     def _before_loading(self, module: nn.Module) -> None:
         """Keep a copy of the weights before `load_state_dict()` may change them."""
         if not self._inside and not self._trained_ids.isdisjoint(map(id, module.parameters(recurse=False))):
@@ -450,6 +469,16 @@ def training_of(session: Session) -> WorkerTraining | None:
 # The references are weak: a `WorkerTraining` refers to its session, which is the key, so with a strong reference the
 # session would never be freed.
 _trainings: WeakKeyDictionary[Session, ref[WorkerTraining]] = WeakKeyDictionary()
+
+
+def _restart(gradients: Gradients, weights: Weights) -> None:
+    """Continue after a computation was aborted, its gradients were dropped, and new weights were pulled."""
+    gradients.begin_next()
+    weights.mark_pulled()
+
+
+def _contribute(batch: DrawnBatch, gradient: torch.Tensor) -> None:
+    batch.contributes = True
 
 
 def _norm(vectors: Vectors) -> float:

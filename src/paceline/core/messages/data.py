@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from ...sync.events import Number
-from ..lease import Lease, Order
+from ..lease import Lease, Order, PackedPushed
 from .connection import Message
 
 __all__ = [
@@ -45,7 +45,7 @@ class DataRequested(Message, frozen=True, tag=True):
         epoch: number of the epoch, counted from 0 for each loader.
         order: the order of the epoch.
         drawn: number of batches of this loader that the script has drawn since the worker joined.
-        committed: number of these batches that belong to pushes that every shard has received.
+        committed: `drawn` of the worker's last push that every shard has received. See `Commit`.
         end: an epoch and the number of positions in its order, if the worker has reached an end that was not known in
             advance.
         times: the number of positions in each of the worker's iterations since its last request, and the time in
@@ -58,7 +58,7 @@ class DataRequested(Message, frozen=True, tag=True):
     epoch: Number
     order: Order
     drawn: Number
-    committed: Number
+    committed: PackedPushed
     end: tuple[Number, Number] | None = None
     times: Annotated[tuple[BatchTaken, ...], msgspec.Meta(max_length=MOST_TIMES)] = ()
     least: Annotated[int, msgspec.Meta(ge=1, le=2**53)] = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ...sync.events import Number
+from ..lease import PackedPushed
 from ..time_spent import TimeSpent
 from .connection import Message
 
@@ -40,12 +41,12 @@ class WorkerFinished(Message, frozen=True, tag=True):
     """A worker leaves the run, because it has finished its work or has been asked to leave.
 
     Attributes:
-        drawn: `drawn` of the worker's last push.
+        drawn: `drawn` of the worker's last push. Batches that the script has used in no push by now are skipped.
         early: True if the worker has been asked to leave before it has finished its work.
         spent: what the worker has spent its time on; None if it is unknown.
     """
 
-    drawn: tuple[Number, ...] = ()
+    drawn: tuple[PackedPushed, ...] = ()
     early: bool = False
     spent: TimeSpent | None = None
 
@@ -83,7 +84,7 @@ class PushesReported(Message, frozen=True, tag=True):
     incarnation: int
     last: tuple[int, ...]
     held: tuple[bool, ...]
-    drawn: tuple[tuple[int, ...], ...]
+    drawn: tuple[tuple[PackedPushed, ...], ...]
 
 
 class LossSettled(Message, frozen=True, tag=True):

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ...sync.events import Change, Clip, Edit, Number, Stop
+from ..lease import PackedPushed
 from .connection import Message
 
 __all__ = [
@@ -76,7 +77,8 @@ class Commit(Message, frozen=True, tag=True, omit_defaults=True):
             round.
         pulls: False if the worker pulls later, with a `PullRequested`.
         samples: number of samples of which the gradient is the mean; None if it is unknown.
-        drawn: for each distributed loader, the number of batches that the worker's script has drawn before the push.
+        drawn: for each distributed loader, the number of batches that the worker's script has drawn before the push,
+            and, if the script has skipped some of them, the number of their positions. See `Pushed`.
         clip: set if the script clips the gradient that is applied; else None.
         clipped: True if the script has clipped this worker's own gradient with `torch.nn.utils.clip_grad_norm_`.
         edit: set if the payload contains new values of the parameters in `content.present` instead of a gradient.
@@ -94,7 +96,7 @@ class Commit(Message, frozen=True, tag=True, omit_defaults=True):
     progress: Number | None = None
     pulls: bool = True
     samples: Number | None = None
-    drawn: tuple[Number, ...] = ()
+    drawn: tuple[PackedPushed, ...] = ()
     clip: Clip | None = None
     clipped: bool = False
     edit: Edit | None = None
