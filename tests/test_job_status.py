@@ -252,3 +252,42 @@ def test_less_important_columns_are_left_out_one_after_another() -> None:
     assert "loss" in headers[90]
     assert headers[61][:5] == ["worker", "machine", "state", "for", "iteration"]
     assert headers[61][5:] == ["waits", "for"]
+
+
+def test_each_loss_keeps_its_cause_when_the_worker_comes_back(core: Coordinator) -> None:
+    core.note_ending(1, "it was stopped")
+    core.take_out(1, 0)
+    core.note_ending(1, "it ended with exit code 75")  # a consequence
+    core.handle(server_peer(0), messages.PushesReported(1, 0, (0,), (False,), ((),)), 0)
+    assert core.invite(1, [1]) == {1: 1}
+    core.members.admit(1)
+    assert (
+        drawn(job_status(core, seen()), 200).splitlines()[-1]
+        == "worker 1 was lost, and joined again: it was stopped"
+    )
+    core.members.leave(1, "lost")
+    core.note_ending(1, "no heartbeat")
+    assert core.invite(1, [1]) == {1: 2}
+    core.members.admit(1)
+    core.members.leave(1, "finished")
+    core.note_ending(1, "it ended with exit code 0")
+
+    worker = job_status(core, seen()).workers[1]
+    assert (worker.state, worker.losses) == ("finished", ("it was stopped", "no heartbeat"))
+    assert [core.cause(departure) for departure in core.members.departures] == [
+        "it was stopped",
+        "no heartbeat",
+        "it ended with exit code 0",
+    ]
+    assert [core.members.has_returned(departure) for departure in core.members.departures] == [
+        True,
+        True,
+        False,
+    ]
+
+
+def test_a_worker_that_was_asked_to_leave_has_left_for_this_reason(core: Coordinator) -> None:
+    core.handle(worker_peer(1), messages.WorkerFinished(early=True), 0)
+    core.note_ending(1, "it ended with exit code 0")
+    [departure] = core.members.departures
+    assert (departure.fate, core.cause(departure)) == ("left", "it was asked to leave")

@@ -173,7 +173,12 @@ def test_a_worker_that_was_stopped_joins_again(mark: str) -> None:
     assert "worker 1 has finished" in log
     assert summary["lost_workers"] == [1]
     times_in(summary)
-    assert "has been stopped for" in summary["losses"]["1"]  # type: ignore[index]
+    cause = summary["losses"]["1"]  # type: ignore[index]
+    assert "has been stopped for" in cause
+    lost = {"worker": 1, "incarnation": 0, "fate": "lost", "cause": cause, "returned": True}
+    assert summary["departures"] == [lost]
+    assert f"worker 1 was lost: {cause}. " in served.messages
+    assert "It joined again later." in served.messages
     assert_nothing_late_was_applied(1)
 
 

@@ -54,7 +54,7 @@ from .layout import ShardSlice
 from .lease import PackedPushed
 from .loop_positions import LoopPositions
 from .losses import Loss
-from .members import Members
+from .members import Departure, Members
 from .messages import (
     AllCommitted,
     ChangePublished,
@@ -140,8 +140,8 @@ class Coordinator:
         paused: True while the workers begin no further iterations, because the run has too few workers.
         torn: number of pushes of lost workers that some shards, but not all, have applied.
         cut_off: lost workers whose last report says that they failed only because another process had ended.
-        endings: worker -> the error that the worker reported, or how its process ended, once this is known.
-        former_endings: worker whose index has been used again -> `endings` of its previous incarnation.
+        endings: (worker, incarnation) -> the error that it reported, why it was taken out, or how its process ended,
+            once this is known. See `cause`.
         faults: descriptions of the problems that did not end the run, in order of occurrence.
         board: worker -> the last status that the worker reported.
         waits: server -> the last list of waiting workers that the server sent.
@@ -179,8 +179,7 @@ class Coordinator:
         self.paused = False
         self.torn = 0
         self.cut_off: list[int] = []
-        self.endings: dict[int, str] = {}
-        self.former_endings: dict[int, str] = {}
+        self.endings: dict[tuple[int, int], str] = {}
         self.faults: list[str] = []
         self.board: dict[int, Status] = {}
         self.waits: dict[int, Waits] = {}
@@ -283,6 +282,21 @@ class Coordinator:
         """True if the run has too few workers to begin."""
         return self.model is None and self.members.live_count < self._least and not self.members.finished
 
+    def note_ending(self, worker: int, how: str) -> None:
+        """Record how the current incarnation of a worker has ended, unless something is known already.
+
+        Args:
+            worker: index of the worker.
+            how: a phrase that says how it has ended.
+        """
+        self.endings.setdefault((worker, self.members.incarnation(worker)), how)
+
+    def cause(self, departure: Departure) -> str:
+        """Return a phrase that says why an incarnation of a worker has left the run."""
+        if departure.fate == "left":
+            return "it was asked to leave"
+        return self.endings.get((departure.worker, departure.incarnation), "its connection ended")
+
     def invite(self, count: int, wanted: Collection[int] = ()) -> dict[int, int]:
         """Expect `count` more workers. Return their indices and incarnations. See `Members.invite`.
 
@@ -294,8 +308,6 @@ class Coordinator:
         invited = self.members.invite(count, wanted, self._losses)
         for worker in invited:
             self.board.pop(worker, None)
-            if worker in self.endings:
-                self.former_endings[worker] = self.endings.pop(worker)
             if self.model is None:
                 self.members.admit(worker)
         return invited
@@ -499,7 +511,8 @@ class Coordinator:
                 self.faults.append(reason)
                 return [Warn(reason), *self._leave(worker, WorkerLost, now_ticks)]
             case Failed() if message.consequence:
-                self.endings[worker] = message.reason
+                # It says more than the exit code, which may have been reported before.
+                self.endings[worker, self.members.incarnation(worker)] = message.reason
                 self.cut_off.append(worker)
                 return self._leave(worker, WorkerLost, now_ticks)
             case _:

@@ -54,6 +54,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
             wait.
         last: the workers that keep it waiting: in a call, those that have not made it; otherwise, of the workers that
             do not wait themselves, those in the earliest iteration. () if it does not wait.
+        losses: why each of its incarnations that were lost was lost, in order; () if none was.
     """
 
     worker: int
@@ -66,6 +67,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     staleness: int | None = None
     waits_for: str = ""
     last: tuple[int, ...] = ()
+    losses: tuple[str, ...] = ()
 
 
 class MachineStatus(msgspec.Struct, frozen=True):
@@ -200,6 +202,10 @@ def job_status(core: Coordinator, observed: Observed, local: str = LOCAL) -> Job
     gathered = core.collectives.waiting
     uncalled = tuple(sorted(core.members.live - gathered.keys()))
     last = _last(core, core.members.live - reasons.keys() - gathered.keys())
+    losses: dict[int, list[str]] = {}
+    for departure in core.members.departures:
+        if departure.fate == "lost":
+            losses.setdefault(departure.worker, []).append(core.cause(departure))
     rows = []
     for worker in sorted({*core.members.live, *core.members.finished, *core.members.lost}):
         gone = bool(core.members.fate(worker))
@@ -223,6 +229,7 @@ def job_status(core: Coordinator, observed: Observed, local: str = LOCAL) -> Job
                 None if gone else staleness.get(worker),
                 waits_for,
                 () if not waits_for else uncalled if call is not None else last,
+                tuple(losses.get(worker, ())),
             )
         )
     links = tuple(

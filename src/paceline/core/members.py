@@ -13,13 +13,27 @@ sets:
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..errors import ConfigurationError, InternalError
 
-__all__ = ["Fate", "Members"]
+__all__ = ["Departure", "Fate", "Members"]
 
 Fate = Literal["finished", "left", "lost"]
+
+
+class Departure(NamedTuple):
+    """An incarnation of a worker that has left the run.
+
+    Attributes:
+        worker: index of the worker.
+        incarnation: how often this index had been used before.
+        fate: "finished" if it has finished its work, "left" if it was asked to leave before, or "lost".
+    """
+
+    worker: int
+    incarnation: int
+    fate: Fate
 
 
 class Members:
@@ -34,9 +48,7 @@ class Members:
         invited: the workers that are to join the run in progress, and have not registered yet.
         gone: the workers that have finished, were lost, or have yet to be invited.
         incarnations: worker -> how often its index has been used before; 0 for workers that are not in this mapping.
-        finished: workers that have finished their work or left early, in the order in which they did so.
-        left: those of them that were asked to leave, and left before they had finished their work.
-        lost: lost workers, in the order in which they were lost.
+        departures: the incarnations of workers that have left the run, in the order in which they have left.
 
     Example:
         >>> members = Members(3, absent=[2])
@@ -46,6 +58,8 @@ class Members:
         >>> members.admit(1)
         >>> members.live, members.invited, members.fate(1)
         ({0, 1}, {2}, '')
+        >>> members.departures
+        [Departure(worker=1, incarnation=0, fate='lost')]
     """
 
     def __init__(self, workers: int, absent: Collection[int] = ()) -> None:
@@ -53,13 +67,11 @@ class Members:
         self.invited: set[int] = set()
         self.gone = set(absent)
         self.incarnations: dict[int, int] = {}
-        self.finished: list[int] = []
-        self.left: list[int] = []
-        self.lost: list[int] = []
+        self.departures: list[Departure] = []
         self._workers = workers
         self._live = set(range(workers)) - self.gone
         self._used = self._live.copy()  # indices that an incarnation of a worker has or had
-        self._fates: dict[int, Fate] = {}  # worker -> how its latest incarnation to leave has left
+        self._latest: dict[int, Departure] = {}  # worker -> its last entry in `departures`
 
     @property
     def live(self) -> set[int]:
@@ -72,13 +84,34 @@ class Members:
         return len(self._live)
 
     @property
+    def finished(self) -> list[int]:
+        """The workers that have finished their work or left early, in the order in which they did so."""
+        return [departure.worker for departure in self.departures if departure.fate != "lost"]
+
+    @property
+    def left(self) -> list[int]:
+        """Those that were asked to leave, and left before they had finished their work."""
+        return [departure.worker for departure in self.departures if departure.fate == "left"]
+
+    @property
+    def lost(self) -> list[int]:
+        """The lost workers, in the order in which they were lost. A worker that was lost twice is in it twice."""
+        return [departure.worker for departure in self.departures if departure.fate == "lost"]
+
+    @property
     def some_have_finished(self) -> bool:
         """True if at least one worker has finished its work, so that the run is coming to its end."""
-        return len(self.finished) > len(self.left)
+        return any(departure.fate == "finished" for departure in self.departures)
 
     def fate(self, worker: int) -> Fate | Literal[""]:
         """Return how a worker that is gone has left; "" for any other worker, and if there has been none."""
-        return self._fates.get(worker, "") if worker in self.gone else ""
+        latest = self._latest.get(worker)
+        return latest.fate if latest is not None and worker in self.gone else ""
+
+    def has_returned(self, departure: Departure) -> bool:
+        """Return True if a later incarnation of the worker takes part in the run, or has done so."""
+        worker = departure.worker
+        return worker in self._live or self._latest[worker].incarnation > departure.incarnation
 
     def incarnation(self, worker: int) -> int:
         """Return how often the index of a worker has been used before."""
@@ -132,13 +165,8 @@ class Members:
         self._live.remove(worker)
         self.present.discard(worker)
         self.gone.add(worker)
-        self._fates[worker] = fate
-        if fate == "lost":
-            self.lost.append(worker)
-            return
-        self.finished.append(worker)
-        if fate == "left":
-            self.left.append(worker)
+        self._latest[worker] = Departure(worker, self.incarnation(worker), fate)
+        self.departures.append(self._latest[worker])
 
     def withdraw(self, worker: int) -> None:
         """Withdraw the invitation of a worker, which is gone without having taken part in the run."""

@@ -19,6 +19,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from ..core.coordinator import Coordinator
 from ..core.data_ledger import DataLedger
 from ..errors import ConfigurationError
 from ..runtime.coordinator import CoordinatorHost
@@ -184,7 +185,7 @@ def summarize(
         "emulated": job.emulated,
         "left": coordinator.core.members.left,
         "lost_workers": coordinator.core.members.lost,
-        "losses": {str(w): coordinator.ending(w) for w in coordinator.core.members.lost},
+        **_departures(coordinator.core),
         "crashed_workers": list(crashed),
         "faults": faults,
         "weights": str(weights),
@@ -193,6 +194,30 @@ def summarize(
             "pushes": pushes,
         },
         **figures,
+    }
+
+
+def _departures(core: Coordinator) -> dict[str, Any]:
+    """Return why workers have left the run before they had finished, one entry per incarnation of a worker.
+
+    `losses` contains only the last loss of each worker.
+    """
+    early = [departure for departure in core.members.departures if departure.fate != "finished"]
+    causes = [core.cause(departure) for departure in early]
+    return {
+        "losses": {
+            str(departure.worker): cause
+            for departure, cause in zip(early, causes, strict=True)
+            if departure.fate == "lost"
+        },
+        "departures": [
+            {
+                **departure._asdict(),
+                "cause": cause,
+                "returned": core.members.has_returned(departure),
+            }
+            for departure, cause in zip(early, causes, strict=True)
+        ],
     }
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ..core.members import Departure
 from ..errors import ConfigurationError, PacelineError, RunFailedError
 from ..plugins.conditions import local_conditions
 from ..runtime.coordinator import CoordinatorHost
@@ -191,7 +192,7 @@ class LiveRun:
         # Messages about problems that occurred while the run was shutting down.
         self._notes: list[str] = []
         self._program: list[str] = []  # what each worker runs; see `Order`
-        self._lost: tuple[int, ...] = ()  # workers that were lost before the launcher ended the others
+        self._departures: tuple[Departure, ...] = ()  # of workers, before the launcher ended the others
 
     def carry_out(
         self, worker_arguments: Sequence[str], worker_payload: bytes, server_payload: bytes
@@ -219,7 +220,7 @@ class LiveRun:
                 if self._sampler is not None:
                     self._sampler.start()
                 failure = self._await_end()
-                self._lost = tuple(coordinator.core.members.lost)
+                self._departures = tuple(coordinator.core.members.departures)
                 reason = "" if failure is None else str(failure)
                 if self._interruption.asked:
                     reason = reason or "it was interrupted on the machine that serves it"
@@ -243,7 +244,7 @@ class LiveRun:
         # The coordinator has stopped and no longer records how processes end, so the launcher records it here.
         for worker, process in engine.workers.items():
             if process.ending:
-                coordinator.core.endings.setdefault(worker, process.ending)
+                coordinator.core.note_ending(worker, process.ending)
         for process in left:
             self._notes.append(f"{process.name} (process {process.id}) was killed, but has not ended yet")
         if failure is not None:
@@ -336,8 +337,9 @@ class LiveRun:
             return False
         # The connection of a lost worker was closed, so its process is about to exit.
         core = coordinator.core
+        departures = core.members.departures
         if any(
-            core.members.fate(worker) == "lost" and worker not in core.endings for worker in core.members.lost
+            each.fate == "lost" and (each.worker, each.incarnation) not in core.endings for each in departures
         ):
             return False
         # The coordinator may not have read the report of a failed worker yet.
@@ -345,11 +347,12 @@ class LiveRun:
         return all(coordinator.core.members.fate(worker) for worker in failed)
 
     def _losses(self) -> str:
-        """Return a text that says how the process of each lost worker ended, one line per worker."""
-        coordinator = self._coordinator
+        """Return a text that says why each worker was lost, one line per loss."""
+        core = self._coordinator.core
         return "".join(
-            f"\n  worker {worker}: {coordinator.ending(worker)}"
-            for worker in dict.fromkeys(coordinator.core.members.lost)
+            f"\n  worker {departure.worker}: {core.cause(departure)}"
+            for departure in core.members.departures
+            if departure.fate == "lost"
         )
 
     # -- after the run ------------------------------------------------------------------------------------
@@ -385,12 +388,14 @@ class LiveRun:
         if weights is None or weights.absent or self._weights_path is None:
             reason = self._notes[0] if self._notes else "the weights could not be read"
             raise self._explained(RunFailedError("the run", reason))
-        for worker in dict.fromkeys(coordinator.core.members.lost):
-            again = "" if coordinator.core.members.fate(worker) == "lost" else " It joined again later."
-            self._say(
-                f"worker {worker} was lost: {coordinator.ending(worker)}. The other workers continued without it."
-                + again
-            )
+        core = coordinator.core
+        for departure in core.members.departures:
+            if departure.fate == "lost":
+                again = " It joined again later." if core.members.has_returned(departure) else ""
+                self._say(
+                    f"worker {departure.worker} was lost: {core.cause(departure)}. The other workers continued "
+                    f"without it.{again}"
+                )
         summary = self._summary(self._weights_path, "finished")
         snapshots = self._sampler.taken if self._sampler is not None else []
         return RunResult(weights.state_dict, summary, self._run_dir, snapshots, tuple(self._notes))
@@ -413,10 +418,11 @@ class LiveRun:
         for note in [*self._coordinator.core.faults, *self._notes]:
             if note != failure.reason:
                 failure.add_note(note)
-        for worker in self._lost:
-            ending = self._coordinator.ending(worker)
+        for departure in self._departures:
+            worker, ending = departure.worker, self._coordinator.core.cause(departure)
             if (
-                failure.process == f"worker {worker}"
+                departure.fate == "lost"
+                and failure.process == f"worker {worker}"
                 and not failure.traceback
                 and ending not in failure.reason
             ):

@@ -26,6 +26,7 @@ def status_view(status: JobStatus) -> RenderableType:
     title = f"{status.sync}, {counts}, {status.elapsed_s:.0f} s{pause}"
     parts: list[RenderableType] = [_cut(title)]
     parts.append(WorkerTable(status.workers))
+    parts += [_cut(loss) for worker in status.workers if (loss := _loss(worker))]
     if status.machines:
         parts.append(_machines(status.machines))
     if status.links:
@@ -124,6 +125,20 @@ def _wait(worker: WorkerStatus) -> str:
         return worker.waits_for
     workers = f"worker{'s' * (len(worker.last) > 1)} {', '.join(map(str, worker.last))}"
     return f"{worker.waits_for}; last: {workers}"
+
+
+def _loss(worker: WorkerStatus) -> str:
+    """Return how often a worker was lost, and why the last time; "" if it never was.
+
+    >>> _loss(WorkerStatus(1, "", "computing", losses=("it was stopped", "its connection ended")))
+    'worker 1 was lost 2 times, and joined again; the last time: its connection ended'
+    """
+    if not worker.losses:
+        return ""
+    often = f" {len(worker.losses)} times" if len(worker.losses) > 1 else ""
+    again = "" if worker.state == "lost" else ", and joined again"
+    last = "; the last time" if often else ""
+    return f"worker {worker.worker} was lost{often}{again}{last}: {worker.losses[-1]}"
 
 
 def _number(value: float | None, form: str) -> str:

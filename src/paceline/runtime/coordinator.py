@@ -210,14 +210,6 @@ class CoordinatorHost:
         self.failure = self.failure or failure
         self.over.set()
 
-    def ending(self, worker: int) -> str:
-        """Return a phrase that says how a lost worker's process ended; "its connection ended" if unknown.
-
-        If the index of the worker has been used again, the phrase is about the incarnation that was lost.
-        """
-        core = self.core
-        return core.endings.get(worker, core.former_endings.get(worker, "its connection ended"))
-
     def worker_ended(self, worker: int, how: str) -> None:
         """Report that the process of a worker has ended. This method may be called at any time.
 
@@ -445,7 +437,7 @@ class CoordinatorHost:
             if workers[worker] != incarnation or self.core.members.fate(worker):
                 continue
             log.warning("worker %d is taken out of the run: %s", worker, reason)
-            self.core.endings.setdefault(worker, reason)
+            self.core.note_ending(worker, reason)
             message = TakenOut(worker, incarnation, reason)
             if agent is not None:
                 self._hub.send(agent, message)
@@ -651,7 +643,7 @@ class CoordinatorHost:
         if incarnation != self.core.members.incarnation(worker):
             return  # its index has been used again
         self._machines.liveness.worker_left(worker)
-        self.core.endings.setdefault(worker, how)
+        self.core.note_ending(worker, how)
         if (member := self._member("worker", worker)) is not None:
             self._hub.expect_end(member)
         else:
