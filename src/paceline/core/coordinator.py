@@ -42,6 +42,7 @@ from ..sync.notation import notation, parse_shards
 from ..sync.schedule import Schedule
 from ..sync.ticks import TICKS_PER_S
 from . import messages
+from .agreement import Agreement
 from .collectives import Collectives, combine
 from .data_ledger import DataLedger
 from .entry import Entry, EntryRecorder
@@ -70,6 +71,7 @@ from .messages import (
     FaultReported,
     FetchSnapshot,
     GradientHashed,
+    HyperParametersReported,
     JoinOffered,
     LoopEntered,
     MeanMeasured,
@@ -143,6 +145,7 @@ class Coordinator:
         endings: (worker, incarnation) -> the error that it reported, why it was taken out, or how its process ended,
             once this is known. See `cause`.
         faults: descriptions of the problems that did not end the run, in order of occurrence.
+        findings: sentences about what makes the result of the run worse than it could be.
         board: worker -> the last status that the worker reported.
         waits: server -> the last list of waiting workers that the server sent.
         data: the ledger of the data that the workers use.
@@ -181,6 +184,7 @@ class Coordinator:
         self.cut_off: list[int] = []
         self.endings: dict[tuple[int, int], str] = {}
         self.faults: list[str] = []
+        self.findings: list[str] = []
         self.board: dict[int, Status] = {}
         self.waits: dict[int, Waits] = {}
         self.data = DataLedger()
@@ -214,6 +218,7 @@ class Coordinator:
         # Requests for data that have arrived while the run had too few workers to begin: (worker, loader) -> message.
         self._early: dict[tuple[int, int], DataRequested] = {}
         self._fingerprints = Fingerprints()
+        self._agreement = Agreement()
         self._uneven = False  # True once a worker has pushed in lockstep while its script was not training
         # True once a worker has joined a run in progress. In lockstep, workers then end their epochs at different
         # iterations.
@@ -482,6 +487,11 @@ class Coordinator:
                 return self._allow_stand_ins()
             case GradientHashed():
                 return self._compare(worker, message)
+            case HyperParametersReported():
+                incarnation = self.members.incarnations.get(worker, 0)
+                finding = self._agreement.take(worker, incarnation, message)
+                self.findings += [finding] if finding else []
+                return [Warn(finding)] if finding else []
             case Contributed(model=None) if worker in self.members.invited:
                 # The others have made the calls before their first step long ago, and do not make them again.
                 return [Send(sender, combine({worker: message}))]

@@ -176,7 +176,7 @@ class DistributedLoader(Generic[T]):
         # Worker 0 draws the seeds of the loader's processes as the script alone would.
         self._generator = torch.Generator() if session.worker > 0 else None
         self._loaded: Iterable[T] = source.load(self._part, self._generator)
-        self.position = Position(source.batch * session.workers)
+        self.position = Position(source.batch * session.workers, stream.name)
 
     def __len__(self) -> int:
         return len(self._part)

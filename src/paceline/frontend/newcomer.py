@@ -31,6 +31,7 @@ __all__ = [
     "add_untrained",
     "all_are_trained",
     "begins_with_the_run",
+    "came_late",
     "hold_job_model",
     "job_state",
     "untrained",
@@ -81,6 +82,11 @@ def all_are_trained(session: Session) -> None:
 def begins_with_the_run(session: Session) -> None:
     """Note that a worker takes part from the beginning of the run, so that its own weights may be the job's."""
     _of(session).in_progress = False
+
+
+def came_late(session: Session) -> bool:
+    """Return True if a worker is known to have joined a run in progress."""
+    return _of(session).in_progress is True
 
 
 def hold_job_model(session: Session | None, *, newest: bool = False) -> None:

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.joint_norms import clip_factor
 from ..core.model_spec import OptimizerSpec
+from ..core.requests import COORDINATOR, Send
 from ..errors import UsageError
 from ..shard.foreign import counters_of
 from ..shard.lars import LARS
@@ -29,6 +30,7 @@ from ..sync.events import MOST_NORM, Clip
 from .clipping import gradient_norm
 from .first_forward import can_compute_gradients, may_look
 from .hooks import before_each_forward
+from .marks import Marks
 from .model import find_model, require_not_wrapped
 from .newcomer import add_untrained, all_are_trained, hold_job_model, job_state, untrained
 from .parameter_sets import ParameterSet
@@ -101,6 +103,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Lightning and Fabric wrap an optimizer in an object that reads its attributes, but has its own assignments.
         self._clip: list[Clip] = []
         self.schedule_watch = ScheduleWatch(self._session) if self._session is not None else None
+        self.marks = Marks(self._session) if self._session is not None and self._session.workers > 1 else None
         self._set_index = 0  # index of this optimizer among those of the script
         # notices the first forward pass with parameters that are not trained yet; None if there are none
         self._forward_hook: RemovableHandle | None = None
@@ -176,6 +179,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         groups = read_groups(self._wrapped)
         if self.schedule_watch is not None:
             self.schedule_watch.look(groups)
+        if self.marks is not None and (report := self.marks.look(self._set_index, groups)) is not None:
+            sent = Send(COORDINATOR, report)
+            self._session.exchange(lambda: [sent])
         clip = self._clip.pop() if self._clip else None
         # A closure has computed new gradients.
         stale = self._set_index in self._training.stale and closure is None

@@ -23,6 +23,7 @@ class Position:
 
     Args:
         joint: number of positions in a joint batch, which consists of one batch of each worker.
+        name: name of the loader's stream of epochs, which is the same in all workers.
 
     Attributes:
         drawn: number of batches that the script of this worker has drawn.
@@ -34,7 +35,8 @@ class Position:
         dynamic: True if the data of the current pass is handed out dynamically.
     """
 
-    def __init__(self, joint: int) -> None:
+    def __init__(self, joint: int, name: str) -> None:
+        self.name = name
         self.drawn = self.epoch = self.joint_batches = 0
         self.passes: list[int] = []
         self.in_pass = False

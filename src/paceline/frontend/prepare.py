@@ -168,4 +168,4 @@ def _following(scheduler: LRScheduler, optimizer: DistributedOptimizer, given: A
         if (length := length_of(given)) is not None:
             # If the loader was already distributed, its batches are those of one worker, not joint batches.
             data = ScheduledData(loader.position, length, 1 if given is loader else session.workers)
-    return JobScheduler(scheduler, optimizer, session, data, optimizer.schedule_watch)
+    return JobScheduler(scheduler, optimizer, session, data, optimizer.schedule_watch, optimizer.marks)

@@ -25,8 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 
+from ..core.agreement import MARKED_STEPS
 from ..core.model_spec import HyperParameters
+from ..shard.optimizers import read_groups
 from .loops import Loop, active_loop
+from .marks import Marks
 from .position import Position, current_position, latest_position
 from .session import Session
 
@@ -115,6 +118,7 @@ class JobScheduler:
         session: this worker's session.
         data: the data for which the schedule is written; None if there is no loader, or its length is not known.
         watch: the optimizer's watch, which is dismissed as soon as the schedule follows the job.
+        marks: the marks of the optimizer; None if nothing is reported.
     """
 
     def __init__(
@@ -124,11 +128,13 @@ class JobScheduler:
         session: Session,
         data: ScheduledData | None,
         watch: ScheduleWatch | None,
+        marks: Marks | None,
     ) -> None:
         self._scheduler = scheduler
         self._session = session
         self._data = data
         self._watch = watch
+        self._marks = marks
         self._optimizer_steps = 0  # since the last call of `step`
         # What has been measured last, the number of calls that belonged to it, and the steps that they have made.
         self._measured: ScheduledData | ScheduledLoop | None = None
@@ -148,11 +154,14 @@ class JobScheduler:
         if reached is None or arguments or options:
             self._scheduler.step(*arguments, **options)
             return
-        if self._measured not in (None, measured):
+        if self._measured is None:
+            if self._watch is not None:
+                self._watch.dismiss()
+            if self._marks is not None:
+                self._marks.follow()
+        elif self._measured != measured:
             self._calls = self._steps = 0
         self._measured = measured
-        if self._watch is not None:
-            self._watch.dismiss()
         self._calls += 1
         self._advance(reached)
 
@@ -194,6 +203,8 @@ class JobScheduler:
             if _has_ended(self._scheduler):
                 return
             self._scheduler.step()
+            if self._marks is not None and (step := _steps_of(self._scheduler)) % MARKED_STEPS == 0:
+                self._marks.passed(step, read_groups(self._scheduler.optimizer))
 
     def _catch_up(self) -> None:
         """Follow the job to the end of an epoch, whose last batches other workers may have received."""
@@ -212,6 +223,12 @@ def _has_ended(scheduler: LRScheduler) -> bool:
         return _has_ended(scheduler._schedulers[-1])
     total = getattr(scheduler, "total_steps", None)
     return total is not None and scheduler.last_epoch >= total
+
+
+def _steps_of(scheduler: LRScheduler) -> int:
+    """Return how many steps a scheduler has made, including those before its state was saved and loaded."""
+    first = scheduler._schedulers[0] if isinstance(scheduler, ChainedScheduler) else scheduler
+    return first.last_epoch
 
 
 class ScheduleWatch:

@@ -141,6 +141,7 @@ def summarize(
     job = coordinator.job
     run_dir = Path(job.run_dir)
     faults = list(faults)
+    found = coordinator.core.findings
     figures: dict[str, Any] = {}
     pushes: dict[str, int] = {}
     epochs = _epochs(coordinator.core.data, figures)
@@ -154,7 +155,8 @@ def summarize(
             figures = msgspec.to_builtins(measures, str_keys=True)
             epochs = _epochs(coordinator.core.data, figures)
             balanced = epochs.get("batch") == "balanced"
-            figures["findings"] = find(measures, lockstep=lockstep, balanced=balanced, run_dir=job.run_dir)
+            lost = find(measures, lockstep=lockstep, balanced=balanced, run_dir=job.run_dir)
+            figures["findings"] = [*found, *lost]
             pushes = figures.pop("pushes")
             spent = coordinator.core.time_ledger.totals(job.now_ticks())
             uses = time_use(meter.presences(), spent, TICKS_PER_S)
@@ -188,6 +190,7 @@ def summarize(
         **_departures(coordinator.core),
         "crashed_workers": list(crashed),
         "faults": faults,
+        "findings": found,
         "weights": str(weights),
         "ledger": {
             "samples": _samples(coordinator.core.data, figures.get("dropped_samples", 0)),

@@ -62,6 +62,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         events: number of simulated events.
         faults: messages about problems that did not end the run, in order. Each says which condition failed, and
             with which model the shards continued.
+        noticed: what the workers' reports show; the first of the findings.
         emulated: description of how unequal machines were emulated in the run from which the cluster was recorded; ""
             if the run emulated nothing, or the cluster was not recorded.
         recording: traces and records in memory; None if they were not kept.
@@ -83,6 +84,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     bytes_by_kind: dict[str, int]
     events: int
     faults: list[str]
+    noticed: list[str]
     emulated: str = ""
     recording: Recording | None = None
     run_dir: Path | None = None
@@ -133,8 +135,12 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def findings(self) -> list[str]:
-        """A sentence about pushes that were never applied; [] if there are none."""
-        return [text for text in [unapplied_pushes(self.measures.pushes, self.measures.unapplied)] if text]
+        """Sentences about what made the result worse than it could be; [] if there are none.
+
+        They are about hyper-parameters that differ between workers, and about pushes that were never applied.
+        """
+        unapplied = unapplied_pushes(self.measures.pushes, self.measures.unapplied)
+        return [*self.noticed, *([unapplied] if unapplied else [])]
 
     @property
     def waiting_share(self) -> float:

@@ -209,6 +209,7 @@ def simulate(
         bytes_by_kind=dict(job.bytes_sent),
         events=kernel.happened,
         faults=job.faults,
+        noticed=job.coordinator.findings,
         emulated=cluster.emulated,
         recording=recorders.recording,
         run_dir=Path(run_dir).absolute() if run_dir is not None else None,

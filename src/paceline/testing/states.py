@@ -518,6 +518,7 @@ IRRELEVANT: Set[str] = frozenset(
             "cut_off",
             "endings",
             "faults",
+            "findings",
             "board",
             "waits",
             "time_ledger",

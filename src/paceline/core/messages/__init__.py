@@ -12,7 +12,8 @@ a push event and, if it includes a pull, a pull event.
 
     worker -> coordinator   Hello, ModelRequested, Register, IterationFinished, IterationStarted, AllCommitted,
                             SyncRequested, DataRequested, StopRequested, EntryRequested, EpochReached,
-                            GradientHashed, Contributed, Status, Warned, WorkerFinished, Failed
+                            GradientHashed, HyperParametersReported, Contributed, Status, Warned, WorkerFinished,
+                            Failed
     coordinator -> worker   ModelDescribed, Started, Refused, TakenOut, PlanPublished, RestartOrdered,
                             ChangePublished, PullAllowed, DataGranted, TrainingStopped, LoopEntered, StatesDecided,
                             Combined, StandInAllowed, Paused, Resumed, ModelExtended
@@ -71,6 +72,7 @@ from .ending import (
 )
 from .extension import ExtendShards, ExtensionReady, InitialWeightsRequested, ModelExtended
 from .iteration import (
+    MOST_REPORTED_GROUPS,
     AllCommitted,
     Answer,
     ChangePublished,
@@ -79,6 +81,7 @@ from .iteration import (
     Content,
     FaultReported,
     GradientHashed,
+    HyperParametersReported,
     IterationFinished,
     IterationStarted,
     PlanPublished,
@@ -143,6 +146,7 @@ from .state import (
 __all__ = [
     "MOST_LOADERS",
     "MOST_PROCESSES",
+    "MOST_REPORTED_GROUPS",
     "MOST_STATES_BYTES",
     "MOST_TIMES",
     "MOST_WORDS",
@@ -183,6 +187,7 @@ __all__ = [
     "Heartbeat",
     "HeartbeatAnswered",
     "Hello",
+    "HyperParametersReported",
     "InitialBuffers",
     "InitialState",
     "InitialWeights",

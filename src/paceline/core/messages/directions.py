@@ -35,6 +35,7 @@ from .iteration import (
     Committed,
     FaultReported,
     GradientHashed,
+    HyperParametersReported,
     IterationFinished,
     IterationStarted,
     PlanPublished,
@@ -114,6 +115,7 @@ FromPeerToCoordinator = (
     | EpochReached
     | StoodIn
     | GradientHashed
+    | HyperParametersReported
     | Contributed
     | PushesReported
     | MeanMeasured

@@ -8,9 +8,11 @@ import msgspec
 
 from ...sync.events import Change, Clip, Edit, Number, Stop
 from ..lease import PackedPushed
+from ..model_spec import HyperParameters
 from .connection import Message
 
 __all__ = [
+    "MOST_REPORTED_GROUPS",
     "AllCommitted",
     "Answer",
     "ChangePublished",
@@ -19,6 +21,7 @@ __all__ = [
     "Content",
     "FaultReported",
     "GradientHashed",
+    "HyperParametersReported",
     "IterationFinished",
     "IterationStarted",
     "PlanPublished",
@@ -29,6 +32,10 @@ __all__ = [
     "Stage",
     "SyncRequested",
 ]
+
+
+MOST_REPORTED_GROUPS = 64
+"""Maximum number of parameter groups whose hyper-parameters are reported."""
 
 
 class Stage(Message, frozen=True, tag=True):
@@ -204,6 +211,31 @@ class GradientHashed(Message, frozen=True, tag=True):
 
     iteration: Number
     gradient: Annotated[str, msgspec.Meta(max_length=32)]
+
+
+class HyperParametersReported(Message, frozen=True, tag=True, omit_defaults=True):
+    """The hyper-parameters with which a worker trains at a mark. See `paceline.core.agreement`.
+
+    Attributes:
+        set_index: the parameter set of the optimizer.
+        step: number of steps that the worker has made with this optimizer.
+        groups: the hyper-parameters of the first parameter groups.
+        epoch: number of the epoch of the loader over which the worker makes a pass; None if it makes no pass.
+        loader: name of the loader.
+        schedule: number of steps of the schedule that determines the hyper-parameters and follows the job, at which
+            they were read; None if there is no such schedule.
+        within: True if the hyper-parameters have changed within a pass, or if there are no passes.
+        late: True if the worker has joined a run in progress.
+    """
+
+    set_index: Number
+    step: Number
+    groups: Annotated[tuple[HyperParameters, ...], msgspec.Meta(max_length=MOST_REPORTED_GROUPS)]
+    epoch: Number | None = None
+    loader: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    schedule: Number | None = None
+    within: bool = False
+    late: bool = False
 
 
 class PlanPublished(Message, frozen=True, tag=True):
