@@ -87,7 +87,7 @@ def draw(sync: str, path: Path) -> None:
     """Simulate one model and save its timeline."""
     model = Conditions(pull=lambda state: state.gap <= 2) if sync == "conditions" else sync
     result = simulate(CLUSTER, model, iterations=None, until_s=2 * UNTIL_S, record=True)
-    save(timeline_picture(timeline_of(result.records, result.trace[0]), UNTIL_S), path)
+    save(timeline_picture(timeline_of(result.records, result.trace[:-1]), UNTIL_S), path)
 
 
 def wrapped(text: str, indent: str = "") -> str:

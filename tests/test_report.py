@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -14,13 +15,17 @@ from matplotlib.lines import Line2D
 from rich.console import Console
 
 from paceline.errors import ConfigurationError
+from paceline.rehearsal.ranking import EVERY_MODEL, rank
 from paceline.report.accuracy import Curve, draw_accuracy
-from paceline.report.canvas import new_figure, save
+from paceline.report.canvas import COLOURS, new_figure, save
+from paceline.report.colors_of_time import COMPUTING, TRANSFER, WAITING, WASTED
 from paceline.report.comparison import TrialOutcome, comparison_table, medians
-from paceline.report.picture import comparison_picture
+from paceline.report.picture import comparison_picture, timelines_picture
+from paceline.report.ranking import ranking_picture
 from paceline.report.summary import summary_rows
-from paceline.report.timeline import COMPUTING, DROPPED, WAITING, Timeline, draw_timeline, read_timeline
-from paceline.sync.actions import ApplyMean, ApplyPush
+from paceline.report.timeline import Timeline, draw_timeline, read_timeline, timeline_of
+from paceline.sim import Cluster, Uniform, simulate
+from paceline.sync.actions import AnswerPull, ApplyMean, ApplyPush
 from paceline.sync.events import PushReceived
 from paceline.sync.ticks import in_ticks
 from paceline.trace.recording import Entry, Header, Recorder
@@ -31,8 +36,9 @@ BSP_CURVE = Curve("bsp", (0.0, 1.0, 2.0, 3.0), (0.1, 0.7, 0.95, 0.96), 3.0)
 ASP_CURVE = Curve("asp", (0.0, 1.0, 2.0, 3.0), (0.1, 0.8, 0.9, 0.9), None)
 TIMELINE = Timeline(
     computing=(((0.0, 0.1), (0.3, 0.4)), ((0.0, 0.3), (0.31, 0.6))),
-    dropped=(((0.3, 0.35),), ()),
-    waiting=(((0.1, 0.3), (0.4, 0.61)), ((0.3, 0.31), (0.6, 0.61))),
+    wasted=(((0.3, 0.35),), ()),
+    transfer=(((0.1, 0.12),), ()),
+    waiting=(((0.12, 0.3), (0.4, 0.61)), ((0.3, 0.31), (0.6, 0.61))),
     barriers_s=(0.3, 0.6),
 )
 
@@ -245,7 +251,12 @@ def test_runs_with_several_seeds_share_a_colour_and_an_entry() -> None:
 def test_timeline_draws_bars_where_workers_computed_and_waited_and_a_line_at_each_barrier() -> None:
     axes = new_figure(6, 2).subplots()
     draw_timeline(axes, TIMELINE, until_s=0.5)
-    kinds = {COMPUTING.lower(): "computing", WAITING.lower(): "waiting", DROPPED.lower(): "dropped"}
+    kinds = {
+        COMPUTING.lower(): "computing",
+        WAITING.lower(): "waiting",
+        WASTED.lower(): "wasted",
+        TRANSFER.lower(): "transfer",
+    }
     bars: dict[str, list[tuple[float, float, int]]] = {kind: [] for kind in kinds.values()}
     for collection in axes.collections:
         if not isinstance(collection, PolyCollection):
@@ -256,11 +267,12 @@ def test_timeline_draws_bars_where_workers_computed_and_waited_and_a_line_at_eac
             bars[kind].append((round(box.x0, 6), round(box.x1, 6), round((box.y0 + box.y1) / 2)))
     assert bars["computing"] == [(0.0, 0.1, 0), (0.3, 0.4, 0), (0.0, 0.3, 1), (0.31, 0.6, 1)]
     assert bars["waiting"] == [
-        (0.1, 0.3, 0),
+        (0.12, 0.3, 0),
         (0.4, 0.61, 0),
         (0.3, 0.31, 1),
     ]  # what begins after 0.5 s is left out
-    assert bars["dropped"] == [(0.3, 0.35, 0)]
+    assert bars["wasted"] == [(0.3, 0.35, 0)]
+    assert bars["transfer"] == [(0.1, 0.12, 0)]
     [barriers] = [c for c in axes.collections if isinstance(c, LineCollection)]
     assert [segment[0][0] for segment in barriers.get_segments()] == [0.3]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["worker 0", "worker 1"]
@@ -275,16 +287,14 @@ def test_timeline_is_read_from_what_a_run_left_behind(tmp_path: Path) -> None:
         lines = [msgspec.json.encode(row) for row in rows]
         (tmp_path / f"worker-{worker}.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     recorder = Recorder.to_path(tmp_path / "trace-shard-0.jsonl", Header(sync="bsp", host="shard"))
-    recorder.record(
-        Entry(
-            PushReceived(now_ticks=in_ticks(10.4), worker=1, iteration=0),
-            [ApplyMean(((0, 0), (1, 0)))],
-            version=1,
-        )
-    )
-    recorder.record(
-        Entry(PushReceived(now_ticks=in_ticks(10.7), worker=0, iteration=1), [ApplyPush(0, 1)], version=2)
-    )
+    steps: list[tuple[float, int, int, list[ApplyMean | ApplyPush | AnswerPull]]] = [
+        (10.25, 0, 0, []),
+        (10.4, 1, 0, [ApplyMean(((0, 0), (1, 0))), AnswerPull(0, 0), AnswerPull(1, 0)]),
+        (10.7, 0, 1, [ApplyPush(0, 1), AnswerPull(0, 1)]),
+    ]
+    for now_s, worker, iteration, actions in steps:
+        event = PushReceived(now_ticks=in_ticks(now_s), worker=worker, iteration=iteration)
+        recorder.record(Entry(event, [*actions], version=1))
     recorder.close()
     timeline = read_timeline(tmp_path)
     assert [[tuple(round(t, 6) for t in span) for span in row] for row in timeline.computing] == [
@@ -292,7 +302,11 @@ def test_timeline_is_read_from_what_a_run_left_behind(tmp_path: Path) -> None:
         [(0.1, 0.4)],
     ]
     assert [[tuple(round(t, 6) for t in span) for span in row] for row in timeline.waiting] == [
-        [(0.2, 0.5), (0.7, 0.8)],
+        [(0.25, 0.4)],
+        [],
+    ]
+    assert [[tuple(round(t, 6) for t in span) for span in row] for row in timeline.transfer] == [
+        [(0.2, 0.25), (0.4, 0.5), (0.7, 0.8)],
         [(0.4, 0.5)],
     ]
     assert [round(t, 6) for t in timeline.barriers_s] == [0.4]
@@ -314,14 +328,54 @@ def test_whole_picture_is_saved_with_a_strip_for_each_sync_model(tmp_path: Path)
     assert legend is not None
     assert [text.get_text().split(",")[0] for text in legend.get_texts()] == [
         "computing",
-        "waiting and pulling",
-        "aborted computation",
+        "transferring data",
+        "aborted or lost computations",
+        "waiting",
         "barrier",
     ]
     save(figure, tmp_path / "picture.png")
     data = (tmp_path / "picture.png").read_bytes()
     assert data.startswith(PNG_SIGNATURE)
     assert len(data) > 30_000
+
+
+def test_pictures_say_which_part_of_the_run_they_show() -> None:
+    part = timelines_picture({"bsp": TIMELINE}, until_s=0.5, whole_s=699.0)
+    assert part.axes[0].get_xlabel() == "virtual seconds since training began: the first 0.5 of 699 s"
+    whole = timelines_picture({"bsp": TIMELINE}, until_s=0.5, whole_s=0.5)
+    assert whole.axes[0].get_xlabel() == "virtual seconds since training began"
+
+
+@pytest.mark.parametrize("workers", [2, 8, 40])
+def test_each_color_has_one_meaning_and_no_labels_overlap(workers: int) -> None:
+    cluster = Cluster(compute_s=[Uniform(low=0.8, high=1.2)] * (workers - 1) + [3.0], latency_s=0.05)
+    rows = rank(cluster, EVERY_MODEL, iterations=20)
+    ranking = ranking_picture("A cluster", "a long note " * 30, rows)
+    result = simulate(cluster, "spec-sync", 10, record=True)
+    timelines = timelines_picture({"spec-sync": timeline_of(result.records, result.trace[:1])}, 20.0, 20.0)
+    meanings: dict[str, set[str]] = {}
+    for figure in (ranking, timelines):
+        figure.draw_without_rendering()
+        for axes in figure.axes:
+            legend = axes.get_legend()
+            if legend is not None:
+                words = [text.get_text().partition(",")[0] for text in legend.get_texts()]
+                for patch, meaning in zip(legend.get_patches(), words, strict=False):  # the barrier is a line
+                    meanings.setdefault(to_hex(patch.get_facecolor()).upper(), set()).add(meaning)
+            for texts in (axes.texts, axes.get_yticklabels(), axes.get_xticklabels()):
+                boxes = [text.get_window_extent() for text in texts if text.get_text()]
+                assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    assert meanings == {
+        COMPUTING: {"computing"},
+        TRANSFER: {"transferring data"},
+        WASTED: {"aborted or lost computations"},
+        WAITING: {"waiting"},
+    }
+    assert not meanings.keys() & set(COLOURS)
+    [note] = [text for text in ranking.texts if text.get_text().startswith("a long note")]
+    boxes = [text.get_window_extent() for text in (note, ranking.axes[0].title)]
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    assert all(box.width < ranking.bbox.width for box in boxes)
 
 
 def test_missing_matplotlib_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,15 +70,17 @@ def compare(
     save(ranking_picture(cluster.name, note, [row for row in rows if not row.failure]), out / "ranking.png")
     if cluster.workers <= MOST_DRAWN:
         slowest_s = max(cluster.compute(worker).typical_s for worker in range(cluster.workers))
-        shown_s = SHOWN_ITERATIONS * (slowest_s or 1.0)
+        whole_s = max(row.until_s for row in rows)
+        shown_s = min(SHOWN_ITERATIONS * (slowest_s or 1.0), whole_s)
         timelines = {}
         failed = {row.sync for row in rows if row.failure}
         for sync in (sync for sync in syncs if sync not in failed):
             result = simulate(cluster, sync, None, seed, until_s=2 * shown_s, shards=shards, record=True)
+            shard_traces = [trace for trace in result.trace if trace.header.host == "shard"]
             if any(result.records):  # there is no timeline if no worker has finished an iteration
-                timelines[sync] = timeline_of(result.records, result.trace[0])
+                timelines[sync] = timeline_of(result.records, shard_traces)
         if timelines:
-            save(timelines_picture(timelines, shown_s), out / "timelines.png")
+            save(timelines_picture(timelines, shown_s, whole_s), out / "timelines.png")
     return rows
 
 

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["COLOURS", "DASHES", "NO_MATPLOTLIB", "can_draw", "new_figure", "save"]
 
-COLOURS = ("#0072B2", "#E69F00", "#CC79A7", "#009E73", "#D55E00", "#56B4E9")
-"""Curve colors that color-blind readers can distinguish (Okabe and Ito, 2008), in order of use."""
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#762A83", "#8C510A", "#000000")
+"""Curve colors that color-blind readers can distinguish, in order of use: four of Okabe and Ito (2008), whose others
+are the colors of time (`colors_of_time`), and two of ColorBrewer.
+"""
 
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
 """Line styles, combined with the colors so that curves can also be distinguished in black and white."""

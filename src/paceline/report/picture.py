@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from .accuracy import Curve, draw_accuracy
 from .canvas import new_figure
-from .timeline import COMPUTING, DROPPED, WAITING, Timeline, draw_timeline
+from .colors_of_time import COMPUTING, TRANSFER, WAITING, WASTED
+from .timeline import Timeline, draw_timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,14 +54,21 @@ def comparison_picture(
     return figure
 
 
-def timelines_picture(timelines: Mapping[str, Timeline], until_s: float) -> Figure:
-    """Draw several timelines, one below the other."""
+def timelines_picture(timelines: Mapping[str, Timeline], until_s: float, whole_s: float) -> Figure:
+    """Draw the beginning of several timelines, one below the other.
+
+    Args:
+        timelines: mapping from sync model to timeline, in drawing order.
+        until_s: end of the drawn part of each timeline, in seconds since training began.
+        whole_s: length of the longest run, in seconds.
+    """
     workers = max((len(timeline.computing) for timeline in timelines.values()), default=1)
     height_inches = STRIP_HEIGHT_INCHES * max(1.0, workers / 4)
     figure = new_figure(WIDTH_INCHES, height_inches * len(timelines) + 0.8)
     strips = list(figure.subplots(len(timelines), 1, squeeze=False)[:, 0])
     _draw_strips(strips, timelines, until_s)
-    strips[-1].set_xlabel("seconds")
+    part = f": the first {until_s:.4g} of {whole_s:.4g} s" if until_s < whole_s else ""
+    strips[-1].set_xlabel(f"virtual seconds since training began{part}")
     return figure
 
 
@@ -90,15 +98,16 @@ def _explain(strip: Axes) -> None:
 
     handles = [
         Patch(facecolor=COMPUTING, label="computing, one bar per iteration"),
-        Patch(facecolor=WAITING, label="waiting and pulling"),
-        Patch(facecolor=DROPPED, label="aborted computation"),
+        Patch(facecolor=TRANSFER, label="transferring data"),
+        Patch(facecolor=WASTED, label="aborted or lost computations"),
+        Patch(facecolor=WAITING, label="waiting"),
         Line2D([], [], color="black", linewidth=1.3, label="barrier"),
     ]
     strip.legend(
         handles=handles,
         loc="lower right",
         bbox_to_anchor=(1.0, 1.0),
-        ncols=4,
+        ncols=len(handles),
         frameon=False,
         fontsize=8.5,
         borderaxespad=0.2,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Protocol
 
 from rich import box
@@ -10,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .canvas import COLOURS, new_figure
+from .colors_of_time import COMPUTING, OUTSIDE, TRANSFER, WAITING, WASTED
 from .speed import speed_unit
 
 if TYPE_CHECKING:
@@ -18,7 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Ranked", "ranking_picture", "ranking_table", "sweep_picture"]
 
-COMPUTING, WAITING, TRANSFER, WASTED, OUTSIDE = "#56B4E9", "#D55E00", "#999999", "#F0E442", "#CC79A7"
+LABEL_COLUMNS = 36  # a longer name of a sync model is wrapped
+NOTE_COLUMNS = 160
+NEAR_X, NEAR_Y = 0.06, 0.045  # points that are nearer than this, as shares of the axes, have one label
 
 
 class Ranked(Protocol):
@@ -110,9 +115,11 @@ def ranking_picture(title: str, note: str, rows: Sequence[Ranked]) -> Figure:
     Raises:
         ConfigurationError: matplotlib is not installed.
     """
-    figure = new_figure(12.0, 1.6 + 0.42 * max(7, len(rows)))
-    figure.suptitle(f"{title}\n", fontsize=13, fontweight="bold")
-    figure.text(0.5, 0.955, note, ha="center", va="top", fontsize=9.5)
+    lines = textwrap.wrap(note, NOTE_COLUMNS)
+    height_inches = 1.4 + 0.2 * len(lines) + 0.42 * max(7, len(rows))
+    figure = new_figure(12.0, height_inches)
+    figure.suptitle(title + "\n" * len(lines), fontsize=13, fontweight="bold")
+    figure.text(0.5, 1 - 0.3 / height_inches, "\n".join(lines), ha="center", va="top", fontsize=9.5)
     scatter, bars = figure.subplots(1, 2)
     _draw_scatter(scatter, rows)
     _draw_bars(bars, rows)
@@ -161,25 +168,56 @@ def _draw_scatter(axes: Axes, rows: Sequence[Ranked]) -> None:
         color="#BBBBBB",
         zorder=1,
     )
-    for number, row in enumerate(rows, start=1):
-        color = COLOURS[0] if row.front else "#777777"
-        axes.scatter(row.mean_staleness, row.speed, color=color, s=150, zorder=2)
+    for row in rows:
+        filled = COLOURS[0] if row.front else "white"
+        axes.scatter(row.mean_staleness, row.speed, s=45, color=filled, edgecolor=COLOURS[0], zorder=2)
+    for numbers, place in _labels([(row.mean_staleness, row.speed) for row in rows]):
         axes.annotate(
-            str(number),
-            (row.mean_staleness, row.speed),
+            ", ".join(map(str, numbers)),
+            place,
+            xytext=(0, 7),
+            textcoords="offset points",
             ha="center",
-            va="center",
+            va="bottom",
             fontsize=8,
-            color="white",
             fontweight="bold",
             zorder=3,
         )
     axes.set_xlabel("mean staleness, in updates (lower is fresher)")
     axes.set_ylabel(f"{_unit(rows)} per second (higher is faster)")
+    axes.margins(x=0.08, y=0.1)
     axes.set_ylim(bottom=0)
-    axes.margins(x=0.08)
     axes.grid(alpha=0.3)
-    axes.set_title("blue: no other model is both faster and fresher", fontsize=9.5)
+    axes.set_title("filled: no other model is both faster and fresher", fontsize=9.5)
+
+
+def _labels(points: Sequence[tuple[float, float]]) -> list[tuple[list[int], tuple[float, float]]]:
+    """Return the numbers of neighboring points, counted from 1, and the place of their label: above the highest one.
+
+    >>> _labels([(0.0, 1.0), (5.0, 4.0), (5.1, 4.1)])
+    [([1], (0.0, 1.0)), ([2, 3], (5.05, 4.1))]
+    """
+    places_x = [x for x, _ in points]
+    width, height = max(places_x) - min(places_x), max(y for _, y in points)  # the vertical axis begins at 0
+    groups: list[list[int]] = []
+    for index, (x, y) in enumerate(points):
+        near = [
+            group
+            for group in groups
+            if any(
+                abs(x - points[other][0]) <= NEAR_X * width and abs(y - points[other][1]) <= NEAR_Y * height
+                for other in group
+            )
+        ]
+        groups = [group for group in groups if group not in near]
+        groups.append(sorted([index, *(other for group in near for other in group)]))
+    return [
+        (
+            [index + 1 for index in group],
+            (fmean(points[index][0] for index in group), max(points[index][1] for index in group)),
+        )
+        for group in groups
+    ]
 
 
 def _draw_bars(axes: Axes, rows: Sequence[Ranked]) -> None:
@@ -200,7 +238,10 @@ def _draw_bars(axes: Axes, rows: Sequence[Ranked]) -> None:
         left = [begin + share for begin, share in zip(left, shares, strict=True)]
     axes.set_yticks(
         positions,
-        [f"{number}  {_wrappable(row.name)}" for number, row in enumerate(rows, start=1)],
+        [
+            textwrap.fill(f"{number}  {_wrappable(row.name)}", LABEL_COLUMNS)
+            for number, row in enumerate(rows, start=1)
+        ],
         fontsize=8.5,
     )
     axes.invert_yaxis()
