@@ -50,6 +50,7 @@ class Worker:
         self.worker = worker
         self.workers = workers
         self.lockstep = True
+        self.main_worker = 0
         self.seed = seed
         self.batch = "equal"
         self.data = DataFeed()

@@ -20,7 +20,7 @@ _HOMES = {
     "distribute": "frontend.data",
     "epochs": "frontend.epochs",
     "evaluating": "frontend.evaluating",
-    "is_main": "frontend.session",
+    "is_main": "frontend.main_worker",
     "launch": "launcher.launch",
     "prepare": "frontend.prepare",
     "reduce": "frontend.collectives",
@@ -66,10 +66,11 @@ if TYPE_CHECKING:
     from .frontend.data import distribute
     from .frontend.epochs import epochs
     from .frontend.evaluating import evaluating
+    from .frontend.main_worker import is_main
     from .frontend.optimizer import DistributedOptimizer
     from .frontend.prepare import prepare
     from .frontend.saving import save
-    from .frontend.session import is_main, set_sync, worker_count, worker_index
+    from .frontend.session import set_sync, worker_count, worker_index
     from .frontend.tracking import track
     from .launcher.launch import RunResult, launch
     from .shard.foreign import register_elementwise

@@ -9,6 +9,8 @@
               `core.joining`), it receives Started. Before that, it may send ModelRequested, and receives
               ModelDescribed, with which it reads the model from the servers
     data      a worker sends DataRequested when it needs data, and receives DataGranted
+    main      the workers that take part receive MainChosen when another worker has become the main worker (see
+              `core.main_worker`); a worker that sends MainRequested receives it, too
     loops     a worker sends EpochReached in its training loop, and StatesDecided tells it whether to send the states
               of its tracked objects to a server; a worker that joins late receives the job's position in LoopEntered
     calls     a worker sends Contributed when its script calls barrier or reduce, and receives Combined; if the script
@@ -55,6 +57,7 @@ from .layout import ShardSlice
 from .lease import PackedPushed
 from .loop_positions import LoopPositions
 from .losses import Loss
+from .main_worker import MainWorker
 from .members import Departure, Members
 from .messages import (
     AllCommitted,
@@ -74,6 +77,8 @@ from .messages import (
     HyperParametersReported,
     JoinOffered,
     LoopEntered,
+    MainChosen,
+    MainRequested,
     MeanMeasured,
     MeanMissing,
     Message,
@@ -139,6 +144,7 @@ class Coordinator:
         started: True once at least one worker has reported that its first weights have arrived.
         vacant_servers: the servers that no machine has brought yet.
         members: the workers: which are expected, which take part, and which are gone.
+        main: the main worker.
         paused: True while the workers begin no further iterations, because the run has too few workers.
         torn: number of pushes of lost workers that some shards, but not all, have applied.
         cut_off: lost workers whose last report says that they failed only because another process had ended.
@@ -179,6 +185,7 @@ class Coordinator:
         self.started = False
         self.vacant_servers = set(late_servers)
         self.members = Members(workers, late)
+        self.main = MainWorker()
         self.paused = False
         self.torn = 0
         self.cut_off: list[int] = []
@@ -477,6 +484,8 @@ class Coordinator:
                 return self._hand_out(worker, message, now_ticks)
             case StopRequested():
                 return self._stop(message.loop)
+            case MainRequested():
+                return [Send(sender, MainChosen(self.main.worker))]
             case ModelRequested():
                 return [Send(sender, ModelDescribed(self.model, self.slices, self.addresses))]
             case EntryRequested():
@@ -614,6 +623,7 @@ class Coordinator:
             )
             for server in servers
         ]
+        self.main.begin(models)
         for worker in models:
             requests += self._add(WorkerJoined(now_ticks=now_ticks, worker=worker))
         return requests
@@ -621,7 +631,7 @@ class Coordinator:
     def _start_if_ready(self) -> list[Request]:
         if len(self._ready) < self._servers:
             return []
-        started = Started(self.slices, self.addresses, self.initializer)
+        started = Started(self.slices, self.addresses, self.initializer, main_worker=self.main.worker)
         return [
             Send(worker_peer(worker), started)
             for worker in sorted(self._connected)
@@ -714,11 +724,15 @@ class Coordinator:
         )
         sync = self._sync.sync
         # The index of the initializer may have been used again, so nobody is named.
-        started = Started(self.slices, self.addresses, -1, joined.iteration, sync, self._extended)
+        became_main = self.main.joined(worker)
+        main = self.main.worker
+        started = Started(self.slices, self.addresses, -1, joined.iteration, sync, self._extended, main)
         stopped = [Send(worker_peer(worker), TrainingStopped(loop)) for loop in sorted(self._stopped)]
         if self._uneven:
             stopped.append(Send(worker_peer(worker), StandInAllowed()))
         requests = [Send(worker_peer(worker), started), *stopped, *self._add(event)]
+        if became_main:
+            requests += self._announce_main()
         if self._is_short:
             requests.append(Send(worker_peer(worker), Paused()))
         return requests + self._pause_or_resume() + self._end_join(now_ticks)
@@ -780,6 +794,8 @@ class Coordinator:
             requests += self._norms.lost(worker)
         else:
             self.data.leave(worker, [(pushed, pushed) for pushed in drawn], members.live, early=early)
+        if self.main.left(worker, finished=members.fate(worker) == "finished", others=self._others):
+            requests += self._announce_main()
         if present:
             requests += self.take(kind(now_ticks=now_ticks, worker=worker)) + self._pause_or_resume()
         if self._extension is not None:
@@ -792,6 +808,15 @@ class Coordinator:
                 self._join = None
                 return requests + self._end_join(now_ticks)
         return requests + self._join_next()
+
+    @property
+    def _others(self) -> set[int]:
+        """The workers of which one can take the place of the main worker."""
+        return self.members.live if self.model is None else self.members.present
+
+    def _announce_main(self) -> list[Request]:
+        """Tell the workers that another one has become the main worker."""
+        return [Send(worker_peer(each), MainChosen(self.main.worker)) for each in sorted(self._others)]
 
     @property
     def _is_short(self) -> bool:

@@ -113,6 +113,7 @@ class JobStatus(msgspec.Struct, frozen=True):
         machines: one entry per machine that sends heartbeats, in the order of their names.
         links: one entry per pair of machines with traffic, in the order of the names.
         shortage: how many workers and servers the run has and needs, if it waits for machines to join; else "".
+        main_worker: the main worker (see `core.main_worker`); -1 for nobody.
     """
 
     sync: str
@@ -122,6 +123,7 @@ class JobStatus(msgspec.Struct, frozen=True):
     machines: tuple[MachineStatus, ...] = ()
     links: tuple[LinkStatus, ...] = ()
     shortage: str = ""
+    main_worker: int = 0
 
 
 class Observed(msgspec.Struct, frozen=True):
@@ -238,7 +240,14 @@ def job_status(core: Coordinator, observed: Observed, local: str = LOCAL) -> Job
     )
     machines = tuple(sorted(observed.machines, key=lambda machine: machine.machine))
     return JobStatus(
-        core.sync, observed.servers, observed.elapsed_s, tuple(rows), machines, links, core.shortage
+        core.sync,
+        observed.servers,
+        observed.elapsed_s,
+        tuple(rows),
+        machines,
+        links,
+        core.shortage,
+        core.main.worker,
     )
 
 

@@ -1,6 +1,7 @@
 """The protocol of a worker, without I/O: the messages that it sends and waits for, and the flags of its pushes.
 
     look          ModelRequested -> ModelDescribed from the coordinator (only before the worker registers)
+    save          MainRequested -> MainChosen from the coordinator
     register      Register -> Started from the coordinator -> first weights from every shard
     iteration     compute -> Commit to every shard -> Answer from every shard -> compute the next iteration
                   with overlap off: Commit -> Committed from every shard -> AllCommitted -> PullAllowed
@@ -42,6 +43,8 @@ from .messages import (
     IterationFinished,
     IterationStarted,
     LoopEntered,
+    MainChosen,
+    MainRequested,
     Message,
     ModelDescribed,
     ModelExtended,
@@ -95,6 +98,8 @@ class Worker:
         paused: True if the worker must not begin another iteration, because the run has too few workers.
         in_place: True if the last answer told the worker to read the weights directly from the servers' memory.
         described: the answer to the worker's last `ModelRequested`; None if it has not arrived.
+        main_worker: the main worker, as far as the worker has been told.
+        asks_for_main: True while a `MainRequested` has not been answered.
         started: the `Started` message that the worker has received; None before training starts.
         needs_significance: True if each push must contain |g| / |w|.
         data: the leases that the worker has received, and what its script has drawn from them.
@@ -118,6 +123,8 @@ class Worker:
         self.paused = False
         self.in_place = False
         self.described: ModelDescribed | None = None
+        self.main_worker = 0
+        self.asks_for_main = False
         self.started: Started | None = None
         self.data = DataFeed()
         self.updates = self.samples = 0
@@ -199,6 +206,11 @@ class Worker:
         return self.waiting_for == "answers" and shard in self._awaited
 
     # -- actions of the script ----------------------------------------------------------------------------
+
+    def request_main(self) -> list[Request]:
+        """Ask which worker is the main worker now."""
+        self.asks_for_main = True
+        return [Send(COORDINATOR, MainRequested())]
 
     def request_model(self) -> list[Request]:
         """Ask for the model of the job before the script has trained. `described` is None until the answer."""
@@ -452,6 +464,8 @@ class Worker:
                 self.data.handle(message)
             case Combined():
                 self.combined = message
+            case MainChosen():
+                self.main_worker, self.asks_for_main = message.worker, False
             case ModelDescribed():
                 self.described = message
             case InitialWeightsRequested():
@@ -482,6 +496,7 @@ class Worker:
     def _start(self, message: Started) -> list[Request]:
         self.started = message
         self.iteration, self.extension = message.iteration, message.extension
+        self.main_worker = message.main_worker
         if message.sync:
             self._follow(parse_shards(message.sync))
         self._await("answers")

@@ -24,6 +24,7 @@ from ..errors import ConfigurationError, UsageError, unknown_name
 from .epoch_order import EpochOrder
 from .generators import loader_seed, seed_worker
 from .loops import active_loop
+from .main_worker import update_main
 from .newcomer import hold_job_model
 from .position import Position
 from .progress import set_batch
@@ -184,6 +185,8 @@ class DistributedLoader(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         loop, part = active_loop(self._session), self._part
         hold_job_model(self._session)
+        if loop is None:
+            update_main(self._session)
         epoch = part.next_epoch
         if self._generator is not None:
             self._generator.manual_seed(loader_seed(self._session, epoch))

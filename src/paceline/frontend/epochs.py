@@ -12,6 +12,7 @@ from ..core.messages import LoopPosition, StopRequested
 from ..core.requests import COORDINATOR, Send
 from ..errors import ConfigurationError, UsageError
 from .loops import Limits, enter_loop, leave_loop
+from .main_worker import update_main
 from .newcomer import begins_with_the_run, hold_job_model
 from .progress import Progress, progress_of
 from .session import Session, current
@@ -125,6 +126,8 @@ class Epochs:
             for last in itertools.count(first) if count is None else range(first, count):
                 if self.over:
                     return
+                if session is not None:
+                    update_main(session)
                 yield last
                 self._reach(last + 1, over=self.over or last + 1 == count)
             if session is not None and not self.over:
@@ -137,6 +140,7 @@ class Epochs:
             if session is not None:
                 session.data.again = False
                 leave_loop(session)
+                update_main(session)
 
     def _begin(self) -> int | None:
         """Return the number of the first epoch of this worker; None if the job has ended this loop already."""

@@ -7,7 +7,7 @@ import copy
 import os
 import pickle
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 from ..errors import UsageError
 from .newcomer import hold_job_model
-from .session import current, is_main
+from .session import current
 from .training import WorkerTraining, training_of
 
 __all__ = ["pool_buffers", "save"]
@@ -24,11 +24,13 @@ Key = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
 def save(obj: object, path: str | os.PathLike[str]) -> None:
-    """Write an object to a file once, in worker 0, as `torch.save` does. In other workers, do nothing.
+    """Write an object to a file once, in the main worker, as `torch.save` does. In other workers, do nothing.
 
-    The file appears under its name only when it is complete, so a process that reads it meanwhile finds either the
-    earlier file or the new one. The other workers do not wait: a worker that reads the file calls `barrier()` first,
-    as all workers must.
+    The main worker is worker 0 until it is lost (see `is_main`). This call asks which worker it is now. So another
+    worker writes as soon as it has become the main worker, and a worker that has been taken out of the run writes
+    nothing. The file appears under its name only when it is complete, so a process that reads it meanwhile finds
+    either the earlier file or the new one. The other workers do not wait: a worker that reads the file calls
+    `barrier()` first, as all workers must.
 
     Under data parallelism, each worker has its own BatchNorm statistics. Where `obj` contains such buffers of the
     trained model, the file contains the statistics of all workers together, as in the weights that the run saves. The
@@ -53,19 +55,22 @@ def save(obj: object, path: str | os.PathLike[str]) -> None:
         ...     model.load_state_dict(torch.load(f"{folder}/model.pt"))
         <All keys matched successfully>
     """
-    if not is_main():
-        return
     session = current()
+    if session is not None and not session.is_main_now():
+        return
     training = training_of(session) if session is not None else None
     if training is None:
         hold_job_model(session)
     elif pooled := _pooled_by_memory(training):
         obj = _replaced(obj, pooled)
-    _write(obj, path)
+    _write(obj, path, lambda: session is None or session.is_main_now())
 
 
-def _write(obj: object, path: str | os.PathLike[str]) -> None:
-    """Write an object to a temporary file in the same directory, and rename the file when it is complete."""
+def _write(obj: object, path: str | os.PathLike[str], is_valid: Callable[[], bool]) -> None:
+    """Write an object to a temporary file in the same directory, and rename the file when it is complete.
+
+    The file is not renamed but removed if it is not valid then: this process may have been suspended meanwhile.
+    """
     target = os.path.realpath(path)
     folder, name = os.path.split(target)
     temporary = os.path.join(folder, f".{name[:100]}.{uuid.uuid4().hex[:12]}.tmp")
@@ -74,7 +79,10 @@ def _write(obj: object, path: str | os.PathLike[str]) -> None:
             torch.save(obj, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, target)
+        if is_valid():
+            os.replace(temporary, target)
+        else:
+            os.unlink(temporary)
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)

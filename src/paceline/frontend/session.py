@@ -24,7 +24,7 @@ from ..sync import SyncModel
 from ..sync.events import Clip
 from ..sync.schedule import read_schedule
 
-__all__ = ["Session", "current", "install", "is_main", "set_sync", "worker_count", "worker_index"]
+__all__ = ["Session", "current", "install", "set_sync", "worker_count", "worker_index"]
 
 
 class Session(Protocol):
@@ -38,6 +38,7 @@ class Session(Protocol):
 
     Attributes:
         worker: index of this worker.
+        main_worker: index of the main worker, as far as this worker has been told; -1 for nobody.
         workers: number of workers.
         batch: "equal" if all workers have batches of the same size by default, "balanced" if their sizes follow the
             workers' speeds.
@@ -67,6 +68,9 @@ class Session(Protocol):
     on_finish: Callable[[], str]
 
     @property
+    def main_worker(self) -> int: ...
+
+    @property
     def sends_early(self) -> bool: ...
 
     @property
@@ -86,6 +90,10 @@ class Session(Protocol):
 
     @property
     def lockstep(self) -> bool: ...
+
+    def is_main_now(self) -> bool:
+        """Ask the coordinator, and return True if this worker is the main worker now."""
+        ...
 
     def fetch_model(self) -> Mapping[str, torch.Tensor] | None:
         """Return the job's weights, and its buffers pooled over the workers, by their names in the `state_dict`.
@@ -364,20 +372,6 @@ def worker_index() -> int:
     """
     session = current()
     return 0 if session is None else session.worker
-
-
-def is_main() -> bool:
-    """Return True in the worker that writes files and messages for the whole run: worker 0.
-
-    This does not change during a run, even if worker 0 finishes or is lost. Outside a run, the result is True.
-
-    Example:
-        >>> import paceline
-        >>> if paceline.is_main():
-        ...     print("epoch 1")
-        epoch 1
-    """
-    return worker_index() == 0
 
 
 def worker_count() -> int:

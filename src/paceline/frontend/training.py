@@ -270,12 +270,12 @@ class WorkerTraining:
     def computed_without_closure(self) -> None:
         """Tell the session that the gradients are already computed, so that it is too late to abort the computation.
 
-        If the sync model aborts computations, worker 0 says once that this is impossible without a closure.
+        If the sync model aborts computations, the main worker says once that this is impossible without a closure.
         """
         session = self._session
         if session.may_restart and not self._said_unabortable:
             self._said_unabortable = True
-            if session.worker == 0:
+            if session.main_worker == session.worker:
                 log.warning("%s", UNABORTABLE)
                 session.exchange(lambda: [Send(COORDINATOR, Warned(UNABORTABLE))])
         session.hold_back(droppable=False)

@@ -1,7 +1,8 @@
 """The standard streams of the processes of a run: where their input comes from, and where their output goes.
 
-Every process writes to its log. The output of worker 0 is also shown. If the launcher writes to a terminal, worker 0
-has a terminal, too (see `terminal`); all other processes, and worker 0 otherwise, write to pipes.
+Every process writes to its log. The output of worker 0 is also shown. If another worker becomes the main worker, its
+output is shown from then on, too. If the launcher writes to a terminal, worker 0 has a terminal as well (see
+`terminal`); all other processes, and worker 0 otherwise, write to pipes.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Channels:
         streams: what the user wants.
         terminal: the terminal that worker 0 uses, if any.
         screen: shows the output.
-        shown: name of the process whose output is shown.
+        shown: name of the process whose output is shown from the beginning.
     """
 
     def __init__(
@@ -61,7 +62,12 @@ class Channels:
         self._streams = streams
         self._terminal = terminal
         self._screen = screen
-        self._shown = shown
+        self._first = shown
+        self._shown = {shown}
+
+    def show(self, name: str) -> None:
+        """Show the output of the process with this name from now on, too."""
+        self._shown.add(name)
 
     def open(self, name: str, log: Path, *, append: bool = False) -> Channel:
         """Return the standard streams of the process with this name, such as "worker 0".
@@ -71,7 +77,7 @@ class Channels:
             log: path of its log.
             append: True if the log contains the output of an earlier process, which is kept.
         """
-        if name == self._shown and self._terminal is not None:
+        if name == self._first and self._terminal is not None:
             terminal = self._terminal
             stdout = terminal.take_worker()
             stdin = os.dup(stdout) if terminal.reads else self._input(name)
@@ -93,7 +99,7 @@ class Channels:
         return Channel(self._input(name), sink, copy, output.close)
 
     def _input(self, name: str) -> int:
-        if name == self._shown and self._streams.reads and not os.isatty(0):
+        if name == self._first and self._streams.reads and not os.isatty(0):
             return os.dup(0)
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -101,4 +107,4 @@ class Channels:
         """Return the function that shows a line of this process."""
         if self._streams.show_all:
             return lambda line: self._screen.print(f"{name} | {line}")
-        return self._screen.print if name == self._shown else lambda line: None
+        return lambda line: self._screen.print(line) if name in self._shown else None

@@ -35,6 +35,7 @@ from ..core.messages import (
     MachineAdmitted,
     MachineJoined,
     MachineLeaving,
+    MainChosen,
     Message,
     ProcessEnded,
     ProcessState,
@@ -206,7 +207,7 @@ def join(
                         listener,
                         listens_at,
                     )
-                    agent = Agent(job, engine, stream, console, interruption, again)
+                    agent = Agent(job, engine, channels, stream, console, interruption, again)
                     if servers is not None:
                         agent.start_servers(admitted.servers, payload_of_server(servers.path, {}))
                     agent.carry_out(admitted.workers, worker_arguments, worker_payload)
@@ -341,6 +342,7 @@ class Agent:
     Args:
         job: the configuration of the run, on this machine.
         engine: starts the processes.
+        channels: the standard streams of the processes.
         stream: a connection to the coordinator, which has admitted this machine.
         console: console for messages.
         interruption: counter of the signals that ask this program to end.
@@ -351,6 +353,7 @@ class Agent:
         self,
         job: Job,
         engine: LocalEngine,
+        channels: Channels,
         stream: Stream[Message],
         console: Console,
         interruption: Interruption,
@@ -358,6 +361,7 @@ class Agent:
     ) -> None:
         self._job = job
         self._engine = engine
+        self._channels = channels
         self._stream = stream
         self._console = console
         self._interruption = interruption
@@ -501,6 +505,14 @@ class Agent:
                             markup=False,
                             soft_wrap=True,
                         )
+                    case MainChosen(worker):
+                        if worker in self._workers:
+                            self._channels.show(f"worker {worker}")
+                            self._console.print(
+                                f"worker {worker} is the main worker from the next epoch on (see paceline.is_main)",
+                                markup=False,
+                                soft_wrap=True,
+                            )
                     case RunEnded(failure):
                         self._failure = failure
                     case HeartbeatAnswered():

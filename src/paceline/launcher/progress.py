@@ -99,7 +99,8 @@ class Progress:
                 _write(b"\x1b[0m" + b"".join(sorted(self._modes)))
 
     def print(self, line: str) -> None:
-        """Print a line from worker 0 to standard output, or above the live table if standard output is a terminal."""
+        """Print a line from a worker to standard output, or above the live table if standard output is a terminal."""
+        self.begin_line()
         if self._live is not None and sys.stdout is not None and sys.stdout.isatty():
             self._console.print(Text.from_ansi(line), soft_wrap=True)
         else:

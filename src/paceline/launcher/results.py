@@ -185,6 +185,7 @@ def summarize(
         "imports": folders_of([*job.imports, *modules_of_models(job.schedule.models)]),
         **epochs,
         "emulated": job.emulated,
+        "main_worker": coordinator.core.main.worker,
         "left": coordinator.core.members.left,
         "lost_workers": coordinator.core.members.lost,
         **_departures(coordinator.core),

@@ -20,6 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ..core.main_worker import NOBODY
 from ..core.members import Departure
 from ..errors import ConfigurationError, PacelineError, RunFailedError
 from ..plugins.conditions import local_conditions
@@ -51,6 +52,9 @@ POLL_INTERVAL_S = 0.05
 CAUSE_TIMEOUT_S = 5.0
 # Maximum time to wait for the next part of a server's weights.
 ANSWER_TIMEOUT_S = 5.0
+GONE = {"lost": "was lost", "left": "has left"}
+"""How the earlier main worker has left, as a clause."""
+
 # Maximum time to wait for processes to exit by themselves after a run.
 GRACE_S = 10.0
 # Maximum time to wait for the servers of a failed run to write their traces and exit.
@@ -180,9 +184,9 @@ class LiveRun:
         self._interruption = interruption
         self._progress = Progress(coordinator, console)
         self._terminal = terminal
-        channels = Channels(streams, terminal, self._progress)
+        self._channels = Channels(streams, terminal, self._progress)
         self._engine = LocalEngine(
-            job, coordinator.address, starter, channels, coordinator.worker_ended, listener=listener
+            job, coordinator.address, starter, self._channels, coordinator.worker_ended, listener=listener
         )
         self._waiting = Waiting(coordinator, self._engine, job.stall_timeout_s, self._say, terminal)
         self._vacancies = Vacancies(coordinator, patience_s, self._say) if job.joined else None
@@ -192,6 +196,7 @@ class LiveRun:
         # Messages about problems that occurred while the run was shutting down.
         self._notes: list[str] = []
         self._program: list[str] = []  # what each worker runs; see `Order`
+        self._main = 0  # the main worker that the user knows of
         self._departures: tuple[Departure, ...] = ()  # of workers, before the launcher ended the others
 
     def carry_out(
@@ -260,6 +265,7 @@ class LiveRun:
         engine, coordinator = self._engine, self._coordinator
         while not coordinator.over.wait(POLL_INTERVAL_S):
             self._progress.update()
+            self._follow_main()
             if self._interruption.asked:
                 return None
             if self._interruption.suspended and all(p.started for p in engine.processes):
@@ -272,6 +278,18 @@ class LiveRun:
             if reason:
                 coordinator.fail(RunFailedError("the run", reason))
         return self._failure()
+
+    def _follow_main(self) -> None:
+        """If another worker has become the main worker, say so, and show its output."""
+        before, now = self._main, self._coordinator.core.main.worker
+        if before == now or now == NOBODY:
+            return
+        self._main = now
+        self._channels.show(f"worker {now}")
+        fates = {each.worker: each.fate for each in tuple(self._coordinator.core.members.departures)}
+        gone = GONE.get(fates.get(before, ""))
+        why = f", because worker {before} {gone}" if gone else ""
+        self._say(f"worker {now} is the main worker from the next epoch on (see paceline.is_main){why}")
 
     def _suspend(self) -> None:
         """Stop all processes of the run and this one, until this process is continued."""

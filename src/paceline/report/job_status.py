@@ -23,7 +23,8 @@ def status_view(status: JobStatus) -> RenderableType:
     """
     counts = f"{counted(len(status.workers), 'worker')}, {counted(status.servers, 'server')}"
     pause = f", waits for others to join: {status.shortage}" if status.shortage else ""
-    title = f"{status.sync}, {counts}, {status.elapsed_s:.0f} s{pause}"
+    main = f", worker {status.main_worker} is the main worker" if status.main_worker > 0 else ""
+    title = f"{status.sync}, {counts}, {status.elapsed_s:.0f} s{main}{pause}"
     parts: list[RenderableType] = [_cut(title)]
     parts.append(WorkerTable(status.workers))
     parts += [_cut(loss) for worker in status.workers if (loss := _loss(worker))]

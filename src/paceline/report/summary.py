@@ -30,6 +30,8 @@ def summary_rows(summary: Mapping[str, Any]) -> dict[str, str]:
         shown["ended"] = str(summary["ended"])
     if measured:
         shown |= _figures(summary)
+    if (main := summary.get("main_worker", 0)) > 0:
+        shown["main worker"] = f"worker {main} at the end (see paceline.is_main)"
     if summary["emulated"]:
         shown["emulated"] = str(summary["emulated"])
     return shown

@@ -38,6 +38,7 @@ from ..core.messages import (
     MachineAdmitted,
     MachineJoined,
     MachineLeaving,
+    MainChosen,
     Message,
     ModelExtended,
     ProcessEnded,
@@ -163,6 +164,7 @@ class CoordinatorHost:
             shortage=self._shortage,
             recorder=self._recorder,
         )
+        self._main = self.core.main.worker  # the main worker of which the agents know
         self._members: dict[tuple[str, int], Caller] = {}  # (role, index) -> its connection
         self._machines = Machines()
         self._traffic = TrafficMeter()
@@ -698,6 +700,10 @@ class CoordinatorHost:
             self._master, self._new_master = self._new_master, None
         if self.core.everybody_left:
             self.over.set()
+        if self._main != self.core.main.worker:
+            self._main = self.core.main.worker
+            for agent in self._of_role("agent"):
+                self._hub.send(agent, MainChosen(self._main))
 
     def _send(self, to: Peer, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message to a worker or server if it is connected."""

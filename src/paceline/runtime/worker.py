@@ -230,9 +230,24 @@ class WorkerSession:
             takes_descriptor=place.job.transport == "shm",
         )
         stream.send(Hello(place.job.token, "worker", place.index, incarnation=place.incarnation))
-        return cls(place, stream)
+        session = cls(place, stream)
+        if place.index == 0 and place.job.joined:
+            session.is_main_now()  # another worker is the main worker if the run has begun without worker 0
+        return session
 
     # -- interface of a session ---------------------------------------------------------------------------
+
+    @property
+    def main_worker(self) -> int:
+        return self._core.main_worker
+
+    @_exclusive
+    def is_main_now(self) -> bool:
+        self._perform(self._core.request_main())
+        while self._core.asks_for_main:
+            self._leave_if_asked()
+            self._hear(timeout_s=STATUS_INTERVAL_S)
+        return self._core.main_worker == self.worker
 
     def fetch_model(self) -> Mapping[str, torch.Tensor] | None:
         snapshot = self._read(Reader.read)

@@ -19,6 +19,7 @@ from ..core.messages import (
     Commit,
     DataGranted,
     LoopEntered,
+    MainChosen,
     Message,
     ModelExtended,
     Started,
@@ -636,6 +637,8 @@ class VirtualJob:
     def _from_coordinator(self, requests: Sequence[Request]) -> None:
         for request in requests:
             match request:
+                case Send(_, MainChosen()):
+                    pass  # it concerns only scripts, and their sessions ask the coordinator itself
                 case Send(to, message) if to.role == "worker":
                     self.bytes_sent["control"] += HEADER_BYTES
                     state = self.workers[to.index]

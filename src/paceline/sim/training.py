@@ -395,6 +395,13 @@ class VirtualSession:
 
     # -- the interface of a session -----------------------------------------------------------------------
 
+    @property
+    def main_worker(self) -> int:
+        return self._training.job.coordinator.main.worker
+
+    def is_main_now(self) -> bool:
+        return self.main_worker == self.worker
+
     def fetch_model(self) -> Mapping[str, torch.Tensor] | None:
         return self._training.snapshot().state_dict if self._training.stores else None
 

@@ -10,17 +10,17 @@ The messages are grouped by subject, one module each. Other packages import them
 A message that becomes an event at its receiver has the same name as the event. The exception is `Commit`: it becomes
 a push event and, if it includes a pull, a pull event.
 
-    worker -> coordinator   Hello, ModelRequested, Register, IterationFinished, IterationStarted, AllCommitted,
-                            SyncRequested, DataRequested, StopRequested, EntryRequested, EpochReached,
+    worker -> coordinator   Hello, MainRequested, ModelRequested, Register, IterationFinished, IterationStarted,
+                            AllCommitted, SyncRequested, DataRequested, StopRequested, EntryRequested, EpochReached,
                             GradientHashed, HyperParametersReported, Contributed, Status, Warned, WorkerFinished,
                             Failed
-    coordinator -> worker   ModelDescribed, Started, Refused, TakenOut, PlanPublished, RestartOrdered,
+    coordinator -> worker   MainChosen, ModelDescribed, Started, Refused, TakenOut, PlanPublished, RestartOrdered,
                             ChangePublished, PullAllowed, DataGranted, TrainingStopped, LoopEntered, StatesDecided,
                             Combined, StandInAllowed, Paused, Resumed, ModelExtended
     server -> coordinator   Hello, Ready, ExtensionReady, JoinOffered, WorkerWelcomed, PushesReported, MeanMeasured,
                             MeanMissing, FaultReported, Warned, Failed, Snapshot, Waits, TracePart
     agent -> coordinator    Hello, MachineJoined, MachineLeaving, ProcessEnded, ServerEnded, Heartbeat
-    coordinator -> agent    MachineAdmitted, Refused, KillOrdered, TakenOut, RunEnded, HeartbeatAnswered
+    coordinator -> agent    MachineAdmitted, Refused, KillOrdered, TakenOut, MainChosen, RunEnded, HeartbeatAnswered
     observer -> coordinator Hello, FetchStatus
     coordinator -> observer StatusReported
     coordinator -> server   CreateShards, ExtendShards, ModelExtended, JoinProposed, WorkerJoined, WorkerLost,
@@ -115,6 +115,8 @@ from .start import (
     InitialWeights,
     JoinOffered,
     JoinProposed,
+    MainChosen,
+    MainRequested,
     ModelDescribed,
     ModelRequested,
     Ready,
@@ -205,6 +207,8 @@ __all__ = [
     "MachineAdmitted",
     "MachineJoined",
     "MachineLeaving",
+    "MainChosen",
+    "MainRequested",
     "MeanAwaited",
     "MeanClipped",
     "MeanMeasured",

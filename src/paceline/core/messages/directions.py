@@ -65,6 +65,8 @@ from .start import (
     InitialWeights,
     JoinOffered,
     JoinProposed,
+    MainChosen,
+    MainRequested,
     ModelDescribed,
     ModelRequested,
     Ready,
@@ -104,6 +106,7 @@ FromPeerToCoordinator = (
     | Ready
     | ExtensionReady
     | Register
+    | MainRequested
     | ModelRequested
     | IterationFinished
     | IterationStarted
@@ -137,9 +140,12 @@ FromPeerToCoordinator = (
     | FetchStatus
     | Heartbeat
 )
-FromCoordinatorToAgent = MachineAdmitted | Refused | KillOrdered | TakenOut | RunEnded | HeartbeatAnswered
+FromCoordinatorToAgent = (
+    MachineAdmitted | Refused | KillOrdered | TakenOut | MainChosen | RunEnded | HeartbeatAnswered
+)
 FromCoordinatorToWorker = (
     Started
+    | MainChosen
     | ModelDescribed
     | Refused
     | TakenOut

@@ -13,6 +13,8 @@ __all__ = [
     "InitialWeights",
     "JoinOffered",
     "JoinProposed",
+    "MainChosen",
+    "MainRequested",
     "ModelDescribed",
     "ModelRequested",
     "Ready",
@@ -75,6 +77,7 @@ class Started(Message, frozen=True, tag=True):
         iteration: label of the worker's first iteration.
         sync: the sync model in force, in the notation of the command line; "" for the first model of the run.
         extension: number of the extension of the model in force; 0 if the model has not been extended.
+        main_worker: the main worker (see `core.main_worker`).
     """
 
     shards: tuple[ShardSlice, ...]
@@ -83,6 +86,21 @@ class Started(Message, frozen=True, tag=True):
     iteration: int = 0
     sync: str = ""
     extension: int = 0
+    main_worker: int = 0
+
+
+class MainRequested(Message, frozen=True, tag=True):
+    """A worker asks which worker is the main worker now, and waits for a `MainChosen`."""
+
+
+class MainChosen(Message, frozen=True, tag=True):
+    """The main worker (see `core.main_worker`): the answer to a `MainRequested`, and sent to all after a change.
+
+    Attributes:
+        worker: index of the worker; -1 for nobody.
+    """
+
+    worker: int
 
 
 class ModelRequested(Message, frozen=True, tag=True):
