@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import random
 import socket
@@ -18,6 +19,7 @@ from paceline.errors import PacelineError, PeerLostError, ProtocolError
 from paceline.runtime import strangers
 from paceline.runtime.hub import Caller, Hub
 from paceline.runtime.listener import Listener
+from paceline.wire import tls
 from paceline.wire.addresses import connect, is_local, listen_tcp, seen_from
 from paceline.wire.passing import PassedSockets
 from paceline.wire.preface import ANY_RUN, COORDINATOR, Preface
@@ -207,9 +209,27 @@ def test_a_member_is_let_in(house: House) -> None:
 
 
 def test_a_client_with_another_secret_is_told_at_once(house: House) -> None:
-    with pytest.raises(ProtocolError, match="the handshake has failed"):
+    with pytest.raises(ProtocolError, match="the secret is not that of the run that is served there"):
         house.meanwhile(lambda: connect(house.address, 20, contexts(new_secret())))
     assert house.heard == []
+
+
+@pytest.mark.parametrize("begin", [datetime.datetime(2090, 1, 1), datetime.datetime(1990, 1, 1)])
+def test_a_machine_whose_clock_is_wrong_is_let_in(
+    begin: datetime.datetime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The certificate is not valid yet, or not valid any more, by the clock of either side."""
+    monkeypatch.setattr(tls, "BEGIN", begin)
+    monkeypatch.setattr(tls, "END", begin + datetime.timedelta(days=1))
+    known = contexts(new_secret())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = SecureSocket(socket.create_connection(listener.getsockname()), known, HERE, server_side=False)
+        other = SecureSocket(listener.accept()[0], known, HERE, server_side=True)
+    thread = threading.Thread(target=other.shake_hands, args=(DEADLINE_S,))
+    thread.start()
+    with contextlib.closing(one), contextlib.closing(other):
+        one.shake_hands(DEADLINE_S)
+        thread.join()
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"PCL1" + bytes(60), os.urandom(5000)])

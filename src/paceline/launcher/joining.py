@@ -52,10 +52,11 @@ from ..errors import (
     ProtocolError,
     RunFailedError,
 )
+from ..runtime.calling import call
 from ..runtime.job import Job, claim_run_dir, decode_job
 from ..runtime.listener import Listener
 from ..runtime.process_states import RunningProcess, State
-from ..wire.addresses import connect, is_local, listen_tcp, seen_from
+from ..wire.addresses import is_local, listen_tcp, seen_from
 from ..wire.stream import Stream
 from ..wire.tls import Contexts, contexts
 from .channels import Channels, Streams
@@ -298,16 +299,10 @@ def _call(
     while True:
         try:
             left_s = max(1.0, deadline_s - time.monotonic())
-            stream: Stream[Message] = Stream(connect(address, left_s, known), FromCoordinatorToAgent)
-            with contextlib.suppress(
-                OSError
-            ):  # the connection is already lost, as the first message will say
+            stream: Stream[Message] = Stream(call(address, left_s, known), FromCoordinatorToAgent)
+            with contextlib.suppress(OSError):  # the connection is lost, as the first message will say
                 stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_MS)
             return stream
-        except ProtocolError as error:
-            raise ConfigurationError(
-                f"the coordinator at {address} belongs to another run, or its secret is another one: {error}."
-            ) from error
         except PeerLostError as error:
             if interruption.asked:
                 raise interruption.exception("no worker was started", {}) from error

@@ -6,9 +6,9 @@ import msgspec
 
 from ..core.job_status import JobStatus
 from ..core.messages import FetchStatus, Hello, StatusReported
-from ..wire.addresses import connect
 from ..wire.stream import Stream
 from ..wire.tls import contexts
+from .calling import call
 
 __all__ = ["Observer"]
 
@@ -25,12 +25,12 @@ class Observer:
 
     Raises:
         PeerLostError: the coordinator cannot be reached.
-        ProtocolError: the secret is not that of the run.
+        ConfigurationError: the secret is not that of the run, or no run is served at the address.
     """
 
     def __init__(self, address: str, token: str, timeout_s: float = 10.0) -> None:
         self._stream: Stream[StatusReported] = Stream(
-            connect(address, timeout_s, contexts(token)), StatusReported
+            call(address, timeout_s, contexts(token)), StatusReported
         )
         self._stream.send(Hello(token, "observer", 0))
 

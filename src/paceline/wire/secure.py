@@ -17,6 +17,10 @@ __all__ = ["SecureSocket"]
 RECORD_BYTES = 16 * 1024  # maximum size of a TLS record
 WRITE_BYTES = 4 * RECORD_BYTES  # maximum number of bytes that are encrypted before the socket is tried again
 READ_BYTES = 64 * RECORD_BYTES  # maximum number of bytes that one call decrypts
+WRONG_SECRET = (
+    "the secret is not that of the run that is served there. Runs have different secrets; use the content of the "
+    "file `secret` in the run directory, or the secret with which the run was started"
+)
 BLOCKED = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 LOST = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)  # the connection has ended
 
@@ -211,7 +215,11 @@ def _meaning(error: ssl.SSLError) -> Exception:
         return BlockingIOError(refusal.words)
     if refusal is ENDED:
         return ConnectionRefusedError(refusal.words)
-    return ProtocolError(f"the handshake has failed: {refusal.words if refusal else error.reason or error}")
+    if refusal is not None:
+        return ProtocolError(f"the handshake has failed: {refusal.words}")
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return ProtocolError(WRONG_SECRET)
+    return ProtocolError(f"the handshake has failed: {error.reason or error}; perhaps no run is served there")
 
 
 def _chunk(parts: Sequence[memoryview]) -> bytes | memoryview:
