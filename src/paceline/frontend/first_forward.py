@@ -12,7 +12,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .session import Session, current
@@ -31,8 +30,7 @@ def can_compute_gradients(session: Session, module: nn.Module, parameters: Itera
     Passes without gradients do not count. Neither do those in which torch compiles, traces or intercepts operations,
     because it would record that the weights are replaced.
     """
-    wanted = list(parameters)
-    return builds_graph(session) and _holds(module, wanted) and not any(map(is_lazy, wanted))
+    return builds_graph(session) and _holds(module, parameters)
 
 
 def may_look(session: Session, module: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:

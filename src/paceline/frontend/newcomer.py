@@ -13,7 +13,7 @@ pass over a distributed loader begins, and before every call that shows weights:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
@@ -23,13 +23,14 @@ from torch.nn.parameter import is_lazy
 
 from ..shard.optimizer_state import join_state
 from .joint_model import JointModel
+from .lazy import any_lazy
 from .parameter_sets import ParameterSet, Trained
 from .session import Session
 
 __all__ = [
     "Untrained",
     "add_untrained",
-    "all_are_trained",
+    "are_trained",
     "begins_with_the_run",
     "came_late",
     "hold_job_model",
@@ -74,9 +75,10 @@ def untrained(session: Session) -> list[Any]:
     return [optimizer for each in _of(session).optimizers if (optimizer := each()) is not None]
 
 
-def all_are_trained(session: Session) -> None:
-    """Note that all parameters of all optimizers are trained from now on."""
-    _of(session).optimizers.clear()
+def are_trained(session: Session, trained: Sequence[Untrained]) -> None:
+    """Note that all parameters of these optimizers are trained from now on."""
+    optimizers = _of(session).optimizers
+    optimizers[:] = [each for each in optimizers if all(each() is not optimizer for optimizer in trained)]
 
 
 def begins_with_the_run(session: Session) -> None:
@@ -124,7 +126,10 @@ def job_state(session: Session, optimizer: Untrained) -> dict[int, dict[str, Any
     if not _of(session).in_progress or not (shards := session.fetch_state()):
         return None
     optimizers = untrained(session)
-    trained = Trained.of([each.parameter_set() for each in optimizers])
+    sets = [each.parameter_set() for each in optimizers]
+    if any(any_lazy(each.parameters) for each in sets):
+        return None
+    trained = Trained.of(sets)
     sizes: Counter[int] = Counter()
     for shard, _ in shards:
         for segment in shard.segments:

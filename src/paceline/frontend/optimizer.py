@@ -30,9 +30,10 @@ from ..sync.events import MOST_NORM, Clip
 from .clipping import gradient_norm
 from .first_forward import can_compute_gradients, may_look
 from .hooks import before_each_forward
+from .lazy import any_lazy, initialize, require_initialized
 from .marks import Marks
 from .model import find_model, require_not_wrapped
-from .newcomer import add_untrained, all_are_trained, hold_job_model, job_state, untrained
+from .newcomer import add_untrained, are_trained, hold_job_model, job_state, untrained
 from .parameter_sets import ParameterSet
 from .progress import count_step
 from .schedule import ScheduleWatch
@@ -105,6 +106,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.schedule_watch = ScheduleWatch(self._session) if self._session is not None else None
         self.marks = Marks(self._session) if self._session is not None and self._session.workers > 1 else None
         self._set_index = 0  # index of this optimizer among those of the script
+        # True if a graph may hold the initial weights of lazy parameters, which must not change before the step.
+        self._begins_at_step = False
         # notices the first forward pass with parameters that are not trained yet; None if there are none
         self._forward_hook: RemovableHandle | None = None
         if self._session is not None:
@@ -165,6 +168,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if samples is not None:
             self._session.data.samples, self._session.data.used = samples, True
         if self._training is None or self._forward_hook is not None:
+            if closure is not None and any_lazy(self._new_parameters()):
+                initialize(self.models(), closure)
+            require_initialized(self.models(), self._new_parameters())
+            self._begins_at_step = False
             _begin(self._session)
         assert self._training is not None
         self._require_current("step()")
@@ -407,7 +414,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if (training := training_of(session)) is not None and training.is_idle:
             return  # the script evaluates; the step that follows begins to train them
         if can_compute_gradients(session, module, self._new_parameters()):
-            _begin(session)
+            self._begins_at_step |= any_lazy(self._new_parameters())
+            if not self._begins_at_step:
+                _begin(session)
         elif training is None and may_look(session, module, self._parameters()):
             hold_job_model(session)
         elif training is not None and can_compute_gradients(session, module, training.parameters):
@@ -453,10 +462,15 @@ def _as_number(loss: object) -> float | None:
 
 
 def _begin(session: Session) -> None:
-    """Begin to train all parameters of all existing optimizers."""
+    """Begin to train all parameters of all existing optimizers, except those that begin at their next step."""
     if len(untrained(session)) > 1:
         gc.collect()  # frees optimizers that the script has replaced
-    found: list[DistributedOptimizer] = untrained(session)
+    waiting: list[DistributedOptimizer] = untrained(session)
+    found = [
+        optimizer
+        for optimizer in waiting
+        if not optimizer._begins_at_step and not any_lazy(optimizer._new_parameters())
+    ]
     training = training_of(session)
     sets = list(training.sets) if training is not None else []
     indices: list[int] = []
@@ -481,7 +495,7 @@ def _begin(session: Session) -> None:
         if optimizer._forward_hook is not None:
             optimizer._forward_hook.remove()
             optimizer._forward_hook = None
-    all_are_trained(session)
+    are_trained(session, found)
 
 
 def _require_limit(name: str, value: object) -> None:
