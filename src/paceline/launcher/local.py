@@ -32,6 +32,7 @@ KILL_TIMEOUT_S = 10.0
 OUTPUT_TIMEOUT_S = 1.0
 POLL_INTERVAL_S = 0.05
 TAIL_LINES = 15
+TAIL_BYTES = 2**16  # maximum size of the last lines
 
 STATES = {
     "R": "is running",
@@ -200,7 +201,9 @@ class Process:
         if self.exit_code is not None:
             self._threads[0].join(OUTPUT_TIMEOUT_S)  # the last lines may not have been copied yet
         try:
-            return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+            with self.log.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+                return "\n".join(log.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
         except OSError:
             return ""
 

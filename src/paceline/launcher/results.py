@@ -28,7 +28,7 @@ from ..sync.ticks import TICKS_PER_S
 from ..trace.findings import find
 from ..trace.kept_models import folders_of, modules_of_models
 from ..trace.measures import meter_of
-from ..trace.recording import Trace, read_run
+from ..trace.recording import Trace, read_run, trace_files
 from ..trace.time_use import time_shares, time_use
 
 __all__ = ["RunResult", "save_weights", "summarize", "write_summary"]
@@ -146,7 +146,7 @@ def summarize(
     pushes: dict[str, int] = {}
     epochs = _epochs(coordinator.core.data, figures)
     try:
-        traces = read_run(run_dir)
+        traces = trace_files(run_dir)
         shards = [trace for trace in traces if trace.header.host == "shard"]
         if len(shards) == job.shards:
             meter = meter_of(shards, next((t for t in traces if t.header.host == "coordinator"), None))

@@ -27,7 +27,7 @@ from ..sync.schedule import read_schedule
 from ..trace.findings import find
 from ..trace.kept_models import load_kept_models
 from ..trace.measures import Measures, Meter, measure
-from ..trace.recording import Trace, read_run
+from ..trace.recording import TraceFile, trace_files
 from .clusters import describe, describe_data
 from .command import command_for
 from .comparison import STAR, show_faults
@@ -117,8 +117,8 @@ def advise(
     shards = cluster.servers
     iterations = max(20, min(int(count) for count in summary["iterations"].values()))
     own = summary["sync"]
-    shard_traces = [trace for trace in read_run(run_dir) if trace.header.host == "shard"]
-    together_s, together = _while_all_were_present(shard_traces[0])
+    traces = [trace for trace in trace_files(run_dir) if trace.header.host == "shard"]
+    together_s, together = _while_all_were_present(traces[0])
     lockstep = all(model.lockstep for model in read_schedule(own).models)
     data = _dataset(summary, cluster.workers)
     batch = summary.get("batch", "equal")
@@ -133,7 +133,7 @@ def advise(
     return MachineReport(
         sync=own,
         emulated=cluster.emulated,
-        findings=find(measure(shard_traces), lockstep=lockstep, balanced=batch == "balanced"),
+        findings=find(measure(traces), lockstep=lockstep, balanced=batch == "balanced"),
         measured_updates_per_s=together.updates / together_s,
         simulated_updates_per_s=again.updates / together_s,
         measured_gradients_per_s=measured_per_s,
@@ -172,19 +172,20 @@ def _dataset(summary: Mapping[str, Any], workers: int) -> Dataset | None:
     return Dataset(samples=samples, batch_size=batch_size, epochs=epochs, pushes_per_batch=pushes)
 
 
-def _while_all_were_present(shard: Trace) -> tuple[float, Measures]:
+def _while_all_were_present(shard: TraceFile) -> tuple[float, Measures]:
     """Return the seconds and the statistics until the first worker left or, if none did, until the last event."""
-    if not shard.entries:
-        raise ConfigurationError(
-            "the trace of shard 0 contains only a header: no events were recorded, so the run cannot be simulated."
-        )
-    begun_s = now_s = shard.time_s(shard.entries[0])
+    begun_s, now_s = None, 0.0
     meter = Meter(1, shard.header.ticks_per_s)
     for entry in shard.entries:
         meter.at_shard(0).record(entry)
-        now_s = shard.time_s(entry)
+        now_s = shard.header.time_s(entry)
+        begun_s = now_s if begun_s is None else begun_s
         if isinstance(entry.event, WorkerFinished | WorkerLost) and now_s > begun_s:
             break
+    if begun_s is None:
+        raise ConfigurationError(
+            "the trace of shard 0 contains only a header: no events were recorded, so the run cannot be simulated."
+        )
     return max(now_s - begun_s, 1e-9), meter.measures()
 
 

@@ -33,6 +33,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import msgspec
@@ -49,7 +50,7 @@ from ..sync.events import (
     WorkerLost,
 )
 from ..sync.ticks import TICKS_PER_S
-from .recording import Entry, EntryRecorder, Trace
+from .recording import AnyTrace, Entry, EntryRecorder, Trace
 
 __all__ = ["Measures", "Meter", "Presence", "PushCounts", "Wait", "measure", "meter_of", "waits"]
 
@@ -209,7 +210,7 @@ def waits(shards: Sequence[Trace]) -> list[Wait]:
     return [longest[key] for key in sorted(longest)]
 
 
-def measure(shards: Sequence[Trace], coordinator: Trace | None = None) -> Measures:
+def measure(shards: Sequence[AnyTrace], coordinator: AnyTrace | None = None) -> Measures:
     """Return the statistics of a run, computed from the traces of all its shards.
 
     Args:
@@ -219,14 +220,14 @@ def measure(shards: Sequence[Trace], coordinator: Trace | None = None) -> Measur
     return meter_of(shards, coordinator).measures()
 
 
-def meter_of(shards: Sequence[Trace], coordinator: Trace | None = None) -> Meter:
-    """Return a `Meter` that has processed these traces. See `measure`."""
+def meter_of(shards: Sequence[AnyTrace], coordinator: AnyTrace | None = None) -> Meter:
+    """Return a `Meter` that has processed these traces, without keeping their entries. See `measure`."""
     meter = Meter(len(shards), shards[0].header.ticks_per_s if shards else TICKS_PER_S)
     traces = [(trace, meter.at_shard(index)) for index, trace in enumerate(shards)]
     if coordinator is not None:
         traces.insert(0, (coordinator, meter.at_coordinator()))
     # A plan is published before the pushes that stop for its barrier arrive.
-    streams = [[(entry, recorder) for entry in trace.entries] for trace, recorder in traces]
+    streams = [zip(trace.entries, repeat(recorder), strict=False) for trace, recorder in traces]
     for entry, recorder in heapq.merge(*streams, key=lambda pair: pair[0].event.now_ticks):
         recorder.record(entry)
     return meter

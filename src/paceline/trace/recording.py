@@ -18,7 +18,8 @@ warning. See `replay` for the main use of traces.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,14 +30,17 @@ from ..errors import ConfigurationError
 from ..sync.ticks import TICKS_PER_S, in_ticks
 
 __all__ = [
+    "AnyTrace",
     "Entry",
     "EntryRecorder",
     "Header",
     "Memory",
     "Recorder",
     "Trace",
+    "TraceFile",
     "read",
     "read_run",
+    "trace_files",
 ]
 
 FORMAT = 4
@@ -74,6 +78,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     machine: int | msgspec.UnsetType = msgspec.UNSET
     imports: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
+    def time_s(self, entry: Entry) -> float:
+        """Return the time of an entry's event, in seconds since the run began."""
+        return entry.event.now_ticks / self.ticks_per_s
+
 
 class Trace(msgspec.Struct, frozen=True):
     """A complete trace.
@@ -93,7 +101,7 @@ class Trace(msgspec.Struct, frozen=True):
 
     def time_s(self, entry: Entry) -> float:
         """Return the time of an entry's event, in seconds since the run began."""
-        return entry.event.now_ticks / self.header.ticks_per_s
+        return self.header.time_s(entry)
 
 
 class Memory:
@@ -144,31 +152,77 @@ class Recorder:
         self._file.write(self._buffer)
 
 
+class TraceFile:
+    """A trace in a file. Its entries are read one by one, so a trace of any length needs little memory.
+
+    Args:
+        path: path of the file.
+
+    Attributes:
+        header: the header.
+
+    Raises:
+        ConfigurationError: the file is not a trace, or it is in another version of the format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with path.open("rb") as file, self._checked():
+            line = file.readline()
+            version = msgspec.json.decode(line)["format"]
+            self._convert = version == FORMAT_IN_SECONDS
+            if version not in (FORMAT, FORMAT_IN_SECONDS):
+                raise ConfigurationError(
+                    f"{path} is a trace of format {version}; this version of Paceline reads format {FORMAT}. Repeat "
+                    "the run, or read the trace with the version of Paceline that wrote it."
+                )
+            self.header = msgspec.json.decode(_converted(line) if self._convert else line, type=Header)
+
+    @property
+    def entries(self) -> Iterator[Entry]:
+        """All entries, in order. An incomplete last line, which a killed process may leave behind, is ignored.
+
+        Raises:
+            ConfigurationError: the file is not a trace.
+        """
+        decode = msgspec.json.Decoder(Entry).decode
+        with self._path.open("rb") as file, self._checked():
+            file.readline()  # the header
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield decode(_converted(line) if self._convert else line)
+
+    @contextlib.contextmanager
+    def _checked(self) -> Iterator[None]:
+        try:
+            yield
+        except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigurationError(f"{self._path} is not a Paceline trace: {error}") from error
+
+
+AnyTrace = Trace | TraceFile
+"""A trace in memory or in a file."""
+
+
 def read(path: Path) -> Trace:
     """Read one trace. An incomplete last line, which a killed process may leave behind, is ignored.
 
     Raises:
         ConfigurationError: the file is not a trace, or it is in another version of the format.
     """
-    lines = path.read_bytes().split(b"\n")
-    try:
-        version = msgspec.json.decode(lines[0])["format"]
-        if version == FORMAT_IN_SECONDS:
-            lines = [_converted(line) for line in lines[:-1]] + [b""]
-        elif version != FORMAT:
-            raise ConfigurationError(
-                f"{path} is a trace of format {version}; this version of Paceline reads format {FORMAT}. Repeat the "
-                "run, or read the trace with the version of Paceline that wrote it."
-            )
-        return Trace(msgspec.json.decode(lines[0], type=Header), list(_entries(lines[1:-1])))
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigurationError(f"{path} is not a Paceline trace: {error}") from error
+    file = TraceFile(path)
+    return Trace(file.header, list(file.entries))
+
+
+def trace_files(run_dir: Path) -> list[TraceFile]:
+    """Return all traces in a run directory: first the shards' traces, in order, then the coordinator's trace."""
+    shards = sorted(run_dir.glob("trace-shard-*.jsonl"), key=lambda path: int(path.stem.rpartition("-")[2]))
+    return [TraceFile(path) for path in [*shards, *run_dir.glob("trace-coordinator.jsonl")]]
 
 
 def read_run(run_dir: Path) -> list[Trace]:
-    """Read all traces in a run directory: first the shards' traces, in order, then the coordinator's trace."""
-    shards = sorted(run_dir.glob("trace-shard-*.jsonl"), key=lambda path: int(path.stem.rpartition("-")[2]))
-    return [read(path) for path in [*shards, *run_dir.glob("trace-coordinator.jsonl")]]
+    """Read all traces in a run directory into memory, in the order of `trace_files`."""
+    return [Trace(file.header, list(file.entries)) for file in trace_files(run_dir)]
 
 
 # Field in seconds -> field in ticks.
@@ -197,9 +251,3 @@ def _converted(line: bytes) -> bytes:
     if "format" in converted:
         converted["format"] = FORMAT
     return msgspec.json.encode(converted)
-
-
-def _entries(lines: Iterable[bytes]) -> Iterator[Entry]:
-    decoder = msgspec.json.Decoder(Entry)
-    for line in lines:
-        yield decoder.decode(line)

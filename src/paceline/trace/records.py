@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-__all__ = ["IterationRecord", "read_records"]
+__all__ = ["IterationRecord", "read_records", "record_files", "records_in"]
 
 
 class IterationRecord(msgspec.Struct, frozen=True):
@@ -46,11 +47,23 @@ class IterationRecord(msgspec.Struct, frozen=True):
         return 0.0 if self.restarted_s is None else self.restarted_s - self.begun_s
 
 
-def read_records(run_dir: Path) -> list[list[IterationRecord]]:
-    """Return one list of records for each worker, in order of the workers' indices.
+def record_files(run_dir: Path) -> list[Path]:
+    """Return the path of the records of each worker, in order of the workers' indices."""
+    return sorted(run_dir.glob("worker-*.jsonl"), key=lambda path: int(path.stem.rpartition("-")[2]))
+
+
+def records_in(path: Path) -> Iterator[IterationRecord]:
+    """Yield the records in a file, one by one.
 
     An incomplete last line, which a killed worker may leave behind, is ignored.
     """
-    decoder = msgspec.json.Decoder(IterationRecord)
-    logs = sorted(run_dir.glob("worker-*.jsonl"), key=lambda path: int(path.stem.rpartition("-")[2]))
-    return [[decoder.decode(line) for line in log.read_bytes().split(b"\n")[:-1]] for log in logs]
+    decode = msgspec.json.Decoder(IterationRecord).decode
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield decode(line)
+
+
+def read_records(run_dir: Path) -> list[list[IterationRecord]]:
+    """Read all records in a run directory into memory. Return one list for each worker, in order of their indices."""
+    return [list(records_in(path)) for path in record_files(run_dir)]
