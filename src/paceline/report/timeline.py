@@ -12,7 +12,7 @@ from ..sync.actions import AnswerPull, ApplyMean
 from ..sync.events import PullRepeated, PushReceived
 from ..sync.ticks import TICKS_PER_S, in_ticks
 from ..trace.clocks import MachineClock, clock_of, read_clocks
-from ..trace.recording import Trace, read_run
+from ..trace.recording import AnyTrace, trace_files
 from ..trace.records import IterationRecord, read_records
 from .colors_of_time import COMPUTING, TRANSFER, WAITING, WASTED
 
@@ -59,13 +59,13 @@ def read_timeline(run_dir: Path) -> Timeline:
     Raises:
         ConfigurationError: the offset of the clock of a machine is unknown.
     """
-    shards = [trace for trace in read_run(run_dir) if trace.header.host == "shard"]
+    shards = [trace for trace in trace_files(run_dir) if trace.header.host == "shard"]
     return timeline_of(read_records(run_dir), shards, read_clocks(run_dir))
 
 
 def timeline_of(
     records: Sequence[Sequence[IterationRecord]],
-    shards: Sequence[Trace],
+    shards: Sequence[AnyTrace],
     clocks: Mapping[int, MachineClock] | None = None,
 ) -> Timeline:
     """Create a timeline from the iteration records of all workers and the traces of all shards.
@@ -94,8 +94,8 @@ def timeline_of(
     barriers_s: list[float] = []
     for index, shard in enumerate(shards):
         for entry in shard.entries:
-            event, local_s = entry.event, shard.time_s(entry)
-            at_s = local_s + converter.added_s(local_s, shard.machine) - zero_s
+            event, local_s = entry.event, shard.header.time_s(entry)
+            at_s = local_s + converter.added_s(local_s, shard.header.machine) - zero_s
             if isinstance(event, PushReceived):
                 key = event.worker, event.iteration
                 arrived_s[key] = max(at_s, arrived_s.get(key, at_s))

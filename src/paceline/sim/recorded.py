@@ -12,23 +12,66 @@ A push without a gradient, which a worker makes while its script evaluates the m
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 
 from ..core.batch_sizes import BatchTime
 from ..errors import ConfigurationError
 from ..sync.actions import AnswerPull
 from ..sync.events import PullRepeated, PushReceived
-from ..trace.recording import Trace, read_run
-from ..trace.records import IterationRecord, read_records
+from ..trace.recording import AnyTrace, trace_files
+from ..trace.records import IterationRecord, record_files, records_in
 from .cluster import Cluster
 from .machines import Link
 from .times import Recorded
 
 __all__ = ["cluster_of", "read_cluster_of_run"]
 
-Key = tuple[int, int]
-"""A pair (worker, iteration)."""
+
+class Column:
+    """A number for each iteration of a worker. It takes eight bytes, because a run may have millions of iterations.
+
+    >>> column = Column()
+    >>> column.put(2, 0.5)
+    >>> column.get(1), column.get(2), column.get(7)
+    (None, 0.5, None)
+    """
+
+    def __init__(self) -> None:
+        self._values = array("d")
+
+    def put(self, iteration: int, value: float) -> None:
+        """Set the number of an iteration."""
+        missing = iteration + 1 - len(self._values)
+        if missing > 0:
+            self._values.extend(repeat(math.nan, missing))
+        self._values[iteration] = value
+
+    def get(self, iteration: int) -> float | None:
+        """Return the number of an iteration; None if it has none."""
+        value = self._values[iteration] if iteration < len(self._values) else math.nan
+        return None if math.isnan(value) else value
+
+
+class Arrivals:
+    """What the shards have received from one worker, by iteration.
+
+    Attributes:
+        arrived_s: for each shard, the time at which the push arrived.
+        samples: number of samples of the push, if it has samples of its own.
+        empty: 1 if the push had no gradient.
+        released_s: time at which the last shard answered the pull.
+    """
+
+    def __init__(self, shards: int) -> None:
+        self.arrived_s = [Column() for _ in range(shards)]
+        self.samples = Column()
+        self.empty = Column()
+        self.released_s = Column()
 
 
 def read_cluster_of_run(run_dir: Path) -> Cluster:
@@ -37,18 +80,19 @@ def read_cluster_of_run(run_dir: Path) -> Cluster:
     Raises:
         ConfigurationError: the directory does not contain a run, or no worker has finished an iteration.
     """
-    shards = [trace for trace in read_run(run_dir) if trace.header.host == "shard"]
+    shards = [trace for trace in trace_files(run_dir) if trace.header.host == "shard"]
     if not shards:
         raise ConfigurationError(
             f"{run_dir} does not contain a run: there is no file trace-shard-*.jsonl. Give the run "
             "directory, which 'paceline run' prints when it ends."
         )
-    return cluster_of(read_records(run_dir), shards, run_dir.name, _batch_size(run_dir))
+    records = [records_in(path) for path in record_files(run_dir)]
+    return cluster_of(records, shards, run_dir.name, _batch_size(run_dir))
 
 
 def cluster_of(
-    records: Sequence[Sequence[IterationRecord]],
-    shards: Sequence[Trace],
+    records: Iterable[Iterable[IterationRecord]],
+    shards: Sequence[AnyTrace],
     name: str = "",
     batch_size: int | None = None,
 ) -> Cluster:
@@ -63,53 +107,31 @@ def cluster_of(
     Raises:
         ConfigurationError: no worker has finished an iteration.
     """
-    known = [(worker, iterations) for worker, iterations in enumerate(records) if iterations]
-    if not known:
+    arrivals = _arrivals(shards)
+    links: dict[int, Link] = {}
+    computed: list[tuple[Recorded, float]] = []
+    for worker, iterations in enumerate(records):
+        own = arrivals[worker]
+        to_server_s, from_server_s = array("d"), array("d")
+        observed: list[tuple[int | None, float]] = []
+        empty: list[tuple[int | None, float]] = []
+        for record in iterations:
+            for column in own.arrived_s:
+                if (arrived_s := column.get(record.iteration)) is not None:
+                    to_server_s.append(max(0.0, arrived_s - record.pushed_s))
+            if (released_s := own.released_s.get(record.iteration)) is not None:
+                from_server_s.append(max(0.0, record.answered_s - released_s))
+            samples = own.samples.get(record.iteration)
+            times = empty if own.empty.get(record.iteration) else observed
+            times.append((None if samples is None else int(samples), _computed_s(record)))
+        if observed or empty:
+            links[len(computed)] = Link(
+                to_server_s=Recorded(seconds=tuple(to_server_s or [0.0])),
+                from_server_s=Recorded(seconds=tuple(from_server_s or [0.0])),
+            )
+            computed.append(_computed(observed or empty, batch_size))
+    if not computed:
         raise ConfigurationError("no worker finished an iteration, so the speed of the workers is unknown.")
-    arrived: dict[Key, list[float]] = {}
-    samples: dict[Key, int] = {}  # pushes with samples of their own
-    empty: set[Key] = set()
-    released: dict[Key, float] = {}
-    for trace in shards:
-        for entry in trace.entries:
-            if isinstance(entry.event, PushReceived) and entry.refused is None:
-                key = entry.event.worker, entry.event.iteration
-                arrived.setdefault(key, []).append(trace.time_s(entry))
-                if entry.event.samples and not entry.event.repeated:
-                    samples[key] = entry.event.samples
-                if entry.event.empty:
-                    empty.add(key)
-            for action in entry.actions:
-                if isinstance(action, AnswerPull) and not isinstance(entry.event, PullRepeated):
-                    key = action.worker, action.iteration
-                    released[key] = max(released.get(key, 0.0), trace.time_s(entry))
-    links = {}
-    for index, (worker, iterations) in enumerate(known):
-        to_server_s = [
-            max(0.0, at_s - record.pushed_s)
-            for record in iterations
-            for at_s in arrived.get((worker, record.iteration), [])
-        ]
-        from_server_s = [
-            max(0.0, record.answered_s - released[worker, record.iteration])
-            for record in iterations
-            if (worker, record.iteration) in released
-        ]
-        links[index] = Link(
-            to_server_s=Recorded(seconds=tuple(to_server_s or [0.0])),
-            from_server_s=Recorded(seconds=tuple(from_server_s or [0.0])),
-        )
-    computed = [
-        _computed(
-            [
-                (samples.get((worker, record.iteration)), _computed_s(record))
-                for record in [each for each in iterations if (worker, each.iteration) not in empty]
-                or iterations
-            ],
-            batch_size,
-        )
-        for worker, iterations in known
-    ]
     return Cluster(
         compute_s=[times for times, _ in computed],
         fixed_share=[share for _, share in computed],
@@ -118,6 +140,30 @@ def cluster_of(
         name=name,
         emulated=next((trace.header.emulated for trace in shards), ""),
     )
+
+
+def _arrivals(shards: Sequence[AnyTrace]) -> Mapping[int, Arrivals]:
+    """Return what the shards have received from each worker."""
+    arrivals: dict[int, Arrivals] = defaultdict(lambda: Arrivals(len(shards)))
+    for shard, trace in enumerate(shards):
+        for entry in trace.entries:
+            event, now_s = entry.event, trace.header.time_s(entry)
+            if isinstance(event, PushReceived) and entry.refused is None:
+                own = arrivals[event.worker]
+                own.arrived_s[shard].put(event.iteration, now_s)
+                if event.samples and not event.repeated:
+                    own.samples.put(event.iteration, event.samples)
+                if event.empty:
+                    own.empty.put(event.iteration, 1)
+            if isinstance(event, PullRepeated):
+                continue
+            for action in entry.actions:
+                # The first weights of a worker that joins late are the answer to a pull with the number -1.
+                if isinstance(action, AnswerPull) and action.iteration >= 0:
+                    released_s = arrivals[action.worker].released_s
+                    before_s = released_s.get(action.iteration) or 0.0
+                    released_s.put(action.iteration, max(before_s, now_s))
+    return arrivals
 
 
 def _computed(observed: Sequence[tuple[int | None, float]], batch_size: int | None) -> tuple[Recorded, float]:
