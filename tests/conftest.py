@@ -194,6 +194,7 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
         outcome.traces = read_run(Path(job.run_dir))
         if outcome.shards and len(outcome.shards) == job.shards:
             meter = meter_of(outcome.shards)
+            assert meter is not None
             spent = coordinator.core.time_ledger.totals(job.now_ticks())
             outcome.time_use = time_use(meter.presences(), spent, TICKS_PER_S)
             require_whole_times(outcome.time_use, meter.measures())

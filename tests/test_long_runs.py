@@ -86,3 +86,15 @@ def test_traces_and_records_are_read_one_entry_at_a_time(tmp_path: Path) -> None
             assert sum(1 for _ in records_in(path)) > 0
 
     assert traced(read)[1] < size_bytes / 10
+
+
+def test_a_second_signal_skips_the_statistics(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 400, "asp")
+    looks = iter([False, True])
+    with ended_run(tmp_path / "run", "asp") as coordinator:
+        weights = Path("weights.safetensors")
+        summary = summarize(coordinator, [], [], weights, "interrupted", hurried=lambda: next(looks))
+    assert "duration_s" not in summary
+    assert summary["faults"] == [
+        "the summary has no statistics, because a second signal has asked the run to end at once"
+    ]

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from paceline import simulate
@@ -238,6 +239,11 @@ def test_a_push_while_the_script_does_not_train_leaves_the_computation_unfinishe
     assert watch.read(now_ticks=20) == TimeSpent(outside=8, unfinished=11, activity="computing")
     watch.push(now_ticks=20)
     assert watch.read(now_ticks=23) == TimeSpent(outside=8, computing=11)
+
+
+def test_what_a_worker_reports_after_years_can_be_sent() -> None:
+    spent = TimeSpent(computing=50 * 366 * 24 * 3600 * 10**9)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(spent), type=TimeSpent) == spent
 
 
 def test_a_worker_that_never_reported_was_present_all_the_same() -> None:

@@ -17,11 +17,9 @@ All times are in ticks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
-
-from ..sync.events import Number
 
 __all__ = ["STATES", "Activity", "Stopwatch", "TimeLedger", "TimeSpent", "WorkerTime"]
 
@@ -48,6 +46,10 @@ STATE_OF: Mapping[Activity, str] = {
 """The state to which the time of an activity belongs. Exchanges are missing."""
 
 
+Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+"""A time in ticks: 146 years in nanoseconds."""
+
+
 class TimeSpent(msgspec.Struct, frozen=True, array_like=True):
     """What a worker has spent its time on since it joined.
 
@@ -60,11 +62,11 @@ class TimeSpent(msgspec.Struct, frozen=True, array_like=True):
         activity: what the worker does now.
     """
 
-    computing: Number = 0
-    wasted: Number = 0
-    paused: Number = 0
-    outside: Number = 0
-    unfinished: Number = 0
+    computing: Ticks = 0
+    wasted: Ticks = 0
+    paused: Ticks = 0
+    outside: Ticks = 0
+    unfinished: Ticks = 0
     activity: Activity = "exchanging"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import fsum
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,7 @@ def summarize(
     weights: Path,
     ended: str,
     program: Sequence[str] = (),
+    hurried: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Return the settings, problems and statistics of a run. If the traces cannot be read, there are no statistics.
 
@@ -137,6 +138,7 @@ def summarize(
         weights: path of the saved weights.
         ended: "finished", or "interrupted" if a signal ended the run.
         program: what each worker ran, as in `Order.arguments`; () if machines that joined the run have chosen it.
+        hurried: called repeatedly. If it returns True, the statistics are left out.
     """
     job = coordinator.job
     run_dir = Path(job.run_dir)
@@ -148,8 +150,17 @@ def summarize(
     try:
         traces = trace_files(run_dir)
         shards = [trace for trace in traces if trace.header.host == "shard"]
-        if len(shards) == job.shards:
-            meter = meter_of(shards, next((t for t in traces if t.header.host == "coordinator"), None))
+        of_coordinator = next((trace for trace in traces if trace.header.host == "coordinator"), None)
+        if len(shards) != job.shards:
+            faults.append(
+                f"{run_dir} contains the traces of only {len(shards)} of {job.shards} shards, so the summary has no "
+                "statistics"
+            )
+        elif (meter := meter_of(shards, of_coordinator, hurried)) is None:
+            faults.append(
+                "the summary has no statistics, because a second signal has asked the run to end at once"
+            )
+        else:
             measures = meter.measures()
             lockstep = all(model.lockstep for model in job.schedule.models)
             figures = msgspec.to_builtins(measures, str_keys=True)
@@ -163,11 +174,6 @@ def summarize(
             figures["wasted_s"] = fsum(use.wasted_s for use in uses.values())
             figures |= time_shares(uses)
             figures["time_use"] = msgspec.to_builtins(uses, str_keys=True)
-        else:
-            faults.append(
-                f"{run_dir} contains the traces of only {len(shards)} of {job.shards} shards, so the summary has no "
-                "statistics"
-            )
     except (ConfigurationError, OSError, msgspec.DecodeError) as error:
         faults.append(f"the run's traces cannot be read, so the summary has no statistics: {error}")
     return {

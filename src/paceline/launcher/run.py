@@ -423,7 +423,8 @@ class LiveRun:
         here = {index for index, process in self._engine.workers.items() if process.crashed}
         crashed = sorted(here | self._coordinator.crashed)
         faults = [*self._coordinator.core.faults, *self._notes]
-        summary = summarize(self._coordinator, faults, crashed, weights, ended, self._program)
+        hurried = self._interruption.hurried
+        summary = summarize(self._coordinator, faults, crashed, weights, ended, self._program, hurried)
         if problem := write_summary(summary, self._run_dir):
             self._notes.append(problem)
             summary["faults"].append(problem)

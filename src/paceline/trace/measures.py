@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -53,6 +53,8 @@ from ..sync.ticks import TICKS_PER_S
 from .recording import AnyTrace, Entry, EntryRecorder, Trace
 
 __all__ = ["Measures", "Meter", "Presence", "PushCounts", "Wait", "measure", "meter_of", "waits"]
+
+LOOK_INTERVAL = 1000  # number of entries after which `meter_of` looks whether it is hurried
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -217,18 +219,34 @@ def measure(shards: Sequence[AnyTrace], coordinator: AnyTrace | None = None) -> 
         shards: the traces of all shards, in order.
         coordinator: the trace of the coordinator. Without it, no predicted cost of synchronization is known.
     """
-    return meter_of(shards, coordinator).measures()
+    meter = meter_of(shards, coordinator)
+    assert meter is not None  # it was not hurried
+    return meter.measures()
 
 
-def meter_of(shards: Sequence[AnyTrace], coordinator: AnyTrace | None = None) -> Meter:
-    """Return a `Meter` that has processed these traces, without keeping their entries. See `measure`."""
+def meter_of(
+    shards: Sequence[AnyTrace],
+    coordinator: AnyTrace | None = None,
+    hurried: Callable[[], bool] = lambda: False,
+) -> Meter | None:
+    """Return a `Meter` that has processed these traces, without keeping their entries. See `measure`.
+
+    Args:
+        shards: the traces of all shards, in order.
+        coordinator: the trace of the coordinator.
+        hurried: called from time to time, because long traces take minutes. If it returns True, the rest is not read,
+            and the result is None.
+    """
     meter = Meter(len(shards), shards[0].header.ticks_per_s if shards else TICKS_PER_S)
     traces = [(trace, meter.at_shard(index)) for index, trace in enumerate(shards)]
     if coordinator is not None:
         traces.insert(0, (coordinator, meter.at_coordinator()))
     # A plan is published before the pushes that stop for its barrier arrive.
     streams = [zip(trace.entries, repeat(recorder), strict=False) for trace, recorder in traces]
-    for entry, recorder in heapq.merge(*streams, key=lambda pair: pair[0].event.now_ticks):
+    merged = heapq.merge(*streams, key=lambda pair: pair[0].event.now_ticks)
+    for number, (entry, recorder) in enumerate(merged):
+        if number % LOOK_INTERVAL == 0 and hurried():
+            return None
         recorder.record(entry)
     return meter
 
