@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
@@ -25,6 +24,7 @@ from ..frontend import session as sessions
 from ..frontend.clipping import watch_torch
 from ..plugins import load_models
 from ..plugins.conditions import local_conditions
+from ..plugins.failures import script_traceback
 from ..runtime.server import ServerHost
 from ..runtime.worker import WorkerSession
 from ..shard.foreign import use_sources
@@ -108,7 +108,7 @@ def main(order: Order, descriptors: Descriptors) -> int:
         consequence = any(isinstance(cause, PeerLostError) for cause in causes)
         # Whatever the script has raised after it was told that its worker was taken out, this is why.
         reason = next((cause for cause in causes if isinstance(cause, TakenOutError)), error)
-        told = _script_traceback(error)
+        told = script_traceback(error)
         if job.joined:
             print(f"paceline: {first_line(reason)}" if consequence else told, file=sys.stderr, flush=True)
         session.fail(first_line(reason), told, consequence=consequence)
@@ -185,20 +185,3 @@ def _causes(error: BaseException | None) -> list[BaseException]:
         causes.append(error)
         error = error.__cause__ or error.__context__
     return causes
-
-
-def _script_traceback(error: BaseException) -> str:
-    """Return the traceback of the user's script, without the frames of the code that called the script."""
-    tb = error.__traceback__
-    while tb is not None and tb.tb_next is not None and _is_launcher_code(tb.tb_frame.f_code.co_filename):
-        tb = tb.tb_next
-    return "".join(traceback.format_exception(type(error), error, tb))
-
-
-def _is_launcher_code(filename: str) -> bool:
-    """Return True for files in this directory, and for the standard-library modules that run a script."""
-    return (
-        os.path.dirname(filename) == os.path.dirname(__file__)
-        or filename == runpy.__file__
-        or filename.startswith("<frozen ")
-    )

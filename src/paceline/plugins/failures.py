@@ -1,12 +1,15 @@
 """Errors in code of the user that Paceline calls: sync models, conditions, and optimizers on the servers.
 
 Such an error is the fault of neither the sender of a message nor Paceline. It ends the run or the simulation with a
-`UserCodeError`, which says what was called, where, and for which event. Its traceback has only the user's frames.
+`UserCodeError`, which says what was called, where, and for which event. Its traceback has only the user's frames, and
+so has that of an error in a script.
 """
 
 from __future__ import annotations
 
 import contextlib
+import runpy
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +17,7 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import NoReturn
 
-from ..errors import InternalError, ProtocolError, UserCodeError, first_line
+from ..errors import InternalError, PacelineError, ProtocolError, UserCodeError, first_line
 from ..sync import SyncModel
 from ..sync.events import (
     IterationFinished,
@@ -27,10 +30,11 @@ from ..sync.events import (
     WorkerLost,
 )
 
-__all__ = ["blame", "blaming", "report_of_user_code", "user_traceback"]
+__all__ = ["blame", "blaming", "report_of_user_code", "script_traceback", "user_traceback"]
 
 PACKAGE = str(Path(__file__).parent.parent)
-CONTEXTS = contextlib.__file__  # Paceline calls some code of the user inside context managers
+# Paceline calls code of the user inside context managers, with the module that runs scripts, and on threads.
+CALLERS = (PACKAGE, contextlib.__file__, runpy.__file__, threading.__file__, "<frozen ")
 
 EVENTS: dict[type, str] = {
     PushReceived: "it received the push of iteration {0.iteration} of worker {0.worker}",
@@ -97,15 +101,41 @@ def user_traceback(error: BaseException) -> str:
     told = traceback.TracebackException.from_exception(error)
     if not _users_frames(told):
         return ""
+    for part in _parts(told):
+        part.stack = traceback.StackSummary.from_list(_users_frames(part))
+    return "".join(told.format())
+
+
+def script_traceback(error: BaseException) -> str:
+    """Return the traceback of an exception that a script has raised. It begins with the frames of the script.
+
+    It has no frames of Paceline, so the script's call is the last frame if the library was used incorrectly. Only if
+    Paceline itself has failed, for whatever reason, are the frames of what the script has called complete.
+    """
+    told = traceback.TracebackException.from_exception(error)
+    innermost = told.stack[-1].filename if told.stack else ""
+    meant = isinstance(error, PacelineError) and not isinstance(error, InternalError)
+    ours = innermost.startswith(PACKAGE) and not meant
+    for part in _parts(told):
+        frames = list(_called(part)) if ours else _users_frames(part)
+        # Without a stack, there is no headline either.
+        part.stack = traceback.StackSummary.from_list(frames) if frames else None  # type: ignore[assignment]
+    return "".join(told.format())
+
+
+def _parts(told: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    """Yield the parts of a traceback: that of the exception, and those of the exceptions that led to it."""
     parts = [told]
     while parts:
-        part = parts.pop()
-        part.stack = traceback.StackSummary.from_list(_users_frames(part))
+        yield (part := parts.pop())
         parts += [each for each in (part.__cause__, part.__context__) if each is not None]
-    return "".join(told.format())
 
 
 def _users_frames(told: traceback.TracebackException) -> list[traceback.FrameSummary]:
     """Return the frames of the user's code and of what it has called, without those of Paceline."""
-    called = dropwhile(lambda frame: frame.filename.startswith((PACKAGE, CONTEXTS)), told.stack)
-    return [frame for frame in called if not frame.filename.startswith(PACKAGE)]
+    return [frame for frame in _called(told) if not frame.filename.startswith(PACKAGE)]
+
+
+def _called(told: traceback.TracebackException) -> Iterator[traceback.FrameSummary]:
+    """Return the frames of the user's code and of what it has called."""
+    return dropwhile(lambda frame: frame.filename.startswith(CALLERS), told.stack)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
@@ -32,6 +31,7 @@ from ..errors import RunFailedError, first_line
 from ..frontend.clipping import unwatch_torch, watch_torch
 from ..frontend.generators import GeneratorStates
 from ..frontend.session import install
+from ..plugins.failures import script_traceback
 from ..runtime.reader import WeightsSnapshot, named_weights
 from ..shard.groups import GroupsReader
 from ..shard.slots import BufferSlots
@@ -335,7 +335,7 @@ class Training:
                     f"worker {session.worker}", f"the script ended with exit code {error.code}"
                 )
             raise RunFailedError(
-                f"worker {session.worker}", first_line(error), "".join(traceback.format_exception(error))
+                f"worker {session.worker}", first_line(error), script_traceback(error)
             ) from error
         if session.strand.ended and session.joined:
             if warning := session.on_finish():
