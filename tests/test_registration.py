@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -121,6 +123,71 @@ def test_what_needs_no_trial_would_pass_it(name: str, monkeypatch: pytest.Monkey
             context.setattr(registration, "_try", pytest.fail)
             require_sound(plain)
         registration._try(plain, plain.optimizer.groups)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_hyper_parameters_that_a_schedule_changes_need_no_trial(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_with(name)
+    [group] = model.optimizer.groups
+    monkeypatch.setattr(registration, "_try", pytest.fail)
+    for key, bounds in PLAIN[name].items():
+        if bounds is not None:
+            value = (0.8, 0.99) if isinstance(group[key], tuple) else 0.5
+            require_groups(model, ({**group, key: value},))
+
+
+def test_a_flag_that_changes_needs_a_trial() -> None:
+    """torch cannot begin with amsgrad in the middle of a run."""
+    with pytest.raises(ProtocolError, match="max_exp_avg_sq"):
+        require_groups(model_with("AdamW"), group_with("AdamW", amsgrad=True))
+
+
+NO_COMPILER = """
+import sys
+from paceline.launcher.dynamo import defer_dynamo
+defer_dynamo()
+import torch
+from paceline.core.layout import Layout, Parameter
+from paceline.core.model_spec import ModelSpec, OptimizerSpec
+from paceline.errors import ProtocolError
+from paceline.runtime.registration import require_groups, require_sound
+from paceline.shard.optimizers import ELEMENTWISE, read_groups
+from paceline.shard.slice_optimizers import optimizer_of_slice
+
+layout = Layout.of([Parameter(("a",), (40,), "float32")])
+ones = {"float32": torch.ones(40)}
+changed = 0
+for name, kind in ELEMENTWISE.items():
+    groups = read_groups(kind([torch.zeros(1)], lr=0.01))
+    spec = OptimizerSpec(name, groups, (0,))
+    model = ModelSpec(layout, spec, ())
+    require_sound(model)
+    optimizer = optimizer_of_slice(spec, layout.slice_evenly(1)[0], ones)
+    for key, value in groups[0].items():
+        new = not value if isinstance(value, bool) else 0.5
+        if isinstance(value, tuple):
+            new = value[0] * 0.9, value[1]
+        try:
+            require_groups(model, ({**groups[0], key: new},))
+        except ProtocolError:  # torch cannot change it
+            continue
+        changed += 1
+        optimizer.step([ones], (1.0,), lambda parameter: True, ({**groups[0], key: new},))
+print(changed, "torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.processes
+def test_no_step_and_no_change_of_a_hyper_parameter_imports_the_compiler() -> None:
+    """The import takes as long as importing torch, and all workers would wait for it."""
+    ended = subprocess.run(
+        [sys.executable, "-c", NO_COMPILER], capture_output=True, text=True, check=True, timeout=120
+    )
+    changed, imported = ended.stdout.split()
+    assert int(changed) > 3 * len(ELEMENTWISE)
+    assert imported == "False"
 
 
 UNUSABLE: dict[str, tuple[str, dict[str, Any]]] = {

@@ -28,7 +28,7 @@ PLAIN_RATE = 1e4  # learning rates up to this value need no trial, because every
 LATE_STEP = 1e9  # a step number that no run reaches
 
 # For each optimizer: the bounds of its numeric hyper-parameters, and None for its flags. torch accepts every
-# combination within these bounds, so no trial is needed. A trial imports torch's compiler, which takes 1.5 s.
+# combination within these bounds, so no trial is needed.
 _RATES = {"lr": (0.0, PLAIN_RATE), "weight_decay": (0.0, 1.0), "maximize": None}
 _ADAM = _RATES | {
     "betas": (0.0, 0.9999),
@@ -116,7 +116,13 @@ def require_groups(model: ModelSpec, groups: tuple[HyperParameters, ...], set_in
     before = model.optimizers[set_index].groups
     if [_kinds(group) for group in groups] != [_kinds(group) for group in before]:
         raise ProtocolError("the names or types of the hyper-parameters have changed since training began")
-    # No trial is necessary if only the learning rate has changed, as it often does with a scheduler.
+    # A scheduler often changes the learning rate, and some change the momentum or the betas, too. A trial in every
+    # iteration would cost too much.
+    name = model.optimizers[set_index].name
+    if [_flags(group) for group in groups] == [_flags(group) for group in before] and all(
+        _is_plain(name, group) for group in groups
+    ):
+        return
     same = [{**group, "lr": 0} for group in groups] == [{**group, "lr": 0} for group in before]
     if not (same and all(isinstance(r := g["lr"], float | int) and 0 <= r <= PLAIN_RATE for g in groups)):
         _try(model, groups, set_index)
@@ -163,6 +169,10 @@ def _is_plain(name: str, group: HyperParameters) -> bool:
     if bounds is None or group.keys() != bounds.keys() or group.get("nesterov"):
         return False
     return all(_lies_within(value, bounds[key]) for key, value in group.items())
+
+
+def _flags(group: HyperParameters) -> HyperParameters:
+    return {key: value for key, value in group.items() if isinstance(value, bool)}
 
 
 def _lies_within(value: object, bounds: tuple[float, float] | None) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ __all__ = [
     "read_groups",
     "rehearse",
     "require_elementwise",
+    "take_step",
 ]
 
 ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
@@ -155,6 +156,21 @@ def make_optimizer(
     return kind(settings, **defaults)
 
 
+def take_step(optimizer: torch.optim.Optimizer) -> None:
+    """Call `optimizer.step()`, but without importing `torch._dynamo` if the optimizer is of one of torch's classes.
+
+    Their `step` asks the compiler not to trace through `torch.no_grad()`, although nothing is compiled on a server.
+    So the first call would import it, which takes as long as importing torch, while workers wait.
+    """
+    kind: Any = type(optimizer)
+    step = _untraced_step(kind)
+    if step is None:
+        optimizer.step()
+    else:
+        with torch.no_grad():
+            step(optimizer)
+
+
 def rehearse(name: str, before: Sequence[HyperParameters], after: Sequence[HyperParameters]) -> None:
     """Check that torch can take a step with the hyper-parameters `before`, and then a step with `after`.
 
@@ -170,7 +186,13 @@ def rehearse(name: str, before: Sequence[HyperParameters], after: Sequence[Hyper
         for group, one, parameter in zip(optimizer.param_groups, settings, parameters, strict=True):
             group.update(one)
             parameter.grad = torch.ones(1)
-        optimizer.step()
+        take_step(optimizer)
+
+
+@functools.lru_cache(maxsize=64)
+def _untraced_step(kind: Any) -> Callable[[torch.optim.Optimizer], object] | None:
+    """Return the method `step` of a torch class, without what torch has wrapped around it; None for other classes."""
+    return inspect.unwrap(kind.step) if kind in ELEMENTWISE.values() else None
 
 
 @functools.lru_cache(maxsize=64)

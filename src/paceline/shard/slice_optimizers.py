@@ -26,7 +26,7 @@ from ..core.model_spec import HyperParameters, OptimizerSpec
 from ..errors import UserCodeError, first_line
 from ..plugins.failures import user_traceback
 from .optimizer_state import entry_of, segments_of_state, tensors_of
-from .optimizers import ELEMENTWISE, make_optimizer
+from .optimizers import ELEMENTWISE, make_optimizer, take_step
 from .vectors import Vectors, segment_views
 
 __all__ = ["FusedOptimizer", "SliceOptimizer", "TorchOptimizer", "optimizer_of_slice"]
@@ -358,7 +358,7 @@ class TorchOptimizer:
         for parameter, part, segment in zip(self._parameters, parts, self._bounds.segments, strict=True):
             parameter.grad = part if present(segment.parameter) else None
         try:
-            self._optimizer.step()
+            take_step(self._optimizer)
         except Exception as error:
             if not self._foreign:
                 raise
