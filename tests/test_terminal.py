@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from paceline.launcher.output import print_sentence
 from paceline.launcher.terminal import _Lines, left_behind
 from paceline.launcher.transcript import HEIGHT, Transcript
 from tests.live import DEADLINE_S, mark
@@ -146,12 +148,12 @@ print("the end of", paceline.worker_index())
 
 
 class Screen:
-    """A program in a terminal of its own, of 77 columns."""
+    """A program in a terminal of its own, of 77 columns unless it says otherwise."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, columns: int = 77) -> None:
         self.text = ""
         self.main, self.other = pty.openpty()
-        termios.tcsetwinsize(self.other, (20, 77))
+        termios.tcsetwinsize(self.other, (20, columns))
         self.settings = termios.tcgetattr(self.other)
         self.program = subprocess.Popen(
             # The program controls the terminal, so that keys send signals to it.
@@ -166,6 +168,9 @@ class Screen:
             stdout=self.other,
             stderr=self.other,
             start_new_session=True,
+            env=dict(
+                os.environ
+            ),  # without the width of our own terminal, which readline keeps in the C environment
         )
 
     def read(self) -> None:
@@ -204,8 +209,8 @@ def screen(mark: str) -> Iterator[type[Screen]]:
     opened = []
 
     class Opened(Screen):
-        def __init__(self, *arguments: str) -> None:
-            super().__init__(*arguments)
+        def __init__(self, *arguments: str, columns: int = 77) -> None:
+            super().__init__(*arguments, columns=columns)
             opened.append(self)
 
     Path("package").mkdir()
@@ -308,3 +313,40 @@ def test_a_process_that_reads_its_terminal_awaits_the_user_until_a_line_is_typed
     shown.await_text("free")
     assert shown.end() == 0
     assert termios.tcgetattr(shown.other) == shown.settings
+
+
+SENTENCES = {
+    "a summary": ("run", "--dry-run", "--workers", "4", "--pace", ".05,.05,.05,.15", "package/train.py"),
+    "a warning": ("run", "--dry-run", "package/train.py", "--workers", "3"),
+    "an error": ("status", "foo"),
+    "an error with many names": ("run", "--sync", "elastic", "package/train.py"),
+}
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+@pytest.mark.parametrize("case", SENTENCES)
+def test_what_the_commands_say_is_wrapped_between_words_in_a_terminal_only(
+    case: str, columns: int, screen: type[Screen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # the width of a dumb terminal is taken for 80
+    arguments = ("-m", "paceline", *SENTENCES[case])
+    piped = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=DEADLINE_S)
+    shown = screen(*arguments, columns=columns)
+    assert shown.end() == piped.returncode
+    lines = re.sub(r"\x1b\[[\d;]*m", "", shown.text).replace("\r", "").splitlines()
+    said = piped.stdout + piped.stderr
+    if "--dry-run" in arguments:  # a path may be longer than the second column of the summary
+        assert sorted("".join(lines).replace(" ", "")) == sorted("".join(said.split()))
+    else:
+        assert sorted(" ".join(lines).split()) == sorted(said.split())
+        assert said.count("\n") == 1
+    assert [line for line in lines if len(line.rstrip()) > columns and " " in line.strip()] == []
+
+
+def test_a_path_that_is_longer_than_a_line_is_left_whole() -> None:
+    path = "/a/path/" + 20 * "x"
+    console = Console(file=io.StringIO(), width=20, force_terminal=True, color_system=None)
+    print_sentence(console, f"the run is in {path} and a [word] :smile:")
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert lines == ["the run is in", path, "and a [word] :smile:"]

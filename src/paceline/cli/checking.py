@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from ..launcher.output import print_sentence
 from .numbers import number_option, whole_number_option
 from .options import AsJson
 from .terminal import EXIT_FAILED, interruptible, print_json
@@ -81,11 +82,11 @@ def check(
 
 
 def _print(found: list[Mistake], script: Path, workers: int, iterations: int) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(highlight=False)
     for mistake in found:
         place = f"{os.path.relpath(mistake.file)}:{mistake.line}: " if mistake.file else ""
-        console.print(f"{place}[{COLORS[mistake.severity]}]{mistake.severity}[/]: ", end="")
-        console.print(f"{mistake.name}\n  {mistake.text}\n  Fix: {mistake.fix}", markup=False)
+        console.print(f"{place}[{COLORS[mistake.severity]}]{mistake.severity}[/]: ", end="", soft_wrap=True)
+        print_sentence(console, f"{mistake.name}\n  {mistake.text}\n  Fix: {mistake.fix}")
     if not found:
         seen = f"the first {iterations} iterations" if iterations > 1 else "the first iteration"
-        console.print(f"{script}: nothing was found in {seen} with {workers} workers.", markup=False)
+        print_sentence(console, f"{script}: nothing was found in {seen} with {workers} workers.")

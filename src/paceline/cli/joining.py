@@ -17,7 +17,7 @@ from rich.console import Console
 
 from .. import __version__
 from ..errors import ConfigurationError, PeerLostError
-from ..launcher.output import ForgivingStream
+from ..launcher.output import ForgivingStream, print_sentence
 from ..launcher.progress import counted
 from ..report.job_status import LONG_LINE, status_view
 from ..wire.addresses import listen_tcp, seen_from
@@ -369,7 +369,7 @@ def _tell_how_to_join(address: str, job: Job, announce_to: int | None, *, is_new
     # If the run listens on all addresses, any name by which the other machines know this one will do.
     place = seen_from(address, f"tls:{socket.gethostname()}:0").removeprefix("tls:")
     least = counted(job.least, "worker")
-    print(f"waiting for {least}{most}{brought}; on each machine, run:", file=sys.stderr)
+    print_sentence(Console(stderr=True), f"waiting for {least}{most}{brought}; on each machine, run:")
     print(
         f"  {known} paceline join {place} SCRIPT [ARGUMENTS]",
         file=sys.stderr,

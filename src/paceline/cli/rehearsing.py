@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ import typer
 from rich.console import Console
 
 from ..errors import ConfigurationError
+from ..launcher.output import print_sentence
 from .numbers import whole_number_option
 from .options import AsJson, ModelImports, Out
 from .output_folder import new_folder
@@ -181,7 +181,7 @@ def simulate(
     else:
         print(f"JSON files: {folder}")
     if not can_draw():
-        print(f"no pictures were saved: {NO_MATPLOTLIB}", file=sys.stderr)
+        print_sentence(Console(stderr=True), f"no pictures were saved: {NO_MATPLOTLIB}")
 
 
 def advise(

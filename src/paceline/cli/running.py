@@ -15,6 +15,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from ..errors import ConfigurationError
+from ..launcher.output import print_sentence
 from ..report.summary import summary_rows
 from .job_settings import JobSettings, takes_job_settings
 from .numbers import whole_number_option
@@ -56,11 +57,11 @@ class RunCommand(TyperCommand):
         separated = given[: len(given) - len(arguments) - 1][-1:] == ["--"]
         if strays and not separated:
             names, command = " ".join(strays), f"paceline {ctx.info_name}"
-            print(
+            print_sentence(
+                Console(stderr=True),
                 f"warning: options after {script} are passed to the script: {', '.join(strays)}. Options for "
                 f"paceline must come before the script: {command} {names} ... {script}. To silence this warning, "
                 f"write -- before the script: {command} -- {script} {names} ...",
-                file=sys.stderr,
             )
         return rest
 
@@ -246,9 +247,12 @@ def demo(
 
 def _print_pairs(pairs: dict[str, str]) -> None:
     table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
     for key, value in pairs.items():
         table.add_row(f"[bold]{key}[/]", value)
-    Console(soft_wrap=True).print(table)
+    console = Console()
+    console.print(table, soft_wrap=not console.is_terminal)
 
 
 def _print_summary(summary: dict[str, Any]) -> None:
@@ -256,4 +260,4 @@ def _print_summary(summary: dict[str, Any]) -> None:
     _print_pairs(rows)
     for finding in summary.get("findings", []):
         if finding not in rows.values():
-            print(finding)
+            print_sentence(Console(), finding)

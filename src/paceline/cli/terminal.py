@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO, cast
 
 import typer
+from rich.console import Console
 
 from ..errors import ConfigurationError, PacelineError, UsageError
-from ..launcher.output import ForgivingStream
+from ..launcher.output import ForgivingStream, print_sentence
 
 __all__ = [
     "EXIT_BAD_INPUT",
@@ -40,10 +41,13 @@ def run_app(app: typer.Typer) -> None:
     try:
         app()
     except (ConfigurationError, UsageError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_sentence(Console(stderr=True), f"error: {error}")
         sys.exit(EXIT_BAD_INPUT)
     except PacelineError as error:
-        print(f"error: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
+        first, *details = str(error).split("\n")  # the details are tracebacks and lines of logs
+        print_sentence(Console(stderr=True), f"error: {first}")
+        for line in (*details, *getattr(error, "__notes__", ())):
+            print(line, file=sys.stderr)
         sys.exit(EXIT_FAILED)
 
 
@@ -77,10 +81,10 @@ def interruptible(then: str = "all processes of the run have ended") -> Iterator
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        print(f"interrupted: {interrupt.args[0] if interrupt.args else then}", file=sys.stderr)
+        print_sentence(Console(stderr=True), f"interrupted: {interrupt.args[0] if interrupt.args else then}")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except Terminated as end:
-        print(f"terminated: {end.words}", file=sys.stderr)
+        print_sentence(Console(stderr=True), f"terminated: {end.words}")
         raise typer.Exit(128 + end.number) from None
 
 

@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Console
 
 from ..errors import ConfigurationError
+from ..launcher.output import print_sentence
 from ..report.canvas import save
 from ..report.comparison import TrialOutcome, comparison_table, medians
 from ..report.picture import comparison_picture
@@ -68,12 +69,11 @@ def run_demo(
     home = Path(
         make_job(workers=workers, servers=problem.servers, pace=problem.pace_s, run_dir=run_dir).run_dir
     )
-    console.print(
+    print_sentence(
+        console,
         f"{workers} workers train on {len(digits.train_labels)} handwritten digits for {problem.duration_s:g} s "
         f"under each of {len(settings)} settings. The speeds are emulated: one worker is "
         f"{max(problem.pace_s) / min(problem.pace_s):g} times slower than the others.",
-        soft_wrap=True,
-        highlight=False,
     )
     trials: list[Trial] = []
     for seed in seeds:
@@ -91,7 +91,7 @@ def run_demo(
         _save_picture(home / "comparison.png", trials, problem)
         console.print(f"picture: {home / 'comparison.png'}", soft_wrap=True, highlight=False)
     except ConfigurationError as error:
-        console.print(f"no picture: {error}", soft_wrap=True, highlight=False, markup=False)
+        print_sentence(console, f"no picture: {error}")
     console.print(f"results: {home}", soft_wrap=True, highlight=False)
     return outcomes
 

@@ -64,7 +64,7 @@ from .endings import EXIT_PEER_LOST
 from .interruption import Interruption
 from .local import HostMachine, LocalEngine, Process
 from .orders import payload_of_server
-from .output import PlainScreen
+from .output import PlainScreen, print_sentence
 from .rejoining import MOST_REJOINS, Rejoins
 from .starting import Starter
 
@@ -181,7 +181,7 @@ def join(
                 offer = MachineJoined(version, wanted, tuple(indices), count)
                 admitted = _ask_to_join(stream, address, token, offer)
                 if taken := ", ".join(str(index) for index in indices if index not in admitted.workers):
-                    console.print(f"the worker index {taken} is not free", markup=False)
+                    print_sentence(console, f"the worker index {taken} is not free")
                 job = decode_job(admitted.job, admitted.now_ticks)
                 job = claim_run_dir(structs.replace(job, run_dir=folder))
                 folder, first = job.run_dir, False
@@ -189,7 +189,7 @@ def join(
                 if sock is not None:
                     listener = door.enter_context(Listener(sock, bytes.fromhex(job.mark)))
                     names = _listed("server", admitted.servers)
-                    console.print(f"brings {names}, reached at {listens_at}", markup=False, highlight=False)
+                    print_sentence(console, f"brings {names}, reached at {listens_at}")
                 with starter or Starter([()] * (wanted + count)) as processes:
                     starter = None
                     channels = Channels(
@@ -231,7 +231,7 @@ def join(
                 stream.close()
             if pause_s is None:
                 raise reason
-            console.print(f"{reason}; joining again in {pause_s:g} s", markup=False, soft_wrap=True)
+            print_sentence(console, f"{reason}; joining again in {pause_s:g} s")
             deadline_s = time.monotonic() + pause_s
             while time.monotonic() < deadline_s:
                 if interruption.asked:
@@ -274,12 +274,10 @@ def _listen(servers: ServerOffer, own: str, console: Console) -> tuple[socket.so
     host = f"[{own}]" if ":" in own else own
     listens_at = seen_from(address, f"tls:{host}:0")
     if is_local(listens_at):
-        console.print(
+        print_sentence(
+            console,
             f"the servers of this machine are reached at {listens_at}, so only workers on this machine can use them. "
             "Name the address on which the other machines reach this one with --listen.",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
         )
     return sock, listens_at
 
@@ -309,7 +307,7 @@ def _call(
             if time.monotonic() > deadline_s:
                 raise PeerLostError(f"{error}; gave up after {patience_s:g} s") from error
             if not told:
-                console.print(f"{error}; trying again for {patience_s:g} s", markup=False, soft_wrap=True)
+                print_sentence(console, f"{error}; trying again for {patience_s:g} s")
                 told = True
             time.sleep(RETRY_INTERVAL_S)
 
@@ -459,7 +457,7 @@ class Agent:
             self._running.pop(worker, None)
             self._taken_out.pop(worker, None)
             self._engine.start_worker(worker, HostMachine(), self._arguments, self._payload, incarnation)
-        self._console.print(f"joined as {_listed('worker', workers)}", markup=False)
+        print_sentence(self._console, f"joined as {_listed('worker', workers)}")
 
     def _leave(self) -> None:
         """Let the workers leave the run. If this machine has brought servers, the run ends."""
@@ -467,11 +465,10 @@ class Agent:
             process.signal(signal.SIGTERM)
         if self._engine.servers:
             names = _listed("server", self._engine.servers)
-            self._console.print(
+            print_sentence(
+                self._console,
                 f"the run ends, because it cannot continue without {names}; its weights are saved first. A second "
                 "signal ends all processes on this machine at once",
-                markup=False,
-                soft_wrap=True,
             )
             with contextlib.suppress(PeerLostError):  # `_hear` notices that the connection is lost
                 self._stream.send(MachineLeaving())
@@ -495,10 +492,9 @@ class Agent:
                             process.kill(why)
                     case TakenOut(worker, incarnation, reason) if self._workers.get(worker) == incarnation:
                         self._taken_out[worker] = math.inf
-                        self._console.print(
+                        print_sentence(
+                            self._console,
                             f"worker {worker} was taken out of the run: {reason}",
-                            markup=False,
-                            soft_wrap=True,
                         )
                     case MainChosen(worker):
                         if worker in self._workers:
@@ -596,7 +592,7 @@ class Agent:
         """Plan to let a worker join again, unless this has been done too often."""
         pause_s = self._rejoins.pause_s()
         then = "this machine does not try again" if pause_s is None else f"joining again in {pause_s:g} s"
-        self._console.print(f"{why}; {then}", markup=False, soft_wrap=True)
+        print_sentence(self._console, f"{why}; {then}")
         if pause_s is not None:
             self._due = sorted([*self._due, (time.monotonic() + pause_s, worker)])
 

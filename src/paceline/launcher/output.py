@@ -7,11 +7,15 @@ Training may take hours. Its result must be kept even if the reader of the outpu
 from __future__ import annotations
 
 import logging
+import textwrap
 from typing import IO, Any
+
+from rich.console import Console
+from rich.text import Text
 
 from ..errors import InternalError
 
-__all__ = ["ForgivingStream", "PlainScreen", "print_line"]
+__all__ = ["ForgivingStream", "PlainScreen", "print_line", "print_sentence"]
 
 log = logging.getLogger("paceline.output")
 
@@ -67,6 +71,22 @@ def print_line(line: str) -> None:
     `print` would write the end of the line separately, so that another thread's line could come in between.
     """
     print(f"{line}\n", end="", flush=True)
+
+
+def print_sentence(console: Console, text: str, style: str = "") -> None:
+    """Print text for people. A terminal wraps it between words; in a pipe or a file, it is never wrapped.
+
+    A word that is longer than a line, such as a path, is left whole, so that it can be copied. A command line should
+    not be printed by this function, because a wrapped one cannot be copied.
+    """
+    if console.is_terminal:
+        text = "\n".join(
+            wrapped
+            for line in text.split("\n")
+            for wrapped in textwrap.wrap(line, console.width, break_long_words=False, break_on_hyphens=False)
+            or [""]
+        )
+    console.print(Text(text, style=style), soft_wrap=True)
 
 
 class PlainScreen:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ..core.job_status import worker_state
 from ..runtime.job import Job
-from .output import ForgivingStream, print_line
+from .output import ForgivingStream, print_line, print_sentence
 from .terminal import left_behind
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def announce(job: Job, console: Console) -> None:
     """
     if console.is_terminal:
         counts = f"{counted(job.workers, 'worker')} and {counted(job.servers, 'server')}"
-        console.print(f"starting {counts}, {job.sync}", markup=False, highlight=False, soft_wrap=True)
+        print_sentence(console, f"starting {counts}, {job.sync}")
 
 
 class Progress:

@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from ..errors import ConfigurationError, RunFailedError
 from ..runtime.job import Job, claim_run_dir
 from .interruption import Interruption
+from .output import print_sentence
 from .progress import counted
 from .ray_host import END_TIMEOUT_S, RayHost
 from .ray_program import Ended, JoinOrder, Report, Served, ServeOrder
@@ -427,7 +428,7 @@ class RayRun:
         return RunResult(load_file(weights), summary, run_dir, snapshots, tuple(problems))
 
     def _say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_sentence(self._console, line)
 
 
 _HOW = {"left": "has left", "lost": "was lost", "refused": "was refused"}

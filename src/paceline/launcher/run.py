@@ -36,6 +36,7 @@ from .channels import Channels, Streams
 from .interruption import Interruption
 from .local import LocalEngine, Placement
 from .orders import payload_of_server
+from .output import print_sentence
 from .progress import Progress
 from .results import RunResult, save_weights, summarize, write_summary
 from .starting import Starter
@@ -476,7 +477,7 @@ class LiveRun:
             log.warning("%s", line)
         else:
             self._progress.begin_line()
-            self._console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+            print_sentence(self._console, line, style="yellow")
 
 
 class Sampler:

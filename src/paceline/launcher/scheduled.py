@@ -24,6 +24,7 @@ from .channels import Streams
 from .environments import Place, Store
 from .interruption import Interruption, Terminated
 from .joining import join
+from .output import print_sentence
 from .serving import Announcement, Serving, finished
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def join_job(
         except Terminated as end:
             if end.number != signal.SIGTERM:
                 raise
-            console.print(f"left the run: {end.words}", markup=False)
+            print_sentence(console, f"left the run: {end.words}")
         return 0
     reached = listening_address(place, listen)
     where = [f"--listen={listen or reached}", f"--port={port}"]
@@ -148,7 +149,7 @@ def join_job(
         except Terminated as end:
             asked = end
         except RunFailedError as error:  # the run may continue without this worker
-            console.print(str(error), markup=False, highlight=False)
+            print_sentence(console, str(error))
         code = _await_end(serving, asked is not None)
         if asked is not None and not (code in EXIT_FINISHED and finished(meeting.run_dir)):
             raise asked

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from ..core.lease import BatchSizing
 from ..errors import ConfigurationError
+from ..launcher.output import print_sentence
 from ..report.names import run_name
 from ..report.ranking import ranking_table
 from ..report.speed import speed_unit
@@ -286,20 +287,21 @@ def show(report: MachineReport, cluster: Cluster, console: Console) -> None:
     if report.data is not None:
         caption += f"\n{describe_data(report.data, cluster.workers)}; {_ASSUMED}"
     for finding in report.findings:
-        console.print(finding, highlight=False, markup=False)
+        print_sentence(console, finding)
     console.print(ranking_table(f"{cluster.name}, simulated under each model", report.rows, caption))
     show_faults(report.rows, console)
     if report.emulated:
-        console.print(
+        print_sentence(
+            console,
             f"\nThis run emulated unequal machines: {report.emulated}. The recommendations are for the emulated "
             "machines.",
-            highlight=False,
-            markup=False,
         )
     if report.caution:
-        console.print(f"\n{report.caution}", highlight=False, markup=False)
+        print_sentence(console, f"\n{report.caution}")
     for advice in report.advice:
         name = run_name(advice.sync, advice.batch)
-        console.print(f"\n[bold]{advice.wish}[/]: {name}", highlight=False)
-        console.print(f"  {advice.reason}", highlight=False)
-        console.print(f"  {advice.command}", highlight=False, soft_wrap=True)
+        console.print(f"\n[bold]{advice.wish}[/]: {name}", highlight=False, soft_wrap=not console.is_terminal)
+        print_sentence(console, f"  {advice.reason}")
+        console.print(
+            f"  {advice.command}", highlight=False, soft_wrap=True
+        )  # may be copied, so it is not wrapped

@@ -9,6 +9,7 @@ import msgspec
 from rich.console import Console
 
 from ..errors import RunFailedError
+from ..launcher.output import print_sentence
 from ..report.canvas import can_draw, save
 from ..report.picture import timelines_picture
 from ..report.ranking import ranking_picture, ranking_table, sweep_picture
@@ -30,7 +31,7 @@ def show_faults(rows: Iterable[Figures], console: Console) -> None:
     for row in rows:
         for fault in [row.failure, row.unapplied, *(fault.splitlines()[0] for fault in row.faults)]:
             if fault:
-                console.print(f"{row.name}: {fault}", style="red", markup=False, highlight=False)
+                print_sentence(console, f"{row.name}: {fault}", style="red")
 
 
 def require_results(rows: Sequence[Figures]) -> None:
