@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from paceline.core.layout import Layout
 from paceline.core.messages import ShardWaits, Status, Waits
 from paceline.core.model_spec import ModelSpec, OptimizerSpec
+from paceline.launcher.waiting import Waiting
 from paceline.runtime import stall
 from paceline.runtime.coordinator import CoordinatorHost
 from paceline.runtime.job import make_job
@@ -96,3 +98,79 @@ def test_answers_from_before_a_loss_are_no_standstill(
         found.append(bool(watch.standstill))
 
     assert found == [False, False, False, False, False, True]
+
+
+class Lines(list[str]):
+    """What was said about a silent worker, and what was done to its process."""
+
+    def __init__(self, coordinator: CoordinatorHost, state: str, timeout_s: float | None = None) -> None:
+        super().__init__()
+        self.kills: list[str] = []
+        process = SimpleNamespace(id=5912, state=state, kill=self.kills.append)
+        engine: Any = SimpleNamespace(process=lambda role, index: process)
+        self._waiting = Waiting(coordinator, engine, timeout_s, self.append)
+
+    def look(self, *awaited: stall.Awaited) -> None:
+        watch: Any = SimpleNamespace(look=lambda: list(awaited), standstill="")
+        self._waiting._watch = watch
+        self._waiting.look()
+
+
+def silent(*waiting: int) -> stall.Awaited:
+    return stall.Awaited("worker", 0, 20.0, "last reported in iteration 8", waiting, 0.5)
+
+
+@pytest.fixture
+def training(coordinator: CoordinatorHost) -> CoordinatorHost:
+    coordinator.core.model = ModelSpec(Layout((), (), {}), OptimizerSpec("", (), ()), ())
+    return coordinator
+
+
+def finish(coordinator: CoordinatorHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all workers but worker 0 have finished."""
+    monkeypatch.setattr(type(coordinator.core.members), "live", {0})
+    monkeypatch.setattr(type(coordinator.core.members), "some_have_finished", True)
+
+
+def test_a_worker_that_evaluates_when_the_others_have_finished_is_neither_named_nor_killed(
+    training: CoordinatorHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish(training, monkeypatch)
+    lines = Lines(training, "is running", timeout_s=10.0)
+    lines.look(silent())
+    assert (lines, lines.kills) == ([], [])
+
+
+def test_a_worker_that_is_stopped_when_the_others_have_finished_is_named(
+    training: CoordinatorHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish(training, monkeypatch)
+    lines = Lines(training, "is stopped")
+    lines.look(silent())
+    [line] = lines
+    assert "No other worker is waiting for it." in line
+    assert "Run 'kill -CONT 5912' to resume the process." in line
+    assert "Run 'kill -KILL 5912' to kill it and end the run." in line
+
+
+@pytest.mark.parametrize("waiting", [(), (1,)])
+def test_who_waits_is_said_and_what_a_kill_leads_to(
+    training: CoordinatorHost, waiting: tuple[int, ...]
+) -> None:
+    lines = Lines(training, "is running")
+    lines.look(silent(*waiting))
+    [line] = lines
+    assert line.startswith(
+        "The run is waiting for worker 0" if waiting else "Worker 0 has sent nothing for 20 s"
+    )
+    assert ("evaluating the model" in line) == (not waiting)
+    assert line.endswith(
+        "Run 'kill -KILL 5912' to kill it and let the others continue. In another run, --stall-timeout SECONDS (in "
+        "Python, stall_timeout=SECONDS) does so."
+    )
+
+
+def test_a_worker_that_others_wait_for_is_killed_after_the_timeout(training: CoordinatorHost) -> None:
+    lines = Lines(training, "is running", timeout_s=10.0)
+    lines.look(silent(1))
+    assert lines.kills == ["it had sent nothing for 20 s (--stall-timeout)"]

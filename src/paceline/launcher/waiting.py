@@ -56,7 +56,7 @@ class Waiting:
         """Check the processes once. If the run cannot continue, return the reason; otherwise, return ""."""
         for reported in self._watch.look():
             awaited = self._without_excuse(reported)
-            if awaited is None:
+            if awaited is None or self._may_take_its_time(awaited):
                 continue
             key = awaited.role, awaited.index
             heard_s = self._coordinator.heard_s.get(key, 0.0)
@@ -98,13 +98,31 @@ class Waiting:
             return None
         return msgspec.structs.replace(awaited, quiet_s=now_s - excused_s)
 
+    def _may_take_its_time(self, awaited: Awaited) -> bool:
+        """Return True if nobody waits for a worker, because the others have finished. It may evaluate its model.
+
+        A process that is stopped does nothing of the kind.
+        """
+        if awaited.role != "worker" or awaited.waiting:
+            return False
+        if not self._coordinator.core.members.some_have_finished:
+            return False
+        process = self._engine.process(awaited.role, awaited.index)
+        return process is None or process.state != "is stopped"
+
     def _describe(self, awaited: Awaited) -> str:
-        """Return a message about a process that the run is waiting for."""
+        """Return a message about a silent process."""
         process = self._engine.process(awaited.role, awaited.index)
         usual = f" (its iterations usually take {awaited.usual_s:.2g} s)" if awaited.usual_s else ""
+        name = f"{awaited.role} {awaited.index}"
+        training = self._coordinator.core.model is not None
+        nobody = awaited.role == "worker" and not awaited.waiting and training
         lines = [
-            f"The run is waiting for {awaited.role} {awaited.index}, which has sent nothing for "
-            f"{awaited.quiet_s:.0f} s. It {awaited.doing}{usual}."
+            f"{name.capitalize()} has sent nothing for {awaited.quiet_s:.0f} s. It {awaited.doing}{usual}. No other "
+            "worker is waiting for it. Its script may do something other than training, such as evaluating the model."
+            if nobody
+            else f"The run is waiting for {name}, which has sent nothing for {awaited.quiet_s:.0f} s. It "
+            f"{awaited.doing}{usual}."
         ]
         if awaited.waiting:
             names = " and ".join(
@@ -119,15 +137,12 @@ class Waiting:
                 lines.append(f"Run 'kill -CONT {process.id}' to resume the process.")
         if self._timeout_s is not None:
             lines.append(f"It will be killed after {self._timeout_s:g} s of silence (--stall-timeout).")
-        elif process is None:
-            lines.append(f"It runs on another machine; --stall-timeout SECONDS kills such a {awaited.role}.")
         else:
-            effect = (
-                "kill it and let the others continue"
-                if awaited.role == "worker"
-                else "kill it and end the run"
-            )
-            lines.append(
-                f"Run 'kill -KILL {process.id}' to {effect}; --stall-timeout SECONDS does so automatically."
-            )
+            option = "In another run, --stall-timeout SECONDS (in Python, stall_timeout=SECONDS)"
+            if process is None:
+                lines.append(f"It runs on another machine. {option} kills such a {awaited.role}.")
+            else:
+                others = self._coordinator.core.members.live - {awaited.index}
+                effect = "let the others continue" if awaited.role == "worker" and others else "end the run"
+                lines.append(f"Run 'kill -KILL {process.id}' to kill it and {effect}. {option} does so.")
         return " ".join(lines)
