@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -100,6 +101,33 @@ def test_a_model_of_the_user_is_advised_without_naming_its_module_again(
     check += "print([replay(trace) for trace in read_run(Path('run'))])"
     monkeypatch.setenv("PYTHONPATH", f"{scripts}:{Path(EXAMPLE).parents[1] / 'src'}")
     assert run_program("-c", check).stdout == "[[], []]\n"
+
+
+LOADERS = {
+    "a DataLoader": "torch.utils.data.DataLoader(data, batch_size=8)",
+    "a batch sampler": "torch.utils.data.DataLoader(data, batch_sampler=torch.arange(64).view(8, 8).tolist())",
+}
+
+
+@pytest.mark.chaos
+@pytest.mark.processes
+@pytest.mark.usefixtures("mark")
+@pytest.mark.parametrize("loader", LOADERS)
+def test_what_the_findings_of_a_run_suggest_can_be_done(loader: str) -> None:
+    Path("train.py").write_text(ONE_OPTIMIZER.replace(LOADERS["a DataLoader"], LOADERS[loader]))
+    options = ["--servers", "1", "--pace", ".01,.15"]
+    paceline("run", *options, "--batch", "balanced", "--run-dir", "balanced", "train.py", "6")
+    findings = " ".join(json.loads(Path("balanced", "summary.json").read_text())["findings"])
+    assert "--batch balanced" not in findings
+    paceline("run", *options, "--run-dir", "run", "train.py", "6")
+    findings = " ".join(json.loads(Path("run", "summary.json").read_text())["findings"])
+    suggested = re.findall(r"(--[a-z]+) ([a-z-]+)", findings)
+    assert (("--batch", "balanced") in suggested) == (loader == "a DataLoader")
+    assert ("--sync", "asp") in suggested
+    for option in suggested:
+        assert "cannot" not in paceline("run", *options, *option, "train.py", "1")
+    [command] = re.findall(r"run: paceline (.*)", findings)
+    paceline(*shlex.split(command))
 
 
 @pytest.fixture

@@ -385,11 +385,11 @@ BAD_INPUT = {
     "a negative port": (["--port", "-1", "train.py"], "error: port is -1, expected a number from 0"),
     "a run directory inside a file": (
         ["--run-dir", "train.py/run", "train.py"],
-        "error: the run directory train.py/run cannot be written; choose another with --run-dir.",
+        "error: the run directory train.py/run cannot be written; choose another one.",
     ),
     "a run directory that is a file": (
         ["--run-dir", "train.py", "train.py"],
-        "error: the run directory train.py cannot be written; choose another with --run-dir.",
+        "error: the run directory train.py cannot be written; choose another one.",
     ),
     "an empty run directory": (
         ["--run-dir", "", "train.py"],

@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from paceline.core.lease import Order
 from paceline.sim import Cluster, Presence, simulate
-from paceline.trace.findings import find
+from paceline.trace.findings import Handout, find
 from paceline.trace.measures import Meter
 
 OTHER_MODEL = (
@@ -15,6 +16,12 @@ OTHER_MODEL = (
 )
 BALANCED = "Try --batch balanced, which makes the size of each worker's batch proportional to its speed."
 BALANCED_LOCKSTEP = f"{BALANCED} The joint batch of all workers stays the same."
+DISTRIBUTE = (
+    "The script decides how many iterations each worker makes. If it distributes its data with "
+    "paceline.distribute(loader), faster workers can use more of the data."
+)
+AUTO = Handout("auto", divisible=True)
+STATIC = Handout("static", divisible=True)
 NOTHING = Meter(1).measures()
 
 
@@ -25,7 +32,7 @@ def lost(
     duration_s: float = 30.0,
     pushed_s: float = 30.0,
     lockstep: bool = False,
-    balanced: bool = False,
+    handout: Handout = AUTO,
 ) -> list[str]:
     """What is found if workers were idle at the end of a run, and the others pushed at `pushed_s`."""
     left_s = {worker: duration_s - idle_s.get(worker, 0.0) for worker in iterations}
@@ -37,7 +44,7 @@ def lost(
         left_s=left_s,
         last_push_s={worker: min(left_s[worker], pushed_s) for worker in iterations},
     )
-    return find(measures, lockstep=lockstep, balanced=balanced)
+    return find(measures, lockstep=lockstep, handout=handout)
 
 
 def test_nothing_is_said_about_a_run_in_which_nothing_was_lost() -> None:
@@ -47,7 +54,7 @@ def test_nothing_is_said_about_a_run_in_which_nothing_was_lost() -> None:
 
 
 def test_idle_workers_are_counted_and_the_one_that_still_worked_is_named() -> None:
-    idle, shares, hint = lost({0: 8.0, 1: 8.0, 2: 8.0}, {0: 100, 1: 100, 2: 100, 3: 100})
+    idle, shares, hint = lost({0: 8.0, 1: 8.0, 2: 8.0}, {0: 100, 1: 100, 2: 100, 3: 100}, handout=STATIC)
     assert (
         idle == "3 workers were idle for the last 8.0 s (27% of the run), because worker 3 was still working."
     )
@@ -88,7 +95,8 @@ def test_idle_workers_with_equal_shares_under_lockstep_are_told_to_balance_their
 
 @pytest.mark.parametrize("lockstep", [True, False])
 def test_balanced_batches_are_not_called_equal_shares(lockstep: bool) -> None:
-    assert len(lost({0: 8.0}, {0: 100, 1: 100}, lockstep=lockstep, balanced=True)) == 1
+    handout = Handout("static", balanced=True, divisible=True)
+    assert len(lost({0: 8.0}, {0: 100, 1: 100}, lockstep=lockstep, handout=handout)) == 1
 
 
 def test_a_worker_that_no_longer_pushed_is_not_said_to_be_slow() -> None:
@@ -111,22 +119,23 @@ def test_equal_shares_on_unequal_machines_leave_fast_workers_idle_without_barrie
 
 def test_waiting_at_barriers_is_said_with_what_helps() -> None:
     measures = simulate(Cluster(compute_s=[1.0, 1.0, 3.0]), "bsp", iterations=10).measures
-    waiting, balance, other, command = find(measures, lockstep=True, run_dir="runs/1")
+    waiting, balance, other, command = find(measures, lockstep=True, handout=AUTO, run_dir="runs/1")
     assert waiting == (
         "Workers waited at the barrier of each iteration for 44% of their time (13.3 s each, on average); worker 2 "
         "waited least (0.0 s)."
     )
     assert (balance, other) == (BALANCED_LOCKSTEP, OTHER_MODEL)
     assert command == "To compare the sync models on these machines, run: paceline advise runs/1"
-    assert find(measures, lockstep=True) == [waiting, balance, other]
-    assert find(measures, lockstep=True, balanced=True) == [waiting, other]
+    assert find(measures, lockstep=True, handout=AUTO) == [waiting, balance, other]
+    balanced = Handout("auto", balanced=True, divisible=True)
+    assert find(measures, lockstep=True, handout=balanced) == [waiting, other]
 
 
 def test_balanced_batches_are_no_help_where_all_wait_alike() -> None:
     measures = msgspec.structs.replace(
         NOTHING, duration_s=30.0, waiting_s={0: 6.0, 1: 6.0}, waiting_share=0.2
     )
-    assert find(measures, lockstep=True) == [
+    assert find(measures, lockstep=True, handout=AUTO) == [
         "Workers waited at the barrier of each iteration for 20% of their time (6.0 s each, on average).",
         OTHER_MODEL,
     ]
@@ -134,11 +143,12 @@ def test_balanced_batches_are_no_help_where_all_wait_alike() -> None:
 
 def test_waiting_for_a_slow_worker_under_another_model_is_said_with_balanced_batches() -> None:
     measures = simulate(Cluster(compute_s=[1.0, 1.0, 3.0]), "ssp:staleness=1", until_s=30.0).measures
-    waiting, balance, command = find(measures, lockstep=False, run_dir="runs/1")
+    waiting, balance, command = find(measures, lockstep=False, handout=AUTO, run_dir="runs/1")
     assert waiting.startswith("Workers waited for the answers to their pulls for ")
     assert balance == BALANCED
     assert command.endswith("paceline advise runs/1")
-    assert find(measures, lockstep=False, balanced=True, run_dir="runs/1") == [waiting, command]
+    balanced = Handout("auto", balanced=True, divisible=True)
+    assert find(measures, lockstep=False, handout=balanced, run_dir="runs/1") == [waiting, command]
 
 
 def test_a_lost_worker_is_neither_idle_nor_working() -> None:
@@ -147,3 +157,66 @@ def test_a_lost_worker_is_neither_idle_nor_working() -> None:
     assert (
         first == "Worker 1 was idle for the last 20.0 s (67% of the run), because worker 2 was still working."
     )
+
+
+WAITED = simulate(Cluster(compute_s=[1.0, 1.0, 3.0]), "bsp", iterations=10).measures
+
+
+@pytest.mark.parametrize(
+    ("order", "asked", "hints"),
+    [
+        (Order(600, 16, False, "auto", ""), False, [BALANCED_LOCKSTEP, OTHER_MODEL]),
+        (Order(600, 16, False, "auto", "", balanced=True), True, [OTHER_MODEL]),
+        # The run has asked for balanced batches, and was told that its data, or its script, does not allow them.
+        (Order(600, 16, False, "auto", ""), True, [OTHER_MODEL]),
+        (
+            Order(600, 1, False, "auto", ""),
+            False,
+            [OTHER_MODEL],
+        ),  # batches of a batch sampler, or of one item
+        (Order(None, 16, False, "auto", ""), False, [OTHER_MODEL]),  # a dataset without a length
+        (
+            Order(600, 16, False, "static", ""),
+            False,
+            [
+                BALANCED_LOCKSTEP,
+                "Omit split='static' in paceline.distribute(loader), so that data is handed out on demand, under a "
+                "sync model without a barrier in every iteration, such as --sync asp or --sync elastic-bsp.",
+            ],
+        ),
+    ],
+)
+def test_only_what_the_data_allows_is_suggested(order: Order, asked: bool, hints: list[str]) -> None:
+    handout = Handout.of(order, asked=asked)
+    assert find(WAITED, lockstep=True, handout=handout)[1:] == hints
+
+
+def test_without_a_distributed_loader_nothing_is_said_to_be_handed_out_on_demand() -> None:
+    assert find(WAITED, lockstep=True)[1:] == [DISTRIBUTE]
+    idle = simulate(Cluster(compute_s=[1.0, 1.0, 3.0]), "asp", iterations=10).measures
+    assert find(idle, lockstep=False)[2:] == [DISTRIBUTE]
+    assert find(idle, lockstep=False, handout=AUTO)[2:] == []
+    not_divisible = Handout("static")
+    assert find(idle, lockstep=False, handout=not_divisible)[2:] == [
+        "Omit split='static' in paceline.distribute(loader), so that data is handed out on demand."
+    ]
+
+
+def test_an_option_that_other_models_do_not_have_is_named() -> None:
+    assert find(WAITED, lockstep=True, handout=AUTO, overlap=False)[-1] == (
+        "Under a sync model without a barrier in every iteration, data is handed out on demand: try --sync asp or "
+        "--sync elastic-bsp, without --overlap off."
+    )
+
+
+def test_a_program_that_calls_launch_is_told_its_arguments() -> None:
+    _, balance, other = find(WAITED, lockstep=True, handout=AUTO, python=True)
+    assert balance.startswith("Try batch='balanced', which")
+    assert other.endswith("try sync='asp' or sync='elastic-bsp'.")
+
+
+def test_joint_clipping_is_suggested_only_where_it_is_possible() -> None:
+    pushes = msgspec.structs.replace(NOTHING.pushes, averaged=4)
+    clipped = msgspec.structs.replace(NOTHING, clipped_alone=4, pushes=pushes)
+    assert len(find(clipped, lockstep=True)) == 2
+    assert len(find(clipped, lockstep=True, clippable=False)) == 1

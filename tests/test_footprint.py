@@ -182,6 +182,7 @@ def test_a_shortage_names_both_sizes_and_what_to_do() -> None:
     over_shm = footprint(GIB, vectors=1, workers=4, servers=1, transport="shm")
     assert "need 9.0 GiB" in (reason := shortage(over_shm, 0, "4 workers over shm"))
     assert "transport 'shm'" not in reason
+    assert "transport 'shm'" not in shortage(over_tcp, 0, "4 workers over unix", shm=False)
 
 
 def test_it_is_arithmetic_and_needs_no_torch() -> None:
@@ -413,6 +414,11 @@ def test_too_few_descriptors_name_the_limit_and_what_is_needed_and_what_to_do() 
         f"too few file descriptors: with 4 workers, 2 servers and 2 shards, one process needs up to {needed} "
         f"open files and connections, but the limit is 24. Raise the limit with 'ulimit -n {needed}' before the run, "
         "or use fewer workers, servers or shards."
+    )
+    assert "Raise the limit with 'ulimit" in descriptor_shortage(*arguments, limit=24, hard_limit=needed)
+    assert descriptor_shortage(*arguments, limit=24, hard_limit=needed - 1).endswith(
+        f"the limit is 24. Let an administrator raise the hard limit, which is {needed - 1}, or use fewer workers, "
+        "servers or shards."
     )
 
 

@@ -265,6 +265,22 @@ def test_alone_any_optimizer_works(name: str) -> None:
     assert not torch.equal(model.weight, before)
 
 
+@pytest.mark.parametrize("sparse", [True, False])
+def test_what_the_refusal_of_sparse_adam_advises_works_alone_and_in_a_run(sparse: bool) -> None:
+    embedding = torch.nn.Embedding(6, 2, sparse=sparse)
+    refused = torch.optim.SparseAdam(embedding.parameters())
+    with pytest.raises(ConfigurationError, match="use Adam, and create the embeddings with sparse=False"):
+        require_elementwise(refused)
+    optimizer = torch.optim.Adam(embedding.parameters())
+    require_elementwise(optimizer)
+    embedding(torch.tensor([1, 4])).sum().backward()
+    if not sparse:
+        optimizer.step()
+        return
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        optimizer.step()
+
+
 def test_alone_the_methods_of_the_wrapped_optimizer_are_passed_through() -> None:
     class Switching(ScheduleFree):
         training = True

@@ -21,11 +21,13 @@ from safetensors import SafetensorError
 
 from ..core.coordinator import Coordinator
 from ..core.data_ledger import DataLedger
+from ..core.lease import Order
 from ..errors import ConfigurationError
 from ..runtime.coordinator import CoordinatorHost
 from ..runtime.reader import WeightsSnapshot
+from ..sync.model import agree_on_means
 from ..sync.ticks import TICKS_PER_S
-from ..trace.findings import find
+from ..trace.findings import Handout, find
 from ..trace.kept_models import folders_of, modules_of_models
 from ..trace.measures import meter_of
 from ..trace.recording import Trace, read_run, trace_files
@@ -165,9 +167,17 @@ def summarize(
             lockstep = all(model.lockstep for model in job.schedule.models)
             figures = msgspec.to_builtins(measures, str_keys=True)
             epochs = _epochs(coordinator.core.data, figures)
-            balanced = epochs.get("batch") == "balanced"
-            lost = find(measures, lockstep=lockstep, balanced=balanced, run_dir=job.run_dir)
-            figures["findings"] = [*found, *lost]
+            figures["findings"] = find(
+                measures,
+                found=found,
+                lockstep=lockstep,
+                handout=_handout(coordinator.core.data, asked=job.batch == "balanced"),
+                overlap=job.overlap == "shards",
+                clippable=agree_on_means(job.schedule.models),
+                python=program[:1] == ["function"],
+                # Machines that have joined the run keep the records of their workers.
+                run_dir=None if job.joined else job.run_dir,
+            )
             pushes = figures.pop("pushes")
             spent = coordinator.core.time_ledger.totals(job.now_ticks())
             uses = time_use(meter.presences(), spent, TICKS_PER_S)
@@ -188,6 +198,7 @@ def summarize(
         "overlap": job.overlap,
         "transport": job.transport,
         "seed": job.seed,
+        "divisible": _handout(coordinator.core.data, asked=job.batch == "balanced").divisible,
         "imports": folders_of([*job.imports, *modules_of_models(job.schedule.models)]),
         **epochs,
         "emulated": job.emulated,
@@ -237,11 +248,9 @@ def _epochs(data: DataLedger, figures: Mapping[str, Any]) -> dict[str, Any]:
     `batches_per_push` is larger than 1 if the script accumulated gradients over several batches, and
     `pushes_per_batch` if it made several steps with the same batch, as with several optimizers.
     """
-    counts = data.counts()
-    most = max(counts, key=lambda name: counts[name].used, default=None)
-    if most is None or not counts[most].used:
+    if (last := _last_order(data)) is None:
         return {}
-    order, epochs = data.last_order(most)
+    order, epochs = last
     sampled = max(1, figures.get("sampled_gradients", 0))
     per_push = figures.get("samples", 0) / sampled
     return {
@@ -251,7 +260,21 @@ def _epochs(data: DataLedger, figures: Mapping[str, Any]) -> dict[str, Any]:
         "batches_per_push": max(1, round(per_push / order.batch)),
         "pushes_per_batch": max(1.0, figures.get("gradients", 0) / sampled),
         "batch": "balanced" if order.balanced else "equal",
+        "split": order.split,
     }
+
+
+def _last_order(data: DataLedger) -> tuple[Order, int] | None:
+    """Return the order, and the number of epochs, of the loader from which the most samples were used, if any."""
+    counts = data.counts()
+    most = max(counts, key=lambda name: counts[name].used, default=None)
+    return None if most is None or not counts[most].used else data.last_order(most)
+
+
+def _handout(data: DataLedger, *, asked: bool) -> Handout:
+    """Return how data was handed out to the workers. `asked` is True if the run was asked for balanced batches."""
+    last = _last_order(data)
+    return Handout() if last is None else Handout.of(last[0], asked=asked)
 
 
 def _samples(data: DataLedger, dropped: int) -> dict[str, int]:

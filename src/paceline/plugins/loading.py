@@ -67,7 +67,7 @@ def _import(names: Iterable[str]) -> None:
         except Exception as error:  # a module may raise any exception when it is imported
             raise ConfigurationError(
                 f"the module {name!r} cannot be imported: {error!r}. Name a module that is next to the script or on "
-                "Python's module search path, as in --import mymodule."
+                "Python's module search path."
             ) from error
 
 

@@ -25,7 +25,7 @@ from ..sim import Cluster, Dataset, simulate
 from ..sim.recorded import read_cluster_of_run
 from ..sync.events import WorkerFinished, WorkerLost
 from ..sync.schedule import read_schedule
-from ..trace.findings import find
+from ..trace.findings import Handout, find
 from ..trace.kept_models import load_kept_models
 from ..trace.measures import Measures, Meter, measure
 from ..trace.recording import TraceFile, trace_files
@@ -130,11 +130,18 @@ def advise(
         data = msgspec.structs.replace(data, epochs=min(data.epochs, math.ceil(iterations / rounds)))
     measured_per_s, simulated_per_s = together.gradients / together_s, again.measures.gradients / together_s
     deviation = simulated_per_s / measured_per_s - 1 if measured_per_s else 0.0
-    rows = rank(cluster, _runnable(syncs, cluster, shards), iterations=iterations, data=data, tell=tell)
+    rows = rank(
+        cluster,
+        _runnable(syncs, cluster, shards),
+        iterations=iterations,
+        data=data,
+        balances=summary.get("divisible", True),
+        tell=tell,
+    )
     return MachineReport(
         sync=own,
         emulated=cluster.emulated,
-        findings=find(measure(traces), lockstep=lockstep, balanced=batch == "balanced"),
+        findings=find(measure(traces), lockstep=lockstep, handout=_handout(summary)),
         measured_updates_per_s=together.updates / together_s,
         simulated_updates_per_s=again.updates / together_s,
         measured_gradients_per_s=measured_per_s,
@@ -171,6 +178,12 @@ def _dataset(summary: Mapping[str, Any], workers: int) -> Dataset | None:
     batch_size *= summary.get("batches_per_push", 1)
     pushes = summary.get("pushes_per_batch", 1.0)
     return Dataset(samples=samples, batch_size=batch_size, epochs=epochs, pushes_per_batch=pushes)
+
+
+def _handout(summary: Mapping[str, Any]) -> Handout:
+    """Return how the data of a run was handed out."""
+    divisible = summary.get("divisible", True)
+    return Handout(summary.get("split"), summary.get("batch") == "balanced", divisible)
 
 
 def _while_all_were_present(shard: TraceFile) -> tuple[float, Measures]:

@@ -261,12 +261,13 @@ def rank(
     seed: int = 0,
     shards: int | None = None,
     data: Dataset | None = None,
+    balances: bool = True,
     tell: TellCount = lambda done, of, what: None,
 ) -> list[Figures]:
     """Simulate each model for the time that BSP needs for `iterations` iterations, or until data is used up.
 
-    With data, each model whose workers may have to wait for each other is simulated with equal and with balanced
-    batches.
+    With data, each model whose workers may have to wait for each other is simulated with equal and, if `balances` is
+    True, with balanced batches.
 
     Returns:
         The results, sorted by samples per second, or by gradients per second without data, descending. Models that
@@ -285,7 +286,7 @@ def rank(
         tasks = [
             Task(cluster, sync, None, math.inf, seed, shards, data, batch)
             for sync in syncs
-            for batch in (("equal",) if _independent(sync) else BATCH_SIZINGS)
+            for batch in (BATCH_SIZINGS if balances and not _independent(sync) else ("equal",))
         ]
     order = sorted(run_tasks(tasks, tell), key=lambda row: (not row.sound, -row.speed, row.mean_staleness))
     return mark_front(order)

@@ -64,7 +64,7 @@ from ..sync.ticks import TICKS_PER_S
 from ..trace.clocks import ClockRecorder
 from ..trace.recording import Header, Recorder
 from ..wire.addresses import listen_tcp, listen_unix
-from ..wire.memory import MASTER, Region
+from ..wire.memory import MASTER, Region, shared_memory_available
 from ..wire.passing import Source
 from ..wire.stream import no_payload
 from ..wire.traffic import Traffic, traffic_of
@@ -726,7 +726,8 @@ class CoordinatorHost:
             held_bytes = size_bytes * job.local_servers // job.servers
             return served_shortage(held_bytes, vectors, workers, available_bytes(), read_bytes=size_bytes)
         needed = footprint(size_bytes, vectors, workers, job.servers, job.transport)
-        return shortage(needed, available_bytes(), f"{workers} workers over {job.transport}")
+        what = f"{workers} workers over {job.transport}"
+        return shortage(needed, available_bytes(), what, shm=shared_memory_available())
 
     # -- collection of the weights at the end --------------------------------------------------------------
 

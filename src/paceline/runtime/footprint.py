@@ -63,6 +63,7 @@ __all__ = [
     "descriptors",
     "footprint",
     "format_size",
+    "hard_descriptor_limit",
     "open_descriptors",
     "process_shortage",
     "served_shortage",
@@ -202,13 +203,14 @@ def _state_vectors(optimizer: str, group: Mapping[str, Any]) -> int:
             return STATE_VECTORS.get(optimizer, MOST_STATE_VECTORS)
 
 
-def shortage(needed: Footprint, available: int | None, what: str) -> str:
+def shortage(needed: Footprint, available: int | None, what: str, *, shm: bool = True) -> str:
     """Return an error message if a run needs more memory than is available; otherwise, return "".
 
     Args:
         needed: memory that the run needs, see `footprint`.
         available: available memory in bytes, see `available_bytes`. If it is None (unknown), the result is "".
         what: description of the run, such as "4 workers over tcp".
+        shm: True if this system has shared memory, which needs less memory.
     """
     if available is None or needed.to_come_bytes <= available:
         return ""
@@ -216,7 +218,11 @@ def shortage(needed: Footprint, available: int | None, what: str) -> str:
         f"not enough memory: {what} with {format_size(needed.weights)} of parameters need "
         f"{format_size(needed.to_come_bytes)} for weights, gradients and optimizer state, but only "
         f"{format_size(available)} is available. Use fewer workers"
-        + (", use transport 'shm' (which needs one third of the memory per worker)" if needed.inboxes else "")
+        + (
+            ", use transport 'shm' (which needs one third of the memory per worker)"
+            if needed.inboxes and shm
+            else ""
+        )
         + ", train a smaller model, or give the machine or container more memory."
     )
 
@@ -293,21 +299,31 @@ def descriptors(workers: int, servers: int, shards: int, transport: str, open_no
 
 
 def descriptor_shortage(
-    workers: int, servers: int, shards: int, transport: str, open_now: int, limit: int | None
+    workers: int,
+    servers: int,
+    shards: int,
+    transport: str,
+    open_now: int,
+    limit: int | None,
+    hard_limit: int | None = None,
 ) -> str:
     """Return an error message if a run needs more descriptors than a process may have; otherwise, return "".
 
     Args:
         workers, servers, shards, transport, open_now: see `descriptors`.
         limit: maximum number of descriptors per process, see `descriptor_limit`.
+        hard_limit: number to which the user may raise the limit; None if there is no such number.
     """
     needed = descriptors(workers, servers, shards, transport, open_now)
     if limit is None or needed <= limit:
         return ""
+    how = f"Raise the limit with 'ulimit -n {needed}' before the run"
+    if hard_limit is not None and needed > hard_limit:
+        how = f"Let an administrator raise the hard limit, which is {hard_limit}"
     return (
         f"too few file descriptors: with {_count(workers, 'worker')}, {_count(servers, 'server')} and "
         f"{_count(shards, 'shard')}, one process needs up to {needed} open files and connections, but the limit is "
-        f"{limit}. Raise the limit with 'ulimit -n {needed}' before the run, or use fewer workers, servers or shards."
+        f"{limit}. {how}, or use fewer workers, servers or shards."
     )
 
 
@@ -342,7 +358,15 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 def descriptor_limit() -> int | None:
     """Return the maximum number of descriptors that one process may have open; None if there is no limit."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _finite(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def hard_descriptor_limit() -> int | None:
+    """Return the number to which this user may raise `descriptor_limit`; None if there is no such number."""
+    return None if os.geteuid() == 0 else _finite(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+
+
+def _finite(limit: int) -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 

@@ -34,6 +34,7 @@ from .footprint import (
     available_bytes,
     descriptor_limit,
     descriptor_shortage,
+    hard_descriptor_limit,
     open_descriptors,
     process_shortage,
 )
@@ -291,7 +292,8 @@ def make_job(
     least = _require_integer("least", workers if least is None else least, least=1)
     if least > workers:
         raise ConfigurationError(
-            f"the least number of workers is {least} and the largest is {workers}; write --workers MIN:MAX."
+            f"the least number of workers is {least} and the largest is {workers}; write --workers MIN:MAX, or in "
+            "Python workers=(MIN, MAX)."
         )
     if servers is None:
         # One server for each core that the workers leave free, but at least one.
@@ -360,7 +362,15 @@ def make_job(
     schedule.require_runnable(workers, shards)
     schedule.require_overlap(overlap)
     for reason in (
-        descriptor_shortage(workers, servers, shards, transport, open_descriptors(), descriptor_limit()),
+        descriptor_shortage(
+            workers,
+            servers,
+            shards,
+            transport,
+            open_descriptors(),
+            descriptor_limit(),
+            hard_descriptor_limit(),
+        ),
         process_shortage(workers, servers, available_bytes()),
     ):
         if reason:
@@ -518,9 +528,7 @@ def require_usable(path: str | os.PathLike[str]) -> None:
         raise ConfigurationError(f"the run directory {path} already contains a run; choose another.")
     nearest = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigurationError(
-            f"the run directory {path} cannot be written; choose another with --run-dir."
-        )
+        raise ConfigurationError(f"the run directory {path} cannot be written; choose another one.")
 
 
 def _make_run_dir(path: str | os.PathLike[str] | None) -> Path:
@@ -542,6 +550,6 @@ def _make_run_dir(path: str | os.PathLike[str] | None) -> Path:
         return run_dir
     except OSError as error:
         raise ConfigurationError(
-            f"the run directory {path or 'runs'} cannot be written: {error.strerror}. Choose another with "
-            "--run-dir."
+            f"the run directory {path or 'runs'} cannot be written: {error.strerror}. Choose another one with "
+            "--run-dir, or in Python with run_dir."
         ) from error

@@ -58,7 +58,7 @@ REASONS = {
     "Muon": "it orthogonalizes the update of a whole matrix",
     "LBFGS": "its step needs the inner products of whole gradients, and evaluates the closure several times",
     "SparseAdam": "it updates only the rows that occur in a sparse gradient, but gradients are pushed as dense "
-    "vectors; use Adam",
+    "vectors; use Adam, and create the embeddings with sparse=False",
 }
 """Why the other optimizers of torch cannot run on the servers."""
 

@@ -9,14 +9,19 @@ least one second. Clipping by each worker is named whenever it occurs, because i
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Collection, Sequence
 from statistics import fmean
+from typing import NamedTuple
 
+from ..core.lease import Order, Split
 from .measures import Measures
 from .unapplied import unapplied_pushes
 
-__all__ = ["find"]
+__all__ = ["Handout", "find"]
+
+OPTION = re.compile(r"--(\w+) ([\w-]+)")
 
 LEAST_SHARE = 0.05
 LEAST_S = 1.0
@@ -26,68 +31,146 @@ EQUAL = 0.95
 UNEVEN = 0.5
 
 OTHER_MODEL = (
-    "Under a sync model without a barrier in every iteration, data is handed out on demand: try --sync asp or "
-    "--sync elastic-bsp."
+    "Under a sync model without a barrier in every iteration, data is handed out on demand: try {models}."
 )
+MODELS = "--sync asp or --sync elastic-bsp"
 BALANCED = "Try --batch balanced, which makes the size of each worker's batch proportional to its speed."
 BALANCED_LOCKSTEP = f"{BALANCED} The joint batch of all workers stays the same."
+DYNAMIC = "Omit split='static' in paceline.distribute(loader), so that data is handed out on demand"
+SHARES = ", or try --batch balanced, which makes the shares proportional to the workers' speeds"
 DISTRIBUTE = (
-    "Omit split='static' in paceline.distribute(loader), so that data is handed out on demand, or try "
-    "--batch balanced, which makes the shares proportional to the workers' speeds."
+    "The script decides how many iterations each worker makes. If it distributes its data with "
+    "paceline.distribute(loader), faster workers can use more of the data."
 )
+
+CLIP = "To clip the joint gradient, call optimizer.clip_grad_norm(max_norm) between backward() and step() instead."
+
+
+class Handout(NamedTuple):
+    """How the data of a run was handed out to its workers, on which it depends what would help.
+
+    Attributes:
+        split: the split of the loader from which the most samples were used, as in `paceline.distribute`; None if the
+            script distributed no loader.
+        balanced: True if its batches were balanced, which is then not suggested.
+        divisible: True if its batches could be balanced.
+    """
+
+    split: Split | None = None
+    balanced: bool = False
+    divisible: bool = False
+
+    @property
+    def may_balance(self) -> bool:
+        """True if balanced batches are something that the user can try."""
+        return self.divisible and not self.balanced
+
+    @classmethod
+    def of(cls, order: Order, *, asked: bool) -> Handout:
+        """Return how data in this order was handed out.
+
+        Args:
+            order: the order of an epoch of the loader.
+            asked: True if the run was asked for balanced batches. If the order is not balanced, it cannot be.
+        """
+        divisible = order.size is not None and order.batch > 1 and (order.balanced or not asked)
+        return cls(order.split, order.balanced, divisible)
 
 
 def find(
-    measures: Measures, *, lockstep: bool, balanced: bool = False, run_dir: str | None = None
+    measures: Measures,
+    *,
+    found: Sequence[str] = (),
+    lockstep: bool,
+    handout: Handout = Handout(),  # noqa: B008 - immutable
+    overlap: bool = True,
+    clippable: bool = True,
+    python: bool = False,
+    run_dir: str | None = None,
 ) -> list[str]:
-    """Return sentences about pushes that were never applied, lost time, and clipping.
+    """Return sentences about pushes that were never applied, what was `found` before, clipping, and lost time.
 
     If all pushes were applied or dropped, and the workers lost little time and did not clip their own gradients, the
     result is [].
 
     Args:
         measures: the statistics of the run.
+        found: sentences that were found while the run was in progress.
         lockstep: True if the sync model keeps all workers in lockstep, as `bsp` does. Its epochs are split into equal
             shares, and it has a barrier in every iteration.
-        balanced: True if the run had balanced batches, which are then not suggested.
-        run_dir: the run directory, to be named in the command that compares the sync models. Default: the command is
-            not mentioned.
+        handout: how the data of the run was handed out.
+        overlap: False if the run had the option `--overlap off`, which other sync models do not have.
+        clippable: False if the sync model does not allow the joint gradient to be clipped; see
+            `SyncModel.agrees_on_means`.
+        python: True if a call of `paceline.launch` has started the run. Options are then named as its arguments.
+        run_dir: the run directory, to be named in the command that compares the sync models, which needs the records
+            of all workers. Default: the command is not mentioned.
     """
-    sentences, hints = _idle(measures, lockstep, balanced)
-    waiting, more = _waiting(measures, lockstep, balanced)
+    sentences, equal_shares = _idle(measures, handout)
+    waiting, uneven = _waiting(measures, lockstep)
+    hints = _hints(lockstep, handout, overlap, equal_shares, bool(waiting), uneven)
     advice = []
     if waiting and run_dir is not None:
         command = f"paceline advise {shlex.quote(run_dir)}"
         advice = [f"To compare the sync models on these machines, run: {command}"]
     unapplied = unapplied_pushes(measures.pushes, measures.unapplied)
-    # Both causes may have the same hint.
-    return list(
-        dict.fromkeys(
-            [*filter(None, [unapplied]), *_clipping(measures), *sentences, *waiting, *hints, *more, *advice]
-        )
-    )
+    if python:
+        hints = [OPTION.sub(r"\1='\2'", hint) for hint in hints]
+    all_found = [unapplied, *found, *_clipping(measures, clippable), *sentences, *waiting, *hints, *advice]
+    return [sentence for sentence in all_found if sentence]
 
 
-def _clipping(measures: Measures) -> list[str]:
-    """Return a sentence about gradients that workers clipped before they were averaged, and a hint."""
+def _clipping(measures: Measures, clippable: bool) -> list[str]:
+    """Return a sentence about gradients that workers clipped before they were averaged, and perhaps a hint."""
     if not measures.clipped_alone:
         return []
     share = f"{measures.clipped_alone} of {measures.pushes.averaged} averaged gradients were"
     if measures.clipped_alone == measures.pushes.averaged:
         share = "The averaged gradients were"
-    return [
+    clipped = (
         f"{share} clipped by each worker before they were averaged (torch.nn.utils.clip_grad_norm_), which differs "
-        "from clipping the joint gradient, as a single process does.",
-        "To clip the joint gradient, call optimizer.clip_grad_norm(max_norm) between backward() and step() instead.",
-    ]
+        "from clipping the joint gradient, as a single process does."
+    )
+    return [clipped, CLIP] if clippable else [clipped]
 
 
-def _idle(measures: Measures, lockstep: bool, balanced: bool) -> tuple[list[str], list[str]]:
-    """Return sentences about workers that had finished while others were still working, and hints."""
+def _hints(
+    lockstep: bool, handout: Handout, overlap: bool, equal_shares: bool, waited: bool, uneven: bool
+) -> list[str]:
+    """Return what would help against lost time, as far as it can be done in this run.
+
+    Args:
+        lockstep, handout, overlap: see `find`.
+        equal_shares: True if workers of unequal speed had equal shares of the work, so that some were idle.
+        waited: True if workers waited for the answers to their pulls.
+        uneven: True if they waited for unequal times, so that balanced batches help.
+    """
+    if handout.split is None:
+        return [DISTRIBUTE] if equal_shares or (lockstep and waited) else []
+    hints = []
+    if handout.may_balance and (uneven or (lockstep and equal_shares)):
+        hints.append(BALANCED_LOCKSTEP if lockstep else BALANCED)
+    if lockstep and (waited or equal_shares):
+        if handout.split == "static":
+            hints.append(
+                f"{DYNAMIC}, under a sync model without a barrier in every iteration, such as {MODELS}."
+            )
+        else:
+            hints.append(OTHER_MODEL.format(models=MODELS if overlap else f"{MODELS}, without --overlap off"))
+    elif equal_shares and handout.split == "static":
+        hints.append(f"{DYNAMIC}{SHARES if handout.may_balance else ''}.")
+    return hints
+
+
+def _idle(measures: Measures, handout: Handout) -> tuple[list[str], bool]:
+    """Return sentences about workers that had finished while others were still working.
+
+    Also return True if this is because all of them had equal shares of the work.
+    """
     least_s = max(LEAST_S, LEAST_SHARE * measures.duration_s)
     idle_s = {worker: time_s for worker, time_s in measures.idle_s.items() if time_s >= least_s}
     if not idle_s:
-        return [], []
+        return [], False
     working = [worker for worker, left_s in measures.left_s.items() if measures.duration_s - left_s < least_s]
     who = f"{len(idle_s)} workers were" if len(idle_s) > 1 else f"Worker {next(iter(idle_s))} was"
     sentence = (
@@ -103,33 +186,30 @@ def _idle(measures: Measures, lockstep: bool, balanced: bool) -> tuple[list[str]
             sentence,
             f"{others} arrived {measures.duration_s - pushed_s:.1f} s before the end: after that, the script did "
             "something other than training, such as evaluating the model.",
-        ], []
+        ], False
     counts = [measures.iterations[worker] for worker in [*idle_s, *working]]
     # Balanced batches are unequal shares, even if the iteration counts are equal.
-    if balanced or min(counts) < EQUAL * max(counts):
-        return [sentence], []
+    if handout.balanced or min(counts) < EQUAL * max(counts):
+        return [sentence], False
     equal = f"All of them had equal shares ({_range(counts, '{}')} iterations each), although their speeds differ."
-    return [sentence, equal], [BALANCED_LOCKSTEP, OTHER_MODEL] if lockstep else [DISTRIBUTE]
+    return [sentence, equal], True
 
 
-def _waiting(measures: Measures, lockstep: bool, balanced: bool) -> tuple[list[str], list[str]]:
-    """Return sentences about the time for which workers waited for the answers to their pulls, and hints."""
+def _waiting(measures: Measures, lockstep: bool) -> tuple[list[str], bool]:
+    """Return a sentence about the time for which workers waited for the answers to their pulls, in a list.
+
+    Also return True if some workers waited much longer than others: the same ones always wait for the same others.
+    """
     mean_s = fmean(measures.waiting_s.values()) if measures.waiting_s else 0.0
     if measures.waiting_share < LEAST_SHARE or mean_s < LEAST_S:
-        return [], []
+        return [], False
     what = "at the barrier of each iteration" if lockstep else "for the answers to their pulls"
     share = f"Workers waited {what} for {measures.waiting_share:.0%} of their time ({mean_s:.1f} s each, on average)"
     shortest = min(measures.waiting_s, key=lambda worker: measures.waiting_s[worker])
     uneven = measures.waiting_s[shortest] <= UNEVEN * mean_s
     if uneven:
         share += f"; worker {shortest} waited least ({measures.waiting_s[shortest]:.1f} s)"
-    hints = []
-    # Balanced batches help if the same workers always wait for the same others.
-    if uneven and not balanced:
-        hints.append(BALANCED_LOCKSTEP if lockstep else BALANCED)
-    if lockstep:
-        hints.append(OTHER_MODEL)
-    return [f"{share}."], hints
+    return [f"{share}."], uneven
 
 
 def _range(numbers: Collection[float], form: str) -> str:
