@@ -105,7 +105,7 @@ from .messages import (
 )
 from .model_spec import ModelSpec, first_difference, require_extension
 from .requests import Fail, Peer, Request, Send, Timer, Warn, server_peer, worker_peer
-from .time_spent import TimeLedger
+from .time_spent import TimeLedger, TimeSpent
 
 __all__ = ["Coordinator", "fault_report"]
 
@@ -515,14 +515,12 @@ class Coordinator:
             case Status():
                 self.started = True
                 self.board[worker] = message
-                if message.spent is not None:
-                    self.time_ledger.report(worker, message.spent, now_ticks)
+                self._note_time(worker, message.spent, now_ticks)
             case Register() if self.expects_model(sender):
                 self._registered[worker] = message
                 return self._begin_if_complete(now_ticks)
             case messages.WorkerFinished():
-                if message.spent is not None:
-                    self.time_ledger.report(worker, message.spent, now_ticks)
+                self._note_time(worker, message.spent, now_ticks)
                 return self._leave(worker, WorkerFinished, now_ticks, message.drawn, early=message.early)
             case Failed() if worker in self.members.invited or worker in self.members.gone:
                 # It takes no part in the run yet, or has been refused, so the run does not fail.
@@ -817,6 +815,11 @@ class Coordinator:
     def _announce_main(self) -> list[Request]:
         """Tell the workers that another one has become the main worker."""
         return [Send(worker_peer(each), MainChosen(self.main.worker)) for each in sorted(self._others)]
+
+    def _note_time(self, worker: int, spent: TimeSpent | None, now_ticks: int) -> None:
+        """Record what a worker has spent its time on, unless it has left: its time is then settled."""
+        if spent is not None and worker in self.members.present:
+            self.time_ledger.report(worker, spent, now_ticks)
 
     @property
     def _is_short(self) -> bool:
