@@ -249,7 +249,7 @@ def _launch(
 def _train(size_mb: float, iterations: int, out: Path) -> None:
     """Train as the only worker, then time backward passes without communication."""
     torch.set_num_threads(1)
-    model, bare = Flat(size_mb), Flat(size_mb)
+    model, bare = Flat(size_mb, worker=0), Flat(size_mb, worker=0)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model=model)
 
     def step() -> None:

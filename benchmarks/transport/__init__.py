@@ -2,17 +2,16 @@
 
 The compared systems:
 
-- `floor`: one process per worker; the processes run simultaneously. Each copies its gradients into a flat vector,
-  makes one pass of SGD over this vector, and copies the weights once. A step over shared memory cannot do less.
-- `socket`: servers receive gradients over TCP on loopback, apply SGD and send weights. There is no framing and no
-  backward pass.
+- `floor`: one process per worker; the processes run simultaneously. Each computes its gradients, copies them into a
+  flat vector, makes one pass of SGD over this vector, and copies the weights once. Nothing is exchanged.
+- `socket`: servers receive gradients over TCP on loopback, apply SGD and send weights. There is no framing.
 - `gloo`: all-reduce of the flat gradient, then fused SGD. DDP does the same on a CPU.
 - `paceline`: `zero_grad()`, `backward()` and `step()` with a `DistributedOptimizer`, in processes of a Paceline run.
 - `optimizer`: one update of a `Shard` in a single process, compared with the time to copy as many bytes as the update
   reads and writes.
 
-The time of `zero_grad()` and `backward()` is measured separately and subtracted from the times of gloo and Paceline.
-All processes measure this time simultaneously, because cores that share memory slow each other down.
+Whole steps are timed, with `zero_grad()` and `backward()` of the same model in all systems. Nothing is subtracted,
+because the time of a backward pass depends on what the other processes do meanwhile.
 
 For each time, the median over iterations is computed first, then the mean over workers, then the median over rounds.
 In each round, the systems are measured in turn, so that a change in the machine's speed affects all systems. Every

@@ -96,12 +96,9 @@ def _measured(times_ms: Times, goal: Goal) -> float | None:
 
 
 def ratio_of(times_ms: Times, top: Case, bottom: Case, size_mb: float, workers: int) -> float | None:
-    """Return the ratio of the times of two cases, or None if one of the times was not measured or is not positive.
-
-    A time may be negative, because the time of the backward pass has been subtracted from it.
-    """
-    above, below = (times_ms.get((case, size_mb, workers), 0.0) for case in (top, bottom))
-    return above / below if above > 0 and below > 0 else None
+    """Return the ratio of the times of two cases, or None if one of the times was not measured."""
+    above, below = (times_ms.get((case, size_mb, workers)) for case in (top, bottom))
+    return None if above is None or below is None else above / below
 
 
 def times_by_case(rows: Sequence[TransportRow]) -> Times:

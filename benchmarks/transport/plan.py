@@ -249,9 +249,7 @@ def _iterations(size_mb: float, workers: int) -> int:
 def work_s(turn: Turn) -> float:
     """Estimate how long a measurement takes, in seconds."""
     system = turn.cases[0].system
-    # For gloo and Paceline, the backward pass is also measured separately.
-    series = len(turn.cases) + (system in ("gloo", "paceline"))
-    steps_s = series * (WARM_UP + turn.iterations) * _guess_s(turn.size_mb, turn.workers)
+    steps_s = len(turn.cases) * (WARM_UP + turn.iterations) * _guess_s(turn.size_mb, turn.workers)
     # The overhead of a Paceline run on two cores includes importing torch in each process and saving the weights.
     launching_s = 0.8 + (turn.workers + turn.servers) * (1.0 + turn.size_mb / 200)
     start_s = launching_s if system == "paceline" else 0.2

@@ -10,28 +10,32 @@ from pathlib import Path
 
 import torch
 
-from .plan import LR, WARM_UP, Figures, Turn, elements
+from .plan import LR, WARM_UP, Figures, Turn, elements, lengths
 from .rendezvous import await_until, meet, publish
-from .timing import median_s
+from .timing import Flat, median_s
 
 __all__ = ["echo_server", "echo_worker"]
 
 
 def echo_worker(turn: Turn, index: int, out: Path) -> Figures:
-    """In each iteration, send a slice of the gradient to each server and receive the same slice of the weights.
+    """In each iteration, compute a gradient, send a slice to each server and receive the same slice of the weights.
 
     A worker sends to the servers in a fixed order and receives from them in any order. If a send blocks, the server
     is waiting for another worker, and that worker can only be sending to a server that comes later in the order.
     Therefore, the processes cannot deadlock, even if kernel buffers are small.
     """
     length = elements(turn.size_mb)
-    gradient, weights = torch.ones(length), torch.zeros(length)
+    model = Flat(turn.size_mb, index)
+    gradient, weights = torch.zeros(length), torch.zeros(length)
+    places = gradient.split(lengths(turn.size_mb))
     slices = _slices(length, turn.servers)
     outgoing = [_bytes_of(gradient[part]) for part in slices]
     incoming = [_bytes_of(weights[part]) for part in slices]
     streams = [_dial(out, server) for server in range(turn.servers)]
 
     def step() -> None:
+        model.compute()
+        model.copy_gradients(places)
         for stream, view in zip(streams, outgoing, strict=True):
             stream.sendall(view)
         awaited = dict(zip(streams, incoming, strict=True))

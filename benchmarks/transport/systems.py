@@ -24,21 +24,21 @@ from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 from .plan import LR, OPTIMIZERS, Figures, Turn, lengths
 from .rendezvous import meet, publish
 from .socket_echo import echo_server, echo_worker
-from .timing import Flat, bare_backward_s, median_s
+from .timing import Flat, median_s
 
 __all__ = ["SERVER_ROLES", "WORKER_ROLES", "launch_paceline"]
 
 
 def _floor(turn: Turn, index: int, out: Path) -> Figures:
-    """Measure the system `floor`: copy the gradient, apply SGD, copy the weights."""
+    """Measure the system `floor`: compute and copy the gradient, apply SGD, copy the weights."""
+    model = Flat(turn.size_mb, index)
     parts = lengths(turn.size_mb)
-    gradients = [torch.ones(length) for length in parts]
     flat, weights, answer = (torch.zeros(sum(parts)) for _ in range(3))
     places = flat.split(parts)
 
     def step() -> None:
-        for gradient, place in zip(gradients, places, strict=True):
-            place.copy_(gradient)
+        model.compute()
+        model.copy_gradients(places)
         weights.add_(flat, alpha=-LR)
         answer.copy_(weights)
 
@@ -50,30 +50,25 @@ def _gloo(turn: Turn, index: int, out: Path) -> Figures:
     """Measure the system `gloo`: all-reduce of the flat gradient, then SGD."""
     import torch.distributed as dist
 
-    bare_s = bare_backward_s(turn, index, out)
     dist.init_process_group(
         "gloo", init_method=f"file://{out}/rendezvous", rank=index, world_size=turn.workers
     )
-    model = Flat(turn.size_mb)
+    model = Flat(turn.size_mb, index)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, fused=True)
     parts = lengths(turn.size_mb)
     flat = torch.zeros(sum(parts))
     places = flat.split(parts)
 
     def step() -> None:
-        optimizer.zero_grad()
-        model().backward()
-        for layer, place in zip(model.layers, places, strict=True):
-            assert layer.grad is not None
-            place.copy_(layer.grad)  # as in DDP, the gradients become views of a flat bucket
-            layer.grad = place
+        model.compute()
+        model.copy_gradients(places)
         dist.all_reduce(flat)
         flat.div_(turn.workers)
         optimizer.step()
 
     step_s = median_s(step, turn.iterations)
     dist.destroy_process_group()
-    return {"bsp": step_s - bare_s}
+    return {"bsp": step_s}
 
 
 SETTLING_S = 0.1  # time that the change of the sync model needs to reach all workers
@@ -83,22 +78,20 @@ def _train(turn: Turn, out: Path) -> None:
     """Train as one worker of a Paceline run. Measure steps under ASP and then under BSP."""
     torch.set_num_threads(1)
     index = worker_index()
-    bare_s = bare_backward_s(turn, index, out)
-    model = Flat(turn.size_mb)
+    model = Flat(turn.size_mb, index)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model=model)
 
     def step() -> None:
-        optimizer.zero_grad()
-        model().backward()
+        model.compute()
         optimizer.step()
 
-    figures = {"asp": median_s(step, turn.iterations) - bare_s}
+    figures = {"asp": median_s(step, turn.iterations)}
     # Without this barrier, the sync model could change while slower workers are still measuring ASP.
     meet(out, "changing", index, turn.workers)
     if index == 0:
         set_sync("bsp")
     time.sleep(SETTLING_S)  # the change must take effect before the measured steps
-    figures["bsp"] = median_s(step, turn.iterations) - bare_s
+    figures["bsp"] = median_s(step, turn.iterations)
     publish(out, f"figures-{index}", json.dumps(figures))
 
 

@@ -1,30 +1,46 @@
-"""Times training steps. Backward passes are timed separately, so that their time can be subtracted."""
+"""The model of all systems, and the time of its training steps."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
 from torch import nn
 
-from .plan import LR, WARM_UP, Turn, lengths
-from .rendezvous import meet
+from .plan import WARM_UP, lengths
 
-__all__ = ["Flat", "bare_backward_s", "median_s"]
+__all__ = ["Flat", "median_s"]
 
 
 class Flat(nn.Module):
-    """A model whose backward pass makes only one pass over its parameters."""
+    """A model whose backward pass makes only one pass over its parameters.
 
-    def __init__(self, size_mb: float) -> None:
+    Args:
+        size_mb: size of the parameters in MB (2**20 bytes).
+        worker: index of the worker. Each worker has other gradients, as if it had other data.
+    """
+
+    def __init__(self, size_mb: float, worker: int) -> None:
         super().__init__()
+        self.factor = float(worker + 1)
         self.layers = nn.ParameterList(nn.Parameter(torch.zeros(length)) for length in lengths(size_mb))
 
     def forward(self) -> torch.Tensor:
-        return torch.stack([layer.sum() for layer in self.layers]).sum()
+        return torch.stack([layer.sum() for layer in self.layers]).sum() * self.factor
+
+    def compute(self) -> None:
+        """Compute new gradients: the part of a step that is the same in all systems."""
+        self.zero_grad()
+        self().backward()
+
+    def copy_gradients(self, places: Sequence[torch.Tensor]) -> None:
+        """Copy the gradients of the layers into parts of a flat vector, as DDP does."""
+        for layer, place in zip(self.layers, places, strict=True):
+            assert layer.grad is not None
+            place.copy_(layer.grad)
+            layer.grad = place
 
 
 def median_s(step: Callable[[], object], iterations: int) -> float:
@@ -36,18 +52,3 @@ def median_s(step: Callable[[], object], iterations: int) -> float:
         if index >= WARM_UP:
             times_s.append(time.perf_counter() - begun_s)
     return median(times_s)
-
-
-def bare_backward_s(turn: Turn, index: int, out: Path) -> float:
-    """Return the time of `zero_grad()` and `backward()` in seconds. All workers measure this time simultaneously."""
-    model = Flat(turn.size_mb)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model().backward()
-
-    meet(out, "before", index, turn.workers)
-    bare_s = median_s(step, turn.iterations)
-    meet(out, "after", index, turn.workers)
-    return bare_s
