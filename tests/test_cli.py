@@ -143,6 +143,7 @@ RUN_OPTIONS = {
     "--show-all": "each line with the name of its process",
     "--stall-timeout": "silent for this many seconds",
     "--torchrun-env": "Set RANK, LOCAL_RANK, WORLD_SIZE",
+    "--split": "How paceline.distribute divides an epoch",
     "--batch": "Sizes of the batches",
     "--pace": "Minimum duration of an iteration in seconds",
     "--slowdown": "Factors >= 1",
@@ -228,6 +229,7 @@ def test_a_dry_run_shows_what_would_start_and_makes_nothing(call: Call, tmp_path
         "shards": "2, with the parameters sliced evenly (even)",
         "overlap": "each shard answers pulls independently (shards)",
         "transport": "TCP on loopback (tcp)",
+        "data": "divided in equal shares if the sync model keeps all workers in lockstep, else on demand (auto)",
         "batches": "of equal size in all workers (equal)",
         "emulated": "--pace 0.05,0.05,0.05,0.15 (minimum seconds per iteration), --jitter 0.2",
         "on NaN": "stop",
@@ -422,6 +424,10 @@ BAD_INPUT = {
     "an unknown overlap": (
         ["--overlap", "of", "train.py"],
         "error: unknown overlap 'of'; did you mean 'off'? Choices: off, shards.",
+    ),
+    "an unknown split": (
+        ["--split", "dynamc", "train.py"],
+        "error: unknown split 'dynamc'; did you mean 'dynamic'? Choices: auto, dynamic, static.",
     ),
     "unknown sizes of batches": (
         ["--batch", "balaned", "train.py"],

@@ -51,6 +51,7 @@ class Worker:
         self.workers = workers
         self.lockstep = True
         self.main_worker = 0
+        self.split = "auto"
         self.seed = seed
         self.batch = "equal"
         self.data = DataFeed()

@@ -18,6 +18,7 @@ from .options import (
     Seed,
     Shards,
     SlicingOption,
+    SplitOption,
     StallTimeout,
     Sync,
 )
@@ -33,6 +34,7 @@ class JobSettings(TypedDict):
     shards: Shards
     slicing: SlicingOption
     overlap: OverlapOption
+    split: SplitOption
     batch: BatchOption
     seed: Seed
     on_nan: OnNanOption
@@ -45,6 +47,7 @@ DEFAULTS = JobSettings(
     shards=None,
     slicing="even",
     overlap="shards",
+    split="auto",
     batch="equal",
     seed=0,
     on_nan="stop",

@@ -235,6 +235,17 @@ BatchOption = Annotated[
         rich_help_panel="Run",
     ),
 ]
+SplitOption = Annotated[
+    str,
+    typer.Option(
+        "--split",
+        metavar="<auto|dynamic|static>",
+        help="How paceline.distribute divides an epoch, unless the script says so. dynamic: each worker receives its "
+        "next batch when it needs one. static: all workers receive equal shares of every joint batch. auto: static "
+        "if the sync model keeps all workers in lockstep, as bsp does, else dynamic.",
+        rich_help_panel="Run",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Out = Annotated[
     Path | None,

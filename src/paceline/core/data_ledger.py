@@ -106,6 +106,11 @@ class DataLedger:
         """Return the number of positions in each state, for each loader."""
         return {name: ledger.counts() for name, ledger in self._loaders.items()}
 
+    @property
+    def moved(self) -> int:
+        """Number of positions of earlier epochs that a static split has handed out in a later one."""
+        return sum(ledger.moved for ledger in self._loaders.values())
+
     def last_order(self, name: str) -> tuple[Order, int]:
         """Return the order of the last epoch that was opened of a loader, and the number of opened epochs."""
         return self._loaders[name].last_order

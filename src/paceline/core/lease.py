@@ -17,6 +17,7 @@ from ..sync.events import Number
 
 __all__ = [
     "BATCH_SIZINGS",
+    "SPLITS",
     "Batch",
     "BatchSizing",
     "Lease",
@@ -36,6 +37,9 @@ __all__ = [
 ]
 
 Split = Literal["auto", "dynamic", "static"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+"""The ways to divide an epoch: by demand, in equal shares, or whichever of the two suits the sync model."""
+
 BatchSizing = Literal["equal", "balanced"]
 BATCH_SIZINGS: tuple[BatchSizing, ...] = get_args(BatchSizing)
 """The ways to size batches: all workers have batches of the same size, or the sizes follow the workers' speeds."""

@@ -85,9 +85,14 @@ class _Account:
 
 
 class LoaderLedger:
-    """The ledger of one loader."""
+    """The ledger of one loader.
+
+    Attributes:
+        moved: number of positions of earlier epochs that a static split has handed out in a later one.
+    """
 
     def __init__(self) -> None:
+        self.moved = 0
         self._splits: dict[int, EpochSplit] = {}  # epochs that some workers have begun and not all have ended
         self._opened = 0  # number of the last epoch that was opened, plus 1
         self._order: Order | None = None  # the order of this epoch
@@ -173,6 +178,8 @@ class LoaderLedger:
             grant = Grant(tuple(leases), not leases)
         else:
             grant = split.grant(worker, self._returned, now_s, live)
+            if split.static:
+                self.moved += positions(lease for lease in grant.leases if lease.epoch < epoch)
         account = self._accounts[worker]
         account.leases.extend(grant.leases)
         if len(account.leases) > MOST_LEASES:

@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, Generic, NamedTuple, TypeVar, get_args
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import ref
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..core.lease import BATCH_SIZINGS, Batch, BatchSizing, Order, Split
+from ..core.lease import BATCH_SIZINGS, SPLITS, Batch, BatchSizing, Order, Split
 from ..errors import ConfigurationError, UsageError, unknown_name
 from .epoch_order import EpochOrder
 from .generators import loader_seed, seed_worker
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 def distribute(
     loader: Iterable[T],
     *,
-    split: Split = "auto",
+    split: Split | None = None,
     batch: BatchSizing | None = None,
     max_batch: int | None = None,
 ) -> Iterable[T]:
@@ -64,7 +64,7 @@ def distribute(
         split: "dynamic" hands out each batch when a worker needs it, so a fast worker receives more of them; "static"
             gives all workers equal shares of every joint batch (one batch of each worker); "auto" chooses "static"
             for an epoch if the sync model keeps all workers in lockstep when the epoch begins, as `bsp` does, and
-            "dynamic" otherwise.
+            "dynamic" otherwise. Default: the option `--split` of the run, or "auto" if it is not given.
         batch: "equal" gives all workers batches of the loader's size; "balanced" gives a faster worker larger batches
             and a slower worker smaller ones, so that all of them take the same time for a batch. The joint batch of
             all workers has the same samples in both cases. Default: the option `--batch` of the run, or "equal" if it
@@ -95,13 +95,13 @@ def distribute_at(
     site: str,
     loader: Iterable[T],
     *,
-    split: Split = "auto",
+    split: Split | None = None,
     batch: BatchSizing | None = None,
     max_batch: int | None = None,
 ) -> Iterable[T]:
     """Distribute a loader as if the script had called `distribute` at `site`. See `call_site`."""
-    if split not in get_args(Split):
-        raise unknown_name("split", split, get_args(Split))
+    if split is not None and split not in SPLITS:
+        raise unknown_name("split", split, SPLITS)
     if batch is not None and batch not in BATCH_SIZINGS:
         raise unknown_name("batch", batch, BATCH_SIZINGS)
     source = source_of(loader)
@@ -115,7 +115,7 @@ def distribute_at(
     if balanced and not source.divisible:
         source.warnings.append(f"distribute() gives all workers equal batches, because {NOT_DIVISIBLE}.")
         balanced = False
-    return DistributedLoader(source, session, Division(split, balanced, max_batch), site)
+    return DistributedLoader(source, session, Division(split or session.split, balanced, max_batch), site)
 
 
 def call_site(caller: FrameType) -> str:

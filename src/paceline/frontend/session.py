@@ -15,7 +15,7 @@ import torch
 
 from ..core.data_feed import DataFeed
 from ..core.layout import ShardSlice
-from ..core.lease import BatchSizing
+from ..core.lease import BatchSizing, Split
 from ..core.messages import Combined, LoopPosition
 from ..core.model_spec import BufferSpec, ModelSpec
 from ..core.requests import Request
@@ -40,6 +40,7 @@ class Session(Protocol):
         worker: index of this worker.
         main_worker: index of the main worker, as far as this worker has been told; -1 for nobody.
         workers: number of workers.
+        split: how an epoch is divided among the workers by default.
         batch: "equal" if all workers have batches of the same size by default, "balanced" if their sizes follow the
             workers' speeds.
         seed: the run's seed.
@@ -59,6 +60,7 @@ class Session(Protocol):
 
     worker: int
     workers: int
+    split: Split
     batch: BatchSizing
     seed: int
     skips_nan: bool

@@ -48,6 +48,7 @@ def launch(
     engine: str = "local",
     transport: str = "auto",
     port: int = 0,
+    split: str = "auto",
     batch: str = "equal",
     seed: int = 0,
     pace: Sequence[float | tuple[float, float]] | None = None,
@@ -89,6 +90,7 @@ def launch(
             and, at the end, `ray.shutdown()`.
         transport: "shm" (shared memory), "unix" (AF_UNIX sockets), "tcp", or "auto" for the best one available.
         port: TCP port of the coordinator if the transport is "tcp" or the engine is "ray"; 0 for any free port.
+        split: how `distribute` divides an epoch among the workers by default: "auto", "dynamic" or "static".
         batch: "equal" if `distribute` gives all workers batches of the same size, or "balanced" if it gives faster
             workers larger batches and slower workers smaller ones.
         seed: random seed for the order of the data, the jitter and the sync models.
@@ -154,6 +156,7 @@ def launch(
         sync=sync,
         imports=imports,
         transport="tcp" if on_ray else transport,
+        split=split,
         batch=batch,
         seed=seed,
         pace=pace,

@@ -27,7 +27,7 @@ from ..runtime.coordinator import CoordinatorHost
 from ..runtime.reader import WeightsSnapshot
 from ..sync.model import agree_on_means
 from ..sync.ticks import TICKS_PER_S
-from ..trace.findings import Handout, find
+from ..trace.findings import Handout, find, find_moved
 from ..trace.kept_models import folders_of, modules_of_models
 from ..trace.measures import meter_of
 from ..trace.recording import Trace, read_run, trace_files
@@ -145,7 +145,8 @@ def summarize(
     job = coordinator.job
     run_dir = Path(job.run_dir)
     faults = list(faults)
-    found = coordinator.core.findings
+    python = program[:1] == ["function"]
+    found = [*coordinator.core.findings, *find_moved(coordinator.core.data.moved, python=python)]
     figures: dict[str, Any] = {}
     pushes: dict[str, int] = {}
     epochs = _epochs(coordinator.core.data, figures)
@@ -174,7 +175,7 @@ def summarize(
                 handout=_handout(coordinator.core.data, asked=job.batch == "balanced"),
                 overlap=job.overlap == "shards",
                 clippable=agree_on_means(job.schedule.models),
-                python=program[:1] == ["function"],
+                python=python,
                 # Machines that have joined the run keep the records of their workers.
                 run_dir=None if job.joined else job.run_dir,
             )

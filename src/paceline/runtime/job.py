@@ -13,12 +13,12 @@ import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 
 from ..core.data_feed import Work
-from ..core.lease import BATCH_SIZINGS, BatchSizing
+from ..core.lease import BATCH_SIZINGS, SPLITS, BatchSizing, Split
 from ..errors import ConfigurationError, unknown_name
 from ..plugins import load_models, modules_of
 from ..plugins.conditions import require_named
@@ -83,6 +83,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         imports: modules that every process imports, because they define sync models or conditions that the run
             uses or may change to.
         transport: "shm" (shared memory, one machine), "unix" (sockets, one machine) or "tcp".
+        split: how an epoch is divided among the workers by default: "auto", "dynamic" or "static".
         batch: "equal" if all workers have batches of the same size by default, or "balanced" if their sizes follow
             the workers' speeds.
         seed: random seed for the order of the data, the jitter and all other random choices.
@@ -117,6 +118,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     sync: str
     imports: tuple[str, ...]
     transport: Literal["shm", "unix", "tcp"]
+    split: Split
     batch: BatchSizing
     seed: int
     pace_s: tuple[float, ...]
@@ -268,6 +270,7 @@ def make_job(
     overlap: str = "shards",
     sync: str | SyncModel | Sequence[SyncModel] | Schedule = "bsp",
     imports: Sequence[str] = (),
+    split: str = "auto",
     batch: str = "equal",
     transport: str = "auto",
     seed: int = 0,
@@ -303,6 +306,7 @@ def make_job(
         ("slicing", slicing, SLICINGS),
         ("overlap", overlap, OVERLAPS),
         ("on_nan", on_nan, ON_NAN),
+        ("split", split, SPLITS),
         ("batch", batch, BATCH_SIZINGS),
     ):
         if value not in choices:
@@ -388,6 +392,7 @@ def make_job(
         sync=str(schedule),
         imports=imports,
         transport="shm" if transport == "shm" else "unix" if transport == "unix" else "tcp",
+        split=cast(Split, split),
         batch="balanced" if batch == "balanced" else "equal",
         seed=_require_integer("seed", seed, least=0),
         pace_s=pace_s,
@@ -441,6 +446,11 @@ _OVERLAP_TEXTS = {
     "shards": "each shard answers pulls independently (shards)",
     "off": "no worker pulls until all workers have pushed to all shards (off)",
 }
+_SPLIT_TEXTS = {
+    "auto": "in equal shares if the sync model keeps all workers in lockstep, else on demand (auto)",
+    "dynamic": "on demand (dynamic)",
+    "static": "in equal shares of every joint batch (static)",
+}
 _BATCH_TEXTS = {
     "equal": "of equal size in all workers (equal)",
     "balanced": "in proportion to each worker's speed (balanced)",
@@ -462,6 +472,7 @@ def describe(job: Job) -> dict[str, str]:
         "shards": f"{job.shards}, with the parameters sliced {_SLICING_TEXTS[job.slicing]}",
         "overlap": _OVERLAP_TEXTS[job.overlap],
         "transport": _TRANSPORT_TEXTS[job.transport],
+        "data": f"divided {_SPLIT_TEXTS[job.split]}",
         "batches": _BATCH_TEXTS[job.batch],
         "emulated": job.emulated or "nothing: each worker runs at full speed",
         "on NaN": job.on_nan,

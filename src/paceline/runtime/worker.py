@@ -154,6 +154,7 @@ class WorkerSession:
         job = place.job
         self.worker = place.index
         self.workers = job.workers
+        self.split = job.split
         self.batch = job.batch
         self.seed = job.seed
         self.skips_nan = job.on_nan == "skip"

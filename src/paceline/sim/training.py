@@ -21,7 +21,7 @@ import torch
 from ..core.collectives import combine
 from ..core.data_feed import DataFeed
 from ..core.layout import ShardSlice, of_set
-from ..core.lease import BatchSizing
+from ..core.lease import BatchSizing, Split
 from ..core.messages import Combined, Contributed, LoopPosition, Warned
 from ..core.model_spec import BufferSpec, HyperParameters, ModelSpec, first_difference
 from ..core.requests import COORDINATOR, Request, Send
@@ -360,6 +360,7 @@ class VirtualSession:
     def __init__(self, training: Training, worker: int, generator_seed: int) -> None:
         self.worker = worker
         self.workers = training.workers
+        self.split: Split = "auto"
         self.batch = training.batch
         self.seed = training.seed
         self.skips_nan = training.skips_nan

@@ -19,7 +19,7 @@ from ..core.lease import Order, Split
 from .measures import Measures
 from .unapplied import unapplied_pushes
 
-__all__ = ["Handout", "find"]
+__all__ = ["Handout", "find", "find_moved"]
 
 OPTION = re.compile(r"--(\w+) ([\w-]+)")
 
@@ -118,6 +118,27 @@ def find(
         hints = [OPTION.sub(r"\1='\2'", hint) for hint in hints]
     all_found = [unapplied, *found, *_clipping(measures, clippable), *sentences, *waiting, *hints, *advice]
     return [sentence for sentence in all_found if sentence]
+
+
+def find_moved(moved: int, *, python: bool = False) -> list[str]:
+    """Return sentences about data that lost and leaving workers have handed on to later epochs, and what would help.
+
+    Args:
+        moved: number of samples of earlier epochs that were used in a later epoch.
+        python: see `find`.
+    """
+    if not moved:
+        return []
+    hint = (
+        "To use such samples in the same epoch, add --split dynamic; if the script chooses the split itself, call "
+        "paceline.distribute(loader, split='dynamic')."
+    )
+    return [
+        f"Workers that were lost, or left early, had not used {moved} of their samples, which the others received in "
+        "later epochs. So not all epochs had the same samples: with a static split, as under bsp, the shares of an "
+        "epoch are final when it begins.",
+        OPTION.sub(r"\1='\2'", hint) if python else hint,
+    ]
 
 
 def _clipping(measures: Measures, clippable: bool) -> list[str]:
