@@ -106,6 +106,8 @@ from paceline.wire.memory import PIECE_BYTES, Region, cut
 from paceline.wire.ring import RING_BYTES, Ring, available
 from paceline.wire.stream import MAGIC, PREFIX, Stream
 
+from .listening import place_of
+
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
 
@@ -983,4 +985,4 @@ def is_open(sock: socket.socket) -> bool:
 
 
 def host_address(sock: socket.socket) -> tuple[int, Any]:
-    return sock.family, sock.getpeername()
+    return sock.family, place_of(sock)

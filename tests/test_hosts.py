@@ -52,6 +52,8 @@ from paceline.trace.measures import measure
 from paceline.wire.addresses import connect
 from paceline.wire.memory import PIECE_BYTES, cut
 
+from .listening import place_of
+
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
 
@@ -227,7 +229,7 @@ def stranger(peer: socket.socket) -> socket.socket:
     """Another connection to whoever is at the other end of this one."""
     caller = socket.socket(peer.family, socket.SOCK_STREAM)
     caller.settimeout(TIMEOUT_S)
-    caller.connect(peer.getpeername())
+    caller.connect(place_of(peer))
     return caller
 
 
@@ -711,7 +713,7 @@ def reader_beside(worker: Worker, model: Slope, trained: DistributedOptimizer) -
 
 def address_of(peer: socket.socket) -> str:
     if peer.family == socket.AF_UNIX:
-        return f"unix:@{peer.getpeername()[1:].decode()}"
+        return f"unix:{place_of(peer)}"
     host, port = peer.getpeername()
     return f"tcp:{host}:{port}"
 

@@ -10,8 +10,11 @@ import os
 import select
 import socket
 import struct
+import subprocess
+import sys
 import tempfile
 from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,6 +38,7 @@ from paceline.core.messages import (
     WorkerFinished,
 )
 from paceline.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
+from paceline.wire import addresses
 from paceline.wire.addresses import connect, listen_tcp, listen_unix
 from paceline.wire.memory import (
     MASTER,
@@ -1033,9 +1037,91 @@ def test_nobody_answers_once_the_listener_is_closed(listen: Any) -> None:
 
 def test_every_listener_has_an_address_of_its_own() -> None:
     with contextlib.ExitStack() as stack:
-        addresses = []
+        found = []
         for listen in (listen_unix, listen_unix, listen_tcp, listen_tcp):
             listener, address = listen()
             stack.enter_context(listener)
-            addresses.append(address)
-        assert len(set(addresses)) == 4
+            found.append(address)
+        assert len(set(found)) == 4
+
+
+def test_no_other_user_can_connect_to_a_local_run() -> None:
+    """The kernel refuses, so the host does not even notice the attempt."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become another user")
+    listener, address = listen_unix()
+    with listener:
+        ended = subprocess.run(
+            [sys.executable, "-c", STRANGER, address.removeprefix("unix:"), str(NOBODY)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert ended.stdout.split() == ["PermissionError"]
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+        with connect(address):  # we can
+            listener.accept()[0].close()
+
+
+NOBODY = 65534
+STRANGER = """
+import os, socket, sys
+os.setgroups([])
+os.setgid(int(sys.argv[2]))
+os.setuid(int(sys.argv[2]))
+try:
+    socket.socket(socket.AF_UNIX).connect(sys.argv[1])
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+def test_a_socket_of_a_local_run_has_no_name_that_could_remain() -> None:
+    listener, _ = listen_unix()
+    with listener:
+        name = listener.getsockname()
+        assert name.startswith("/")
+        assert not Path(name).parent.exists()
+
+
+def test_without_memory_the_socket_is_made_among_the_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(addresses, "MEMORY", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    listener, address = listen_unix()
+    with listener, connect(address):
+        assert Path(listener.getsockname()).parent.parent == Path(tempfile.gettempdir())
+        assert not Path(listener.getsockname()).parent.exists()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigurationError, match=r"cannot create a socket .* --transport tcp"):
+        listen_unix()
+
+
+def test_a_process_that_has_changed_its_user_listens_too() -> None:
+    """Others cannot look into its descriptors, so the socket keeps its name until it is closed."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become another user")
+    ended = subprocess.run(
+        [sys.executable, "-c", CHANGED_USER, str(NOBODY)], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.split() == ["connected", "False"]
+
+
+CHANGED_USER = """
+import os, sys
+from pathlib import Path
+from paceline.wire.addresses import connect, listen_unix
+os.setgid(int(sys.argv[1]))
+os.setuid(int(sys.argv[1]))
+listener, address = listen_unix()
+child = os.fork()
+if not child:
+    with connect(address):
+        print("connected", flush=True)
+        os._exit(0)
+os.waitpid(child, 0)
+listener.close()
+print(Path(address.removeprefix("unix:")).parent.exists())
+"""

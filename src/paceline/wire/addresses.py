@@ -1,6 +1,6 @@
 """Listening sockets and connections. AF_UNIX and TCP addresses share one notation.
 
-unix:@name        an abstract AF_UNIX socket, which needs no file, so SIGKILL leaves nothing behind
+unix:path         an AF_UNIX socket, to which only processes of the same user can connect (see `UnixListener`)
 tcp:host:port     a TCP socket
 tls:host:port     a TCP socket whose connections use TLS, for the coordinator
 tls:host:port/k   the same socket, for server k of the machine (see `preface`)
@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import secrets
+import os
+import shutil
 import socket
 import struct
+import tempfile
 import time
 from typing import overload
 
@@ -25,6 +27,7 @@ from .secure import SecureSocket
 from .tls import Contexts
 
 __all__ = [
+    "UnixListener",
     "connect",
     "interface_to",
     "is_here",
@@ -36,18 +39,78 @@ __all__ = [
 ]
 
 BACKLOG = 1024
+MEMORY = "/dev/shm"  # a file system in memory
+NAME = "socket"
 SIOCGIFADDR = 0x8915  # request for the address of an interface; see netdevice(7)
 QUEUE_INTERVAL_S = 0.01  # time between two attempts to connect while the listener's queue is full
 
 
+class UnixListener(socket.socket):
+    """A listening AF_UNIX socket to which only processes of the same user, and root, can connect.
+
+    The name of the socket is removed as soon as the socket exists, so nothing remains even after SIGKILL. The process
+    keeps a descriptor of the name's inode, and others connect through this descriptor in /proc, which they may only
+    follow if they run as the same user. For others, the kernel refuses to connect: this process does not notice them.
+
+    Attributes:
+        path: the path to which clients connect.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._place: int | None = None
+        self._folder = ""  # the folder with the name, if the name remains until the socket is closed
+        try:
+            folder = _private_folder()
+            try:
+                self.bind(f"{folder}/{NAME}")
+                self._place = os.open(f"{folder}/{NAME}", os.O_PATH | os.O_CLOEXEC)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            # A process that has changed its user without exec does not let others of its user look into /proc.
+            if os.stat("/proc/self/fd").st_uid == os.geteuid():
+                shutil.rmtree(folder)
+                self.path = f"/proc/{os.getpid()}/fd/{self._place}"
+            else:
+                self._folder, self.path = folder, f"{folder}/{NAME}"
+            self.listen(BACKLOG)
+            self.setblocking(False)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        super().close()
+        place, self._place = self._place, None
+        if place is not None:
+            os.close(place)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
 def listen_unix() -> tuple[socket.socket, str]:
-    """Return a new listening AF_UNIX socket and its address."""
-    name = f"paceline-{secrets.token_hex(8)}"
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.bind(f"\0{name}")
-    sock.listen(BACKLOG)
-    sock.setblocking(False)
-    return sock, f"unix:@{name}"
+    """Return a new listening AF_UNIX socket and its address.
+
+    Raises:
+        ConfigurationError: the socket cannot be created.
+    """
+    try:
+        listener = UnixListener()
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot create a socket for the processes of the run: {error}. It needs /proc, and either /dev/shm or a "
+            "directory for temporary files (TMPDIR) that you may write to. Or use --transport tcp."
+        ) from error
+    return listener, f"unix:{listener.path}"
+
+
+def _private_folder() -> str:
+    """Create a folder that only its owner may enter, in memory if possible: a full disk should not matter."""
+    try:
+        return tempfile.mkdtemp(prefix="paceline-", dir=MEMORY)
+    except OSError:
+        return tempfile.mkdtemp(prefix="paceline-")
 
 
 def listen_tcp(host: str = "127.0.0.1", port: int = 0, *, secure: bool = False) -> tuple[socket.socket, str]:
@@ -205,7 +268,7 @@ def connect(
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(timeout_s)
-            _connect_unix(sock, "\0" + port.removeprefix("@"), time.monotonic() + timeout_s)
+            _connect_unix(sock, port, time.monotonic() + timeout_s)
         except BaseException:
             sock.close()
             raise
