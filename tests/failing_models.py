@@ -80,6 +80,10 @@ class Failing(SyncModel, frozen=True):
 
     how: str = "nothing"
 
+    def __post_init__(self) -> None:
+        if self.how == "refused":
+            raise ValueError("how is refused")
+
     @property
     def needs_starts(self) -> bool:
         return self.how == "planner"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import UserCodeError
+from paceline.errors import ConfigurationError, UserCodeError
 from paceline.sim import Cluster, Presence, simulate
 from paceline.sync import parse
 from paceline.testing import check
@@ -73,6 +73,13 @@ def test_a_model_that_returns_nonsense_is_named_and_not_called_a_bug_of_ours(how
     with pytest.raises(UserCodeError, match=words) as raised:
         simulate(Cluster(compute_s=[1.0]), f"failing:how={how}", 10)
     assert "please report it" not in str(raised.value)
+
+
+@pytest.mark.usefixtures("failing")
+def test_values_that_a_model_refuses_are_bad_input() -> None:
+    words = "sync model 'failing:how=refused' cannot be created: ValueError: how is refused"
+    with pytest.raises(ConfigurationError, match=words):
+        simulate(Cluster(compute_s=[1.0]), "failing:how=refused", 1)
 
 
 @pytest.mark.parametrize("how", ["pushed", "left"])

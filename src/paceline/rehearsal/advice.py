@@ -112,7 +112,8 @@ def advise(
     summary = _summary(run_dir)
     if (logs := len(list(run_dir.glob("worker-*.jsonl")))) != summary["workers"]:
         raise ConfigurationError(
-            f"{run_dir} has records of {logs} workers, but summary.json lists {summary['workers']} workers."
+            f"{run_dir} has records of {logs} workers, but summary.json lists {summary['workers']} workers. Workers "
+            "on machines that have joined a run leave their records there, so such a run cannot be simulated."
         )
     cluster = read_cluster_of_run(run_dir)
     shards = cluster.servers

@@ -14,7 +14,7 @@ from typing import TypeVar, get_args
 
 import msgspec
 
-from ..errors import ConfigurationError, unknown_name
+from ..errors import ConfigurationError, first_line, unknown_name
 from .model import SyncModel
 
 __all__ = ["MODELS", "notation", "parse", "parse_shards", "register", "require_registered", "require_shards"]
@@ -129,7 +129,12 @@ def parse(text: str) -> SyncModel:
             values[key] = parse(colon.join([value, ",".join(of_base)]) if of_base else value)
         else:
             values[key] = _value(text, key, value, fields[key].type)
-    return model(**values)  # the constructor checks the values
+    try:
+        return model(**values)  # the constructor checks the values
+    except ConfigurationError:
+        raise
+    except Exception as error:  # a user's own model may raise any exception
+        raise ConfigurationError(f"sync model {text!r} cannot be created: {first_line(error)}.") from error
 
 
 def parse_shards(text: str) -> tuple[SyncModel, ...]:
