@@ -58,22 +58,18 @@ class UnixListener(socket.socket):
 
     def __init__(self) -> None:
         super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._process = os.getpid()
         self._place: int | None = None
-        self._folder = ""  # the folder with the name, if the name remains until the socket is closed
+        self._folder = ""  # the folder with the name, until it is removed
         try:
-            folder = _private_folder()
-            try:
-                self.bind(f"{folder}/{NAME}")
-                self._place = os.open(f"{folder}/{NAME}", os.O_PATH | os.O_CLOEXEC)
-            except BaseException:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
+            self._folder = _private_folder()
+            self.path = f"{self._folder}/{NAME}"
+            self.bind(self.path)
+            self._place = os.open(self.path, os.O_PATH | os.O_CLOEXEC)
             # A process that has changed its user without exec does not let others of its user look into /proc.
             if os.stat("/proc/self/fd").st_uid == os.geteuid():
-                shutil.rmtree(folder)
-                self.path = f"/proc/{os.getpid()}/fd/{self._place}"
-            else:
-                self._folder, self.path = folder, f"{folder}/{NAME}"
+                self.path = f"/proc/{self._process}/fd/{self._place}"
+                self._remove_folder()
             self.listen(BACKLOG)
             self.setblocking(False)
         except BaseException:
@@ -85,8 +81,13 @@ class UnixListener(socket.socket):
         place, self._place = self._place, None
         if place is not None:
             os.close(place)
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if os.getpid() == self._process:  # a fork closes its own copy only
+            self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        folder, self._folder = self._folder, ""
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def listen_unix() -> tuple[socket.socket, str]:
