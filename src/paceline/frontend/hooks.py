@@ -12,6 +12,7 @@ copy the hooks of parameters.
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -58,26 +59,30 @@ class _Watch:
         self._register = register
         self._methods: WeakKeyDictionary[Session, OrderedDict[int, Weakly]] = WeakKeyDictionary()
         self._handle: RemovableHandle | None = None  # of the hook, if there are methods to call
+        self._lock = threading.RLock()  # several sessions may have a thread each
 
     def add(self, session: Session, method: Callable[..., None]) -> RemovableHandle:
         """Call a bound method while a module runs in the session's worker, until the result is removed."""
-        methods = self._methods.setdefault(session, OrderedDict())
-        handle = _WatchHandle(methods)
-        handle.watch = self
-        methods[handle.id] = Weakly(method)
-        if self._handle is None:
-            # A compiled module warns that a global hook may be called twice, which is harmless here.
-            warnings.filterwarnings(
-                "ignore", message="Using `torch.compile.module.` when there are global hooks"
-            )
-            self._handle = self._register(self._call)
+        with self._lock:
+            methods = self._methods.setdefault(session, OrderedDict())
+            handle = _WatchHandle(methods)
+            handle.watch = self
+            methods[handle.id] = Weakly(method)
+            if self._handle is None:
+                # A compiled module warns that a global hook may be called twice, which is harmless here.
+                warnings.filterwarnings(
+                    "ignore", message="Using `torch.compile.module.` when there are global hooks"
+                )
+                self._handle = self._register(self._call)
         remove_after(session, [handle])
         return handle
 
     def end_if_unused(self) -> None:
-        if self._handle is not None and not any(self._methods.values()):
-            self._handle.remove()
-            self._handle = None
+        """Remove the hook if no session has a method to call."""
+        with self._lock:
+            if self._handle is not None and not any(self._methods.values()):
+                self._handle.remove()
+                self._handle = None
 
     def _call(self, *arguments: object) -> None:
         # torch would compile the calls of the methods, or refuse to compile the module.
