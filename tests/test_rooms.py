@@ -22,6 +22,7 @@ ROOMS = [
     "plugins",
     "core",
     "testing",
+    "files",
     "trace",
     "shard",
     "wire",

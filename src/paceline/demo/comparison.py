@@ -13,10 +13,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
 from ..errors import ConfigurationError
+from ..files import Unfinished, write_json
 from ..launcher.output import print_sentence
 from ..report.canvas import save
 from ..report.comparison import TrialOutcome, comparison_table, medians
@@ -83,8 +83,8 @@ def run_demo(
             run = home / f"{re.sub('[^a-z0-9.]+', '-', setting.name)}-seed-{seed}"
             trials.append(run_trial(digits, problem, setting, seed, run_dir=run, progress=progress))
     outcomes = [medians([t.outcome for t in trials if t.outcome.name == s.name]) for s in settings]
-    _save_json(home / "summary.json", outcomes)
-    _save_json(home / "trials.json", [trial.outcome for trial in trials])
+    write_json(home / "summary.json", outcomes)
+    write_json(home / "trials.json", [trial.outcome for trial in trials])
     _save_curves(home / "curves.csv", trials)
     console.print(comparison_table(outcomes, every=len(settings) > len(SETTINGS)))
     try:
@@ -96,12 +96,8 @@ def run_demo(
     return outcomes
 
 
-def _save_json(path: Path, outcomes: Sequence[TrialOutcome]) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(outcomes), indent=2) + b"\n")
-
-
 def _save_curves(path: Path, trials: Sequence[Trial]) -> None:
-    with path.open("w", newline="") as file:
+    with Unfinished(path) as place, place.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["sync", "seed", "time_s", "accuracy"])
         for trial in trials:

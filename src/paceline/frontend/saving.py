@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import pickle
-import uuid
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import UsageError
+from ..files import Unfinished
 from .newcomer import hold_job_model
 from .session import current
 from .training import WorkerTraining, training_of
@@ -67,25 +67,17 @@ def save(obj: object, path: str | os.PathLike[str]) -> None:
 
 
 def _write(obj: object, path: str | os.PathLike[str], is_valid: Callable[[], bool]) -> None:
-    """Write an object to a temporary file in the same directory, and rename the file when it is complete.
+    """Write an object to a file, which is either complete or as it was before.
 
-    The file is not renamed but removed if it is not valid then: this process may have been suspended meanwhile.
+    Nothing is written if the object is not valid in the end: this process may have been suspended meanwhile.
     """
-    target = os.path.realpath(path)
-    folder, name = os.path.split(target)
-    temporary = os.path.join(folder, f".{name[:100]}.{uuid.uuid4().hex[:12]}.tmp")
+    unfinished = Unfinished(Path(os.path.realpath(path)))
     try:
-        with open(temporary, "xb") as file:
+        with unfinished.place.open("xb") as file:
             torch.save(obj, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if is_valid():
-            os.replace(temporary, target)
-        else:
-            os.unlink(temporary)
+        unfinished.finish(is_valid)
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
+        unfinished.discard()
         cause = error if isinstance(error, OSError) else error.__context__
         if isinstance(cause, OSError) and not isinstance(error, pickle.PicklingError):
             raise UsageError(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from ..errors import ConfigurationError, RunFailedError
+from ..files import Unfinished
 from ..runtime.job import Job, claim_run_dir
 from .interruption import Interruption
 from .output import print_sentence
@@ -396,10 +398,15 @@ class RayRun:
         actor, get = place.actor, self._ray.get
         try:
             for name, size in get(actor.files.remote(), timeout=ANSWER_TIMEOUT_S):
-                # A worker that has joined again has continued the log of the first one.
-                with Path(self._job.run_dir, name).open("ab") as target:
-                    for offset in range(0, size, CHUNK_BYTES):
-                        target.write(get(actor.read.remote(name, offset, CHUNK_BYTES)))
+                target = Path(self._job.run_dir, name)
+                with Unfinished(target) as unfinished:
+                    if (
+                        target.exists()
+                    ):  # a worker that has joined again has continued the log of the first one
+                        shutil.copyfile(target, unfinished)
+                    with unfinished.open("ab") as file:
+                        for offset in range(0, size, CHUNK_BYTES):
+                            file.write(get(actor.read.remote(name, offset, CHUNK_BYTES)))
         except (OSError, self._ray.exceptions.RayError) as error:
             self._say(f"{place.name}: its files could not be copied to {self._job.run_dir}: {error}")
 

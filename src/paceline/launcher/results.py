@@ -7,7 +7,6 @@ make the run fail.
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from math import fsum
@@ -23,6 +22,7 @@ from ..core.coordinator import Coordinator
 from ..core.data_ledger import DataLedger
 from ..core.lease import Order
 from ..errors import ConfigurationError
+from ..files import Unfinished, write_json
 from ..runtime.coordinator import CoordinatorHost
 from ..runtime.reader import WeightsSnapshot
 from ..sync.model import agree_on_means
@@ -104,17 +104,11 @@ def save_weights(snapshot: WeightsSnapshot, run_dir: Path) -> tuple[Path | None,
 
 
 def _save(snapshot: WeightsSnapshot, path: Path) -> Path:
-    """Write the weights to a file atomically and return its path."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
+    """Write the weights to a file, which is either complete or absent, and return its path."""
+    with Unfinished(path) as place:
         safetensors.torch.save_file(
-            {name: tensor.contiguous() for name, tensor in snapshot.state_dict.items()}, unfinished
+            {name: tensor.contiguous() for name, tensor in snapshot.state_dict.items()}, place
         )
-        os.replace(unfinished, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise
     return path
 
 
@@ -294,8 +288,7 @@ def _samples(data: DataLedger, dropped: int) -> dict[str, int]:
 def write_summary(summary: dict[str, Any], run_dir: Path) -> str:
     """Write `summary.json`. Return a message if writing fails, else ""."""
     try:
-        text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
-        (run_dir / "summary.json").write_bytes(text + b"\n")
+        write_json(run_dir / "summary.json", summary)
     except OSError as error:
         return f"summary.json cannot be written to {run_dir}: {_reason(error)}"
     return ""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
 from ..errors import RunFailedError
+from ..files import write_json
 from ..launcher.output import print_sentence
 from ..report.canvas import can_draw, save
 from ..report.picture import timelines_picture
@@ -65,7 +65,7 @@ def compare(
     )
     console.print(ranking_table(cluster.name, rows, f"{note}\n{STAR}"))
     show_faults(rows, console)
-    _save_json(out / "ranking.json", rows)
+    write_json(out / "ranking.json", rows)
     if not can_draw():
         return rows
     save(ranking_picture(cluster.name, note, [row for row in rows if not row.failure]), out / "ranking.png")
@@ -107,7 +107,7 @@ def explore(
     require_results(rows)
     console.print(ranking_table(cluster.name, rows, describe(cluster)))
     show_faults(rows, console)
-    _save_json(out / "sweep.json", rows)
+    write_json(out / "sweep.json", rows)
     if not can_draw():
         return rows
     lines: dict[str, list[tuple[float, Figures]]] = {}
@@ -115,7 +115,3 @@ def explore(
         lines.setdefault(row.sync.partition(":")[0], []).append((value, row))
     save(sweep_picture(f"{cluster.name}: {key}", key, lines), out / "sweep.png")
     return rows
-
-
-def _save_json(path: Path, rows: Sequence[Figures]) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")

@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import RunFailedError, UsageError
+from ..files import write_json
 from ..report.canvas import can_draw, save
 from ..report.loss import LossCurve, loss_picture
 from ..report.speed import speed_unit
@@ -88,7 +89,7 @@ def train_and_compare(
     ]
     # Each run needs a new process, because imported modules keep their state.
     found = on_all_cores(_run, tasks, lambda task: task.sync, tell, fresh=True)
-    (out / "training.json").write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+    write_json(out / "training.json", found)
     require_results([row.figures for row in found])
     rows = [row for row in found if row.curve]
     if len(rows) < len([row for row in found if not row.figures.failure]):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigurationError
+from ..files import Unfinished
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,4 +57,5 @@ def new_figure(width_inches: float, height_inches: float) -> Figure:
 
 def save(figure: Figure, path: Path) -> None:
     """Write a figure to a PNG file."""
-    figure.savefig(path, format="png")
+    with Unfinished(path) as place:
+        figure.savefig(place, format="png")

@@ -83,6 +83,7 @@ from ..errors import (
     UserCodeError,
     first_line,
 )
+from ..files import Unfinished
 from ..shard.foreign import class_of
 from ..shard.states import decode_states
 from ..shard.store import Push, Vectors
@@ -479,9 +480,8 @@ class ServerHost:
         path = Path(self._job.run_dir, "tracked.pt")
         try:
             states = {name: each["state"] for name, each in decode_states(data, arrays=False).items()}
-            unfinished = path.with_name(f".{path.name}.unfinished")
-            torch.save({"epoch": position.epoch, "states": states}, unfinished)
-            unfinished.replace(path)
+            with Unfinished(path) as place:
+                torch.save({"epoch": position.epoch, "states": states}, place)
         except (OSError, RuntimeError, ProtocolError, LookupError, TypeError) as error:
             self._warn(f"the states of tracked objects cannot be saved to {path}: {first_line(error)}")
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 from ..core.messages import TracePart
 from ..errors import ProtocolError
-from .best_effort import BestEffortFile
+from ..files import Unfinished
 
 __all__ = ["PART_BYTES", "TraceFiles", "trace_path"]
 
@@ -39,8 +40,10 @@ class TraceFiles:
         self._servers = servers
         self._failed = failed
         self._parts: dict[int, bytearray] = {}  # shard -> the part that is being received
-        self._files: dict[int, BestEffortFile] = {}  # shard -> the file of its trace, which is incomplete
+        # shard -> its trace, which is incomplete
+        self._files: dict[int, tuple[Unfinished, IO[bytes]]] = {}
         self._complete: set[int] = set()
+        self._broken: set[int] = set()  # shards whose traces cannot be written
 
     def targets(self, message: TracePart, server: int, size_bytes: int) -> list[memoryview]:
         """Return the memory into which a part is received.
@@ -58,27 +61,35 @@ class TraceFiles:
         return [memoryview(self._parts[message.shard])] if size_bytes else []
 
     def arrived(self, message: TracePart) -> None:
-        """Write a part that has been received."""
-        shard = message.shard
-        if shard not in self._files:
-            self._files[shard] = BestEffortFile(self._unfinished(shard), self._failed)
-        self._files[shard].write(self._parts.pop(shard, b""))
+        """Write a part that has been received. If this fails, nothing is left of the trace."""
+        shard, data = message.shard, self._parts.pop(message.shard, b"")
         if message.last:
-            self._files.pop(shard).close()
             self._complete.add(shard)
-            try:
-                self._unfinished(shard).replace(trace_path(self._run_dir, shard))
-            except OSError as error:
-                self._failed(f"the trace of shard {shard} cannot be written: {error}")
+        if shard in self._broken:
+            return
+        try:
+            if shard not in self._files:
+                unfinished = Unfinished(trace_path(self._run_dir, shard))
+                self._files[shard] = unfinished, unfinished.place.open("wb")
+            unfinished, file = self._files[shard]
+            file.write(data)
+            if message.last:
+                file.close()
+                unfinished.finish()
+                del self._files[shard]
+        except OSError as error:
+            self._broken.add(shard)
+            self._discard(shard)
+            self._failed(f"the trace of shard {shard} cannot be written: {error.strerror or error}")
 
     def close(self) -> None:
         """Remove the traces that are incomplete."""
-        for shard, file in self._files.items():
-            file.close()
-            with contextlib.suppress(OSError):
-                self._unfinished(shard).unlink()
-        self._files.clear()
+        for shard in list(self._files):
+            self._discard(shard)
 
-    def _unfinished(self, shard: int) -> Path:
-        path = trace_path(self._run_dir, shard)
-        return path.with_name(f".{path.name}.unfinished")
+    def _discard(self, shard: int) -> None:
+        if shard in self._files:
+            unfinished, file = self._files.pop(shard)
+            with contextlib.suppress(OSError):  # what is still buffered cannot be written either
+                file.close()
+            unfinished.discard()

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from ..errors import ConfigurationError
+from ..files import write_json
 from ..runtime.job import require_usable
 from ..sync.notation import notation
 from ..sync.schedule import Schedule
@@ -86,8 +87,7 @@ class RunFolder:
 
     def summarize(self, summary: dict[str, Any]) -> None:
         """Write the summary. Call this when the run has finished."""
-        text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
-        (self.path / "summary.json").write_bytes(text + b"\n")
+        write_json(self.path / "summary.json", summary)
 
     def close(self) -> None:
         """Write all buffered lines and close the traces."""

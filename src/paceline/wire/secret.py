@@ -84,9 +84,14 @@ def _checked(text: str, where: str) -> str:
 
 
 def write_secret(secret: str, file: Path) -> None:
-    """Write a secret to a new file that only its owner may read."""
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as target:
-        target.write(f"{secret}\n")
+    """Write a secret to a new file that only its owner may read. If the disk is full, there is no file."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(descriptor, "w") as target:
+            target.write(f"{secret}\n")
+    except OSError:
+        file.unlink()
+        raise
 
 
 def _overwrite(variable: str) -> None:

@@ -1,0 +1,129 @@
+"""Files that are either complete or absent.
+
+A file is written beside its place, and gets its name when all of it is on the disk. So no reader finds a part of it:
+not when the disk is full, and not when the writer is killed. An earlier file of this name stays as it is until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import msgspec
+
+__all__ = ["PatientWriter", "Unfinished", "write_json"]
+
+SYNC_BYTES = 16 * 2**20  # number of bytes after which a patient writer waits for the disk
+
+
+class Unfinished:
+    """A file that is being written. As a context manager, it returns the path at which the content is to be written.
+
+    When the context ends, the file gets its name. If it ends with an exception, the file is removed.
+
+    Args:
+        path: path of the complete file, in an existing directory.
+
+    Attributes:
+        path: path of the complete file.
+        place: path of the file until it is complete. The name is new, so several processes may write the same file.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "figures.json")
+        ...     with Unfinished(path) as place:
+        ...         _ = place.write_text("[1, 2]")
+        ...         print(path.exists())
+        ...     print(path.read_text(), len(list(Path(folder).iterdir())))
+        False
+        [1, 2] 1
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.place = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex[:12]}.unfinished")
+
+    def __enter__(self) -> Path:
+        return self.place
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self.discard()
+
+    def finish(self, is_valid: Callable[[], bool] = lambda: True) -> None:
+        """Give the file its name, now that all of its content has been written.
+
+        Args:
+            is_valid: called when all of the content is on the disk. If it returns False, the file is removed.
+
+        Raises:
+            OSError: the file is not on the disk. Nothing is left of it.
+        """
+        try:
+            # Some file systems report only here that the disk is full.
+            with self.place.open("rb") as file:
+                os.fsync(file.fileno())
+            if is_valid():
+                os.replace(self.place, self.path)
+            else:
+                self.discard()
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Remove the file, if there is any."""
+        with contextlib.suppress(OSError):
+            self.place.unlink()
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a value to a JSON file, which is either complete or absent.
+
+    Raises:
+        OSError: the file cannot be written. An earlier file of this name is unchanged.
+    """
+    with Unfinished(path) as place:
+        place.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+
+
+class PatientWriter:
+    """Writes to a file in small parts, and tells after each one that it is on the disk.
+
+    Args:
+        file: the file.
+        progressed: called after each part.
+    """
+
+    def __init__(self, file: IO[bytes], progressed: Callable[[], object]) -> None:
+        self._file = file
+        self._progressed = progressed
+        self._unsynced_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write data, and return its size in bytes."""
+        data = memoryview(data).cast("B")
+        for start in range(0, data.nbytes, SYNC_BYTES):
+            part = data[start : start + SYNC_BYTES]
+            self._file.write(part)
+            self._unsynced_bytes += part.nbytes
+            if self._unsynced_bytes >= SYNC_BYTES:
+                self._unsynced_bytes = 0
+                self._file.flush()
+                os.fdatasync(self._file.fileno())
+                self._progressed()
+        return data.nbytes
+
+    def flush(self) -> None:
+        """Pass buffered data to the system."""
+        self._file.flush()
