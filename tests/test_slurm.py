@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from .live import MARK, await_that, mark, processes, run_program
+from .live import MARK, await_that, chaos, mark, processes, run_program
 from .scheduled import SCRIPT, assert_trained_as_alone, program, summary
 
 __all__ = ["mark"]
@@ -252,6 +252,22 @@ def test_workers_leave_when_slurm_warns_and_a_requeued_job_is_another_run(
     assert job.await_end() == "COMPLETED", job.output
     second = summary(f"runs/slurm-{job.id}-1")
     assert (second["left"], second["lost_workers"]) == ([], [])
+
+
+@pytest.mark.parametrize("file", ["slurm.sbatch", *chaos("slurm-heterogeneous.sbatch")])
+def test_a_job_that_is_cancelled_leaves_no_secret(file: str, cluster: Cluster, mark: str) -> None:
+    options = {
+        "slurm.sbatch": ("--ntasks-per-node=1",),
+        "slurm-heterogeneous.sbatch": ("--nodelist=n2", ":", "--nodelist=n1"),
+    }
+    job = Batch(file, "4000", "0.01", options=options[file])
+    await_that(lambda: list(Path("runs").rglob("trace-shard-0.jsonl")), "training has begun")
+    assert list(Path("runs").rglob("secret*"))
+    call("scancel", job.id)
+
+    assert job.await_end() == "CANCELLED", job.output
+    await_that(lambda: not list(Path("runs").rglob("secret*")), "the secret is removed")
+    await_that(lambda: not list(cluster.folder.glob("spool-*/job*")), "Slurm has cleaned up")
 
 
 @pytest.mark.chaos
