@@ -135,7 +135,7 @@ def _measure(
             source = PassedSockets(listener.receiver(COORDINATOR))
         coordinator = CoordinatorHost(job, source, address)
         coordinator.start()
-        stack.callback(coordinator.stop, 0.0)
+        stack.callback(coordinator.stop)
         place = Place(address, job.token, secure, __version__, sync, workers, machines, interval_s, _model())
         pipe, end = spawn.Pipe()
         process = spawn.Process(target=_work, args=(msgspec.msgpack.encode(place), end), daemon=True)

@@ -141,7 +141,7 @@ def ask_host(workers: int, rate: float, seconds: float = SECONDS) -> RequestsRow
         job = msgspec.structs.replace(job, workers=workers)
         coordinator = CoordinatorHost.listen(job)
         coordinator.start()
-        stack.callback(coordinator.stop, 0.0)
+        stack.callback(coordinator.stop)
         request_us, reached = _load(
             coordinator._thread, coordinator.address, job.token, workers, rate, seconds
         )

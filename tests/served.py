@@ -77,14 +77,13 @@ class Served:
     Args:
         options: options of the command.
         secret: the secret that the command finds in its environment; "" if it makes a new one.
+        program: the program, if another one does the same.
     """
 
-    def __init__(self, *options: str, secret: str = "") -> None:
+    def __init__(self, *options: str, secret: str = "", program: Sequence[str] = ("-m", "paceline")) -> None:
         Path("train.py").write_text(SCRIPT)
         self._messages = open("serve.log", "w+")  # noqa: SIM115 - closed by `summary`
-        self.program = start_program(
-            "-m", "paceline", "serve", "--run-dir", "run", *options, stderr=self._messages
-        )
+        self.program = start_program(*program, "serve", "--run-dir", "run", *options, stderr=self._messages)
         await_that(lambda: "paceline join" in self.messages, "serve says how to join")
         [self.address] = re.findall(r"paceline join (\S+) ", self.messages)
         self.port = self.address.rpartition(":")[2]

@@ -274,7 +274,7 @@ def test_a_machine_that_is_lost_while_it_joins_does_not_end_the_run(tmp_path: Pa
             answer = other.wait(DEADLINE_S)
     finally:
         busy.set()
-        coordinator.stop(0.0)
+        coordinator.stop()
     assert coordinator.failure is None
     assert isinstance(answer, MachineAdmitted), answer
     assert answer.workers == {0: 0}

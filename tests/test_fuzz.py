@@ -460,7 +460,7 @@ class Bench:
             for timer in server._timers.take_due(now_ticks):
                 server._perform(server._core.fire(timer, now_ticks))
             assert server._running, "a peer has ended a server"
-        assert coordinator._stops_s is None
+        assert not coordinator._stopping
 
     def validate(self) -> None:
         """No machine contradicts itself."""

@@ -24,7 +24,7 @@ def coordinator(tmp_path: Path) -> Iterator[CoordinatorHost]:
     coordinator = CoordinatorHost.listen(make_job(workers=2, servers=1, run_dir=tmp_path))
     coordinator.start()
     yield coordinator
-    coordinator.stop(grace_s=0.0)
+    coordinator.stop()
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,11 @@ class Liveness:
             if state == "stopped"
         }
 
+    def moved(self, machine: int, now_ticks: int) -> None:
+        """Handle a part of a large message from a machine, behind which its heartbeats may have to wait."""
+        if (sender := self._machines.get(machine)) is not None:
+            sender.limit_ticks = max(sender.limit_ticks, now_ticks + sender.arrivals.limit_ticks)
+
     def iterated(self, worker: int, duration_ticks: int) -> None:
         """Record the duration of a worker's iteration, including the time for which the worker waited."""
         if worker not in self._incarnations:

@@ -72,8 +72,6 @@ __all__ = ["Joined", "ServerOffer", "join"]
 
 POLL_INTERVAL_S = 0.05
 RETRY_INTERVAL_S = 0.5
-# Maximum time to wait for the coordinator's answer.
-ANSWER_TIMEOUT_S = 30.0
 # Maximum time to wait for the workers to exit by themselves after the run is over, or to leave it.
 GRACE_S = 10.0
 # Time after which an unanswered connection to the coordinator is given up. A coordinator that is suspended still
@@ -217,6 +215,8 @@ def join(
                 if servers is not None:
                     raise
                 if not error.workers:
+                    if engine.finished:  # nobody knows whether the run will keep what they have trained
+                        raise
                     return Joined.of(folder, engine)
                 wanted, indices = len(error.workers), error.workers
                 reason, pause_s = error, again.pause_s()
@@ -317,7 +317,7 @@ def _ask_to_join(stream: Stream[Message], address: str, token: str, offer: Machi
     try:
         stream.send(Hello(token, "agent", 0))
         stream.send(offer)
-        answer = stream.wait(ANSWER_TIMEOUT_S)
+        answer = stream.wait()
     except (PeerLostError, DeadlineError) as error:
         raise UnansweredError(
             f"the connection to the coordinator at {address} was lost before it had answered: {error}"
@@ -374,6 +374,7 @@ class Agent:
         self._asked: int | None = None  # the worker that has asked, until it has been answered
         # why the run has failed, "" if it has not; None while it is in progress
         self._failure: str | None = None
+        self._saved = False  # True once the results of the run have been saved, or could not be
         self._cut_off: CutOffError | None = None  # set if the connection to the coordinator was lost
         self._ended_servers: set[int] = set()  # servers whose end has been reported
         self._failed_server: RunFailedError | None = None  # the first server that has failed during the run
@@ -416,7 +417,7 @@ class Agent:
                 elif deadline_s == math.inf:
                     self._rejoin()
                 if time.monotonic() > deadline_s:
-                    if not engine.servers:
+                    if not (engine.servers or self._awaits_outcome):
                         break
                     for process in engine.workers.values():
                         process.kill()
@@ -446,9 +447,25 @@ class Agent:
             running = len(self._ended_servers) < len(servers)
             if not told or (running and time.monotonic() < self._closed_s + GRACE_S):
                 return True
+        if self._awaits_outcome:
+            return True
         returns = bool(self._due) or self._asked is not None
         over = self._failure is not None or self._interruption.asked
         return (returns and not over) or len(self._reported) < len(self._workers)
+
+    @property
+    def _knows_outcome(self) -> bool:
+        """True if the coordinator has said how the run has ended, and will say nothing else."""
+        return bool(self._failure) or self._saved
+
+    @property
+    def _awaits_outcome(self) -> bool:
+        """True if workers of this machine have finished, and it is not known yet whether the run has kept their work.
+
+        Without this, the machine would report success although the weights of the run were lost at its end.
+        """
+        lost = self._cut_off is not None or self._closed_s < math.inf
+        return self._engine.finished and not (self._knows_outcome or self._interruption.asked or lost)
 
     def _start(self, workers: Mapping[int, int]) -> None:
         for worker, incarnation in workers.items():
@@ -478,7 +495,7 @@ class Agent:
 
         A machine with servers goes on after the end of the run, until the coordinator closes the connection.
         """
-        if (self._failure is not None and not self._engine.servers) or self._closed_s < math.inf:
+        if (self._knows_outcome and not self._engine.servers) or self._closed_s < math.inf:
             time.sleep(POLL_INTERVAL_S)
             return
         ready = select.select([self._stream], [], [], POLL_INTERVAL_S)[0]
@@ -504,8 +521,8 @@ class Agent:
                                 markup=False,
                                 soft_wrap=True,
                             )
-                    case RunEnded(failure):
-                        self._failure = failure
+                    case RunEnded(failure, saved):
+                        self._failure, self._saved = failure, saved
                     case HeartbeatAnswered():
                         self._heartbeats.answered(message, self._job.now_ticks())
                     case MachineAdmitted(workers) if self._asked is not None:
@@ -518,6 +535,10 @@ class Agent:
                         raise ProtocolError(f"the coordinator sent an unexpected {type(message).__name__}")
         except PeerLostError as error:
             self._closed_s = time.monotonic()
+            if self._failure == "" and not self._saved:
+                self._failure = (
+                    f"the connection to the coordinator was lost before it had saved the results: {error}"
+                )
             if self._failure is None:
                 cut_off = [
                     worker
@@ -569,7 +590,7 @@ class Agent:
                 PeerLostError, DeadlineError
             ):  # `_hear` notices that the connection is lost
                 self._stream.send(ServerEnded(server, process.ending, output))
-                self._stream.drain(ANSWER_TIMEOUT_S)
+                self._stream.drain()
             told = self._failure is not None or self._cut_off is not None or self._interruption.asked
             if failed and not told and self._failed_server is None:
                 self._failed_server = RunFailedError(process.name, process.ending, output)
@@ -582,7 +603,7 @@ class Agent:
             ):  # `_hear` notices that the connection is lost
                 asked = self._interruption.asked
                 self._stream.send(ProcessEnded(worker, process.ending, process.crashed, asked))
-                self._stream.drain(ANSWER_TIMEOUT_S)
+                self._stream.drain()
             killed = worker in self._taken_out and process.exit_code == -signal.SIGKILL
             over = self._failure is not None or self._cut_off is not None
             if (killed or process.exit_code == EXIT_PEER_LOST) and not over:

@@ -14,7 +14,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +51,14 @@ log = logging.getLogger("paceline.run")
 POLL_INTERVAL_S = 0.05
 # Maximum time to wait, after the first sign of a failure, for its cause to become known.
 CAUSE_TIMEOUT_S = 5.0
-# Maximum time to wait for the next part of a server's weights.
-ANSWER_TIMEOUT_S = 5.0
+# Time after which the terminal names a server that sends nothing while its weights are collected.
+TELL_S = 5.0
 GONE = {"lost": "was lost", "left": "has left"}
 """How the earlier main worker has left, as a clause."""
 
 # Maximum time to wait for processes to exit by themselves after a run.
 GRACE_S = 10.0
-# Maximum time to wait for the servers of a failed run to write their traces and exit.
+# The same after a run that has failed.
 FAILED_GRACE_S = 0.5
 
 
@@ -235,17 +235,17 @@ class LiveRun:
                 if early:
                     engine.end(engine.workers.values(), grace_s=0.0, hurried=self._interruption.hurried)
                 if self._sampler is not None:
-                    self._sampler.stop()
+                    self._sampler.stop(self._interruption.hurried)
                 self._keep_weights()
+                coordinator.dismiss(reason or self._weights_fault(), saved=True)
             except BaseException:
                 early = True
                 raise
             finally:
+                gone = coordinator.gone_servers.copy()
+                coordinator.stop(self._interruption.hurried)
+                self._give_up(coordinator.gone_servers.keys() - gone.keys())
                 grace_s = FAILED_GRACE_S if early or self._notes else GRACE_S
-                deadline_s = time.monotonic() + grace_s
-                coordinator.stop(grace_s, self._interruption.hurried)
-                # A server that has not answered the coordinator in time gets no more time.
-                grace_s = max(FAILED_GRACE_S, deadline_s - time.monotonic())
                 left = engine.end(engine.processes, grace_s=grace_s, hurried=self._interruption.hurried)
         # The coordinator has stopped and no longer records how processes end, so the launcher records it here.
         for worker, process in engine.workers.items():
@@ -320,12 +320,10 @@ class LiveRun:
         is_of_server = reported is not None and reported.process.startswith("server")
         server_failure = reported if is_of_server else engine.failed_server()
         if server_failure is None and coordinator.gone_servers:
-            name = f"server {coordinator.gone_servers[0]}"
-            here = coordinator.gone_servers[0] in engine.servers
-            reason = "its connection was closed"
-            server_failure = RunFailedError(
-                name, f"{reason}, but its process is still running" if here else reason
-            )
+            index, reason = next(iter(coordinator.gone_servers.copy().items()))
+            if index in engine.servers:
+                reason += ", but its process is still running"
+            server_failure = RunFailedError(f"server {index}", reason)
         # Once all workers have left, servers are needed only for their weights, so a failure of a server is ignored.
         if server_failure is not None and not (
             coordinator.core.everybody_left and coordinator.core.members.finished
@@ -380,33 +378,46 @@ class LiveRun:
         """Collect the weights from the servers and save them, if training has begun."""
         if not self._coordinator.started.is_set() or self._interruption.hurried():
             return
-        collection = self._coordinator.collect()
-        while not collection.finished.wait(POLL_INTERVAL_S):
+        coordinator = self._coordinator
+        collection = coordinator.collect()
+        told: set[int] = set()
+        while not collection.finished.wait(POLL_INTERVAL_S) and not self._interruption.hurried():
             self._progress.update()
-            if time.monotonic() - collection.heard_s > ANSWER_TIMEOUT_S or self._interruption.hurried():
-                break
-        missing = collection.missing
-        servers = sorted({shard % self._job.servers for shard in missing})
-        self._coordinator.end_collection(servers)
+            for server, quiet_s in coordinator.quiet_s().items():
+                if quiet_s > TELL_S and server not in told:
+                    told.add(server)
+                    self._say(
+                        f"Waiting for the weights of server {server}, which has sent nothing for {quiet_s:.0f} s. "
+                        f"Ctrl-C {'again' if self._interruption.asked else 'twice'} ends the run without them."
+                    )
+        missing = {shard % self._job.servers for shard in collection.missing}
+        coordinator.end_collection("a second signal came before its weights")
         self._weights = collection.result()
-        for server in servers:
-            process = self._engine.servers.get(server)
-            how = "it did not answer when the weights were collected"
-            if process is not None:
-                how = process.ending or f"{how}; its process {process.state}"
-                process.kill()
-            elif server in self._coordinator.gone_servers:
-                how = "its connection was closed"
-            where = "" if self._weights.absent else "; its part of the weights was read from shared memory"
-            self._notes.append(f"server {server}: {how}{where}")
+        self._give_up(missing, "" if self._weights.absent else "; its part was read from shared memory")
         self._weights_path, messages = save_weights(self._weights, self._run_dir)
         self._notes += messages
 
+    def _give_up(self, servers: Iterable[int], then: str = "") -> None:
+        """Note why servers are no longer awaited, and kill those that run on this machine."""
+        for server in sorted(servers):
+            how = self._coordinator.gone_servers.get(server, "it has not sent its weights")
+            if (process := self._engine.servers.get(server)) is not None:
+                how = process.ending or f"{how}; its process {process.state}"
+                process.kill()
+            self._notes.append(f"server {server}: {how}{then}")
+
+    def _weights_fault(self) -> str:
+        """Return why the weights have not been saved completely; "" if they have."""
+        if self._weights is None or self._weights.absent or self._weights_path is None:
+            return self._notes[0] if self._notes else "the weights could not be read"
+        return ""
+
     def _result(self) -> RunResult:
-        coordinator, weights = self._coordinator, self._weights
-        if weights is None or weights.absent or self._weights_path is None:
-            reason = self._notes[0] if self._notes else "the weights could not be read"
-            raise self._explained(RunFailedError("the run", reason))
+        coordinator = self._coordinator
+        if fault := self._weights_fault():
+            raise self._explained(RunFailedError("the run", fault))
+        assert self._weights is not None
+        assert self._weights_path is not None
         core = coordinator.core
         for departure in core.members.departures:
             if departure.fate == "lost":
@@ -417,7 +428,7 @@ class LiveRun:
                 )
         summary = self._summary(self._weights_path, "finished")
         snapshots = self._sampler.taken if self._sampler is not None else []
-        return RunResult(weights.state_dict, summary, self._run_dir, snapshots, tuple(self._notes))
+        return RunResult(self._weights.state_dict, summary, self._run_dir, snapshots, tuple(self._notes))
 
     def _summary(self, weights: Path, ended: str) -> dict[str, Any]:
         """Write the summary, and print the problems that it lists. Return the summary."""
@@ -494,10 +505,11 @@ class Sampler:
         """Start the thread, which waits for training to begin."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Stop taking snapshots. The wait for a snapshot in progress is limited: a server might not answer."""
+    def stop(self, hurried: Callable[[], bool]) -> None:
+        """Stop taking snapshots. Wait for a snapshot in progress, until `hurried` returns True."""
         self._stopped.set()
-        self._thread.join(ANSWER_TIMEOUT_S)
+        while self._thread.is_alive() and not hurried():
+            self._thread.join(POLL_INTERVAL_S)
 
     def _run(self) -> None:
         coordinator = self._coordinator

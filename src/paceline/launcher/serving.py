@@ -23,8 +23,6 @@ from .program import end_with_parent
 __all__ = ["Announcement", "Serving", "announce", "finished"]
 
 POLL_INTERVAL_S = 0.05
-# Maximum time to wait for the end of a run that has been interrupted.
-END_TIMEOUT_S = 20.0
 
 
 class Announcement(msgspec.Struct, frozen=True):
@@ -83,13 +81,17 @@ class Serving:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the run if it is still in progress."""
+        """End the run if it is still in progress, and wait until its results are saved, or a signal comes.
+
+        The program does not wait for ever: it gives up servers that are silent.
+        """
         self.interrupt()
         try:
-            self._program.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+            self._program.wait()
+        except BaseException:
             self._program.kill()
             self._program.wait()
+            raise
 
     def announced(self) -> Announcement | None:
         """Wait until the run can be joined. Return None if it could not be started; the program has said why."""

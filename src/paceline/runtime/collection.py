@@ -8,7 +8,6 @@ in these shards are reported as missing.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 
 from ..core.layout import ShardSlice
@@ -33,12 +32,10 @@ class Collection:
 
     Attributes:
         finished: event that is set when no further shards will arrive.
-        heard_s: time on the monotonic clock at which data last arrived from any server.
     """
 
     def __init__(self, model: ModelSpec, shards: Sequence[ShardSlice], master: Region | None) -> None:
         self.finished = threading.Event()
-        self.heard_s = time.monotonic()
         self._assembly = Assembly(model, shards)
         self._shards = shards
         self._master = master
@@ -54,14 +51,12 @@ class Collection:
         Raises:
             ProtocolError: the shard is not expected from this server.
         """
-        self.heard_s = time.monotonic()
         if message.shard not in self.owed_by(server, servers):
             raise ProtocolError(f"shard {message.shard} is not expected from server {server}")
         return self._assembly.targets(message.shard)
 
     def arrived(self, message: Snapshot) -> None:
         """Record that a shard has arrived."""
-        self.heard_s = time.monotonic()
         self._assembly.arrived(message)
         self.give_up([message.shard])
 

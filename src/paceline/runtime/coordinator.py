@@ -25,6 +25,7 @@ from ..core.heartbeats import answer
 from ..core.job_status import LOCAL, JobStatus, Observed, StateTimes, held_state, job_status, worker_state
 from ..core.liveness import Verdict
 from ..core.messages import (
+    Bell,
     ClockOffset,
     Contributed,
     CreateShards,
@@ -66,6 +67,7 @@ from ..trace.recording import Header, Recorder
 from ..wire.addresses import listen_tcp, listen_unix
 from ..wire.memory import MASTER, Region, shared_memory_available
 from ..wire.passing import Source
+from ..wire.patience import Patience
 from ..wire.stream import no_payload
 from ..wire.traffic import Traffic, traffic_of
 from .best_effort import BestEffortFile
@@ -82,12 +84,10 @@ __all__ = ["CoordinatorHost"]
 
 log = logging.getLogger("paceline.coordinator")
 
-STOP_GRACE_S = 10.0
 STOP_POLL_S = 0.05
 MOST_OBSERVERS = 32
 NOTE_INTERVAL_TICKS = TICKS_PER_S // 5  # minimum time between two records of the workers' states
-DRAIN_TIMEOUT_S = 1.0  # maximum time to wait until a peer has received earlier messages
-TRACE_TIMEOUT_S = 2.0  # maximum time to wait for the next part of a trace at the end of the run
+DRAIN_SILENCE_S = 1.0  # maximum time for which a peer reads none of its earlier messages before a descriptor
 PACE_SPAN = 8  # approximate number of recent iterations over which a worker's iteration time is averaged
 
 
@@ -112,8 +112,10 @@ class CoordinatorHost:
         started_s: time at which `started` was set, in seconds since the run began.
         over: event that is set when all workers have left, a server is lost, or the run has failed.
         failure: the first failure that was reported, or None.
-        gone_servers: servers that disconnected before the run was over, in order of disconnection.
-        heard_s: (role, index) -> time of the last message from this peer, on the clock of `time.monotonic`.
+        gone_servers: server -> why its connection ended, for servers that disconnected before they were told to end,
+            and for those that sent nothing for too long, in order of disconnection.
+        heard_s: (role, index) -> time of the last message from this peer, on the clock of `time.monotonic`. For a
+            worker, also the time at which a part of a message to or from a server last moved, as the servers report.
         usual_s: worker -> moving average of the worker's iteration time in seconds, including waiting.
         registered_s: worker -> time at which the worker registered its model, on the clock of `time.monotonic`.
         asked_s: server -> time on the monotonic clock at which the server was asked which workers are waiting.
@@ -128,7 +130,7 @@ class CoordinatorHost:
         self.started_s = 0.0
         self.over = threading.Event()
         self.failure: RunFailedError | None = None
-        self.gone_servers: list[int] = []
+        self.gone_servers: dict[int, str] = {}
         self.heard_s: dict[tuple[str, int], float] = {}
         self.usual_s: dict[int, float] = {}
         self.registered_s: dict[int, float] = {}
@@ -175,7 +177,9 @@ class CoordinatorHost:
         # the traces of servers on other machines
         self._traces = TraceFiles(Path(job.run_dir), job.servers, lambda text: self.core.faults.append(text))
         self._collection: Collection | None = None  # None except while the final weights are collected
-        self._stops_s: float | None = None  # latest time at which the loop ends; None while the run continues
+        # Server from which data is awaited at the end of the run -> for how long it may be silent.
+        self._awaited: dict[int, Patience] = {}
+        self._stopping = False  # True once the servers have been told to end
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # see `_call`
         self._bell, self._bell_end = socket.socketpair()
         self._bell_end.setblocking(False)
@@ -235,17 +239,21 @@ class CoordinatorHost:
 
         self._call(order)
 
-    def dismiss(self, failure: str) -> None:
-        """Tell all machines that the run is over, so that they end the workers that are left."""
+    def dismiss(self, failure: str, *, saved: bool = False) -> None:
+        """Tell all machines that the run is over, and then that its results have been saved. See `RunEnded`."""
 
         def tell() -> None:
             for agent in self._of_role("agent"):
-                self._hub.send(agent, RunEnded(failure))
+                self._hub.send(agent, RunEnded(failure, saved))
 
         self._call(tell)
 
     def collect(self) -> Collection:
-        """Start collecting the weights. The caller must wait until `finished` of the returned object is set."""
+        """Start collecting the weights. The caller must wait until `finished` of the returned object is set.
+
+        A server is given up only if its connection ends, or carries nothing for `SILENCE_S`. `gone_servers` then says
+        so.
+        """
         assert self.core.model is not None
         collection = Collection(self.core.model, self.core.slices, self._master)
 
@@ -257,20 +265,23 @@ class CoordinatorHost:
         self._call(begin)
         return collection
 
-    def end_collection(self, servers: Sequence[int]) -> None:
-        """End the collection, and close the connections to `servers`, which have not sent all of their weights."""
+    def end_collection(self, why: str) -> None:
+        """End the collection. If it is not finished, give up the servers that are still awaited, because of `why`."""
         ended = threading.Event()
 
         def end() -> None:
-            for server in servers:
-                if (member := self._member("server", server)) is not None:
-                    self._hub.drop(member, "it has not sent its weights")
+            for server in list(self._awaited):
+                self._give_up(server, why)
             self._collection = None
             ended.set()
 
         self._call(end)
-        if self._thread.is_alive():
-            ended.wait(STOP_GRACE_S)
+        while self._thread.is_alive() and not ended.wait(STOP_POLL_S):
+            pass
+
+    def quiet_s(self) -> dict[int, float]:
+        """Return, for each server from which data is awaited, for how many seconds it has sent nothing."""
+        return {server: patience.quiet_s for server, patience in self._awaited.copy().items()}
 
     def ask_servers(self) -> None:
         """Ask the servers which workers are waiting. The answers arrive in `core.waits`.
@@ -281,24 +292,26 @@ class CoordinatorHost:
         self.core.waits.clear()
         self._call(self._ask_servers)
 
-    def stop(self, grace_s: float = STOP_GRACE_S, hurried: Callable[[], bool] = lambda: False) -> None:
+    def stop(self, hurried: Callable[[], bool] = lambda: False) -> None:
         """Order the servers to write their traces and exit, and end the thread when the servers have disconnected.
 
+        A server that sends nothing for `SILENCE_S` is no longer awaited. `gone_servers` then says so.
+
         Args:
-            grace_s: maximum time in seconds to wait for the servers.
             hurried: function that is called repeatedly. Once it returns True, `stop` no longer waits for the servers.
         """
 
         def end() -> None:
-            self._stops_s = time.monotonic() + grace_s
+            self._stopping = True
             for server in self._of_role("server"):
                 self._hub.send(server, Shutdown())
+                self._awaited[server.index] = server.stream.patience()
 
         self._call(end)
         while self._thread.is_alive():
             self._thread.join(STOP_POLL_S)
             if hurried():
-                self._stops_s = 0.0
+                self._call(self._awaited.clear)
 
     def _call(self, call: Callable[[], None]) -> None:
         """Schedule a function call on the thread of the event loop."""
@@ -310,7 +323,7 @@ class CoordinatorHost:
 
     def _run(self) -> None:
         try:
-            while self._stops_s is None or (self._of_role("server") and time.monotonic() < self._stops_s):
+            while self._awaited or not self._stopping:
                 try:
                     self._step()
                 except UserCodeError as error:  # the loop goes on, so that the weights can be collected
@@ -332,7 +345,8 @@ class CoordinatorHost:
         """Wait for messages, and handle them and what is due."""
         self._hub.poll(self._patience_s())
         self._note_states()
-        if self._stops_s is None:
+        self._look_for_progress()
+        if not self._stopping:
             self._look()
         for timer in self._timers.take_due(self.job.now_ticks()):
             self._perform(self.core.fire(timer, self.job.now_ticks()))
@@ -378,7 +392,7 @@ class CoordinatorHost:
                 self._note_traffic((role, index), LOCAL, machine, traffic)
 
     def _note_traffic_of(self, server: int, message: Waits) -> None:
-        """Record the traffic of a server's connections to other machines."""
+        """Record the traffic of a server's connections to workers."""
         machines = self._machines.machine_of
         here = self._machines.machine_of_server.get(server, LOCAL)
         for each in message.traffic:
@@ -386,6 +400,9 @@ class CoordinatorHost:
             if there != here:
                 traffic = Traffic(each.sent_bytes, each.received_bytes)
                 self._note_traffic(("server", server, each.worker), here, there, traffic)
+        for worker, moved_ticks in message.moved_ticks:
+            if (known_s := self.heard_s.get(("worker", worker))) is not None:
+                self.heard_s["worker", worker] = max(known_s, self.job.monotonic_s_of(moved_ticks))
 
     def _note_states(self) -> None:
         """Record the states of all workers, so that the status can tell for how long they have been in them."""
@@ -406,13 +423,30 @@ class CoordinatorHost:
 
     def _patience_s(self) -> float | None:
         """Return the maximum time to wait for messages; None for no limit."""
-        if self._stops_s is not None:
+        if self._stopping:
             return STOP_POLL_S
         now_ticks = self.job.now_ticks()
         limits_s = [] if (left_s := self._timers.left_s(now_ticks)) is None else [left_s]
+        limits_s += [patience.wait_s for patience in self._awaited.values()]
         if (look_ticks := self._machines.liveness.next_ticks) is not None:
             limits_s.append(max(0.0, (look_ticks - now_ticks) / TICKS_PER_S))
         return min(limits_s, default=None)
+
+    def _look_for_progress(self) -> None:
+        """Give up the awaited servers whose connections have carried nothing for too long."""
+        for server, patience in list(self._awaited.items()):
+            if patience.look():
+                for agent in self._machines.agents_of("server", server):
+                    self._machines.liveness.moved(agent, self.job.now_ticks())
+            elif patience.over:
+                task = "write its traces" if self._stopping else "send its weights"
+                self._give_up(server, f"it was to {task}, and sent nothing for {patience.quiet_s:.0f} s")
+
+    def _give_up(self, server: int, why: str) -> None:
+        """Close the connection to a server, and keep the reason."""
+        self.gone_servers.setdefault(server, why)
+        if (member := self._member("server", server)) is not None:
+            self._hub.drop(member, why)
 
     def _look(self) -> None:
         """Take out the machines and workers that are no longer alive, if it is time to look for them."""
@@ -431,8 +465,7 @@ class CoordinatorHost:
         if verdict.worker is None:
             for server in sorted(self._machines.servers[verdict.machine]):
                 self._lose_server(verdict.machine, server, reason)
-                if (member := self._member("server", server)) is not None:
-                    self._hub.drop(member, reason)
+                self._give_up(server, reason)
         agent = self._member("agent", verdict.machine)
         for worker in workers if verdict.worker is None else [verdict.worker]:
             incarnation = self.core.members.incarnation(worker)
@@ -475,7 +508,7 @@ class CoordinatorHost:
     def payload_targets(self, peer: Caller, message: Message, size_bytes: int) -> Sequence[memoryview]:
         if isinstance(message, Snapshot) and peer.role == "server" and self._collection is not None:
             return self._collection.targets(message, peer.index, self.job.servers)
-        if isinstance(message, TracePart) and peer.role == "server" and self._stops_s is not None:
+        if isinstance(message, TracePart) and peer.role == "server" and self._stopping:
             return self._traces.targets(message, peer.index, size_bytes)
         return no_payload(message, size_bytes)
 
@@ -496,12 +529,15 @@ class CoordinatorHost:
             return
         party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)
         self._perform(self.core.disconnected(party, self.job.now_ticks()))
-        if peer.role == "server" and self._stops_s is None:
+        if peer.role != "server":
+            return
+        self._awaited.pop(peer.index, None)
+        if not self._stopping:
             if self.core.model is None and peer.index >= self.job.local_servers:
                 for agent in self._machines.agents_of("server", peer.index):
                     self._lose_server(agent, peer.index, "its connection was closed")
                 return
-            self.gone_servers.append(peer.index)
+            self.gone_servers.setdefault(peer.index, "its connection was closed")
             if self._collection is not None:
                 self._collect_from(peer.index)
             self.over.set()
@@ -522,15 +558,15 @@ class CoordinatorHost:
             self._collection.arrived(message)
             self._collect_from(peer.index)
             return
-        if isinstance(message, TracePart) and peer.role == "server" and self._stops_s is not None:
+        if isinstance(message, TracePart) and peer.role == "server" and self._stopping:
             self._traces.arrived(message)
-            if self._stops_s:  # it is 0 if the run is to end without further waiting
-                self._stops_s = max(self._stops_s, time.monotonic() + TRACE_TIMEOUT_S)
+            return
+        if isinstance(message, Bell):
             return
         party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)
-        if isinstance(message, Waits) and message.traffic:
+        if isinstance(message, Waits):
             self._note_traffic_of(peer.index, message)
-            message = msgspec.structs.replace(message, traffic=())
+            message = msgspec.structs.replace(message, traffic=(), moved_ticks=())
         model = message.model if isinstance(message, Register | Contributed) else None
         if model is not None and (isinstance(message, Contributed) or self.core.expects_model(party)):
             require_sound(model, self.job.optimizers)
@@ -613,7 +649,7 @@ class CoordinatorHost:
             how: a clause that says why it is lost.
             output: the last lines of its output, if they say more.
         """
-        if self._stops_s is not None or server not in self._machines.servers[agent]:
+        if self._stopping or server not in self._machines.servers[agent]:
             return
         name = self._machines.names[agent]
         if self.core.model is not None:
@@ -709,7 +745,7 @@ class CoordinatorHost:
         """Send a message to a worker or server if it is connected."""
         if (member := self._member(to.role, to.index)) is not None:
             if descriptors:  # they cannot be queued
-                self._hub.drain(member, DRAIN_TIMEOUT_S)
+                self._hub.drain(member, DRAIN_SILENCE_S)
             self._hub.send(member, message, descriptors=descriptors)
 
     @property
@@ -736,10 +772,13 @@ class CoordinatorHost:
         assert self._collection is not None
         owed = self._collection.owed_by(server, self.job.servers)
         member = self._member("server", server)
-        if member is None:
+        if member is None or not owed:
+            self._awaited.pop(server, None)
             self._collection.give_up(owed)
-        elif owed:  # a server sends each peer only one bulk message at a time
-            self._perform(self.core.fetch(owed[0]))
+            return
+        if server not in self._awaited:
+            self._awaited[server] = member.stream.patience()
+        self._perform(self.core.fetch(owed[0]))  # a server sends each peer only one bulk message at a time
 
     def _take_calls(self) -> None:
         """Call the functions that other threads have passed to `_call`."""

@@ -64,7 +64,7 @@ class Caller:
         stream: the stream that sends and receives messages on the connection.
         role: "worker", "server" or "reader" once the peer has been accepted; "" until then.
         index: index of the worker or server.
-        heard_s: time at which data was last received from the peer, on the monotonic clock.
+        moved_s: time at which data last came from the peer, or left for it, on the monotonic clock.
         adopted: True if the host itself opened the connection.
         writing: True while the selector also watches for room to send, because messages are queued.
     """
@@ -75,7 +75,7 @@ class Caller:
         self.index = -1
         self.adopted = False
         self.writing = False
-        self.heard_s = time.monotonic()
+        self.moved_s = time.monotonic()
         # Time at which the end of the peer's process was reported while the connection was still open.
         self.ended_s = math.inf
 
@@ -218,7 +218,7 @@ class Hub(Generic[P]):
             self.drop(peer, "it has not sent the run's token in time")
         self._entrance.watch()
         for peer in list(self._ending):
-            if time.monotonic() - max(peer.ended_s, peer.heard_s) > ENDED_TIMEOUT_S:
+            if time.monotonic() - max(peer.ended_s, peer.moved_s) > ENDED_TIMEOUT_S:
                 self.drop(peer, "its process has ended")
 
     def adopt(self, peer: P) -> None:
@@ -230,11 +230,11 @@ class Hub(Generic[P]):
         self.peers.add(peer)
         self._selector.register(peer.stream, selectors.EVENT_READ, peer)
 
-    def drain(self, peer: P, timeout_s: float) -> None:
-        """Send all messages that are queued for a peer. Give up after `timeout_s`, or if the connection is lost."""
+    def drain(self, peer: P, silence_s: float | None = None) -> None:
+        """Send all messages that are queued for a peer. Give up if its connection is lost or silent, see `Stream`."""
         if peer in self.peers:
             with contextlib.suppress(PeerLostError, DeadlineError):
-                peer.stream.drain(timeout_s)
+                peer.stream.drain(silence_s)
 
     def expect_end(self, peer: P) -> None:
         """Drop a peer whose process has ended, but only after its last messages have been received.
@@ -332,12 +332,12 @@ class Hub(Generic[P]):
         return SecureSocket(sock, known, Preface(self._target, known.mark), server_side=True)
 
     def _serve(self, peer: P, events: int) -> None:
+        peer.moved_s = time.monotonic()
         try:
             if events & selectors.EVENT_WRITE:
                 peer.stream.flush()
                 self._watch_peer(peer)
             if events & (selectors.EVENT_READ | IN_RING):
-                peer.heard_s = time.monotonic()
                 for message in peer.stream.receive(from_socket=events != IN_RING):
                     if peer.role:
                         self._host.received(peer, message)

@@ -161,6 +161,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """Return the time since the run began, in ticks. All processes on one machine use the same clock."""
         return time.monotonic_ns() - self.epoch_ns  # in a live run, a tick is a nanosecond
 
+    def ticks_of(self, monotonic_s: float) -> int:
+        """Return a time on the clock of `time.monotonic` as ticks since the run began."""
+        return round(monotonic_s * TICKS_PER_S) - self.epoch_ns
+
+    def monotonic_s_of(self, ticks: int) -> float:
+        """Return a time since the run began as a time on the clock of `time.monotonic`."""
+        return (ticks + self.epoch_ns) / TICKS_PER_S
+
     def now_s(self) -> float:
         """Return the time since the run began, in seconds."""
         return self.now_ticks() / TICKS_PER_S

@@ -12,8 +12,6 @@ from .calling import call
 
 __all__ = ["Observer"]
 
-ANSWER_TIMEOUT_S = 30.0
-
 
 class Observer:
     """A connection to the coordinator of a run.
@@ -42,7 +40,7 @@ class Observer:
             DeadlineError: the coordinator does not answer.
         """
         self._stream.send(FetchStatus())
-        return msgspec.msgpack.decode(self._stream.wait(ANSWER_TIMEOUT_S).status, type=JobStatus)
+        return msgspec.msgpack.decode(self._stream.wait().status, type=JobStatus)
 
     def close(self) -> None:
         """Close the connection."""

@@ -13,7 +13,7 @@ import socket
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import msgspec
 import torch
@@ -83,7 +83,7 @@ from ..errors import (
     UserCodeError,
     first_line,
 )
-from ..files import Unfinished
+from ..files import PatientWriter, Unfinished
 from ..shard.foreign import class_of
 from ..shard.states import decode_states
 from ..shard.store import Push, Vectors
@@ -106,7 +106,6 @@ __all__ = ["ServerHost"]
 
 log = logging.getLogger("paceline.server")
 
-GOODBYE_TIMEOUT_S = 5.0
 # Maximum number of connections from readers, per shard. Each connection may hold a copy of a snapshot being sent.
 READERS_PER_SHARD = 32
 
@@ -217,7 +216,7 @@ class ServerHost:
         finally:
             for recorder in self._recorders:
                 recorder.close()
-            self._hub.drain(self._coordinator, GOODBYE_TIMEOUT_S)
+            self._hub.drain(self._coordinator)
             self._hub.close()
 
     # -- called by the hub --------------------------------------------------------------------------------
@@ -374,7 +373,9 @@ class ServerHost:
                 self._pass_on(self._coordinator, message)
             case FetchWaits():
                 waits = self._core.waits(timers=bool(self._timers))
-                self._hub.send(self._coordinator, msgspec.structs.replace(waits, traffic=self._traffic()))
+                moved = tuple((w, self._job.ticks_of(peer.moved_s)) for w, peer in self._workers.items())
+                waits = msgspec.structs.replace(waits, traffic=self._traffic(), moved_ticks=moved)
+                self._hub.send(self._coordinator, waits)
             case Shutdown():
                 self._running, self._told_to_end = False, True
                 self._save_states()
@@ -464,13 +465,14 @@ class ServerHost:
 
     def _keep(self, shard: int) -> None:
         """Copy the queued parts of a shard's weights, because the weights are about to change."""
-        for peer in self._workers.values():
+        for peer in self._hub.peers:
             if peer.stream.backlog:
                 peer.stream.keep(shard)
 
     def _send_snapshot(self, peer: ServerCaller, index: int) -> None:
+        # The weights are lent, because the first bytes of a copy would leave only after all of it had been made.
         version = self._core.shard(index).version
-        self._hub.send(peer, Snapshot(index, version), self._require_memory().snapshot(index))
+        self._hub.send(peer, Snapshot(index, version), self._require_memory().snapshot(index), lent=index)
 
     def _save_states(self) -> None:
         """Write the states of tracked objects that were kept last, if this server has any, to the run directory."""
@@ -480,10 +482,15 @@ class ServerHost:
         path = Path(self._job.run_dir, "tracked.pt")
         try:
             states = {name: each["state"] for name, each in decode_states(data, arrays=False).items()}
-            with Unfinished(path) as place:
-                torch.save({"epoch": position.epoch, "states": states}, place)
+            with Unfinished(path) as place, place.open("wb") as file:
+                writer = cast(IO[bytes], PatientWriter(file, self._show_life))
+                torch.save({"epoch": position.epoch, "states": states}, writer)
         except (OSError, RuntimeError, ProtocolError, LookupError, TypeError) as error:
             self._warn(f"the states of tracked objects cannot be saved to {path}: {first_line(error)}")
+
+    def _show_life(self) -> None:
+        """Send something to the coordinator, which waits for as long as it receives anything."""
+        self._hub.send(self._coordinator, Bell())
 
     def _warn(self, text: str) -> None:
         """Report a problem that does not end the run."""
@@ -519,7 +526,7 @@ class ServerHost:
                         part = trace.read(PART_BYTES)
                         last = len(part) < PART_BYTES
                         self._hub.send(self._coordinator, TracePart(shard, last), [memoryview(part)])
-                        self._hub.drain(self._coordinator, GOODBYE_TIMEOUT_S)
+                        self._hub.drain(self._coordinator)
                         if self._coordinator.stream.backlog:
                             return  # the coordinator does not wait for it any more
             except OSError as error:

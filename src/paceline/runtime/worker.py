@@ -92,7 +92,6 @@ log = logging.getLogger("paceline.worker")
 STATUS_INTERVAL_S = 0.1
 # Minimum time between two checks for messages from the coordinator. Very short iterations skip most of these checks.
 HEARING_INTERVAL_S = 200e-6
-GOODBYE_TIMEOUT_S = 5.0
 USUAL_ITERATIONS = 15  # number of iterations whose median is the usual computing time
 COMBINING_S = 0.5  # minimum time in a barrier or a reduction before the worker pushes without a gradient
 MOST_READ_ATTEMPTS, READ_AGAIN_S = 60, 1.0  # how often and after which pause the job's model is read again
@@ -809,7 +808,7 @@ class WorkerSession:
             if isinstance(request, Send) and (stream := self._stream_to(request)) is not None:
                 with contextlib.suppress(PeerLostError, DeadlineError):  # a lost peer need not be notified
                     stream.send(request.message)
-                    stream.drain(GOODBYE_TIMEOUT_S)
+                    stream.drain()
 
     # -- called by the process that runs the script -------------------------------------------------------
 
@@ -831,7 +830,7 @@ class WorkerSession:
         """
         with contextlib.suppress(PeerLostError, DeadlineError):  # a lost coordinator cannot be notified
             self._coordinator.send(Failed(reason, traceback, consequence))
-            self._coordinator.drain(GOODBYE_TIMEOUT_S)
+            self._coordinator.drain()
 
     def close_in_fork(self) -> None:
         """Close the selector in a forked process. Streams and regions close themselves. See `close_in_forks`."""

@@ -26,11 +26,11 @@ from __future__ import annotations
 
 import array
 import contextlib
+import math
 import os
 import select
 import socket
 import struct
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar, cast
@@ -40,8 +40,10 @@ import msgspec
 from ..core.messages import Bell, Message
 from ..errors import DeadlineError, PeerLostError, ProtocolError
 from .forks import close_in_forks
+from .patience import Patience
 from .ring import Ring
 from .secure import SecureSocket
+from .traffic import Traffic, traffic_of
 
 __all__ = ["HEADER_LIMIT_BYTES", "Sink", "Stream", "no_payload"]
 
@@ -142,6 +144,8 @@ class Stream(Generic[T]):
         self._frames = self._read_frames()
         self._ring_out: Ring | None = None
         self._ring_in: Ring | None = None
+        # The number of bytes that were passed to the socket and received from it.
+        self._sent_bytes = self._received_bytes = 0
         # Frames that wait for room in the ring, each with the argument `lent` of its message.
         self._late: deque[tuple[bytes, Hashable]] = deque()
         # True if the ring indicates that the next message comes through the socket.
@@ -161,6 +165,18 @@ class Stream(Generic[T]):
     def unsent(self) -> int:
         """The number of message parts that are queued."""
         return len(self._queue) + len(self._late)
+
+    @property
+    def traffic(self) -> Traffic:
+        """The bytes that the connection has carried so far: those that the kernel counts or, if it does not, our own.
+
+        The kernel counts what the peer has acknowledged, so sent data that is only in a buffer here does not count.
+        """
+        return traffic_of(self.sock) or Traffic(self._sent_bytes, self._received_bytes)
+
+    def patience(self, silence_s: float | None = None) -> Patience:
+        """Return what measures for how long the connection has carried nothing. See `Patience`."""
+        return Patience(lambda: sum(self.traffic), silence_s)
 
     def owes(self, lent: Hashable) -> bool:
         """Return True if a part of a message that was sent with `lent` is still queued."""
@@ -255,12 +271,20 @@ class Stream(Generic[T]):
             if left:
                 self._queue[0] = self._queue[0]._replace(data=left[0])
 
-    def drain(self, timeout_s: float) -> None:
-        """Block until all queued data has been sent. Raise `DeadlineError` if this takes longer than `timeout_s`."""
-        deadline_s = time.monotonic() + timeout_s
+    def drain(self, silence_s: float | None = None) -> None:
+        """Block until all queued data has been sent, however long this takes.
+
+        Args:
+            silence_s: number of seconds for which the connection may carry nothing. Default: `SILENCE_S`.
+
+        Raises:
+            DeadlineError: it has carried nothing for this time.
+            PeerLostError: the connection is lost.
+        """
+        patience = self.patience(silence_s)
         while self.backlog:
-            _wait(self.sock, select.POLLOUT, deadline_s)
-            self.flush()
+            if self._ready(select.POLLOUT, patience):
+                self.flush()
 
     def receive(self, *, from_socket: bool = True) -> Iterator[T]:
         """Yield each message that has been received completely, including its payload, until there are no more.
@@ -316,19 +340,24 @@ class Stream(Generic[T]):
             else:
                 self._on_socket = True
 
-    def wait(self, timeout_s: float) -> T:
-        """Block until a message has arrived, and return this message.
+    def wait(self, silence_s: float | None = None) -> T:
+        """Block until a message has arrived, however long its transfer takes, and return this message.
+
+        Args:
+            silence_s: number of seconds for which the connection may carry nothing. Default: `SILENCE_S`.
 
         Raises:
-            DeadlineError: no message has arrived within `timeout_s`.
+            DeadlineError: it has carried nothing for this time.
             PeerLostError: the connection is lost.
             ProtocolError: the peer has violated the protocol.
         """
-        deadline_s = time.monotonic() + timeout_s
+        patience = self.patience(silence_s)
+        ready = True
         while True:
-            for message in self.receive():
-                return message
-            _wait(self.sock, select.POLLIN, deadline_s)
+            if ready:
+                for message in self.receive():
+                    return message
+            ready = self._ready(select.POLLIN, patience)
 
     def close(self) -> None:
         """Close the connection and all file descriptors that are still in `descriptors`."""
@@ -345,6 +374,25 @@ class Stream(Generic[T]):
         """See `close_in_forks`."""
         self.sock.close()
 
+    def _ready(self, events: int, patience: Patience) -> bool:
+        """Wait until one of the events occurs, but only for a short time. Return True if one has occurred.
+
+        Raises:
+            DeadlineError: nothing has moved for too long.
+        """
+        poller = select.poll()
+        poller.register(self.sock, events)
+        if poller.poll(math.ceil(1000 * patience.wait_s)):
+            patience.look()
+            return True
+        if patience.look() or not patience.over:
+            return False
+        with contextlib.suppress(OSError):
+            raise DeadlineError(
+                f"the connection to {self.sock.getpeername()!r} has carried nothing for {patience.quiet_s:.1f} s"
+            )
+        raise DeadlineError(f"the connection has carried nothing for {patience.quiet_s:.1f} s")
+
     def _push_out(self, parts: list[memoryview], descriptors: Sequence[int] = ()) -> list[memoryview]:
         """Pass parts to the socket. Return the parts that the socket did not accept."""
         while parts:
@@ -358,6 +406,7 @@ class Stream(Generic[T]):
                 break
             except OSError as error:
                 raise PeerLostError(f"connection lost: {error}") from error
+            self._sent_bytes += sent
             while parts and sent >= parts[0].nbytes:
                 sent -= parts.pop(0).nbytes
             if sent:
@@ -406,6 +455,7 @@ class Stream(Generic[T]):
             raise PeerLostError(f"connection lost: {error}") from error
         if not count:
             raise PeerLostError("the peer closed the connection")
+        self._received_bytes += count
         self._wanted = self._wanted[count:]
         self._end += max(0, count - wanted.nbytes)
         return count == wanted.nbytes + room.nbytes
@@ -483,14 +533,3 @@ class Stream(Generic[T]):
         self._wanted = target[count:]
         while self._wanted.nbytes:
             yield None
-
-
-def _wait(sock: socket.socket, events: int, deadline_s: float) -> None:
-    """Block until one of the events occurs. Raise `DeadlineError` if none has occurred by the deadline."""
-    poller = select.poll()
-    poller.register(sock, events)
-    left_s = deadline_s - time.monotonic()
-    if left_s <= 0 or not poller.poll(left_s * 1000):
-        with contextlib.suppress(OSError):
-            raise DeadlineError(f"no answer from {sock.getpeername()!r} in time")
-        raise DeadlineError("no answer in time")

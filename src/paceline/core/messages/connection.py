@@ -19,7 +19,10 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Bell(Message, frozen=True, tag=True):
-    """Wakes a peer that is sleeping while its ring buffer contains data. The message has no other effect."""
+    """Wakes a peer that is sleeping while its ring buffer contains data, or shows that the sender is at work.
+
+    The message has no other effect.
+    """
 
 
 class MemoryPlace(msgspec.Struct, frozen=True):

@@ -103,6 +103,7 @@ __all__ = [
 
 FromPeerToCoordinator = (
     Hello
+    | Bell
     | Ready
     | ExtensionReady
     | Register

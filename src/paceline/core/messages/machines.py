@@ -207,10 +207,12 @@ class TakenOut(Message, frozen=True, tag=True):
 
 
 class RunEnded(Message, frozen=True, tag=True):
-    """The run is over, so the workers that are left must end.
+    """The run is over, so the workers that are left must end. It is sent again when its results have been saved.
 
     Attributes:
-        failure: the reason why the run has failed or was interrupted; "" if it has finished.
+        failure: the reason why the run has failed or was interrupted; "" if it has not.
+        saved: True if the results have been saved. If the weights are incomplete, `failure` says so.
     """
 
     failure: str
+    saved: bool = False

@@ -175,8 +175,10 @@ class Waits(Message, frozen=True, tag=True):
         shards: one entry per shard.
         timers: True if the server has a pending timer, which may release a worker.
         traffic: one entry per TCP connection to a worker.
+        moved_ticks: (worker, time at which data last moved on its connection), for each connected worker.
     """
 
     shards: tuple[ShardWaits, ...]
     timers: bool
     traffic: tuple[ConnectionTraffic, ...] = ()
+    moved_ticks: tuple[tuple[int, int], ...] = ()
