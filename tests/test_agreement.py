@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.core.agreement import MARKED_STEPS, Agreement
 from paceline.core.messages import HyperParametersReported
+from paceline.errors import ProtocolError
 from paceline.sim import Cluster, Presence, SimResult, simulate
 
 from .live import chaos, run_program
@@ -314,7 +316,8 @@ def test_without_a_loader_a_schedule_by_the_workers_steps_is_no_finding(sync: st
 
 def report(step: int, rate: float, epoch: int | None = None, **rest: Any) -> HyperParametersReported:
     rest.setdefault("within", epoch is None)
-    return HyperParametersReported(0, step, ({"lr": rate},), epoch, "loader", **rest)
+    groups = msgspec.msgpack.encode([{"lr": rate}])
+    return HyperParametersReported(0, step, groups, epoch, "loader", **rest)
 
 
 def test_a_difference_of_less_than_an_epoch_and_fifty_steps_is_not_said() -> None:
@@ -358,8 +361,31 @@ def test_the_memory_is_bounded() -> None:
         agreement.take(0, 0, report(step, step))
     for step in range(1000):
         agreement.take(0, 0, report(200_000, step))
-    assert len(agreement._marks) <= 1024
-    assert max(len(mark.values) for mark in agreement._marks.values()) <= 8
+    assert len(agreement._marks) <= 512
+    assert max(len(mark.values) for mark in agreement._marks.values()) <= 4
+
+
+def test_a_report_that_cannot_be_decoded_is_refused() -> None:
+    agreement = Agreement()
+    for groups in (b"?", b"\xc1", msgspec.msgpack.encode([{"lr": [[1.0]]}])):
+        with pytest.raises(ProtocolError, match="hyper-parameters of a report cannot be decoded"):
+            agreement.take(0, 0, HyperParametersReported(0, 0, groups))
+    assert agreement._marks == {}
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_many_groups_are_compared_as_far_as_they_fit(sync: str) -> None:
+    def body() -> None:
+        model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(300)))
+        rate = 0.1 * (1 + paceline.worker_index())
+        groups = [{"params": layer.parameters(), "lr": rate} for layer in model]
+        optimizer = paceline.DistributedOptimizer(torch.optim.Adam(groups), model=model)
+        for _ in range(60):
+            optimizer.zero_grad()
+            (model(torch.ones(4, 1)).mean() * 0).backward()
+            optimizer.step()
+
+    assert len(findings(body, sync)) == 1
 
 
 # -- live -------------------------------------------------------------------------------------------------

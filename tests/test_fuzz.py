@@ -559,7 +559,7 @@ class Attacker:
             ExtendShards(extended(model), puppet.shards, 0, 1),
             ModelExtended(puppet.shards, 1),
             GradientHashed(iteration, "abc"),
-            HyperParametersReported(0, iteration, ({"lr": 0.1},), 0, "loader"),
+            HyperParametersReported(0, iteration, choice.choice((b"\x90", b"?")), 0, "loader"),
             StoodIn(),
             StopRequested(0),
             EntryRequested(0),

@@ -19,6 +19,9 @@ import math
 from collections import OrderedDict
 from typing import NamedTuple
 
+import msgspec
+
+from ..errors import ProtocolError
 from .messages import HyperParametersReported
 from .model_spec import HyperParameter, HyperParameters
 
@@ -28,8 +31,8 @@ MARKED_STEPS = 50
 """Number of steps between two marks."""
 
 LEAST_STEPS = MARKED_STEPS
-MOST_MARKS = 1024  # maximum number of marks that are remembered; the oldest ones are forgotten
-MOST_VALUES = 8  # maximum number of different hyper-parameters that are remembered of one mark
+MOST_MARKS = 512  # maximum number of marks that are remembered; the oldest ones are forgotten
+MOST_VALUES = 4  # maximum number of different hyper-parameters that are remembered of one mark
 TOLERANCE = 0.01  # relative difference of numbers that are considered equal
 
 Groups = tuple[HyperParameters, ...]
@@ -41,12 +44,12 @@ class _Mark(NamedTuple):
     Attributes:
         worker: this worker.
         within: True if its hyper-parameters have changed within a pass over a loader, or there are no passes.
-        values: its hyper-parameters at the mark; several if they changed within the epoch.
+        values: its hyper-parameters at the mark, as in the reports; several if they changed within the epoch.
     """
 
     worker: int
     within: bool
-    values: list[Groups]
+    values: list[bytes]
 
 
 class Agreement:
@@ -63,9 +66,13 @@ class Agreement:
 
         Returns:
             A description of the disagreement if the worker has disagreed for long enough; otherwise "".
+
+        Raises:
+            ProtocolError: the hyper-parameters cannot be decoded.
         """
         if self._said:
             return ""
+        _decoded(report.groups)
         own, compared = (worker, incarnation, report.set_index), self._compare(worker, report)
         differing = [mark for mark, equal in compared if equal is False]
         if any(equal for _, equal in compared):
@@ -121,8 +128,18 @@ def _is_long(first: HyperParametersReported, last: HyperParametersReported) -> b
     return later or last.step - first.step >= LEAST_STEPS
 
 
-def _are_equal(groups: Groups, others: Groups) -> bool:
-    return groups == others or _first_difference(groups, others) is None
+_decoder = msgspec.msgpack.Decoder(Groups)
+
+
+def _decoded(groups: bytes) -> Groups:
+    try:
+        return _decoder.decode(groups)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"the hyper-parameters of a report cannot be decoded: {error}") from error
+
+
+def _are_equal(groups: bytes, others: bytes) -> bool:
+    return groups == others or _first_difference(_decoded(groups), _decoded(others)) is None
 
 
 def _first_difference(
@@ -145,8 +162,8 @@ def _is_equal(value: object, other: object) -> bool:
 
 
 def _describe(worker: int, report: HyperParametersReported, mark: _Mark) -> str:
-    difference = _first_difference(report.groups, mark.values[-1]) or ("", None, None)
-    name, value, other = difference
+    found = _first_difference(_decoded(report.groups), _decoded(mark.values[-1]))
+    name, value, other = found or ("", None, None)
     if report.schedule is not None:
         where = f"after {report.schedule} steps of the same schedule"
     elif report.epoch is not None:

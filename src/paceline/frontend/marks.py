@@ -6,8 +6,10 @@ costs a few comparisons.
 
 from __future__ import annotations
 
+import msgspec
+
 from ..core.agreement import MARKED_STEPS
-from ..core.messages import MOST_REPORTED_GROUPS, HyperParametersReported
+from ..core.messages import MOST_REPORTED_BYTES, HyperParametersReported
 from ..core.model_spec import HyperParameters
 from .newcomer import came_late
 from .position import Position, current_position
@@ -61,9 +63,7 @@ class Marks:
             passed, self._passed = self._passed, None
             if passed is None or self._followers > 1:
                 return None
-            return HyperParametersReported(
-                set_index, step, passed[1][:MOST_REPORTED_GROUPS], schedule=passed[0]
-            )
+            return HyperParametersReported(set_index, step, _encoded(passed[1]), schedule=passed[0])
         position = current_position(self._session)
         here = (position, len(position.passes)) if position is not None else None
         epoch = (position.name, position.epoch) if position is not None else None
@@ -80,5 +80,12 @@ class Marks:
             return None
         loader, number = epoch if epoch is not None else ("", None)
         return HyperParametersReported(
-            set_index, step, groups[:MOST_REPORTED_GROUPS], number, loader, within=self._within, late=late
+            set_index, step, _encoded(groups), number, loader, within=self._within, late=late
         )
+
+
+def _encoded(groups: Groups) -> bytes:
+    """Encode the hyper-parameters of as many groups as fit into a report."""
+    while len(encoded := msgspec.msgpack.encode(groups)) > MOST_REPORTED_BYTES:
+        groups = groups[: len(groups) // 2]
+    return encoded

@@ -72,7 +72,7 @@ from .ending import (
 )
 from .extension import ExtendShards, ExtensionReady, InitialWeightsRequested, ModelExtended
 from .iteration import (
-    MOST_REPORTED_GROUPS,
+    MOST_REPORTED_BYTES,
     AllCommitted,
     Answer,
     ChangePublished,
@@ -148,7 +148,7 @@ from .state import (
 __all__ = [
     "MOST_LOADERS",
     "MOST_PROCESSES",
-    "MOST_REPORTED_GROUPS",
+    "MOST_REPORTED_BYTES",
     "MOST_STATES_BYTES",
     "MOST_TIMES",
     "MOST_WORDS",

@@ -8,11 +8,10 @@ import msgspec
 
 from ...sync.events import Change, Clip, Edit, Number, Stop
 from ..lease import PackedPushed
-from ..model_spec import HyperParameters
 from .connection import Message
 
 __all__ = [
-    "MOST_REPORTED_GROUPS",
+    "MOST_REPORTED_BYTES",
     "AllCommitted",
     "Answer",
     "ChangePublished",
@@ -34,8 +33,8 @@ __all__ = [
 ]
 
 
-MOST_REPORTED_GROUPS = 64
-"""Maximum number of parameter groups whose hyper-parameters are reported."""
+MOST_REPORTED_BYTES = 16 * 1024
+"""Maximum size of the hyper-parameters in one report."""
 
 
 class Stage(Message, frozen=True, tag=True):
@@ -219,7 +218,7 @@ class HyperParametersReported(Message, frozen=True, tag=True, omit_defaults=True
     Attributes:
         set_index: the parameter set of the optimizer.
         step: number of steps that the worker has made with this optimizer.
-        groups: the hyper-parameters of the first parameter groups.
+        groups: the hyper-parameters of the first parameter groups, encoded as MessagePack.
         epoch: number of the epoch of the loader over which the worker makes a pass; None if it makes no pass.
         loader: name of the loader.
         schedule: number of steps of the schedule that determines the hyper-parameters and follows the job, at which
@@ -230,7 +229,7 @@ class HyperParametersReported(Message, frozen=True, tag=True, omit_defaults=True
 
     set_index: Number
     step: Number
-    groups: Annotated[tuple[HyperParameters, ...], msgspec.Meta(max_length=MOST_REPORTED_GROUPS)]
+    groups: Annotated[bytes, msgspec.Meta(max_length=MOST_REPORTED_BYTES)]
     epoch: Number | None = None
     loader: Annotated[str, msgspec.Meta(max_length=512)] = ""
     schedule: Number | None = None
