@@ -15,7 +15,7 @@ from paceline.errors import ConfigurationError
 from paceline.inspection.check import _error_message, check_script
 from paceline.inspection.mistakes import CATALOG, Evidence, find_mistakes
 from paceline.inspection.observations import Observation
-from paceline.inspection.source import UnguardedWrite
+from paceline.inspection.source import MetricStep, UnguardedWrite, unreduced_metrics
 
 SCRIPTS = Path(__file__).parent / "checked_scripts"
 MISTAKES = sorted(SCRIPTS.glob("mistakes/*.py"))
@@ -133,6 +133,85 @@ def test_errors_come_before_wrong_results_and_notes() -> None:
         STEP,
     ]
     assert names(worker, worker) == ["fails in a run", "clipping by the worker's norm", "warning"]
+
+
+SCHEDULED = [Observation("scheduled", "CosineAnnealingLR of 48 steps", "train.py", 5, i) for i in (1, 2)]
+SHARED = Observation("distributed", "7")
+
+
+def test_a_schedule_by_the_workers_iterations_is_a_mistake_unless_the_script_counts_its_part() -> None:
+    assert names([STEP, SHARED, *SCHEDULED]) == ["schedule by the worker's iterations"]
+    assert names([STEP, SHARED, SCHEDULED[0]]) == [], "once per epoch"
+    assert names([STEP, SHARED, *SCHEDULED, Observation("measured part")]) == []
+    assert names([STEP, SHARED, *SCHEDULED, Observation("asked", "worker_count")]) == []
+    assert names([STEP, ASKED, *SCHEDULED]) == [], "each worker makes all iterations"
+    limited = Observation("looped by progress", "updates=120")
+    (mistake,) = find_mistakes(Evidence([STEP], [[STEP, ASKED, *SCHEDULED, limited]]))
+    assert "updates=120" in mistake.text
+
+
+@pytest.mark.parametrize(
+    ("loop", "schedule", "expected"),
+    [
+        ("3 0", "48 16", 0),  # 3 epochs of 16 batches
+        ("3 0", "24 16", 1),  # the steps of one of two workers
+        ("3 0", "48 8", 1),  # a single process's, but the loader has 8 batches, because it was distributed
+        ("3 0", "3 16", 0),  # once per epoch
+        ("0 120", "120 0", 0),
+        ("0 120", "60 0", 1),
+        ("3 0", "0 16", 0),
+        ("3 0", "30 16", 0),
+    ],
+)
+def test_the_length_of_a_prepared_schedule_is_that_of_a_single_process(
+    loop: str, schedule: str, expected: int
+) -> None:
+    worker = [
+        STEP,
+        ASKED,
+        Observation("looped", loop),
+        Observation("prepared schedule", schedule, "train.py", 4),
+    ]
+    assert names(worker, worker) == ["length of a part for the schedule"] * expected
+
+
+def test_metrics_that_differ_are_a_mistake_and_those_that_were_not_seen_are_a_note() -> None:
+    ours = [ASKED, STEP]
+    one, other = (Observation("metric", value, "train.py", 7) for value in ("0.5", "0.6"))
+    call = MetricStep("schedule.step(loss)", "train.py", 7)
+    assert names([*ours, one], [*ours, other], metrics=[call]) == ["metric of one worker"]
+    assert names([*ours, one], [*ours, one], metrics=[call]) == []
+    assert names(ours, ours, metrics=[call]) == ["metric not reduced"]
+    assert names(ours, ours) == []
+
+
+def test_hyper_parameters_that_differ_at_every_step_are_a_mistake() -> None:
+    def rates(*values: float) -> list[Observation]:
+        used = [
+            Observation("hyper-parameters", f"lr={value}", "train.py", 9, i) for i, value in enumerate(values)
+        ]
+        return [ASKED, STEP, *used]
+
+    assert names(rates(0.1, 0.1), rates(0.2, 0.2)) == ["different hyper-parameters"]
+    assert names(rates(0.1, 0.2), rates(0.1, 0.1)) == []
+    assert names(rates(0.1), rates(0.2)) == [], "one step says little"
+    prepared = Observation("prepared schedule", "0 0")
+    assert names([*rates(0.1, 0.1), prepared], rates(0.2, 0.2)) == []
+
+
+def test_the_source_shows_metrics_that_are_not_reduced(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "class Trainer:\n"
+        "    def fit(self, sgd, loss):\n"
+        "        self.plan = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd)\n"
+        "        self.plan.step(loss)\n"
+        "        mean = paceline.reduce(loss)\n"
+        "        self.plan.step(mean)\n"
+        "        self.plan.step(paceline.reduce({'loss': loss})['loss'])\n"
+        "        sgd.step(loss)\n"
+    )
+    assert [(each.call, each.line) for each in unreduced_metrics([script])] == [("self.plan.step(loss)", 4)]
 
 
 def test_a_script_without_steps_is_an_error() -> None:

@@ -19,7 +19,7 @@ from ..wire.secret import without_secret
 from . import probe
 from .mistakes import Evidence, Mistake, find_mistakes
 from .observations import Observation, read_observations
-from .source import unguarded_writes
+from .source import unguarded_writes, unreduced_metrics
 
 __all__ = ["check_script"]
 
@@ -79,7 +79,8 @@ def check_script(
             failure = _run(run, folder / "run.log", timeout_s)
         found = [read_observations(folder / f"worker-{index}.jsonl") for index in range(workers)]
     files = {str(script.resolve()), *(each.file for each in alone if each.kind == "imported")}
-    return find_mistakes(Evidence(alone, found, failure, unguarded_writes(sorted(map(Path, files)))))
+    paths = sorted(map(Path, files))
+    return find_mistakes(Evidence(alone, found, failure, unguarded_writes(paths), unreduced_metrics(paths)))
 
 
 def _run(arguments: Sequence[str], log: Path, timeout_s: float) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from .observations import Kind, Observation
-from .source import UnguardedWrite
+from .source import MetricStep, UnguardedWrite
 
 __all__ = ["Evidence", "Mistake", "Severity", "find_mistakes"]
 
@@ -24,6 +24,11 @@ WRAP = (
     "Wrap the optimizer: model, optimizer, loader = paceline.prepare(model, optimizer, loader). Call only the step() "
     "of the optimizer that prepare returns."
 )
+PREPARE_SCHEDULE = (
+    "Pass the scheduler to prepare, too, with the length that it has in a single process. The schedule then follows "
+    "the progress of the job."
+)
+REDUCE = "Step the scheduler with the same number in all workers: scheduler.step(paceline.reduce(loss))."
 SEE = "Correct what the message names. With paceline run, the whole traceback is shown."
 
 CATALOG: dict[str, tuple[Severity, str, str]] = {
@@ -62,6 +67,35 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
         "of each worker.",
         "Take the length of the loader that prepare or distribute returns. For a learning-rate schedule, pass the "
         "scheduler to prepare.",
+    ),
+    "schedule by the worker's iterations": (
+        "wrong",
+        "The schedule {detail} advances with each iteration of one worker, {share}. So training ends before the "
+        "schedule does.",
+        PREPARE_SCHEDULE,
+    ),
+    "length of a part for the schedule": (
+        "wrong",
+        "The schedule has {length} steps, but the job makes {expected}: {length} is the number of {whose}.",
+        "Write the schedule for a single process, and pass to prepare the loader that is not distributed yet, and "
+        "the scheduler.",
+    ),
+    "metric of one worker": (
+        "wrong",
+        "The workers step the scheduler with different numbers ({detail}), so their learning rates will differ.",
+        REDUCE,
+    ),
+    "metric not reduced": (
+        "note",
+        "{call} is given a number that each worker computes by itself. If it differs between the workers, so will "
+        "their learning rates.",
+        REDUCE,
+    ),
+    "different hyper-parameters": (
+        "wrong",
+        "The workers train with different hyper-parameters at the same steps: {detail}.",
+        "Let them depend on what is the same in all workers: not on paceline.worker_index(), and on a loss only "
+        "after paceline.reduce(loss).",
     ),
     "clipping by the worker's norm": (
         "wrong",
@@ -120,12 +154,14 @@ class Evidence(msgspec.Struct, frozen=True):
         workers: the observations of each worker of a run; empty if the script fails alone.
         failure: the error with which the run failed; "" if it did not fail.
         writes: calls in the source that write a file in every worker.
+        metrics: calls in the source that step a scheduler with a number that is not reduced.
     """
 
     alone: Sequence[Observation]
     workers: Sequence[Sequence[Observation]] = ()
     failure: str = ""
     writes: Sequence[UnguardedWrite] = ()
+    metrics: Sequence[MetricStep] = ()
 
     def of_workers(self, kind: Kind) -> list[Observation]:
         """Return the observations of one kind that any worker has made, one for each line and detail."""
@@ -154,7 +190,9 @@ def find_mistakes(evidence: Evidence) -> list[Mistake]:
     return sorted(found, key=lambda mistake: SEVERITIES.index(mistake.severity))
 
 
-def _mistake(name: str, place: Observation | UnguardedWrite = NOWHERE, **values: object) -> Mistake:
+def _mistake(
+    name: str, place: Observation | UnguardedWrite | MetricStep = NOWHERE, **values: object
+) -> Mistake:
     severity, text, fix = CATALOG[name]
     return Mistake(severity, name, text.format(**values), fix.format(**values), place.file, place.line)
 
@@ -232,6 +270,85 @@ def _length(evidence: Evidence) -> Iterator[Mistake]:
                 yield _mistake("length of the whole loader", each, workers=len(evidence.workers))
 
 
+def _schedule(evidence: Evidence) -> Iterator[Mistake]:
+    for worker in evidence.workers:
+        for each in _of(worker, "scheduled"):
+            # A scheduler that is stepped once per epoch is not stepped after two steps in a row.
+            before = msgspec.structs.replace(each, iteration=each.iteration - 1)
+            if before in worker and (share := _share_of_iterations(worker, len(evidence.workers))):
+                yield _mistake("schedule by the worker's iterations", each, detail=each.detail, share=share)
+
+
+def _share_of_iterations(worker: Sequence[Observation], workers: int) -> str:
+    """Return why a worker makes only a part of the iterations of a single process; "" if it does not, as far as seen.
+
+    If the script knows the length of its part, or the number of workers, it has taken them into account.
+    """
+    if _of(worker, "measured part") or any(each.detail == "worker_count" for each in _of(worker, "asked")):
+        return ""
+    distributed = {each.detail for each in _of(worker, "distributed")}
+    if any(each.detail in distributed for each in _of(worker, "measured")):
+        return ""  # another rule has found the length
+    if distributed:
+        return f"but a worker makes only about one of {workers} iterations of a single process"
+    limits = _of(worker, "looped by progress")
+    if limits:
+        return (
+            f"but the loop ends when all workers together have reached its limit ({limits[0].detail}); under sync "
+            "models that apply each push on arrival, a worker makes only a part of the updates"
+        )
+    return ""
+
+
+def _schedule_length(evidence: Evidence) -> Iterator[Mistake]:
+    count = len(evidence.workers)
+    for worker in evidence.workers:
+        limits = [tuple(map(int, each.detail.split())) for each in _of(worker, "looped")]
+        epochs, updates = limits[0] if len(set(limits)) == 1 else (0, 0)
+        for each in _of(worker, "prepared schedule"):
+            length, batches = map(int, each.detail.split())
+            expected = epochs * batches if epochs else updates
+            for whose, wrong in (
+                ("steps that one worker makes", length * count - expected),
+                (
+                    "steps of a single process, although the loader was distributed before",
+                    length - expected * count,
+                ),
+            ):
+                # A schedule of as many steps as there are epochs is stepped once per epoch.
+                if length not in (0, epochs) and expected and abs(wrong) <= max(epochs, count):
+                    yield _mistake(
+                        "length of a part for the schedule",
+                        each,
+                        length=length,
+                        expected=expected,
+                        whose=whose,
+                    )
+
+
+def _metrics(evidence: Evidence) -> Iterator[Mistake]:
+    given = [_of(worker, "metric") for worker in evidence.workers]
+    if sum(map(bool, given)) < 2:
+        for call in evidence.metrics:
+            yield _mistake("metric not reduced", call, call=call.call)
+        return
+    for metrics in zip(*given, strict=False):
+        details = [each.detail for each in metrics]
+        if len(set(details)) > 1:
+            yield _mistake("metric of one worker", metrics[0], detail=" and ".join(dict.fromkeys(details)))
+            return
+
+
+def _hyper_parameters(evidence: Evidence) -> Iterator[Mistake]:
+    if evidence.of_workers("prepared schedule"):
+        return  # it follows the job, so workers that are at different places differ
+    used = [_of(worker, "hyper-parameters") for worker in evidence.workers]
+    steps = list(zip(*used, strict=False))
+    if len(steps) > 1 and all(len({each.detail for each in step}) > 1 for step in steps):
+        details = dict.fromkeys(each.detail for each in steps[0])
+        yield _mistake("different hyper-parameters", steps[0][0], detail=" and ".join(details))
+
+
 def _clipping(evidence: Evidence) -> Iterator[Mistake]:
     for each in evidence.of_workers("clipped"):
         yield _mistake("clipping by the worker's norm", each, detail=each.detail)
@@ -274,6 +391,10 @@ RULES: tuple[Callable[[Evidence], Iterable[Mistake]], ...] = (
     _written_by_several,
     _would_be_written,
     _length,
+    _schedule,
+    _schedule_length,
+    _metrics,
+    _hyper_parameters,
     _clipping,
     _same_seed,
     _not_distributed,

@@ -10,16 +10,24 @@ import msgspec
 __all__ = ["Kind", "Observation", "Observations", "read_observations"]
 
 Kind = Literal[
-    "asked",  # the script asked for the index or the number of workers
+    "asked",  # the script asked for the index or the number of workers; detail: the function
     "clipped",  # the script clipped gradients; detail: the function
     "distributed",  # a loader was distributed; detail: identity of the loader
     "gradient",  # an optimizer made a step; detail: digest of the gradients
+    "hyper-parameters",  # an optimizer made a step; detail: its hyper-parameters
     "imported",  # a file of the user was imported
     "initialized",  # first forward pass; detail: digest of the weights before it
+    "looped",  # the script began a loop over paceline.epochs; detail: "<epochs> <updates>", 0 for no limit
+    "looped by progress",  # the same, if no number of epochs limits the loop; detail: what does
     "measured",  # the script called len() of a loader; detail: identity of the loader
-    "prepared schedule",  # a scheduler was prepared, so it follows the progress of the job
+    "measured part",  # the script called len() of a distributed loader
+    "metric",  # the script stepped a scheduler with a metric; detail: the metric
+    # A scheduler was prepared, so it follows the progress of the job. Detail: "<length> <batches>", the length of the
+    # schedule and the number of batches in an epoch of the given loader; 0 if they are not known.
+    "prepared schedule",
     "raised",  # the script failed; detail: the error
     "seeded",  # the script seeded a random generator; detail: the function and the seed
+    "scheduled",  # the script stepped a scheduler that was not prepared; detail: the scheduler
     "stepped",  # an optimizer made a step; detail: "distributed", or the class of an optimizer that is not
     "timed out",  # the script did not make the wanted number of iterations in time
     "warned",  # Paceline logged a warning; detail: the text

@@ -8,6 +8,7 @@ optimizer, or after TIMEOUT seconds. The functions whose calls are observed are 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import runpy
@@ -24,13 +25,18 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.lr_scheduler import ConstantLR, LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from paceline.frontend import data, session
+from paceline.frontend import data, epochs, session
 from paceline.frontend import prepare as preparing
 from paceline.frontend.optimizer import DistributedOptimizer
+from paceline.frontend.sources import length_of
 from paceline.inspection.observations import Kind, Observation, Observations
 from paceline.shard.vectors import digest
+
+PATIENCE = 10
+"""Factor by which a script makes more steps until it has stepped a scheduler with a metric."""
 
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND
 
@@ -67,6 +73,11 @@ class Probe:
         self._own = str(folder)
         self._iterations = iterations
         self._steps: Counter[int] = Counter()  # id of an optimizer -> number of its steps
+        # Scheduler -> the user's frame that created it, as file and line. Schedulers are compared by identity.
+        self._created: dict[Any, tuple[str, int]] = {}
+        self._awaits_metric = (
+            False  # True while a scheduler that needs a metric was created and not stepped yet
+        )
         self._initialized = False
 
     def note(self, kind: Kind, detail: str = "", frame: FrameType | None = None) -> None:
@@ -100,9 +111,14 @@ class Probe:
             [torch, torch.serialization], "save", lambda *a: ("wrote", path_of(a[2]) if len(a) > 2 else "")
         )
         for name in ("worker_index", "worker_count", "is_main"):
-            self._observe([session, sys.modules["paceline"]], name, lambda *a: ("asked", ""), direct=False)
+            self._observe(
+                [session, sys.modules["paceline"]], name, lambda *a, name=name: ("asked", name), direct=False
+            )
         self._observe([torch.utils.data.DataLoader], "__len__", lambda *a: ("measured", str(id(a[1]))))
+        self._observe([data.DistributedLoader], "__len__", lambda *a: ("measured part", ""))
         self._observe_distribution()
+        self._observe_schedules()
+        self._observe_loops()
 
     def _observe(
         self,
@@ -141,9 +157,11 @@ class Probe:
             self.note("distributed", str(id(loader)), sys._getframe(1))
             return original(site, loader, **options)
 
-        def follow(*arguments: Any) -> Any:
-            self.note("prepared schedule", "", sys._getframe(1))
-            return following(*arguments)
+        def follow(scheduler: Any, optimizer: Any, given: Any, loader: Any) -> Any:
+            batches = length_of(given) if given is not None else None
+            detail = f"{length_of_schedule(scheduler) or 0} {batches or 0}"
+            self._add("prepared schedule", detail, *self._created.get(scheduler, ("", 0)))
+            return following(scheduler, optimizer, given, loader)
 
         for owner, name, replacement in (
             (data, "distribute_at", distribute_at),
@@ -151,6 +169,54 @@ class Probe:
             (preparing, "_following", follow),
         ):
             setattr(owner, name, replacement)
+
+    def _observe_schedules(self) -> None:
+        """Observe which schedulers are created where, and which of them the script steps itself."""
+        for kind in (LRScheduler, *subclasses(LRScheduler)):
+            for name, observed in (("__init__", self._created_scheduler), ("step", self._stepped_scheduler)):
+                if name in vars(kind):
+                    setattr(kind, name, observed(vars(kind)[name]))
+
+    def _created_scheduler(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def create(scheduler: Any, *arguments: Any, **options: Any) -> None:
+            self._created.setdefault(scheduler, users_place(sys._getframe(1)))
+            self._awaits_metric |= isinstance(scheduler, ReduceLROnPlateau)
+            original(scheduler, *arguments, **options)
+
+        return create
+
+    def _stepped_scheduler(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def step(scheduler: Any, *arguments: Any, **options: Any) -> Any:
+            frame = sys._getframe(1)
+            if isinstance(scheduler, ReduceLROnPlateau):
+                metric = options.get("metrics", arguments[0] if arguments else None)
+                if metric is not None:
+                    self._awaits_metric = False
+                    self.note("metric", f"{float(metric):g}", frame)
+            elif is_users(frame.f_code.co_filename):
+                length = length_of_schedule(scheduler)
+                described = type(scheduler).__name__ + (f" of {length} steps" if length else "")
+                self._add("scheduled", described, *self._created.get(scheduler, ("", 0)))
+            return original(scheduler, *arguments, **options)
+
+        return step
+
+    def _observe_loops(self) -> None:
+        original = epochs.Epochs.__init__
+
+        def begin(loop: Any, limits: Any, joined: Any) -> None:
+            frame = sys._getframe(1)
+            finite = {
+                name: value for name, value in limits._asdict().items() if value not in (None, math.inf)
+            }
+            self.note("looped", f"{limits.epochs or 0} {finite.get('updates', 0)}", frame)
+            if "epochs" not in finite:
+                self.note("looped by progress", ", ".join(f"{k}={v:g}" for k, v in finite.items()), frame)
+            original(loop, limits, joined)
+
+        epochs.Epochs.__init__ = begin  # type: ignore[assignment,method-assign]
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event != "open":
@@ -179,8 +245,10 @@ class Probe:
             p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
         ]
         self.note("gradient", digest(gradients), frame)
+        self.note("hyper-parameters", hyper_parameters_of(optimizer), frame)
         self._steps[id(optimizer)] += 1
-        if self._steps[id(optimizer)] >= self._iterations:
+        enough = self._iterations * (PATIENCE if self._awaits_metric else 1)
+        if self._steps[id(optimizer)] >= enough:
             raise Enough
 
     def finish(self, script: str) -> None:
@@ -227,6 +295,48 @@ def is_called_by_paceline(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(TORCH):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(PACELINE)
+
+
+def users_place(frame: FrameType | None) -> tuple[str, int]:
+    """Return the file and the line of the innermost frame that belongs to the user; ("", 0) if there is none."""
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def subclasses(kind: type[Any]) -> list[type[Any]]:
+    """Return all subclasses of a class."""
+    return [each for direct in kind.__subclasses__() for each in (direct, *subclasses(direct))]
+
+
+def length_of_schedule(scheduler: Any) -> int | None:
+    """Return the number of steps for which a schedule is written; None if it has no such length.
+
+    A warm-up is only a part of a schedule.
+    """
+    if isinstance(scheduler, LinearLR | ConstantLR):
+        return None
+    if isinstance(scheduler, SequentialLR):
+        last = length_of_schedule(scheduler._schedulers[-1])
+        return last and last + scheduler._milestones[-1]
+    for name in ("total_steps", "T_max", "total_iters"):
+        if isinstance(length := getattr(scheduler, name, None), int):
+            return length
+    return None
+
+
+def hyper_parameters_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return an optimizer's hyper-parameters, those of all groups in one line."""
+    groups = [
+        ", ".join(
+            f"{key}={float(group[key]) if isinstance(group[key], torch.Tensor) else group[key]}"
+            for key in optimizer.defaults
+            if isinstance(group.get(key), float | int | tuple | torch.Tensor)
+            and not isinstance(group[key], bool)
+        )
+        for group in optimizer.param_groups
+    ]
+    return "; ".join(groups)
 
 
 def name_of(function: Any) -> str:

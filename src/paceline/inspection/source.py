@@ -1,4 +1,6 @@
-"""What can be seen in the source of a script without running it: files that every worker would write."""
+"""What can be seen in the source of a script without running it: files that every worker would write, and schedulers
+that are stepped with a number that each worker computes by itself.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["UnguardedWrite", "unguarded_writes"]
+__all__ = ["MetricStep", "UnguardedWrite", "unguarded_writes", "unreduced_metrics"]
 
 WRITERS = frozenset(
     {
@@ -70,6 +72,58 @@ def unguarded_writes(files: Sequence[Path]) -> list[UnguardedWrite]:
             continue  # the run of the script reports it
         found += [UnguardedWrite(ast.unparse(each.func), str(file), each.lineno) for each in _writes(tree)]
     return found
+
+
+class MetricStep(msgspec.Struct, frozen=True):
+    """A call that steps a `ReduceLROnPlateau` with a number that is not a result of `paceline.reduce`.
+
+    Attributes:
+        call: the call, as it is written in the source.
+        file: path of the source file.
+        line: line of the call.
+    """
+
+    call: str
+    file: str
+    line: int
+
+
+def unreduced_metrics(files: Sequence[Path]) -> list[MetricStep]:
+    """Return the calls in these files that step a `ReduceLROnPlateau` with a number that was not reduced.
+
+    Example:
+        >>> import tempfile
+        >>> script = Path(tempfile.mkdtemp(), "train.py")
+        >>> _ = script.write_text("s = ReduceLROnPlateau(sgd)\\ns.step(loss)\\ns.step(paceline.reduce(loss))\\n")
+        >>> [(found.call, found.line) for found in unreduced_metrics([script])]
+        [('s.step(loss)', 2)]
+    """
+    found = []
+    for file in files:
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue  # the run of the script reports it
+        values: dict[str, list[ast.expr]] = {}  # name -> what is assigned to it
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    values.setdefault(ast.unparse(target), []).append(node.value)
+        for node in ast.walk(tree):
+            match node:
+                case ast.Call(ast.Attribute(owner, "step"), [metric, *_]) if any(
+                    _calls(value, "ReduceLROnPlateau") for value in values.get(ast.unparse(owner), ())
+                ):
+                    known = [metric, *values.get(ast.unparse(metric), ())]
+                    if not any(_calls(value, "reduce") for value in known):
+                        found.append(MetricStep(ast.unparse(node), str(file), node.lineno))
+    return found
+
+
+def _calls(node: ast.expr, name: str) -> bool:
+    """Return True if an expression contains a call of a function or method with this name."""
+    calls = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
+    return any(ast.unparse(function).rpartition(".")[2] == name for function in calls)
 
 
 def _writes(node: ast.AST) -> Iterator[ast.Call]:

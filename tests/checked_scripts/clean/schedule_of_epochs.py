@@ -1,0 +1,21 @@
+"""Schedules that are stepped once per epoch, with a literal length."""
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+
+torch.manual_seed(0)
+inputs = torch.randn(64, 4)
+loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=16, shuffle=True)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
+model, optimizer, loader, schedule = paceline.prepare(model, optimizer, loader, schedule)
+for _ in paceline.epochs(6):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+    schedule.step()

@@ -1,0 +1,21 @@
+"""The number of steps of the schedule is that of a single process. Expected: schedule by the worker's iterations."""
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+
+torch.manual_seed(0)
+inputs = torch.randn(64, 4)
+loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=32)  # here
+model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+for _ in range(2):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        schedule.step()

@@ -1,0 +1,21 @@
+"""Each worker decides by its own loss. Expected: metric of one worker."""
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+
+torch.manual_seed(0)
+inputs = torch.randn(64, 4)
+loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+for _ in range(4):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+    schedule.step(loss.item())  # here
