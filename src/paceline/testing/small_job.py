@@ -963,6 +963,8 @@ class SmallJob:
                     reached = state.servers[to.index]
                     reached = self._server_pool(reached._replace(replies=(*reached.replies, message)))
                     state = state._replace(servers=put(state.servers, to.index, reached))
+                case Send(_, messages.MainChosen()):
+                    pass  # it says which script writes files, which no shard and no sync model knows
                 case Send(to, message):
                     state = self._order(state, to.index, core, message)
                 case _:
