@@ -523,6 +523,7 @@ IRRELEVANT: Set[str] = frozenset(
             "waits",
             "time_ledger",
         ),
+        *("main", "main_worker", "asks_for_main"),  # whose script writes files
         *("model", "slices", "addresses", "started", "_connected", "_registered", "_addresses"),
         # A small job has no data, and its scripts do not call barrier or reduce.
         *("collectives", "combined", "_calls", "_loops", "_grown"),
