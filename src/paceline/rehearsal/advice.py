@@ -24,6 +24,7 @@ from ..report.speed import speed_unit
 from ..sim import Cluster, Dataset, simulate
 from ..sim.recorded import read_cluster_of_run
 from ..sync.events import WorkerFinished, WorkerLost
+from ..sync.model import agree_on_means
 from ..sync.schedule import read_schedule
 from ..trace.findings import Handout, find
 from ..trace.kept_models import load_kept_models
@@ -142,7 +143,14 @@ def advise(
     return MachineReport(
         sync=own,
         emulated=cluster.emulated,
-        findings=find(measure(traces), lockstep=lockstep, handout=_handout(summary)),
+        findings=find(
+            measure(traces),
+            lockstep=lockstep,
+            handout=_handout(summary),
+            overlap=summary.get("overlap") != "off",
+            clippable=agree_on_means(read_schedule(own).models),
+            python=summary.get("program") == ["function"],
+        ),
         measured_updates_per_s=together.updates / together_s,
         simulated_updates_per_s=again.updates / together_s,
         measured_gradients_per_s=measured_per_s,
