@@ -569,6 +569,6 @@ def _make_run_dir(path: str | os.PathLike[str] | None) -> Path:
         return run_dir
     except OSError as error:
         raise ConfigurationError(
-            f"the run directory {path or 'runs'} cannot be written: {error.strerror}. Choose another one with "
-            "--run-dir, or in Python with run_dir."
+            f"the run directory {path or 'runs'} cannot be written: {error.strerror}. Choose another one: in "
+            "Python with run_dir, on the command line with --run-dir."
         ) from error
