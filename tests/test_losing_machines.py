@@ -247,3 +247,35 @@ def test_a_machine_that_is_taken_away_while_its_worker_starts_has_left(mark: str
     assert summary["left"] == [0]
     assert summary["lost_workers"] == []
     assert trained() == 1  # otherwise, the signal has come too late for this test
+
+
+def test_a_machine_is_told_once_that_the_run_failed(mark: str) -> None:
+    served = Served("--workers", "1")
+    Path("train.py").write_text("import paceline\npaceline.worker_index()\n")
+    joined = served.join()
+    messages = served.failure()
+    code, _, stderr = output(joined)
+
+    assert "the run failed: no worker called step()" in messages
+    assert code == 1, stderr
+    assert "error: the run failed: no worker called step()" in stderr
+
+
+def test_a_machine_that_was_not_asked_to_leave_does_not_say_so_when_the_serving_machine_is_lost(
+    mark: str,
+) -> None:
+    served = Served("--workers", "1")
+    Path("train.py").write_text(ENDLESS_SCRIPT)
+    joined = served.join("1000000", options=["--wait", "0", "--rejoin", "1", "--run-dir", "here"])
+    await_training(1)
+    served.program.kill()
+    served.failure(code=-signal.SIGKILL)
+    code, stdout, stderr = output(joined)
+
+    assert code == 1
+    assert "the connection to the coordinator was lost: " in stderr
+    assert "gave up after 0 s" in stderr
+    said = stdout + stderr + Path("here", "worker-0.log").read_text()
+    assert "SIGTERM" not in said
+    assert "leave" not in said
+    assert "Traceback" not in said

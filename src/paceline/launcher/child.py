@@ -94,9 +94,11 @@ def main(order: Order, descriptors: Descriptors) -> int:
             session.fail(_describe_exit(end.code), "")
             return 1
     except BaseException as error:
-        if job.joined and _is_leaving(session):
+        causes = _causes(error)
+        consequence = any(isinstance(cause, PeerLostError) for cause in causes)
+        if job.joined and not consequence and _is_leaving(session):
             print(
-                f"paceline: the script failed when the worker was to leave: {first_line(error)}",
+                f"paceline: the script failed after its process had received SIGTERM: {first_line(error)}",
                 file=sys.stderr,
             )
             session.finish()
@@ -104,8 +106,6 @@ def main(order: Order, descriptors: Descriptors) -> int:
             return 0
         # Any exception from the script is sent to the launcher, which reports it once. If the launcher is on another
         # machine, the log on this one contains it, too: the user may not see the other's output.
-        causes = _causes(error)
-        consequence = any(isinstance(cause, PeerLostError) for cause in causes)
         # Whatever the script has raised after it was told that its worker was taken out, this is why.
         reason = next((cause for cause in causes if isinstance(cause, TakenOutError)), error)
         told = script_traceback(error)

@@ -49,6 +49,8 @@ def describe_ending(exit_code: int, *, out_of_memory: bool = False) -> str:
     >>> describe_ending(3), describe_ending(-11)
     ('it ended with exit code 3', 'it was terminated by signal SIGSEGV')
     """
+    if exit_code == EXIT_PEER_LOST:
+        return f"it lost its connection to another process of the run (exit code {exit_code})"
     if exit_code >= 0:
         return f"it ended with exit code {exit_code}"
     number = -exit_code

@@ -484,8 +484,8 @@ class Agent:
             names = _listed("server", self._engine.servers)
             print_sentence(
                 self._console,
-                f"the run ends, because it cannot continue without {names}; its weights are saved first. A second "
-                "signal ends all processes on this machine at once",
+                f"a run in progress ends, because it cannot continue without {names}, and its weights are saved "
+                "first. A second signal ends all processes on this machine at once",
             )
             with contextlib.suppress(PeerLostError):  # `_hear` notices that the connection is lost
                 self._stream.send(MachineLeaving())
@@ -605,7 +605,7 @@ class Agent:
                 self._stream.send(ProcessEnded(worker, process.ending, process.crashed, asked))
                 self._stream.drain()
             killed = worker in self._taken_out and process.exit_code == -signal.SIGKILL
-            over = self._failure is not None or self._cut_off is not None
+            over = self._failure is not None or self._cut_off is not None or self._interruption.asked
             if (killed or process.exit_code == EXIT_PEER_LOST) and not over:
                 self._plan_return(worker, f"worker {worker} was cut off from the run")
 

@@ -227,7 +227,7 @@ class LiveRun:
                     self._sampler.start()
                 failure = self._await_end()
                 self._departures = tuple(coordinator.core.members.departures)
-                reason = "" if failure is None else str(failure)
+                reason = "" if failure is None else _reason(failure)
                 if self._interruption.asked:
                     reason = reason or "it was interrupted on the machine that serves it"
                 coordinator.dismiss(reason)
@@ -489,6 +489,11 @@ class LiveRun:
         else:
             self._progress.begin_line()
             print_sentence(self._console, line, style="yellow")
+
+
+def _reason(failure: RunFailedError) -> str:
+    """Return what the machines of a run are told about its failure, as a continuation of "the run failed: "."""
+    return failure.reason if failure.process == "the run" else str(failure)
 
 
 class Sampler:

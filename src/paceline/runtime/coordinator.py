@@ -521,7 +521,7 @@ class CoordinatorHost:
             self._machines.liveness.machine_left(peer.index)
             if (clock := self._clocks.pop(machine_of(peer), None)) is not None:
                 clock.close()
-            reason = "the connection to its machine was closed"
+            reason = "the connection to its machine ended"
             for worker, incarnation in self._machines.workers[peer.index].items():
                 self._note_end(worker, reason, incarnation)
             for server in sorted(self._machines.servers[peer.index]):
@@ -535,9 +535,9 @@ class CoordinatorHost:
         if not self._stopping:
             if self.core.model is None and peer.index >= self.job.local_servers:
                 for agent in self._machines.agents_of("server", peer.index):
-                    self._lose_server(agent, peer.index, "its connection was closed")
+                    self._lose_server(agent, peer.index, "its connection ended")
                 return
-            self.gone_servers.setdefault(peer.index, "its connection was closed")
+            self.gone_servers.setdefault(peer.index, "its connection ended")
             if self._collection is not None:
                 self._collect_from(peer.index)
             self.over.set()

@@ -155,7 +155,7 @@ class Listener:
             return
         arrival.received += part
         if not part:
-            self._drop(arrival, "the peer closed the connection")
+            self._drop(arrival, "the connection ended")
         elif len(arrival.received) == PREFACE_BYTES:
             try:
                 refusal = self._pass_on(arrival)

@@ -186,7 +186,7 @@ class SecureSocket:
             while len(self._received) < PREFACE_BYTES:
                 part = self._tls.recv(PREFACE_BYTES - len(self._received))
                 if not part:
-                    raise ConnectionResetError("the other side closed the connection during the handshake")
+                    raise ConnectionResetError("the connection ended during the handshake")
                 self._received += part
             self._send_preface()
         except BLOCKED as blocked:
@@ -209,7 +209,7 @@ class SecureSocket:
 def _meaning(error: ssl.SSLError) -> Exception:
     """Return the exception that says why a handshake has failed."""
     if isinstance(error, LOST):
-        return ConnectionResetError("the other side closed the connection during the handshake")
+        return ConnectionResetError("the connection ended during the handshake")
     refusal = REFUSALS.get(error.reason or "")
     if refusal is BUSY:
         return BlockingIOError(refusal.words)

@@ -454,7 +454,7 @@ class Stream(Generic[T]):
         except OSError as error:
             raise PeerLostError(f"connection lost: {error}") from error
         if not count:
-            raise PeerLostError("the peer closed the connection")
+            raise PeerLostError("the connection ended")  # by whom, and whether on purpose, is not known
         self._received_bytes += count
         self._wanted = self._wanted[count:]
         self._end += max(0, count - wanted.nbytes)
