@@ -60,7 +60,7 @@ def test_idle_workers_are_counted_and_the_one_that_still_worked_is_named() -> No
     )
     assert shares == "All of them had equal shares (100 iterations each), although their speeds differ."
     assert hint == (
-        "Omit split='static' in paceline.distribute(loader), so that data is handed out on demand, or try "
+        "Omit --split static and split='static' in distribute(loader), so that data is handed out on demand, or try "
         "--batch balanced, which makes the shares proportional to the workers' speeds."
     )
 
@@ -180,8 +180,8 @@ WAITED = simulate(Cluster(compute_s=[1.0, 1.0, 3.0]), "bsp", iterations=10).meas
             False,
             [
                 BALANCED_LOCKSTEP,
-                "Omit split='static' in paceline.distribute(loader), so that data is handed out on demand, under a "
-                "sync model without a barrier in every iteration, such as --sync asp or --sync elastic-bsp.",
+                "Omit --split static and split='static' in distribute(loader), so that data is handed out on demand, "
+                "under a sync model without a barrier in every iteration, such as --sync asp or --sync elastic-bsp.",
             ],
         ),
     ],
@@ -198,7 +198,7 @@ def test_without_a_distributed_loader_nothing_is_said_to_be_handed_out_on_demand
     assert find(idle, lockstep=False, handout=AUTO)[2:] == []
     not_divisible = Handout("static")
     assert find(idle, lockstep=False, handout=not_divisible)[2:] == [
-        "Omit split='static' in paceline.distribute(loader), so that data is handed out on demand."
+        "Omit --split static and split='static' in distribute(loader), so that data is handed out on demand."
     ]
 
 

@@ -36,7 +36,7 @@ OTHER_MODEL = (
 MODELS = "--sync asp or --sync elastic-bsp"
 BALANCED = "Try --batch balanced, which makes the size of each worker's batch proportional to its speed."
 BALANCED_LOCKSTEP = f"{BALANCED} The joint batch of all workers stays the same."
-DYNAMIC = "Omit split='static' in paceline.distribute(loader), so that data is handed out on demand"
+DYNAMIC = "Omit --split static and split='static' in distribute(loader), so that data is handed out on demand"
 SHARES = ", or try --batch balanced, which makes the shares proportional to the workers' speeds"
 DISTRIBUTE = (
     "The script decides how many iterations each worker makes. If it distributes its data with "
