@@ -230,6 +230,9 @@ def test_a_machine_that_is_taken_away_leaves_and_loses_nothing(pause_s: str, mar
     assert summary["left"] in ([0], [1])
     assert summary["lost_workers"] == []
     assert summary["samples"] == 10 * 96
+    times = summary["time_use"][str(summary["left"][0])]  # type: ignore[index]
+    assert times["idle_s"] == 0.0
+    assert times["absent_s"] > 0.0
 
 
 def test_a_machine_that_is_taken_away_while_its_worker_starts_has_left(mark: str) -> None:

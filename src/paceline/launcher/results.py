@@ -153,7 +153,7 @@ def summarize(
                 f"{run_dir} contains the traces of only {len(shards)} of {job.shards} shards, so the summary has no "
                 "statistics"
             )
-        elif (meter := meter_of(shards, of_coordinator, hurried)) is None:
+        elif (meter := meter_of(shards, of_coordinator, hurried, coordinator.core.members.left)) is None:
             faults.append(
                 "the summary has no statistics, because a second signal has asked the run to end at once"
             )

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -228,6 +228,7 @@ def meter_of(
     shards: Sequence[AnyTrace],
     coordinator: AnyTrace | None = None,
     hurried: Callable[[], bool] = lambda: False,
+    left: Collection[int] = (),
 ) -> Meter | None:
     """Return a `Meter` that has processed these traces, without keeping their entries. See `measure`.
 
@@ -236,8 +237,9 @@ def meter_of(
         coordinator: the trace of the coordinator.
         hurried: called from time to time, because long traces take minutes. If it returns True, the rest is not read,
             and the result is None.
+        left: see `Meter`.
     """
-    meter = Meter(len(shards), shards[0].header.ticks_per_s if shards else TICKS_PER_S)
+    meter = Meter(len(shards), shards[0].header.ticks_per_s if shards else TICKS_PER_S, left)
     traces = [(trace, meter.at_shard(index)) for index, trace in enumerate(shards)]
     if coordinator is not None:
         traces.insert(0, (coordinator, meter.at_coordinator()))
@@ -260,14 +262,17 @@ class Meter:
     Args:
         shards: number of shards.
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
+        left: the workers that left before their scripts had ended. To a shard, they have finished, but they are not
+            idle afterwards.
 
     Attributes:
         staleness: staleness in updates -> number of pushes with this staleness, counted separately at each shard.
     """
 
-    def __init__(self, shards: int, ticks_per_s: int = TICKS_PER_S) -> None:
+    def __init__(self, shards: int, ticks_per_s: int = TICKS_PER_S, left: Collection[int] = ()) -> None:
         self.staleness: dict[int, int] = defaultdict(int)
         self._ticks_per_s = ticks_per_s
+        self._left = left
         self._waiting = _Waiting(shards)
         self._plans = _Plans(ticks_per_s)
         self._shards = [_ShardMeter(self._waiting, self.staleness) for _ in range(shards)]
@@ -291,7 +296,7 @@ class Meter:
         idle: dict[int, int] = defaultdict(int)
         for member in memberships:
             present[member.worker] += member.until(end) - member.joined
-            if member.finished:
+            if member.finished and member.worker not in self._left:
                 again = begun + duration if member.again is None else member.again
                 idle[member.worker] += again - member.until(end)
         waiting = self._waiting.totals([(shard.unanswered, end) for shard in self._shards])

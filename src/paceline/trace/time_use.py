@@ -10,7 +10,7 @@
     outside     the script did not train: it evaluated the model, waited in a barrier or a reduction, or had pushed
                 for the last time
     idle        time from when a worker finished until the last worker left
-    absent      time in which the worker had not joined yet, or was lost
+    absent      time in which the worker had not joined yet, was lost, or had left before its script ended
 
 A worker is present from the moment when shard 0 counts it among its workers until it has left. Its presence is the
 sum of the first six times. The waits are measured by the shards, each on its own clock; the other times are measured
