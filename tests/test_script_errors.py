@@ -26,6 +26,11 @@ import paceline
 paceline.set_sync("nonsense")  # here
 """
 
+MISSPELT = """
+import paceline
+paceline.distrubute([])  # here
+"""
+
 THROUGH_OURS = """
 import torch, paceline
 class Data(torch.utils.data.Dataset):
@@ -65,7 +70,7 @@ def raised(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return script_traceback(caught.value.with_traceback(caught.tb.tb_next))
 
 
-@pytest.mark.parametrize("script", [OWN, MISUSE, THROUGH_OURS, CHAINED, BROKEN])
+@pytest.mark.parametrize("script", [OWN, MISUSE, MISSPELT, THROUGH_OURS, CHAINED, BROKEN])
 def test_an_error_of_a_script_shows_only_its_own_lines(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

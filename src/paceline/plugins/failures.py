@@ -113,9 +113,11 @@ def script_traceback(error: BaseException) -> str:
     Paceline itself has failed, for whatever reason, are the frames of what the script has called complete.
     """
     told = traceback.TracebackException.from_exception(error)
-    innermost = told.stack[-1].filename if told.stack else ""
+    innermost = told.stack[-1] if told.stack else None
     meant = isinstance(error, PacelineError) and not isinstance(error, InternalError)
-    ours = innermost.startswith(PACKAGE) and not meant
+    # The script asked for a name that does not exist.
+    meant = meant or (innermost is not None and innermost.name == "__getattr__")
+    ours = innermost is not None and innermost.filename.startswith(PACKAGE) and not meant
     for part in _parts(told):
         frames = list(_called(part)) if ours else _users_frames(part)
         # Without a stack, there is no headline either.
