@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
+from paceline.wire.patience import SILENCE_S
+
 from .live import await_that, chaos, processes, start_program
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("mark")]
@@ -142,9 +144,9 @@ def strike(seed: int, mark: str) -> Outcome:
 def expected(outcome: Outcome) -> str:
     """What is wrong with an outcome; "" if it is as documented."""
     name, _, target, *_ = outcome.what.split()
-    late = outcome.took_s > KNOWS_S + max(0.0, outcome.went_on_s) + (
-        STALL_TIMEOUT_S if name == "SIGSTOP" else 0.0
-    )
+    # Weights are awaited from a stopped server until it has been silent for as long as a link may be down.
+    stopped_s = SILENCE_S if target == "server" else STALL_TIMEOUT_S
+    late = outcome.took_s > KNOWS_S + max(0.0, outcome.went_on_s) + (stopped_s if name == "SIGSTOP" else 0.0)
     if late:
         return f"it took {outcome.took_s:.1f} s"
     if "Traceback" in outcome.said and target in ("launcher", "server"):

@@ -382,11 +382,10 @@ class Stream(Generic[T]):
         """
         poller = select.poll()
         poller.register(self.sock, events)
-        if poller.poll(math.ceil(1000 * patience.wait_s)):
-            patience.look()
-            return True
+        occurred = bool(poller.poll(math.ceil(1000 * patience.wait_s)))
+        # A socket accepts data at any time while the ring, whose reader is slow or gone, does not.
         if patience.look() or not patience.over:
-            return False
+            return occurred
         with contextlib.suppress(OSError):
             raise DeadlineError(
                 f"the connection to {self.sock.getpeername()!r} has carried nothing for {patience.quiet_s:.1f} s"
