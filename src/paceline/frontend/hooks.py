@@ -80,9 +80,12 @@ class _Watch:
     def end_if_unused(self) -> None:
         """Remove the hook if no session has a method to call."""
         with self._lock:
-            if self._handle is not None and not any(self._methods.values()):
-                self._handle.remove()
+            # While the methods are looked at, the garbage collector may free a session and so call this method.
+            unused = not any(self._methods.values())
+            handle = self._handle
+            if unused and handle is not None:
                 self._handle = None
+                handle.remove()
 
     def _call(self, *arguments: object) -> None:
         # torch would compile the calls of the methods, or refuse to compile the module.
