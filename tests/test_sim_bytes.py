@@ -70,6 +70,7 @@ NEWER = (
     "findings",
     "sampled_gradients",
     "unapplied",
+    "imports",
 )
 """Statistics that the summary has had, or has measured as it does now, only since these digests were taken."""
 

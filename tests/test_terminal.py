@@ -329,6 +329,7 @@ def test_what_the_commands_say_is_wrapped_between_words_in_a_terminal_only(
     case: str, columns: int, screen: type[Screen], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")  # the width of a dumb terminal is taken for 80
+    monkeypatch.delenv("COLUMNS", raising=False)  # would be taken for the width of any terminal
     arguments = ("-m", "paceline", *SENTENCES[case])
     piped = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=DEADLINE_S)
     shown = screen(*arguments, columns=columns)
