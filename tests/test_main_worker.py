@@ -216,7 +216,7 @@ def test_the_output_and_the_checkpoints_of_a_run_go_on_without_worker_0(sync: st
 @pytest.mark.processes
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
 def test_a_worker_0_that_returns_prints_and_overwrites_nothing(sync: str, mark: str) -> None:
-    """The other worker waits after its fifth epoch until worker 0 has returned and has ended an epoch."""
+    """Both wait after their fifth epoch until worker 0 has returned. Under bsp, it is ahead of worker 1 then."""
     served = Served("--workers", "2", "--sync", sync)
     Path("train.py").write_text(SCRIPT)
     both = [served.join("wait"), served.join("wait")]
@@ -235,7 +235,7 @@ def test_a_worker_0_that_returns_prints_and_overwrites_nothing(sync: str, mark: 
     assert "worker 1 says that training has ended" in stays
     code, stdout, stderr = ends[2]
     assert (code, "epoch" in stdout, "says" in stdout) == (0, False, False), (stdout, stderr)
-    assert saved >= 3
+    assert saved >= 2, "worker 1 has saved the epoch in which worker 0 was killed"
     assert torch.load("checkpoint.pt")["epoch"] == 7
     assert json.loads(watched.stdout)["main_worker"] == 1, watched.stderr
     assert "worker 1 is the main worker" in shown.stdout
