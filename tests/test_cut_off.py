@@ -34,6 +34,7 @@ from paceline.launcher.orders import Descriptors, Order, file_of, payload_of_ser
 from paceline.runtime.coordinator import CoordinatorHost
 from paceline.runtime.job import Assignment, make_job
 from paceline.runtime.observer import Observer
+from paceline.shard import foreign
 from paceline.wire.addresses import connect, listen_tcp
 from paceline.wire.preface import COORDINATOR, PREFACE_BYTES, Preface
 from paceline.wire.secret import new_secret
@@ -47,6 +48,14 @@ from .served import ENDLESS_SCRIPT, Served, await_training, enough, output
 __all__ = ["mark"]
 
 # If a connection is reset just before it is wrapped, `ssl` leaves it to the garbage collector to close the socket.
+
+
+@pytest.fixture(autouse=True)
+def optimizer_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget which optimizer classes a process of a run may load, which is set for the rest of its life."""
+    monkeypatch.setattr(foreign, "_sources", [])
+
+
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in. <ssl.SSLSocket")
 
 SECRET = new_secret()

@@ -432,6 +432,7 @@ def test_only_classes_from_places_named_at_launch_are_loaded(tmp_path: Path) -> 
 
 
 def test_a_process_of_a_run_loads_only_optimizer_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "_sources", [])
     foreign.use_sources(OptimizerSources((__name__,)))
     assert foreign.class_of(f"{__name__}:Lion") is Lion
     with pytest.raises(ConfigurationError, match=r"expected a subclass of torch\.optim\.Optimizer"):

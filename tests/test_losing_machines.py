@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,8 @@ def test_a_run_pauses_while_it_has_too_few_workers(mark: str) -> None:
     killed.kill()
     killed.communicate()
     await_that(lambda: "it has 1 of at least 2 workers" in served.messages, "the run is paused")
+    steps = list(Path().glob("stepped-*"))
+    await_that(lambda: time.time() - max(step.stat().st_mtime for step in steps) > 0.5, "nobody steps")
     stays.terminate()
     left = output(stays)
     await_that(lambda: ", paused: 0 of at least 2 workers" in served.messages, "everybody has left")

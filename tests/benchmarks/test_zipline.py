@@ -25,7 +25,6 @@ from benchmarks.zipline.measurement import (
     plain_sort,
 )
 from benchmarks.zipline.tables import tables
-from paceline.cli import terminal
 from paceline.cli.progress import shown_progress
 from paceline.errors import ConfigurationError
 from paceline.zipline import METHODS, bsp_barrier, solve
@@ -303,6 +302,5 @@ def test_json_is_one_object_with_units_in_its_keys(printed_as_json: str) -> None
 
 
 def test_rounds_below_one_are_refused_before_anything_starts() -> None:
-    result = CliRunner().invoke(commands.app, ["zipline", "--rounds", "0"])
-    assert result.exit_code == terminal.EXIT_BAD_INPUT
-    assert result.stdout == ""
+    with pytest.raises(ConfigurationError, match="rounds is 0, expected a whole number >= 1"):
+        CliRunner().invoke(commands.app, ["zipline", "--rounds", "0"], catch_exceptions=False)
