@@ -65,13 +65,18 @@ def unguarded_writes(files: Sequence[Path]) -> list[UnguardedWrite]:
         [('torch.save', 3)]
     """
     found = []
-    for file in files:
-        try:
-            tree = ast.parse(file.read_bytes())
-        except (OSError, SyntaxError, ValueError):
-            continue  # the run of the script reports it
+    for file, tree in _parsed(files):
         found += [UnguardedWrite(ast.unparse(each.func), str(file), each.lineno) for each in _writes(tree)]
     return found
+
+
+def _parsed(files: Sequence[Path]) -> Iterator[tuple[Path, ast.Module]]:
+    """Yield each of these files that can be parsed, with its syntax tree."""
+    for file in files:
+        try:
+            yield file, ast.parse(file.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue  # the run of the script reports it
 
 
 class MetricStep(msgspec.Struct, frozen=True):
@@ -99,11 +104,7 @@ def unreduced_metrics(files: Sequence[Path]) -> list[MetricStep]:
         [('s.step(loss)', 2)]
     """
     found = []
-    for file in files:
-        try:
-            tree = ast.parse(file.read_bytes())
-        except (OSError, SyntaxError, ValueError):
-            continue  # the run of the script reports it
+    for file, tree in _parsed(files):
         values: dict[str, list[ast.expr]] = {}  # name -> what is assigned to it
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign):
