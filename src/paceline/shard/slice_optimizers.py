@@ -16,6 +16,7 @@ segment run as a whole, and splits a segment run when a push has gradients for o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +26,8 @@ from ..core.layout import ShardSlice, aligned, dtype_of, item_bytes
 from ..core.model_spec import HyperParameters, OptimizerSpec
 from ..errors import UserCodeError, first_line
 from ..plugins.failures import user_traceback
+from ..sync.translation import FAMILIES, WHOLE, Family, Fraction
+from .fractional import FractionalSteps, coupled_decay, fractional_kernel
 from .optimizer_state import entry_of, segments_of_state, tensors_of
 from .optimizers import ELEMENTWISE, make_optimizer, take_step
 from .vectors import Vectors, segment_views
@@ -50,6 +53,7 @@ class SliceOptimizer(Protocol):
         scales: Sequence[float],
         present: Presence,
         groups: tuple[HyperParameters, ...],
+        fraction: Fraction = WHOLE,
     ) -> None:
         """Update the weights with the sum of the gradients, multiplied by their scales and added in the order given.
 
@@ -58,6 +62,7 @@ class SliceOptimizer(Protocol):
             scales: the factor of each gradient, for example 1 / n for the mean of n gradients.
             present: function that returns True if the parameter with a given index has a gradient.
             groups: the hyper-parameters of each group.
+            fraction: the fraction of a step to take (see `paceline.sync.translation`).
         """
         ...
 
@@ -96,7 +101,7 @@ def _sgd_state(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return ("momentum_buffer",) if settings["momentum"] else ()
 
 
-def _sgd(settings: Mapping[str, Any], steps: int) -> Kernel:
+def _sgd(settings: Mapping[str, Any], steps: float) -> Kernel:
     lr = settings["lr"]
     if not settings["momentum"] and not settings["weight_decay"]:
         alpha = lr if settings["maximize"] else -lr
@@ -113,7 +118,7 @@ def _adam_state(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if settings["amsgrad"] else ()))
 
 
-def _adam(settings: Mapping[str, Any], steps: int) -> Kernel:
+def _adam(settings: Mapping[str, Any], steps: float) -> Kernel:
     decoupled = settings.get("decoupled_weight_decay", False)
     fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
     beta1, beta2 = settings["betas"]
@@ -139,7 +144,7 @@ class FusedUpdate(NamedTuple):
     """
 
     state_keys: Callable[[Mapping[str, Any]], tuple[str, ...]]
-    kernel: Callable[[Mapping[str, Any], int], Kernel]
+    kernel: Callable[[Mapping[str, Any], float], Kernel]
     counts_steps: bool
 
 
@@ -161,7 +166,7 @@ class SegmentRun:
         bounds: the shard.
         segments: positions of the segments in the shard.
         group: index of the parameter group.
-        steps: number of optimizer steps that the segments have taken.
+        steps: number of optimizer steps that the segments have taken. Not a whole number after fractions of steps.
 
     Attributes:
         segments: positions of the segments in the shard.
@@ -175,7 +180,7 @@ class SegmentRun:
 
     __slots__ = ("dtype", "group", "segments", "start", "steps", "stop", "views")
 
-    def __init__(self, bounds: ShardSlice, segments: Sequence[int], group: int, steps: int) -> None:
+    def __init__(self, bounds: ShardSlice, segments: Sequence[int], group: int, steps: float) -> None:
         first, last = bounds.segments[segments[0]], bounds.segments[segments[-1]]
         self.segments = segments
         self.dtype, self.start = first.dtype, first.start
@@ -211,7 +216,10 @@ class FusedOptimizer:
             dtype: torch.empty(min(vector.numel(), CHUNK_BYTES // item_bytes(dtype)), dtype=vector.dtype)
             for dtype, vector in weights.items()
         }
-        self._runs = self._divide([0] * len(bounds.segments))
+        self._family = FAMILIES[spec.name]
+        # (key, dtype) -> memory for a copy of a chunk. Only fractions of steps use it.
+        self._copies: dict[tuple[str, str], torch.Tensor] = {}
+        self._runs = self._divide([0.0] * len(bounds.segments))
 
     def step(
         self,
@@ -219,33 +227,34 @@ class FusedOptimizer:
         scales: Sequence[float],
         present: Presence,
         groups: tuple[HyperParameters, ...],
+        fraction: Fraction = WHOLE,
     ) -> None:
         self._groups = groups
         if not all(map(present, {segment.parameter for segment in self._bounds.segments})):
             self._split(present)
         for run in self._runs:
             if present(self._bounds.segments[run.segments[0]].parameter):
-                self._step_run(run, gradients, scales, groups[run.group])
+                self._step_run(run, gradients, scales, groups[run.group], fraction)
 
     def state(self) -> Vectors:
         state: Vectors = {}
         for run in self._runs:
             for position in run.segments if run.steps else ():
                 if self._update.counts_steps:
-                    state[f"{position}/step"] = torch.tensor(float(run.steps))
+                    state[f"{position}/step"] = torch.tensor(run.steps)
                 for key in self._update.state_keys(self._groups[run.group]):
                     state[f"{position}/{key}"] = self._of_segment(key, position)
         return state
 
     def load_state(self, state: Vectors) -> None:
-        steps = [0] * len(self._bounds.segments)
+        steps = [0.0] * len(self._bounds.segments)
         for name, (position, key) in segments_of_state(self._bounds, state).items():
             value = state[name]
             if key == "step":
-                steps[position] = int(value)
+                steps[position] = float(value)
             else:
                 self._of_segment(key, position).copy_(value)
-                steps[position] = max(steps[position], 1)
+                steps[position] = max(steps[position], 1.0)
         self._runs = self._divide(steps)
 
     def take_counters(self, before: SliceOptimizer) -> None:
@@ -257,11 +266,12 @@ class FusedOptimizer:
         gradients: Sequence[Vectors],
         scales: Sequence[float],
         settings: HyperParameters,
+        fraction: Fraction,
     ) -> None:
         keys = self._update.state_keys(settings)
-        kernel = self._update.kernel(settings, run.steps)
+        kernel = self._kernel(run, keys, settings, fraction)
         if keys:
-            run.steps += 1
+            run.steps += fraction.step
         if "" not in run.views:
             run.views[""] = run.chunks(self._weights[run.dtype])
         for key in keys:
@@ -281,6 +291,25 @@ class FusedOptimizer:
                 total.add_(other, alpha=scale)
             kernel(weights, total, *state)
 
+    def _kernel(
+        self, run: SegmentRun, keys: Sequence[str], settings: HyperParameters, fraction: Fraction
+    ) -> Kernel:
+        """Return the kernel that updates the chunks of a run."""
+        if fraction.whole:
+            return self._update.kernel(settings, run.steps)
+        # The state begins with zeros, from which it moves by the fraction, so no step is SGD's first one.
+        steps = run.steps if self._update.counts_steps else 1.0
+        decay = coupled_decay(settings) if self._family.square else 0.0
+        whole = self._update.kernel({**settings, "weight_decay": 0.0} if decay else settings, steps)
+        scratch = partial(self._copy, run.dtype)
+        return fractional_kernel(whole, keys, self._family, settings, decay, steps, fraction, scratch)
+
+    def _copy(self, dtype: str, key: str) -> torch.Tensor:
+        """Return memory for a copy of a chunk."""
+        if (key, dtype) not in self._copies:
+            self._copies[key, dtype] = torch.empty_like(self._scratch[dtype])
+        return self._copies[key, dtype]
+
     def _split(self, present: Presence) -> None:
         """Split the runs so that in each run, either all segments or none of them have a gradient."""
         segments = self._bounds.segments
@@ -294,7 +323,7 @@ class FusedOptimizer:
             )
         self._runs = runs
 
-    def _divide(self, steps: Sequence[int]) -> list[SegmentRun]:
+    def _divide(self, steps: Sequence[float]) -> list[SegmentRun]:
         """Divide the slice into as few runs as possible, given the number of steps that each segment has taken."""
         kinds = groupby(
             range(len(steps)), key=lambda p: (self._bounds.segments[p].dtype, self._group_of[p], steps[p])
@@ -325,6 +354,7 @@ class TorchOptimizer:
         self._mean = {dtype: torch.zeros_like(vector) for dtype, vector in weights.items()}
         self._groups = spec.groups  # current hyper-parameters of the optimizer
         self._name, self._foreign = spec.name, spec.name not in ELEMENTWISE
+        self._fractions = FractionalSteps(FAMILIES.get(spec.name, Family()))
         group_of = [spec.group_of[segment.parameter] for segment in bounds.segments]
         self._optimizer = make_optimizer(
             spec.name,
@@ -341,6 +371,7 @@ class TorchOptimizer:
         scales: Sequence[float],
         present: Presence,
         groups: tuple[HyperParameters, ...],
+        fraction: Fraction = WHOLE,
     ) -> None:
         if groups is not self._groups and groups != self._groups:
             for group, old, new in zip(self._optimizer.param_groups, self._groups, groups, strict=True):
@@ -358,7 +389,10 @@ class TorchOptimizer:
         for parameter, part, segment in zip(self._parameters, parts, self._bounds.segments, strict=True):
             parameter.grad = part if present(segment.parameter) else None
         try:
-            take_step(self._optimizer)
+            if fraction.whole:
+                take_step(self._optimizer)
+            else:
+                self._fractions.take(self._optimizer, fraction, partial(take_step, self._optimizer))
         except Exception as error:
             if not self._foreign:
                 raise

@@ -1,0 +1,135 @@
+"""Translated hyper-parameters: how far an update moves the weights, if they mean what they mean in one process.
+
+In one process, or under BSP, each step of the optimizer uses the *joint batch*: the batches of all live workers.
+Other models apply updates that use less of it, for example one push out of n. Each of these updates takes a *fraction
+of a joint step*:
+
+    the optimizer takes a whole step with the gradient of the update, from the current weights and state;
+    then the weights and the state move by the fraction s towards the result, where s is the update's share of the
+    samples in a joint batch.
+
+This is the step of the same system in smaller units of time. As many samples move the weights as far, decay them as
+much, and advance the state (momentum, step counts, running means) as far as under BSP, whatever the class of the
+optimizer, its schedule and its hyper-parameters. For SGD with learning rate h, momentum m and velocity u,
+
+    w <- w - s h (g + m u)        u <- u + s (g - (1 - m) u).
+
+So a push moves the weights at once by h s, and by momentum over as many *samples* as under BSP. (If instead only the
+learning rate were divided by n, the momentum of each push would be spent in an n-th of the samples, and if staleness
+were only subtracted from the momentum, as in Mitliagkas et al., "Asynchrony begets momentum", 2016, nothing would
+damp the directions of large curvature.) Two things depend on more than the share.
+
+**Delay.** A gradient is computed on weights that miss the updates which are applied between its pull and its push.
+The shares of these updates add up to the *delay* d, in joint steps; with n workers under ASP it is about 1. Momentum
+lags behind as well, and both lags together let directions of large curvature oscillate. Therefore averages of the
+gradient (`Family.means`) move by s / (1 + d) only: they are spread over more samples, so that the immediate part of
+each push dominates where the delay matters. The distance that a gradient moves the weights in the long run stays the
+same.
+
+**Second moments.** Adam and its relatives divide by a running mean of squared gradients. A push of a share s contains
+more noise than a joint gradient: with the signal a and the noise b of the joint gradient, its square is a^2 + b^2 /
+s. Therefore the square in `Family.square` is replaced by an estimate of the joint gradient's square, s g^2 + (1 - s)
+m^2, where m is the running mean of the gradient.
+
+At share 1 and delay 0 all of this is the whole step itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+__all__ = ["FAMILIES", "WHOLE", "Family", "Fraction", "Standing", "translate"]
+
+
+class Standing(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What a shard knows about an update, when it translates the hyper-parameters.
+
+    Attributes:
+        share: the part of a joint batch that the update uses: the samples of its pushes, divided by the samples of
+            one push of each live worker. 1 / n for a single push of n equal workers, 1 for the mean of all workers.
+        delay: mean staleness of the shard's recent pushes in joint steps: the sum of the shares of the updates
+            between the pull and the application of a push.
+        temper: factor by which the guard reduces the learning rate.
+    """
+
+    share: float
+    delay: float = 0.0
+    temper: float = 1.0
+
+
+class Fraction(NamedTuple):
+    """The fraction of a joint step that an update takes.
+
+    Attributes:
+        step: fraction of the way that the state moves, except for averages of the gradient.
+        weights: fraction of the way that the weights move. Smaller than `step` only if the guard has reduced the
+            learning rate.
+        means: fraction of the way that averages of the gradient move.
+    """
+
+    step: float
+    weights: float
+    means: float
+
+    @property
+    def whole(self) -> bool:
+        """True if the update takes the whole step, as in one process."""
+        return self.step == self.weights == self.means == 1.0
+
+
+WHOLE = Fraction(1.0, 1.0, 1.0)
+
+
+class Family(NamedTuple):
+    """The entries in the state of an optimizer class that move in their own way. Other entries move by the step.
+
+    Attributes:
+        means: keys of averages of the gradient.
+        square: key of the running mean, or of the sum, of squared gradients; "" if there is none.
+        decay: hyper-parameter with the decay of `square`; "" if it is a sum. Of several numbers, the last counts.
+        mean: key in `means` of a running mean of the gradient with its decay in the first of `betas`; "" if the state
+            has none, so that one must be kept in addition.
+    """
+
+    means: tuple[str, ...] = ()
+    square: str = ""
+    decay: str = ""
+    mean: str = ""
+
+    def kept(self, settings: Mapping[str, Any]) -> float:
+        """Return the part of `square` that one step keeps; 1 for a sum."""
+        decay = settings[self.decay] if self.decay else 1.0
+        return float(decay[-1] if isinstance(decay, tuple | list) else decay)
+
+
+ADAM = Family(("exp_avg",), "exp_avg_sq", "betas", "exp_avg")
+
+FAMILIES: dict[str, Family] = {
+    "SGD": Family(("momentum_buffer",)),
+    "Adam": ADAM,
+    "AdamW": ADAM,
+    "NAdam": ADAM,
+    "RAdam": ADAM,
+    "Adamax": Family(("exp_avg",)),
+    "RMSprop": Family(("momentum_buffer", "grad_avg"), "square_avg", "alpha"),
+    "Adadelta": Family((), "square_avg", "rho"),
+    "Adagrad": Family((), "sum"),
+}
+"""Optimizer class -> the entries of its state. Of a class that is not listed, all entries move by the step."""
+
+
+def translate(standing: Standing) -> Fraction:
+    """Return the fraction of a joint step that an update takes.
+
+    It is continuous in share and delay, and grows with the share. At share 1 and delay 0, it is the whole step.
+
+    >>> translate(Standing(share=0.25, delay=1.0))
+    Fraction(step=0.25, weights=0.25, means=0.125)
+    >>> translate(Standing(share=1.0)).whole
+    True
+    """
+    share = min(standing.share, 1.0)
+    return Fraction(share, share * standing.temper, share / (1.0 + standing.delay))
