@@ -82,6 +82,13 @@ The following commands repeat the study, in about {minutes} minutes on one core,
     python docs/make_when_it_pays.py
 """
 
+RESERVATION = (
+    "A ratio says nothing about a script whose settings were found under `bsp`. Only `bsp`, with or without balanced "
+    "batches, has the result of a single process at the settings of a single process. `drop-stragglers` and "
+    "`rennala` apply no stale gradients, but drop late ones. Under all other models, gradients are stale, which "
+    "changes how training proceeds: check the accuracy of your script before you use them."
+)
+
 CANNOT = (
     "whether this holds for the networks that people train: the problems are quadratics and the small ones in [On "
     "real problems](#on-real-problems), trained by SGD.",
@@ -339,10 +346,13 @@ def text() -> str:
             f"{len(CONTENDERS)} contenders in {len(PLACES)} simulated clusters, with {len(BATCHES)} sizes of "
             "batches, on a problem whose expected loss is known exactly. A ratio is a contender's time to a loss of "
             "0.1, divided by that of `bsp`, each with its own best settings. In brackets: how many comparisons are "
-            "better, ties (the interval holds 1, or the difference is not significant) and worse. What can be said "
-            "with confidence:",
+            "better, ties (the interval holds 1, or the difference is not significant) and worse.",
             118,
         ),
+        "",
+        *textwrap.wrap(RESERVATION, 118),
+        "",
+        "What can be said with confidence:",
         "",
         *_bullets(findings(page)),
         "",
@@ -350,8 +360,12 @@ def text() -> str:
         "",
         *_bullets(CANNOT),
         "",
-        "To compare the models on your own cluster and script, run `paceline simulate your-cluster.toml --script "
-        "your_script.py`.",
+        *textwrap.wrap(
+            "To compare the models on your own cluster and script, run `paceline simulate your-cluster.toml --script "
+            "your_script.py`. In place of the description of a cluster, the command takes the directory of a "
+            "recorded run.",
+            118,
+        ),
         "",
         METHOD.format(
             count=count,

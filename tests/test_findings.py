@@ -10,12 +10,24 @@ from paceline.sim import Cluster, Presence, simulate
 from paceline.trace.findings import Handout, find
 from paceline.trace.measures import Meter
 
-OTHER_MODEL = (
-    "Under a sync model without a barrier in every iteration, data is handed out on demand: try --sync asp or "
-    "--sync elastic-bsp."
+HOW = "paceline simulate CLUSTER --script SCRIPT --sync bsp,asp,elastic-bsp (see docs/rehearse.md)"
+RESERVED = (
+    "But gradients are computed on outdated weights, which changes how training proceeds: check the accuracy first, "
+    "with {}."
+)
+ON_DEMAND = (
+    "Under --sync asp or --sync elastic-bsp, there is no barrier in every iteration, and data is handed out on "
+    "demand"
+)
+OTHER_MODEL = f"{ON_DEMAND}. {RESERVED.format(HOW)}"
+BACKUP = (
+    "If all workers draw from the same data, try --sync drop-stragglers:quorum=2: no gradient is stale, but late "
+    "ones are dropped, so an update averages fewer of them."
 )
 BALANCED = "Try --batch balanced, which makes the size of each worker's batch proportional to its speed."
-BALANCED_LOCKSTEP = f"{BALANCED} The joint batch of all workers stays the same."
+BALANCED_LOCKSTEP = (
+    f"{BALANCED} The joint batch of all workers stays the same, and so does the result of training."
+)
 DISTRIBUTE = (
     "The script decides how many iterations each worker makes. If it distributes its data with "
     "paceline.distribute(loader), faster workers can use more of the data."
@@ -119,16 +131,21 @@ def test_equal_shares_on_unequal_machines_leave_fast_workers_idle_without_barrie
 
 def test_waiting_at_barriers_is_said_with_what_helps() -> None:
     measures = simulate(Cluster(compute_s=[1.0, 1.0, 3.0]), "bsp", iterations=10).measures
-    waiting, balance, other, command = find(measures, lockstep=True, handout=AUTO, run_dir="runs/1")
+    script = ["script", "train.py", "--epochs", "3"]
+    waiting, balance, backup, other, command = find(
+        measures, lockstep=True, handout=AUTO, run_dir="runs/1", program=script
+    )
     assert waiting == (
         "Workers waited at the barrier of each iteration for 44% of their time (13.3 s each, on average); worker 2 "
         "waited least (0.0 s)."
     )
-    assert (balance, other) == (BALANCED_LOCKSTEP, OTHER_MODEL)
+    how = "paceline simulate runs/1 --script 'train.py --epochs 3' --sync bsp,asp,elastic-bsp"
+    assert (balance, backup) == (BALANCED_LOCKSTEP, BACKUP)
+    assert other == f"{ON_DEMAND}. {RESERVED.format(how)}"
     assert command == "To compare the sync models on these machines, run: paceline advise runs/1"
-    assert find(measures, lockstep=True, handout=AUTO) == [waiting, balance, other]
+    assert find(measures, lockstep=True, handout=AUTO) == [waiting, balance, backup, OTHER_MODEL]
     balanced = Handout("auto", balanced=True, divisible=True)
-    assert find(measures, lockstep=True, handout=balanced) == [waiting, other]
+    assert find(measures, lockstep=True, handout=balanced) == [waiting, backup, OTHER_MODEL]
 
 
 def test_balanced_batches_are_no_help_where_all_wait_alike() -> None:
@@ -165,23 +182,22 @@ WAITED = simulate(Cluster(compute_s=[1.0, 1.0, 3.0]), "bsp", iterations=10).meas
 @pytest.mark.parametrize(
     ("order", "asked", "hints"),
     [
-        (Order(600, 16, False, "auto", ""), False, [BALANCED_LOCKSTEP, OTHER_MODEL]),
-        (Order(600, 16, False, "auto", "", balanced=True), True, [OTHER_MODEL]),
+        (Order(600, 16, False, "auto", ""), False, [BALANCED_LOCKSTEP, BACKUP, OTHER_MODEL]),
+        (Order(600, 16, False, "auto", "", balanced=True), True, [BACKUP, OTHER_MODEL]),
         # The run has asked for balanced batches, and was told that its data, or its script, does not allow them.
-        (Order(600, 16, False, "auto", ""), True, [OTHER_MODEL]),
-        (
-            Order(600, 1, False, "auto", ""),
-            False,
-            [OTHER_MODEL],
-        ),  # batches of a batch sampler, or of one item
-        (Order(None, 16, False, "auto", ""), False, [OTHER_MODEL]),  # a dataset without a length
+        (Order(600, 16, False, "auto", ""), True, [BACKUP, OTHER_MODEL]),
+        # batches of a batch sampler, or of one item
+        (Order(600, 1, False, "auto", ""), False, [BACKUP, OTHER_MODEL]),
+        # a dataset without a length
+        (Order(None, 16, False, "auto", ""), False, [BACKUP, OTHER_MODEL]),
         (
             Order(600, 16, False, "static", ""),
             False,
             [
                 BALANCED_LOCKSTEP,
-                "Omit --split static and split='static' in distribute(loader), so that data is handed out on demand, "
-                "under a sync model without a barrier in every iteration, such as --sync asp or --sync elastic-bsp.",
+                BACKUP,
+                f"{ON_DEMAND}, if you omit --split static and split='static' in distribute(loader). "
+                f"{RESERVED.format(HOW)}",
             ],
         ),
     ],
@@ -204,15 +220,24 @@ def test_without_a_distributed_loader_nothing_is_said_to_be_handed_out_on_demand
 
 def test_an_option_that_other_models_do_not_have_is_named() -> None:
     assert find(WAITED, lockstep=True, handout=AUTO, overlap=False)[-1] == (
-        "Under a sync model without a barrier in every iteration, data is handed out on demand: try --sync asp or "
-        "--sync elastic-bsp, without --overlap off."
+        f"{ON_DEMAND}, if you omit --overlap off. {RESERVED.format(HOW)}"
     )
 
 
 def test_a_program_that_calls_launch_is_told_its_arguments() -> None:
-    _, balance, other = find(WAITED, lockstep=True, handout=AUTO, python=True)
+    _, balance, backup, other = find(WAITED, lockstep=True, handout=AUTO, program=["function"])
     assert balance.startswith("Try batch='balanced', which")
-    assert other.endswith("try sync='asp' or sync='elastic-bsp'.")
+    assert "try sync='drop-stragglers:quorum=2': no gradient is stale" in backup
+    assert other.startswith("Under sync='asp' or sync='elastic-bsp', there is")
+    assert other.endswith("first, with paceline.simulate(cluster, sync, train_fn=FUNCTION).")
+
+
+def test_stale_gradients_are_never_suggested_without_what_they_do_to_the_accuracy() -> None:
+    """Whoever follows the suggestions in their order tries first what leaves the result as it is."""
+    for handout in (AUTO, STATIC, Handout("dynamic")):
+        hints = find(WAITED, lockstep=True, handout=handout)
+        assert all("check the accuracy first" in hint for hint in hints if "--sync asp" in hint)
+        assert "--sync asp" in hints[-1]
 
 
 def test_joint_clipping_is_suggested_only_where_it_is_possible() -> None:

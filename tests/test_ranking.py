@@ -183,7 +183,8 @@ def test_with_data_models_are_advised_by_samples_per_second_and_balanced_batches
     show(report, cluster, console)
     assert "s per" in (text := console.export_text())
     assert "20 epochs of 1,600 samples, in batches of 16" in text
-    assert "no staleness: bsp, balanced batches" in text
+    assert "the result of one process: bsp, balanced batches" in text
+    assert "Accuracy: every update is that of one process on the joint batch." in text
 
 
 def test_the_machines_of_a_run_with_balanced_batches_are_those_of_a_run_with_equal_ones(
@@ -213,8 +214,18 @@ def test_with_a_straggler_something_faster_is_advised_with_its_command(tmp_path:
     assert report.measured_gradients_per_s == pytest.approx(4 * report.measured_updates_per_s, rel=0.02)
     assert report.emulated == ""
     assert report.findings[0].startswith("Workers waited at the barrier of each iteration for ")
-    assert [advice.sync for advice in report.advice] == ["bsp", "elastic-bsp:lookahead=15", "asp"]
+    backup = "drop-stragglers:quorum=3"
+    assert [advice.sync for advice in report.advice] == ["bsp", backup, "elastic-bsp:lookahead=15", "asp"]
+    assert [advice.effect for advice in report.advice] == ["exact", "fresh", "stale", "stale"]
     assert "times as many gradients per second as under bsp" in report.advice[1].reason
+    # The accuracy of a model that is not exact is to be checked, on the machines of the run.
+    assert [advice.check for advice in report.advice] == [
+        "",
+        *(
+            f"paceline simulate CLUSTER --script SCRIPT --sync bsp,{sync} (see docs/rehearse.md)"
+            for sync in (backup, "elastic-bsp:lookahead=15", "asp")
+        ),
+    ]
     assert all(
         ("may still train more slowly" in advice.reason)
         == (row.mean_staleness > 0 and row.speed < 2 * bsp.speed)
@@ -222,7 +233,7 @@ def test_with_a_straggler_something_faster_is_advised_with_its_command(tmp_path:
         for row in report.rows
         if (bsp := next(row for row in report.rows if row.sync == "bsp")) and row.sync == advice.sync
     )
-    assert report.advice[1].command == (
+    assert report.advice[2].command == (
         "paceline run --workers 4 --servers 2 --sync elastic-bsp:lookahead=15 SCRIPT"
     )
 

@@ -24,7 +24,8 @@ def simulate(
     cluster: Annotated[
         str,
         typer.Argument(
-            help="Cluster file (TOML), or the name of a cluster from the papers: elastic-bsp, spec-sync-1, ...",
+            help="Cluster file (TOML), the directory of a recorded run, or the name of a cluster from the papers: "
+            "elastic-bsp, spec-sync-1, ...",
             show_default=False,
         ),
     ],

@@ -169,7 +169,7 @@ def summarize(
                 handout=_handout(coordinator.core.data, asked=job.batch == "balanced"),
                 overlap=job.overlap == "shards",
                 clippable=agree_on_means(job.schedule.models),
-                python=python,
+                program=program,
                 # Machines that have joined the run keep the records of their workers.
                 run_dir=None if job.joined else job.run_dir,
             )

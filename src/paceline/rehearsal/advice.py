@@ -1,7 +1,9 @@
 """`paceline advise`: simulates the machines of a finished run under every sync model, and recommends models.
 
-The simulation does not show how staleness affects the loss. Therefore, one model is recommended for
-training without staleness, one for bounded staleness, and one for unlimited staleness.
+The simulation does not show how staleness affects the loss. Therefore, the models are recommended in the order of
+what they do to the result of training (see `sync.accuracy`): first bsp, whose updates are those of one process, then
+`drop-stragglers`, then models with bounded and with unlimited staleness, which come with the command that shows the
+accuracy of the script under them.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -23,10 +26,11 @@ from ..report.ranking import ranking_table
 from ..report.speed import speed_unit
 from ..sim import Cluster, Dataset, simulate
 from ..sim.recorded import read_cluster_of_run
+from ..sync.accuracy import EFFECTS, Effect, backup_quorum, effect_of
 from ..sync.events import WorkerFinished, WorkerLost
 from ..sync.model import agree_on_means
 from ..sync.schedule import read_schedule
-from ..trace.findings import Handout, find
+from ..trace.findings import Handout, find, how_to_check
 from ..trace.kept_models import load_kept_models
 from ..trace.measures import Measures, Meter, measure
 from ..trace.recording import TraceFile, trace_files
@@ -40,6 +44,7 @@ __all__ = ["Advice", "MachineReport", "advise", "show"]
 
 ENOUGH = 2.0  # with fewer gradients than this many times BSP's, staleness may cost more than is saved
 WORTH_IT = 1.1  # only BSP is recommended if no model reaches this many times BSP's speed
+SLOW = 1.5  # a worker is slow if its iterations take this many times as long as those of the median worker
 ROUGH = 0.1  # deviation of the simulation from the run above which the recommendations are called rough
 
 _ASSUMED = "compute times are assumed proportional to a batch's size, unless the run had balanced batches"
@@ -53,6 +58,8 @@ class Advice(msgspec.Struct, frozen=True):
         sync: the recommended model.
         batch: the recommended sizes of the workers' batches: "equal" or "balanced".
         reason: explanation of the recommendation, as sentences.
+        effect: what the model does to the result of training: "exact", "fresh" or "stale"; see `sync.accuracy`.
+        check: what shows the accuracy of the script under the model, to be run first; "" if the model is exact.
         command: what runs the script, or the training function, of the run under the model. If the script is unknown,
             it is called SCRIPT.
     """
@@ -61,6 +68,8 @@ class Advice(msgspec.Struct, frozen=True):
     sync: str
     batch: BatchSizing
     reason: str
+    effect: Effect
+    check: str
     command: str
 
 
@@ -134,7 +143,7 @@ def advise(
     deviation = simulated_per_s / measured_per_s - 1 if measured_per_s else 0.0
     rows = rank(
         cluster,
-        _runnable(syncs, cluster, shards),
+        _runnable(syncs if tuple(syncs) != EVERY_MODEL else _with_backups(cluster), cluster, shards),
         iterations=iterations,
         data=data,
         balances=summary.get("divisible", True),
@@ -149,7 +158,9 @@ def advise(
             handout=_handout(summary),
             overlap=summary.get("overlap") != "off",
             clippable=agree_on_means(read_schedule(own).models),
-            python=summary.get("program") == ["function"],
+            program=summary.get("program", ()),
+            run_dir=str(run_dir),
+            advise=False,
         ),
         measured_updates_per_s=together.updates / together_s,
         simulated_updates_per_s=again.updates / together_s,
@@ -159,7 +170,7 @@ def advise(
         caution=_caution(deviation, summary["iterations"]),
         data=data,
         rows=rows,
-        advice=_advice(rows, summary),
+        advice=_advice(rows, summary, str(run_dir)),
     )
 
 
@@ -212,6 +223,14 @@ def _while_all_were_present(shard: TraceFile) -> tuple[float, Measures]:
     return max(now_s - begun_s, 1e-9), meter.measures()
 
 
+def _with_backups(cluster: Cluster) -> tuple[str, ...]:
+    """Return every model, and `drop-stragglers` with a quorum that leaves out the slow workers."""
+    typical_s = [cluster.compute(worker).typical_s for worker in range(cluster.workers)]
+    slow = sum(worker_s > SLOW * median(typical_s) for worker_s in typical_s)
+    quorum = backup_quorum(cluster.workers, slow)
+    return EVERY_MODEL if quorum is None else (*EVERY_MODEL, f"drop-stragglers:quorum={quorum}")
+
+
 def _runnable(syncs: Sequence[str], cluster: Cluster, shards: int) -> list[str]:
     """Return bsp, which is the baseline, and the models that can run on this cluster."""
     found = ["bsp"]
@@ -225,31 +244,43 @@ def _runnable(syncs: Sequence[str], cluster: Cluster, shards: int) -> list[str]:
     return found
 
 
-def _advice(rows: Sequence[Figures], summary: dict[str, Any]) -> list[Advice]:
+def _advice(rows: Sequence[Figures], summary: dict[str, Any], run_dir: str) -> list[Advice]:
     rows = [row for row in rows if row.sound]
     [bsp] = [row for row in rows if row.sync == "bsp" and row.batch == "equal"]
-    fastest = rows[0]
-    fresh = max((row for row in rows if row.sync == "bsp"), key=lambda row: row.speed)
-    if fresh.speed < WORTH_IT * bsp.speed:
-        fresh = bsp
+    effects = {row.sync: effect_of(read_schedule(row.sync).models) for row in rows}
+    exact = max((row for row in rows if row.sync == "bsp"), key=lambda row: row.speed)
+    if exact.speed < WORTH_IT * bsp.speed:
+        exact = bsp
+    backups = [row for row in rows if effects[row.sync] == "fresh" and row.speed >= WORTH_IT * exact.speed]
     bounded = [row for row in mark_front([row for row in rows if _bounded(row.sync)]) if row.front]
     middle = max(bounded, key=lambda row: row.speed)
     unit = speed_unit(row.samples_per_s for row in rows)
     picks = [
-        ("no staleness", fresh),
+        ("the result of one process", exact),
+        *[("no stale gradients, but late ones are dropped", row) for row in backups[:1]],
         (f"most {unit} per second with bounded staleness or barriers", middle),
-        (f"most {unit} per second with unlimited staleness", fastest),
+        (f"most {unit} per second", rows[0]),
     ]
-    if fastest.speed < WORTH_IT * bsp.speed:
+    if rows[0].speed < WORTH_IT * bsp.speed:
         picks = [("these machines are about equally fast", bsp)]
-    advice: list[Advice] = []
+    advice: dict[tuple[str, str], Advice] = {}
     for wish, row in picks:
-        if advice and (advice[-1].sync, advice[-1].batch) == (row.sync, row.batch):
-            advice[-1] = msgspec.structs.replace(advice[-1], wish=f"{advice[-1].wish}; {wish}")
+        key = row.sync, row.batch
+        if key in advice:
+            advice[key] = msgspec.structs.replace(advice[key], wish=f"{advice[key].wish}; {wish}")
             continue
-        command = command_for(summary, row.sync, row.batch)
-        advice.append(Advice(wish, row.sync, row.batch, _reason(row, bsp), command))
-    return advice
+        effect = effects[row.sync]
+        check = how_to_check(run_dir, summary.get("program", ()), ("bsp", row.sync))
+        advice[key] = Advice(
+            wish,
+            row.sync,
+            row.batch,
+            _reason(row, bsp),
+            effect,
+            "" if effect == "exact" else check,
+            command_for(summary, row.sync, row.batch),
+        )
+    return list(advice.values())
 
 
 def _bounded(sync: str) -> bool:
@@ -259,10 +290,8 @@ def _bounded(sync: str) -> bool:
 
 def _reason(row: Figures, bsp: Figures) -> str:
     if row is bsp:
-        return (
-            f"no gradient is stale. Workers spend {row.waiting_share:.0%} of their time waiting; another model can "
-            "save at most this share."
-        )
+        share = f"{row.waiting_share:.0%}"
+        return f"workers spend {share} of their time waiting; another model can save at most this share."
     faster = row.speed / bsp.speed
     what = speed_unit([row.samples_per_s])
     wasted = f" and spend {row.wasted_share:.0%} on aborted computations" if row.wasted_share >= 0.005 else ""
@@ -324,6 +353,8 @@ def show(report: MachineReport, cluster: Cluster, console: Console) -> None:
         name = run_name(advice.sync, advice.batch)
         console.print(f"\n[bold]{advice.wish}[/]: {name}", highlight=False, soft_wrap=not console.is_terminal)
         print_sentence(console, f"  {advice.reason}")
-        console.print(
-            f"  {advice.command}", highlight=False, soft_wrap=True
-        )  # may be copied, so it is not wrapped
+        checked = " Check the accuracy first:" if advice.check else ""
+        print_sentence(console, f"  Accuracy: {EFFECTS[advice.effect]}.{checked}")
+        # Commands may be copied, so they are not wrapped.
+        for command in filter(None, [advice.check, advice.command]):
+            console.print(f"  {command}", highlight=False, soft_wrap=True)

@@ -6,16 +6,19 @@ import itertools
 from pathlib import Path
 
 from ..sim import PRESETS, Cluster, Dataset
+from ..sim.recorded import read_cluster_of_run
 
 __all__ = ["describe", "describe_data", "load_cluster"]
 
 
 def load_cluster(source: str) -> Cluster:
-    """Load a cluster from a file, or one of the papers' clusters by name.
+    """Load a cluster from a file or from the directory of a recorded run, or one of the papers' clusters by name.
 
     Raises:
-        ConfigurationError: there is no file or cluster with that name, or the file is invalid.
+        ConfigurationError: there is no file, run or cluster with that name, or its files are invalid.
     """
+    if Path(source).is_dir():
+        return read_cluster_of_run(Path(source))
     by_name = source in PRESETS and not Path(source).exists()
     return Cluster.preset(source) if by_name else Cluster.from_toml(source)
 

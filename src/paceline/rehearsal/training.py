@@ -6,6 +6,7 @@ Unlike a ranking by speed, such a run shows how staleness affects the loss.
 from __future__ import annotations
 
 import contextlib
+import math
 import runpy
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from rich.table import Table
 
 from ..errors import RunFailedError, UsageError
 from ..files import write_json
+from ..launcher.output import print_sentence
 from ..report.canvas import can_draw, save
 from ..report.loss import LossCurve, loss_picture
 from ..report.speed import speed_unit
@@ -42,11 +44,14 @@ class Trained(msgspec.Struct, frozen=True):
         figures: speed, staleness and use of time in the simulation.
         curve: smoothed losses, as pairs (virtual seconds, loss).
         final_loss: loss at the last point of the curve.
+        said: the last line that the script has printed, in which many scripts say how accurate their model is; "" if
+            there is none.
     """
 
     figures: Figures
     curve: list[tuple[float, float]]
     final_loss: float
+    said: str = ""
 
     def reaches_s(self, loss: float) -> float | None:
         """Return the virtual time at which the curve first reaches a loss, or None."""
@@ -97,6 +102,11 @@ def train_and_compare(
             f"{script} reported no losses to compare: call optimizer.step() with a closure that returns the loss."
         )
     console.print(_table(cluster, rows, rows[0].final_loss, rows[0].figures.sync))
+    for sentence in verdicts(rows):
+        print_sentence(console, sentence)
+    for row in rows:
+        if row.said:
+            console.print(f"{row.figures.sync} printed: {row.said}", highlight=False, markup=False)
     show_faults([row.figures for row in found], console)
     if can_draw():
         curves = [LossCurve(row.figures.sync, row.curve) for row in rows]
@@ -139,7 +149,32 @@ def _run(task: _Task) -> Trained:
             return Trained(failed(task.sync, error), [], float("nan"))
     curve = smooth(result.history or [])
     figures = figures_of(task.sync, result)
-    return Trained(figures, curve, curve[-1][1] if curve else float("nan"))
+    lines = Path(task.log).read_text(errors="replace").split("\n")
+    said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return Trained(figures, curve, curve[-1][1] if curve else float("nan"), said)
+
+
+def verdicts(rows: Sequence[Trained]) -> list[str]:
+    """Return a sentence about each model that says what it is worth, compared with the first one.
+
+    The losses of all models were measured, so a model that is only fast is not recommended.
+    """
+    first, *others = rows
+    target, first_s = first.final_loss, first.figures.until_s
+    sentences = []
+    for row in others:
+        reached_s = row.reaches_s(target)
+        if reached_s is None:
+            losses = f"its last loss is {row.final_loss:.4g} instead of {target:.4g}"
+            sentences.append(
+                f"{row.figures.sync}: never reaches the last loss of {first.figures.sync}; {losses}."
+            )
+        elif reached_s < first_s:
+            faster = first_s / reached_s if reached_s else math.inf
+            sentences.append(f"{row.figures.sync}: reaches the last loss {faster:.2f} times sooner.")
+        else:
+            sentences.append(f"{row.figures.sync}: reaches the last loss no sooner.")
+    return sentences
 
 
 def _table(cluster: Cluster, rows: Sequence[Trained], target: float, first: str) -> Table:

@@ -56,6 +56,10 @@ class DropStragglers(SyncModel, frozen=True, repr_omit_defaults=True):
     def whole_job(self) -> bool:
         return True
 
+    @property
+    def fresh(self) -> bool:
+        return True
+
     def require_runnable(self, workers: int) -> None:
         if self.quorum > workers:
             raise ConfigurationError(

@@ -312,6 +312,11 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
         return False
 
     @property
+    def fresh(self) -> bool:
+        """True if every gradient that is applied was computed on the newest weights, so that its staleness is 0."""
+        return self.lockstep
+
+    @property
     def agrees_on_means(self) -> bool:
         """True if every mean contains the same pushes at all shards, apart from pushes of lost workers.
 

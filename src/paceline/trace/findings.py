@@ -5,6 +5,9 @@ are about time that the workers lost, and about unusual clipping.
 
 A sentence about time appears only if the statistics support it: the lost time must be at least 5 % of the run and at
 least one second. Clipping by each worker is named whenever it occurs, because it changes the result.
+
+What helps is listed in the order of what it does to the result of training (see `sync.accuracy`): first what leaves
+it as it is, last the models with stale gradients, and those only with the advice to check the accuracy.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ from statistics import fmean
 from typing import NamedTuple
 
 from ..core.lease import Order, Split
+from ..sync.accuracy import EFFECTS, backup_quorum
 from .measures import Measures
 from .unapplied import unapplied_pushes
 
-__all__ = ["Handout", "find", "find_moved"]
+__all__ = ["Handout", "find", "find_moved", "how_to_check"]
 
-OPTION = re.compile(r"--(\w+) ([\w-]+)")
+OPTION = re.compile(r"--(\w+) ([\w-]+(?::\w+=\w+)?)")
 
 LEAST_SHARE = 0.05
 LEAST_S = 1.0
@@ -30,13 +34,18 @@ EQUAL = 0.95
 # The workers' waiting times are considered uneven if the shortest is at most this fraction of the mean.
 UNEVEN = 0.5
 
-OTHER_MODEL = (
-    "Under a sync model without a barrier in every iteration, data is handed out on demand: try {models}."
-)
-MODELS = "--sync asp or --sync elastic-bsp"
 BALANCED = "Try --batch balanced, which makes the size of each worker's batch proportional to its speed."
-BALANCED_LOCKSTEP = f"{BALANCED} The joint batch of all workers stays the same."
-DYNAMIC = "Omit --split static and split='static' in distribute(loader), so that data is handed out on demand"
+BALANCED_LOCKSTEP = (
+    f"{BALANCED} The joint batch of all workers stays the same, and so does the result of training."
+)
+BACKUP = f"If all workers draw from the same data, try --sync drop-stragglers:quorum={{quorum}}: {EFFECTS['fresh']}."
+MODELS = "--sync asp or --sync elastic-bsp"
+RELAXED = (
+    "Under {models}, there is no barrier in every iteration, and data is handed out on demand{unless}. But "
+    f"{EFFECTS['stale']}: check the accuracy first, with {{how}}."
+)
+OMIT = "--split static and split='static' in distribute(loader)"
+DYNAMIC = f"Omit {OMIT}, so that data is handed out on demand"
 SHARES = ", or try --batch balanced, which makes the shares proportional to the workers' speeds"
 DISTRIBUTE = (
     "The script decides how many iterations each worker makes. If it distributes its data with "
@@ -85,8 +94,9 @@ def find(
     handout: Handout = Handout(),  # noqa: B008 - immutable
     overlap: bool = True,
     clippable: bool = True,
-    python: bool = False,
+    program: Sequence[str] = (),
     run_dir: str | None = None,
+    advise: bool = True,
 ) -> list[str]:
     """Return sentences about pushes that were never applied, what was `found` before, clipping, and lost time.
 
@@ -102,15 +112,27 @@ def find(
         overlap: False if the run had the option `--overlap off`, which other sync models do not have.
         clippable: False if the sync model does not allow the joint gradient to be clipped; see
             `SyncModel.agrees_on_means`.
-        python: True if a call of `paceline.launch` has started the run. Options are then named as its arguments.
-        run_dir: the run directory, to be named in the command that compares the sync models, which needs the records
-            of all workers. Default: the command is not mentioned.
+        program: what each worker ran, as in `Order.arguments`; () if it is unknown. If it is a function, options are
+            named as arguments of `paceline.launch`.
+        run_dir: the run directory, to be named in the commands that compare the sync models, which need the records
+            of all workers. Default: the directory is not mentioned.
+        advise: False to leave out the command that compares the speeds of the sync models.
     """
     sentences, equal_shares = _idle(measures, handout)
-    waiting, uneven = _waiting(measures, lockstep)
-    hints = _hints(lockstep, handout, overlap, equal_shares, bool(waiting), uneven)
+    waiting, slow = _waiting(measures, lockstep)
+    python = program[:1] == ["function"]
+    hints = _hints(
+        lockstep,
+        handout,
+        overlap,
+        equal_shares,
+        bool(waiting),
+        slow,
+        backup_quorum(len(measures.iterations), slow) if slow else None,
+        how_to_check(run_dir, program),
+    )
     advice = []
-    if waiting and run_dir is not None:
+    if waiting and advise and run_dir is not None:
         command = f"paceline advise {shlex.quote(run_dir)}"
         advice = [f"To compare the sync models on these machines, run: {command}"]
     unapplied = unapplied_pushes(measures.pushes, measures.unapplied)
@@ -155,8 +177,38 @@ def _clipping(measures: Measures, clippable: bool) -> list[str]:
     return [clipped, CLIP] if clippable else [clipped]
 
 
+def how_to_check(
+    run_dir: str | None, program: Sequence[str], syncs: Sequence[str] = ("bsp", "asp", "elastic-bsp")
+) -> str:
+    """Return the command, or the call in Python, that shows the accuracy of some models on the machines of a run.
+
+    Args:
+        run_dir: see `find`.
+        program: see `find`.
+        syncs: the models.
+
+    >>> how_to_check("runs/1", ["script", "train.py", "--epochs", "3"], ["bsp", "asp"])
+    "paceline simulate runs/1 --script 'train.py --epochs 3' --sync bsp,asp"
+    """
+    kind, *words = program or [""]
+    if kind == "function":
+        return "paceline.simulate(cluster, sync, train_fn=FUNCTION)"
+    if kind != "script" or run_dir is None:
+        return f"paceline simulate CLUSTER --script SCRIPT --sync {','.join(syncs)} (see docs/rehearse.md)"
+    return shlex.join(
+        ["paceline", "simulate", run_dir, "--script", shlex.join(words), "--sync", ",".join(syncs)]
+    )
+
+
 def _hints(
-    lockstep: bool, handout: Handout, overlap: bool, equal_shares: bool, waited: bool, uneven: bool
+    lockstep: bool,
+    handout: Handout,
+    overlap: bool,
+    equal_shares: bool,
+    waited: bool,
+    slow: int,
+    quorum: int | None,
+    how: str,
 ) -> list[str]:
     """Return what would help against lost time, as far as it can be done in this run.
 
@@ -164,20 +216,21 @@ def _hints(
         lockstep, handout, overlap: see `find`.
         equal_shares: True if workers of unequal speed had equal shares of the work, so that some were idle.
         waited: True if workers waited for the answers to their pulls.
-        uneven: True if they waited for unequal times, so that balanced batches help.
+        slow: number of workers that waited much less than the others, so that balanced batches help.
+        quorum: number of pushes for which a round without them would wait; None if there is none.
+        how: how to check the accuracy of other models.
     """
     if handout.split is None:
         return [DISTRIBUTE] if equal_shares or (lockstep and waited) else []
     hints = []
-    if handout.may_balance and (uneven or (lockstep and equal_shares)):
+    if handout.may_balance and (slow or (lockstep and equal_shares)):
         hints.append(BALANCED_LOCKSTEP if lockstep else BALANCED)
     if lockstep and (waited or equal_shares):
-        if handout.split == "static":
-            hints.append(
-                f"{DYNAMIC}, under a sync model without a barrier in every iteration, such as {MODELS}."
-            )
-        else:
-            hints.append(OTHER_MODEL.format(models=MODELS if overlap else f"{MODELS}, without --overlap off"))
+        if quorum is not None:
+            hints.append(BACKUP.format(quorum=quorum))
+        omitted = [OMIT] * (handout.split == "static") + ["--overlap off"] * (not overlap)
+        unless = f", if you omit {' and '.join(omitted)}" if omitted else ""
+        hints.append(RELAXED.format(models=MODELS, unless=unless, how=how))
     elif equal_shares and handout.split == "static":
         hints.append(f"{DYNAMIC}{SHARES if handout.may_balance else ''}.")
     return hints
@@ -216,21 +269,21 @@ def _idle(measures: Measures, handout: Handout) -> tuple[list[str], bool]:
     return [sentence, equal], True
 
 
-def _waiting(measures: Measures, lockstep: bool) -> tuple[list[str], bool]:
+def _waiting(measures: Measures, lockstep: bool) -> tuple[list[str], int]:
     """Return a sentence about the time for which workers waited for the answers to their pulls, in a list.
 
-    Also return True if some workers waited much longer than others: the same ones always wait for the same others.
+    Also return the number of workers that waited much less than the others: these always wait for the same ones.
     """
     mean_s = fmean(measures.waiting_s.values()) if measures.waiting_s else 0.0
     if measures.waiting_share < LEAST_SHARE or mean_s < LEAST_S:
-        return [], False
+        return [], 0
     what = "at the barrier of each iteration" if lockstep else "for the answers to their pulls"
     share = f"Workers waited {what} for {measures.waiting_share:.0%} of their time ({mean_s:.1f} s each, on average)"
     shortest = min(measures.waiting_s, key=lambda worker: measures.waiting_s[worker])
-    uneven = measures.waiting_s[shortest] <= UNEVEN * mean_s
-    if uneven:
+    slow = sum(waited_s <= UNEVEN * mean_s for waited_s in measures.waiting_s.values())
+    if slow:
         share += f"; worker {shortest} waited least ({measures.waiting_s[shortest]:.1f} s)"
-    return [f"{share}."], uneven
+    return [f"{share}."], slow
 
 
 def _range(numbers: Collection[float], form: str) -> str:
