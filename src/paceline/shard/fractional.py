@@ -1,21 +1,22 @@
 """Takes a fraction of an optimizer's step: see `paceline.sync.translation` for the reasons, and for the terms.
 
-A whole step is taken on copies of the weights and of the state; then the originals move towards the copies. So this
-module knows nothing of what an optimizer computes, except which entries of its state are averages of the gradient,
-and which is the running mean of squares (`FAMILIES`).
+`FractionalSteps`  for any torch optimizer: takes a whole step, and then moves the weights and the state back to
+                   the fraction. It knows nothing of what the optimizer computes, except which entries of its
+                   state are averages of the gradient, and which is the running mean of squares (`FAMILIES`).
+`sgd_kernel`, `adam_kernel`  compute the same directly on chunks of flat vectors, without copies of all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ..sync.translation import Family, Fraction
 
-__all__ = ["FractionalSteps", "fractional_kernel", "use_joint_square"]
+__all__ = ["FractionalSteps", "adam_kernel", "sgd_kernel"]
 
 Kernel = Callable[..., object]
 """Function of (weights, gradient, *state) that updates a chunk of the weights and of the state in place."""
@@ -68,47 +69,95 @@ def coupled_decay(settings: Mapping[str, Any]) -> float:
     return -decay if settings.get("maximize", False) else decay
 
 
-def fractional_kernel(
-    kernel: Kernel,
-    keys: Sequence[str],
-    family: Family,
-    settings: Mapping[str, Any],
-    decay: float,
-    steps: float,
-    fraction: Fraction,
-    scratch: Callable[[str], torch.Tensor],
+def sgd_kernel(
+    settings: Mapping[str, Any], steps: float, fraction: Fraction, scratch: Callable[[str], torch.Tensor]
 ) -> Kernel:
-    """Return a kernel that takes a fraction of the step that `kernel` takes.
+    """Return the kernel of a fraction of a step of SGD. See `adam_kernel` for the arguments.
 
-    Args:
-        kernel: a kernel of one step.
-        keys: keys of the state vectors that the kernels take, in order.
-        family: the family of the optimizer.
-        settings: the hyper-parameters of the step.
-        decay: factor of the weights that is added to the gradient before the step; see `coupled_decay`.
-        steps: number of joint steps that were taken before.
-        fraction: the fraction.
-        scratch: returns memory for a copy of a chunk, by the key of the vector; "" stands for the weights.
+    A whole step computes the velocity v = m u + (1 - d) g, and moves the weights by -h v, or by -h (g + m v) with
+    Nesterov's momentum. Both are -h (a g + b u).
     """
-    parts = [fraction.means if key in family.means else fraction.step for key in keys]
-    mean_weight = 1.0 - settings["betas"][0] ** steps if family.mean else 0.0
+    momentum, damped = settings["momentum"], 1.0 - settings["dampening"]
+    if not momentum:
+        a, b = 1.0, 0.0
+    elif settings["nesterov"]:
+        a, b = 1.0 + momentum * damped, momentum**2
+    else:
+        a, b = damped, momentum
+    distance = fraction.weights * settings["lr"]
+    sign = -1.0 if settings["maximize"] else 1.0
+    decay = settings["weight_decay"]
 
-    def take(weights: torch.Tensor, gradient: torch.Tensor, *state: torch.Tensor) -> None:
-        count = weights.numel()
+    def take(weights: torch.Tensor, gradient: torch.Tensor, *velocity: torch.Tensor) -> None:
         if decay:
-            gradient = torch.add(gradient, weights, alpha=decay, out=scratch("gradient")[:count])
-        after = [scratch(key)[:count].copy_(each) for key, each in zip(keys, state, strict=True)]
-        moved = scratch("")[:count].copy_(weights)
-        if family.square:
-            by_key = dict(zip(keys, after, strict=True))
-            square, mean = by_key[family.square], by_key[family.mean]
-            use_joint_square(square, gradient, mean, mean_weight, family.kept(settings), fraction.step)
-        kernel(moved, gradient, *after)
-        weights.lerp_(moved, fraction.weights)
-        for each, new, part in zip(state, after, parts, strict=True):
-            each.lerp_(new, part)
+            gradient = torch.add(
+                gradient, weights, alpha=sign * decay, out=scratch("gradient")[: weights.numel()]
+            )
+        for each in velocity:
+            weights.add_(each, alpha=-distance * b)
+            each.mul_(1.0 - fraction.means * (1.0 - momentum)).add_(
+                gradient, alpha=sign * fraction.means * damped
+            )
+        weights.add_(gradient, alpha=-distance * sign * a)
 
     return take
+
+
+def adam_kernel(
+    settings: Mapping[str, Any], steps: float, fraction: Fraction, scratch: Callable[[str], torch.Tensor]
+) -> Kernel:
+    """Return the kernel of a fraction of a step of Adam or AdamW.
+
+    torch's kernel moves the weights by the mean of a whole step, and leaves this mean, of which the fraction is taken
+    afterwards. It corrects no bias here, because the numbers of steps differ between the two averages; the learning
+    rate and epsilon do so instead.
+
+    Args:
+        settings: the hyper-parameters.
+        steps: number of joint steps that were taken before.
+        fraction: the fraction.
+        scratch: returns memory for a copy of a chunk, by the name of the copy.
+    """
+    beta1, beta2 = settings["betas"]
+    coupled = coupled_decay(settings)
+    rest = {"eps": settings["eps"], "amsgrad": settings["amsgrad"], "maximize": settings["maximize"]}
+    root = math.sqrt(1.0 - beta2 ** (steps + fraction.step))
+    lr = fraction.weights * settings["lr"] * root / (1.0 - beta1 ** (steps + 1.0))
+    rest["eps"] *= root
+    # torch multiplies the weights by 1 - lr * weight_decay, with the rate that it is given.
+    decoupled = 0.0 if coupled else settings["weight_decay"] * fraction.weights * settings["lr"] / lr
+    kept = 1.0 - fraction.step * (1.0 - beta2)
+    mean_weight = 1.0 - beta1**steps
+
+    def take(
+        weights: torch.Tensor, gradient: torch.Tensor, mean: torch.Tensor, *squares: torch.Tensor
+    ) -> None:
+        count = weights.numel()
+        if coupled:
+            gradient = torch.add(gradient, weights, alpha=coupled, out=scratch("gradient")[:count])
+        square, *most = squares
+        use_joint_square(square, gradient, mean, mean_weight, kept, fraction.step)
+        earlier = scratch("mean")[:count].copy_(mean)
+        torch._fused_adamw_(
+            [weights],
+            [gradient],
+            [mean],
+            [square],
+            most,
+            [LATE],
+            lr=lr,
+            beta1=beta1,
+            beta2=kept,
+            weight_decay=decoupled,
+            **rest,
+        )
+        torch.lerp(earlier, mean, fraction.means, out=mean)
+
+    return take
+
+
+LATE = torch.tensor(1e9)
+"""Number of steps after which the bias of an average is negligible, if its decay is below 1 - 1e-7."""
 
 
 class FractionalSteps:
@@ -122,6 +171,7 @@ class FractionalSteps:
         self._family = family
         # (where, key) -> the part of a step by which a counter, which is a whole number, is ahead
         self._ahead: dict[tuple[int, str], float] = {}
+        self._copies: dict[tuple[int, str], torch.Tensor] = {}
         self._means: dict[torch.Tensor, torch.Tensor] = {}  # parameter -> running mean of its gradient
         self._mean_weights: dict[torch.Tensor, float] = {}
 
@@ -138,9 +188,12 @@ class FractionalSteps:
         groups = optimizer.param_groups
         everyone = enumerate((group, parameter) for group in groups for parameter in group["params"])
         moving = [(place, *each) for place, each in everyone if each[1].grad is not None]
-        before = {place: parameter.detach().clone() for place, _, parameter in moving}
+        before = {place: self._saved(place, "", parameter.detach()) for place, _, parameter in moving}
         states = {
-            place: {key: _copy(value) for key, value in optimizer.state.get(parameter, {}).items()}
+            place: {
+                key: self._saved(place, key, value)
+                for key, value in optimizer.state.get(parameter, {}).items()
+            }
             for place, _, parameter in moving
         }
         counters = [{key: value for key, value in group.items() if type(value) is int} for group in groups]
@@ -169,6 +222,14 @@ class FractionalSteps:
             for key, value in earlier.items():
                 if group[key] != value:
                     group[key] = self._between(-1 - place, key, value, group[key], fraction.step)
+
+    def _saved(self, place: int, key: str, value: Any) -> Any:
+        """Return a copy of an entry of the state, in memory that is used again for the next step."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if (place, key) not in self._copies:
+            self._copies[place, key] = torch.empty_like(value)
+        return self._copies[place, key].copy_(value)
 
     def _use_joint_square(
         self, state: Mapping[str, Any], group: Mapping[str, Any], parameter: torch.Tensor, fraction: Fraction
@@ -213,7 +274,3 @@ class FractionalSteps:
         whole = math.floor(ahead + 1e-9)
         self._ahead[place, key] = ahead - whole
         return after.fill_(first + whole) if isinstance(after, torch.Tensor) else first + whole
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value

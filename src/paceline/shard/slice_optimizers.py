@@ -27,7 +27,7 @@ from ..core.model_spec import HyperParameters, OptimizerSpec
 from ..errors import UserCodeError, first_line
 from ..plugins.failures import user_traceback
 from ..sync.translation import FAMILIES, WHOLE, Family, Fraction
-from .fractional import FractionalSteps, coupled_decay, fractional_kernel
+from .fractional import FractionalSteps, adam_kernel, sgd_kernel
 from .optimizer_state import entry_of, segments_of_state, tensors_of
 from .optimizers import ELEMENTWISE, make_optimizer, take_step
 from .vectors import Vectors, segment_views
@@ -140,20 +140,26 @@ class FusedUpdate(NamedTuple):
     Attributes:
         state_keys: function that returns the keys of the state vectors that the hyper-parameters require.
         kernel: function of (hyper-parameters, number of earlier steps) that returns the kernel of the next step.
+        part: function of (hyper-parameters, number of earlier steps, fraction, memory for copies) that returns the
+            kernel of a fraction of the next step.
         counts_steps: True if the state includes the number of steps.
     """
 
     state_keys: Callable[[Mapping[str, Any]], tuple[str, ...]]
     kernel: Callable[[Mapping[str, Any], float], Kernel]
+    part: Callable[[Mapping[str, Any], float, Fraction, Callable[[str], torch.Tensor]], Kernel]
     counts_steps: bool
 
 
+DECOUPLED = {"decoupled_weight_decay": True}
+
 FUSED: dict[str, FusedUpdate] = {
-    "SGD": FusedUpdate(_sgd_state, _sgd, counts_steps=False),
-    "Adam": FusedUpdate(_adam_state, _adam, counts_steps=True),
+    "SGD": FusedUpdate(_sgd_state, _sgd, sgd_kernel, counts_steps=False),
+    "Adam": FusedUpdate(_adam_state, _adam, adam_kernel, counts_steps=True),
     "AdamW": FusedUpdate(
         _adam_state,
-        lambda settings, steps: _adam({**settings, "decoupled_weight_decay": True}, steps),
+        lambda settings, *rest: _adam({**settings, **DECOUPLED}, *rest),
+        lambda settings, *rest: adam_kernel({**settings, **DECOUPLED}, *rest),
         counts_steps=True,
     ),
 }
@@ -216,7 +222,6 @@ class FusedOptimizer:
             dtype: torch.empty(min(vector.numel(), CHUNK_BYTES // item_bytes(dtype)), dtype=vector.dtype)
             for dtype, vector in weights.items()
         }
-        self._family = FAMILIES[spec.name]
         # (key, dtype) -> memory for a copy of a chunk. Only fractions of steps use it.
         self._copies: dict[tuple[str, str], torch.Tensor] = {}
         self._runs = self._divide([0.0] * len(bounds.segments))
@@ -297,12 +302,7 @@ class FusedOptimizer:
         """Return the kernel that updates the chunks of a run."""
         if fraction.whole:
             return self._update.kernel(settings, run.steps)
-        # The state begins with zeros, from which it moves by the fraction, so no step is SGD's first one.
-        steps = run.steps if self._update.counts_steps else 1.0
-        decay = coupled_decay(settings) if self._family.square else 0.0
-        whole = self._update.kernel({**settings, "weight_decay": 0.0} if decay else settings, steps)
-        scratch = partial(self._copy, run.dtype)
-        return fractional_kernel(whole, keys, self._family, settings, decay, steps, fraction, scratch)
+        return self._update.part(settings, run.steps, fraction, partial(self._copy, run.dtype))
 
     def _copy(self, dtype: str, key: str) -> torch.Tensor:
         """Return memory for a copy of a chunk."""
