@@ -139,6 +139,7 @@ RUN_OPTIONS = {
     "--port": "0 means any free port",
     "--seed": "Random seed for the data order, the jitter",
     "--on-nan": "stop the run or skip the push",
+    "--hyperparameters": "translated: the learning rate",
     "--run-dir": "logs, traces and results",
     "--show-all": "each line with the name of its process",
     "--stall-timeout": "silent for this many seconds",
@@ -231,6 +232,7 @@ def test_a_dry_run_shows_what_would_start_and_makes_nothing(call: Call, tmp_path
         "transport": "TCP on loopback (tcp)",
         "data": "divided in equal shares if the sync model keeps all workers in lockstep, else on demand (auto)",
         "batches": "of equal size in all workers (equal)",
+        "hyper-parameters": "used as they are in each update (raw)",
         "emulated": "--pace 0.05,0.05,0.05,0.15 (minimum seconds per iteration), --jitter 0.2",
         "on NaN": "stop",
         "seed": "7",
@@ -420,6 +422,10 @@ BAD_INPUT = {
     "an unknown way with NaN": (
         ["--on-nan", "ignore", "train.py"],
         "error: unknown on_nan 'ignore'. Choices: skip, stop.",
+    ),
+    "unknown hyper-parameters": (
+        ["--hyperparameters", "scaled", "train.py"],
+        "error: unknown hyperparameters 'scaled'; did you mean 'translated'? Choices: raw, translated.",
     ),
     "an unknown overlap": (
         ["--overlap", "of", "train.py"],

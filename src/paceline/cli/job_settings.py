@@ -12,6 +12,7 @@ from typing import Any, TypedDict, get_type_hints
 
 from .options import (
     BatchOption,
+    HyperparametersOption,
     Imports,
     OnNanOption,
     OverlapOption,
@@ -38,6 +39,7 @@ class JobSettings(TypedDict):
     batch: BatchOption
     seed: Seed
     on_nan: OnNanOption
+    hyperparameters: HyperparametersOption
     stall_timeout: StallTimeout
 
 
@@ -51,6 +53,7 @@ DEFAULTS = JobSettings(
     batch="equal",
     seed=0,
     on_nan="stop",
+    hyperparameters="raw",
     stall_timeout=None,
 )
 

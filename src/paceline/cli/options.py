@@ -142,6 +142,17 @@ OnNanOption = Annotated[
         rich_help_panel="Run",
     ),
 ]
+HyperparametersOption = Annotated[
+    str,
+    typer.Option(
+        "--hyperparameters",
+        metavar="<raw|translated>",
+        help="translated: the learning rate, momentum and other hyper-parameters mean under every synchronization "
+        "model what they mean in one process on the joint batch. An update that uses a part of the joint batch takes "
+        "the same part of a step. raw: each update takes a whole step, as in the papers.",
+        rich_help_panel="Run",
+    ),
+]
 RunDir = Annotated[
     str | None,
     typer.Option(

@@ -8,6 +8,7 @@ import msgspec
 
 from ..sync.actions import AnyAction
 from ..sync.events import RecordedEvent
+from ..sync.translation import Standing
 
 __all__ = ["Entry", "EntryRecorder"]
 
@@ -25,6 +26,8 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
             staleness is the number of updates between the worker's last pull and the application of its push.
         gap: largest c_p - min c among the workers whose pulls were answered because of this event, as counted by the
             model in force; 0 at the coordinator.
+        standings: the standing of each update that was made because of this event, in order. [] if all of them used
+            the hyper-parameters as they are.
     """
 
     event: RecordedEvent
@@ -33,6 +36,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     version: int | None = None
     staleness: list[tuple[int, int, int]] = []
     gap: int = 0
+    standings: list[Standing | None] = []
 
 
 class EntryRecorder(Protocol):

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from ..sync.translation import Standing
 from .messages import MeanMeasured, Message
 
 __all__ = [
@@ -94,11 +95,14 @@ class Apply(msgspec.Struct, frozen=True, gc=False):
         shard: index of the shard.
         pushes: (worker, iteration) of each push.
         scales: for each push, the factor by which its gradient is multiplied.
+        standing: what the shard knows about the update, by which its hyper-parameters are translated; None to use
+            them as they are.
     """
 
     shard: int
     pushes: tuple[tuple[int, int], ...]
     scales: tuple[float, ...]
+    standing: Standing | None = None
 
 
 class Measure(msgspec.Struct, frozen=True, gc=False):

@@ -76,6 +76,7 @@ class Server:
             use the model.
         recorder_of: returns the recorder for a shard; called once for each shard, when its initial weights arrive.
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
+        translated: True to translate the hyper-parameters of each update (see `paceline.sync.translation`).
 
     Attributes:
         shards: index -> shard, for each shard that has received its initial weights.
@@ -91,6 +92,7 @@ class Server:
         read_sync: Callable[[str], Sequence[SyncModel]] = parse_shards,
         recorder_of: RecorderOf = lambda shard: None,
         ticks_per_s: int = TICKS_PER_S,
+        translated: bool = False,
     ) -> None:
         self.shards: dict[int, Shard] = {}
         self.expected: set[int] = set()
@@ -101,6 +103,7 @@ class Server:
         self._read_sync = read_sync
         self._recorder_of = recorder_of
         self._ticks_per_s = ticks_per_s
+        self._translated = translated
         self._models: tuple[SyncModel, ...] = ()
         self._usual_samples: int | None = None
         self._next = 0  # number of the last extension that was announced
@@ -299,6 +302,7 @@ class Server:
             recorder,
             self._usual_samples,
             self._ticks_per_s,
+            self._translated,
         )
         for member in sorted(self.expected):
             shard.handle(WorkerJoined(now_ticks=now_ticks, worker=member))

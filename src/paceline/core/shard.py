@@ -24,12 +24,14 @@ from ..sync.events import (
 )
 from ..sync.model import agree_on_means
 from ..sync.ticks import TICKS_PER_S
+from ..sync.translation import Standing
 from .clipped_means import ClippedMeans
 from .edits import Edits
 from .entry import Entry, EntryRecorder
 from .messages import Answer, FaultReported, MeanMissing
 from .requests import COORDINATOR, Apply, Discard, Preserve, Request, Send, Timer, worker_peer
 from .shard_sync import ShardSync
+from .standing import StandingEstimator
 from .versions import Versions
 
 __all__ = ["Shard"]
@@ -54,6 +56,25 @@ class Details(NamedTuple):
 
 UNKNOWN = Details(None, False, None)
 
+WHOLE_UPDATE = Standing(1.0)
+"""The standing of an update that uses its hyper-parameters as they are."""
+
+
+class Outcome(NamedTuple):
+    """What follows from one event.
+
+    Attributes:
+        model: the sync model that has decided. The event may have replaced it already.
+        requests: the requests to the host.
+        staleness: (worker, iteration, staleness) of each push that is applied.
+        standings: the standing of each update, if hyper-parameters are translated.
+    """
+
+    model: SyncModel
+    requests: list[Request]
+    staleness: list[tuple[int, int, int]]
+    standings: list[Standing | None]
+
 
 class Shard:
     """The core of one shard: it runs the sync model and turns the events at the shard into requests to the host.
@@ -67,6 +88,8 @@ class Shard:
         usual_samples: usual number of samples in a push. A push that is applied on arrival is scaled by its number of
             samples divided by this number. None to disable this scaling.
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
+        translated: True to translate the hyper-parameters of each update (see `paceline.sync.translation`). The
+            gradients are then not scaled by their numbers of samples, because the share of the update contains them.
 
     Attributes:
         index: index of the shard.
@@ -74,6 +97,7 @@ class Shard:
         samples: number of samples in all pushes that were received and not dropped; pushes with an unknown number
             of samples are not counted.
         clipped: holds back requests until means can be clipped.
+        standing: estimates the standing of each update; None if hyper-parameters are not translated.
     """
 
     def __init__(
@@ -85,6 +109,7 @@ class Shard:
         recorder: EntryRecorder | None = None,
         usual_samples: int | None = None,
         ticks_per_s: int = TICKS_PER_S,
+        translated: bool = False,
     ) -> None:
         self.index = index
         self.sync = ShardSync(models[index if len(models) > 1 else 0], seed, index, ticks_per_s)
@@ -98,6 +123,7 @@ class Shard:
         # details of the pushes that are neither applied nor dropped yet, except for those without any
         self._details: dict[Key, Details] = {}
         self.clipped = ClippedMeans()
+        self.standing = StandingEstimator() if translated else None
         self._edits = Edits(index)
         # pushes that other shards have measured in a mean, of which the coordinator asks whether they are in one here
         self._asked: list[tuple[Key, ...]] = []
@@ -137,6 +163,7 @@ class Shard:
                 self._require_answered(event)
             if self.sync.needs_staleness and type(event) is PushReceived:
                 event = msgspec.structs.replace(event, staleness=self._versions.missed(event.worker))
+            outcome = Outcome(self.sync.sync, [], [], [])
             actions = self.sync.handle(event)
         except InvalidEventError as error:
             self._record(Entry(event, [], str(error), self.version))
@@ -148,8 +175,7 @@ class Shard:
             and event.edit is not None
             and self._edits.name(event.worker, event.edit)
         )
-        requests: list[Request] = []
-        staleness: list[tuple[int, int, int]] = []
+        requests = outcome.requests
         gap = 0
         for action in actions:
             if type(action) is AnswerPull:
@@ -157,9 +183,9 @@ class Shard:
                     gap = ahead
                 self._answer_pull(action, edits, requests)
             elif type(action) is ApplyPush:
-                self._apply_push(action, requests, staleness)
+                self._apply_push(action, outcome)
             elif type(action) is ApplyMean:
-                self._apply_mean(action, requests, staleness)
+                self._apply_mean(action, outcome)
             elif type(action) is HoldPush:
                 self._held.add((action.worker, action.iteration))
             elif type(action) is DropPush:
@@ -171,7 +197,8 @@ class Shard:
                 requests.append(Send(COORDINATOR, faulted))
             else:
                 raise InternalError(f"a shard cannot carry out {action}", (event,))
-        self._record(Entry(event, actions, None, self._versions.version, staleness, gap))
+        standings = outcome.standings if any(outcome.standings) else []
+        self._record(Entry(event, actions, None, self._versions.version, outcome.staleness, gap, standings))
         if self.clipped.measured:
             if type(event) is WorkerLost or type(event) is WorkerFinished:
                 self.clipped.leave(event.worker)
@@ -195,6 +222,8 @@ class Shard:
     def _note(self, event: AnyEvent) -> None:
         """Record what an event other than a pull says about a push, or about a worker that leaves."""
         self._versions.note(event)
+        if self.standing is not None:
+            self.standing.note(event)
         if type(event) is PushReceived:
             if event.samples is not None or event.clip is not None:
                 key = event.worker, event.iteration
@@ -209,32 +238,31 @@ class Shard:
     def _answer_pull(self, action: AnswerPull, edits: bool, requests: list[Request]) -> None:
         worker, iteration = action.worker, action.iteration
         self._versions.answered(worker)
+        if self.standing is not None:
+            self.standing.answered(worker)
         if self._held and (worker, iteration) in self._held:
             self._held.remove((worker, iteration))
             requests.append(Preserve(self.index, worker, iteration))
         answer = self._answer(worker, iteration, action.v_train, edits=edits)
         requests.append(Send(worker_peer(worker), answer))
 
-    def _apply_push(
-        self, action: ApplyPush, requests: list[Request], staleness: list[tuple[int, int, int]]
-    ) -> None:
+    def _apply_push(self, action: ApplyPush, outcome: Outcome) -> None:
         key = action.worker, action.iteration
         if self._edits.pending and key in self._edits.pending:
-            self._versions.drop(*key)
-            requests += self._edits.carry_out([key])
+            self._forget(key)
+            outcome.requests.extend(self._edits.carry_out([key]))
             return
-        staleness.append(self._versions.apply_one(key))
+        outcome.staleness.append(self._versions.apply_one(key))
+        standing = self._standing((key,), outcome)
         scale = action.scale
         if self._details and (details := self._details.pop(key, None)) is not None:
-            if details.samples is not None and self._usual_samples:
+            if details.samples is not None and self._usual_samples and not self._translates(outcome.model):
                 scale *= details.samples / self._usual_samples
             if details.clip is not None:
                 scale *= details.clip.factor
-        requests.append(Apply(self.index, (key,), (scale,)))
+        outcome.requests.append(Apply(self.index, (key,), (scale,), standing))
 
-    def _apply_mean(
-        self, action: ApplyMean, requests: list[Request], staleness: list[tuple[int, int, int]]
-    ) -> None:
+    def _apply_mean(self, action: ApplyMean, outcome: Outcome) -> None:
         """Apply the mean of the gradients, and then carry out the edits of the same round."""
         self._held.difference_update(action.pushes)
         pushes: tuple[Key, ...] = action.pushes
@@ -242,20 +270,21 @@ class Shard:
         if edited:
             pushes = tuple(push for push in pushes if push not in edited)
         if pushes:
-            staleness += self._versions.apply(pushes)
+            outcome.staleness.extend(self._versions.apply(pushes))
             details = [self._details.pop(push, UNKNOWN) for push in pushes]
-            update = Apply(self.index, pushes, _mean_scales(details))
+            update = Apply(self.index, pushes, _mean_scales(details), self._standing(pushes, outcome))
             max_norm = _max_norm(pushes, details)
-            requests += [update] if max_norm is None else self.clipped.measure(update, max_norm)
+            updates = [update] if max_norm is None else self.clipped.measure(update, max_norm)
+            outcome.requests.extend(updates)
         if edited:
             for push in edited:
-                self._versions.drop(*push)
-            requests += self._edits.carry_out(edited)
+                self._forget(push)
+            outcome.requests.extend(self._edits.carry_out(edited))
 
     def _drop_push(self, action: DropPush, requests: list[Request], *, torn: bool) -> None:
         """Discard a push. An edit is carried out instead, unless it is `torn`: some shards have not received it."""
         key = action.worker, action.iteration
-        self._versions.drop(*key)
+        self._forget(key)
         self._held.discard(key)
         if key in self._edits.pending:
             requests += self._edits.discard(key) if torn else self._edits.carry_out([key])
@@ -264,6 +293,25 @@ class Shard:
         if details.samples is not None and not details.repeated:
             self.samples -= details.samples
         requests.append(Discard(self.index, *key))
+
+    def _forget(self, push: Key) -> None:
+        """Record that a push is not applied."""
+        self._versions.drop(*push)
+        if self.standing is not None:
+            self.standing.drop(push)
+
+    def _translates(self, model: SyncModel) -> bool:
+        """Return True if the hyper-parameters of this model's updates are translated."""
+        return self.standing is not None and not model.scales_pushes
+
+    def _standing(self, pushes: Sequence[Key], outcome: Outcome) -> Standing | None:
+        """Return the standing of an update; None to use its hyper-parameters as they are."""
+        if self.standing is None:
+            return None
+        standing = self.standing.apply(pushes, outcome.model)
+        translated = self._translates(outcome.model) and standing != WHOLE_UPDATE
+        outcome.standings.append(standing if translated else None)
+        return outcome.standings[-1]
 
     def _answer(self, worker: int, iteration: int, v_train: int | None, *, edits: bool = False) -> Answer:
         in_place = worker in self._readers and self._lockstep

@@ -55,6 +55,7 @@ def launch(
     slowdown: Sequence[float] | None = None,
     jitter: float = 0.0,
     on_nan: str = "stop",
+    hyperparameters: str = "raw",
     run_dir: str | os.PathLike[str] | None = None,
     stall_timeout: float | None = None,
     torchrun_env: bool = False,
@@ -102,6 +103,9 @@ def launch(
         jitter: amount of random variation: `pace` and `slowdown` are multiplied by a random factor, which is drawn
             uniformly between 1 - jitter and 1 + jitter.
         on_nan: "stop" to end the run if a gradient contains NaN or inf, or "skip" to drop that push.
+        hyperparameters: "translated" if the learning rate, momentum and other hyper-parameters mean under every sync
+            model what they mean in one process on the joint batch: an update that uses a part of the joint batch
+            takes the same part of a step. "raw" if each update takes a whole step, as in the papers.
         run_dir: directory for logs, traces and results. Default: a new directory in ./runs.
         stall_timeout: number of seconds after which a silent worker or server is killed if others wait for it.
             Default: never. If a worker is killed, the run continues without it.
@@ -163,6 +167,7 @@ def launch(
         slowdown=slowdown,
         jitter=jitter,
         on_nan=on_nan,
+        hyperparameters=hyperparameters,
         run_dir=run_dir,
         stall_timeout=stall_timeout,
         port=port,

@@ -184,6 +184,7 @@ def summarize(
     return {
         "ended": ended,
         "sync": job.sync,
+        "hyperparameters": job.hyperparameters,
         "program": list(program),
         "workers": job.workers,
         "least_workers": job.least,

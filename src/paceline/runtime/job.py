@@ -27,6 +27,7 @@ from ..sync import SyncModel
 from ..sync.notation import parse_shards, require_shards
 from ..sync.schedule import Schedule, read_schedule
 from ..sync.ticks import TICKS_PER_S
+from ..sync.translation import HYPERPARAMETERS
 from ..wire.addresses import listen_tcp
 from ..wire.memory import shared_memory_available
 from ..wire.tls import Contexts, contexts
@@ -94,6 +95,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         jitter: in each iteration, `pace_s` and `slowdown` are multiplied by a random number, uniformly distributed
             between 1 - `jitter` and 1 + `jitter`.
         on_nan: "stop" to end the run if a gradient contains NaN or inf, or "skip" to drop that push.
+        hyperparameters: "translated" if the hyper-parameters of the script refer to a joint batch, and those of each
+            update are translated (see `paceline.sync.translation`), or "raw" if each update uses them as they are.
         run_dir: directory of the logs, traces and results; "" if a new directory is to be created.
         stall_timeout_s: seconds after which a silent process is killed if others wait for it; None for no limit.
         port: TCP port of the coordinator; 0 for any free port.
@@ -126,6 +129,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     slowdown: tuple[float, ...]
     jitter: float
     on_nan: Literal["stop", "skip"]
+    hyperparameters: Literal["raw", "translated"]
     run_dir: str
     stall_timeout_s: float | None
     port: int
@@ -151,6 +155,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def schedule(self) -> Schedule:
         """The first sync model and the planned changes, parsed from `sync`."""
         return read_schedule(self.sync)
+
+    @property
+    def translated(self) -> bool:
+        """True if the hyper-parameters of each update are translated."""
+        return self.hyperparameters == "translated"
 
     @property
     def contexts(self) -> Contexts | None:
@@ -286,6 +295,7 @@ def make_job(
     slowdown: Sequence[float] | None = None,
     jitter: float = 0.0,
     on_nan: str = "stop",
+    hyperparameters: str = "raw",
     run_dir: str | os.PathLike[str] | None = None,
     stall_timeout: float | None = None,
     port: int = 0,
@@ -314,6 +324,7 @@ def make_job(
         ("slicing", slicing, SLICINGS),
         ("overlap", overlap, OVERLAPS),
         ("on_nan", on_nan, ON_NAN),
+        ("hyperparameters", hyperparameters, HYPERPARAMETERS),
         ("split", split, SPLITS),
         ("batch", batch, BATCH_SIZINGS),
     ):
@@ -408,6 +419,7 @@ def make_job(
         slowdown=slowdowns,
         jitter=float(jitter),
         on_nan="skip" if on_nan == "skip" else "stop",
+        hyperparameters="translated" if hyperparameters == "translated" else "raw",
         run_dir="" if run_dir is None else str(run_dir),
         stall_timeout_s=None if stall_timeout is None else float(stall_timeout),
         port=port,
@@ -463,6 +475,10 @@ _BATCH_TEXTS = {
     "equal": "of equal size in all workers (equal)",
     "balanced": "in proportion to each worker's speed (balanced)",
 }
+_HYPERPARAMETERS_TEXTS = {
+    "translated": "of the joint batch, translated for each update (translated)",
+    "raw": "used as they are in each update (raw)",
+}
 _TRANSPORT_TEXTS = {
     "shm": "shared memory (shm)",
     "unix": "AF_UNIX sockets (unix)",
@@ -482,6 +498,7 @@ def describe(job: Job) -> dict[str, str]:
         "transport": _TRANSPORT_TEXTS[job.transport],
         "data": f"divided {_SPLIT_TEXTS[job.split]}",
         "batches": _BATCH_TEXTS[job.batch],
+        "hyper-parameters": _HYPERPARAMETERS_TEXTS[job.hyperparameters],
         "emulated": job.emulated or "nothing: each worker runs at full speed",
         "on NaN": job.on_nan,
         "seed": str(job.seed),

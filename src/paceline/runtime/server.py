@@ -153,7 +153,9 @@ class ServerHost:
         self._coordinator = ServerCaller.coordinator(coordinator)
         self._workers: dict[int, ServerCaller] = {}  # connected workers
         self._recorders: list[Recorder] = []
-        self._core = core.Server(place.job.seed, place.job.read_sync, self._recorder_of)
+        self._core = core.Server(
+            place.job.seed, place.job.read_sync, self._recorder_of, translated=place.job.translated
+        )
         self._memory: ServerMemory | None = None  # None until training begins
         self._timers: Timers[Timer] = Timers()
         self._running = True
@@ -429,8 +431,8 @@ class ServerHost:
                     peer = self._coordinator if to == COORDINATOR else self._workers.get(to.index)
                     if peer is not None:
                         self._hub.send(peer, message)
-                case Apply(shard, pushes, scales):
-                    self._require_memory().stores[shard].apply(pushes, scales)
+                case Apply(shard, pushes, scales, standing):
+                    self._require_memory().stores[shard].apply(pushes, scales, standing)
                 case Measure(shard, pushes, scales):
                     square = self._require_memory().stores[shard].squared_norm(pushes, scales)
                     self._perform([request.report(square)])
@@ -509,6 +511,7 @@ class ServerHost:
             emulated=job.emulated,
             machine=self._machine,
             imports=job.imports or msgspec.UNSET,
+            hyperparameters="translated" if job.translated else msgspec.UNSET,
         )
         path = trace_path(Path(job.run_dir), shard)
         self._recorders.append(Recorder(BestEffortFile(path, self._warn), header))

@@ -16,6 +16,7 @@ import torch
 
 from ..core.layout import ShardSlice, of_set
 from ..core.model_spec import HyperParameters, OptimizerSpec
+from ..sync.translation import WHOLE, Standing, translate
 from .optimizer_state import segments_of_state
 from .slice_optimizers import SliceOptimizer, optimizer_of_slice
 from .vectors import Vectors, segment_views, squared_norm
@@ -95,14 +96,18 @@ class Store:
         """Store a push until it is applied or discarded."""
         self._pushes[worker, iteration] = push
 
-    def apply(self, pushes: Sequence[Key], scales: Sequence[float]) -> None:
+    def apply(self, pushes: Sequence[Key], scales: Sequence[float], standing: Standing | None = None) -> None:
         """Take one optimizer step with the sum of these pushes' gradients, each multiplied by its scale.
 
         The gradients are added in the order given. The step uses the hyper-parameters from the push with the highest
         iteration, and skips each parameter for which none of the pushes contains a gradient. If the pushes belong to
         several parameter sets, each set takes a step with those that belong to it; their scales then have the same
         sum as the scales of all.
+
+        `standing` is what the shard knows about the update, by which it takes a fraction of the step; None to take
+        the whole step (see `paceline.sync.translation`).
         """
+        fraction = WHOLE if standing is None else translate(standing)
         taken = {key: self._pushes.pop(key) for key in pushes}
         self._before_update()
         for set_index, keys, shares in _by_set(taken, scales):
@@ -113,6 +118,7 @@ class Store:
                 shares,
                 partial(_is_present, held),
                 held[newest].groups,
+                fraction,
             )
 
     def squared_norm(self, pushes: Sequence[Key], scales: Sequence[float]) -> float:

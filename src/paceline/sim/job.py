@@ -90,6 +90,7 @@ class VirtualJob:
         overlap: False if no worker pulls until all workers have pushed to all shards.
         recorders: recorders for the traces of the shards and the coordinator, and for the iterations of each worker.
         slicing: how the parameters are divided into shards: "even" or "by-parameter".
+        translated: True to translate the hyper-parameters of each update.
 
     Attributes:
         kernel: the virtual clock and the pending events.
@@ -109,6 +110,7 @@ class VirtualJob:
         overlap: bool,
         recorders: Recorders,
         slicing: str = "even",
+        translated: bool = False,
     ) -> None:
         count = shards
         ticks_per_s = recorders.ticks_per_s
@@ -137,7 +139,12 @@ class VirtualJob:
         self._overlap = overlap
         self._recorders = recorders
         self._servers = [
-            Server(seed, recorder_of=recorders.shards.__getitem__, ticks_per_s=ticks_per_s)
+            Server(
+                seed,
+                recorder_of=recorders.shards.__getitem__,
+                ticks_per_s=ticks_per_s,
+                translated=translated,
+            )
             for _ in range(cluster.servers)
         ]
         interfaces = [NetworkInterface(self.kernel, cluster.bandwidth_bps) for _ in range(cluster.servers)]
@@ -609,7 +616,7 @@ class VirtualJob:
                 else:
                     self._to_worker(server, request.to.index, "control", 0, request.message)
             elif type(request) is Apply:
-                self._stores[request.shard].apply(request.pushes, request.scales)
+                self._stores[request.shard].apply(request.pushes, request.scales, request.standing)
             elif type(request) is Measure:
                 square = self._stores[request.shard].squared_norm(request.pushes, request.scales)
                 self._from_server(server, [request.report(square)])

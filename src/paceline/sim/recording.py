@@ -169,8 +169,13 @@ class Recorders:
         if self._folder is not None:
             self._folder.close()
 
-    def begin(self, computed_by: str = "") -> None:
-        """Begin the traces of the shards and the coordinator. See `Header` for `computed_by`."""
+    def begin(self, computed_by: str = "", *, translated: bool = False) -> None:
+        """Begin the traces of the shards and the coordinator.
+
+        Args:
+            computed_by: see `Header`.
+            translated: True if the hyper-parameters of each update are translated.
+        """
         imports = modules_of_models(self._schedule.models) or msgspec.UNSET
         for index in range(self._count):
             sync = str(self._schedule.at_shard(index))
@@ -183,6 +188,7 @@ class Recorders:
                 computed_by=computed_by,
                 ticks_per_s=self.ticks_per_s,
                 imports=imports,
+                hyperparameters="translated" if translated else msgspec.UNSET,
             )
             self.shards.append(_together([self.meter.at_shard(index), *self._recorders(header)]))
         sync = notation(self._schedule.first)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from ..sync.translation import Standing
+
 __all__ = ["NullStore", "ShardStore"]
 
 
@@ -13,7 +15,12 @@ class ShardStore(Protocol):
 
     def put(self, worker: int, iteration: int, push: Any) -> None: ...
 
-    def apply(self, pushes: Sequence[tuple[int, int]], scales: Sequence[float]) -> None: ...
+    def apply(
+        self,
+        pushes: Sequence[tuple[int, int]],
+        scales: Sequence[float],
+        standing: Standing | None = None,
+    ) -> None: ...
 
     def squared_norm(self, pushes: Sequence[tuple[int, int]], scales: Sequence[float]) -> float: ...
 
@@ -30,7 +37,12 @@ class NullStore:
     def put(self, worker: int, iteration: int, push: object) -> None:
         pass
 
-    def apply(self, pushes: Sequence[tuple[int, int]], scales: Sequence[float]) -> None:
+    def apply(
+        self,
+        pushes: Sequence[tuple[int, int]],
+        scales: Sequence[float],
+        standing: Standing | None = None,
+    ) -> None:
         pass
 
     def squared_norm(self, pushes: Sequence[tuple[int, int]], scales: Sequence[float]) -> float:

@@ -18,6 +18,7 @@ from ..runtime.job import ON_NAN, OVERLAPS, SLICINGS
 from ..sync import SyncModel
 from ..sync.schedule import Schedule, read_schedule
 from ..sync.ticks import Seconds
+from ..sync.translation import HYPERPARAMETERS
 from ..trace.records import IterationRecord
 from ..trace.time_use import time_use
 from .clockwork import Clockwork, Dataset, DatasetClockwork, require_enough_data
@@ -52,6 +53,7 @@ def simulate(
     slicing: str = "even",
     overlap: str = "shards",
     on_nan: str = "stop",
+    hyperparameters: str = "raw",
     batch: BatchSizing = "equal",
     data: Dataset | None = None,
     snapshot_every_s: float | None = None,
@@ -81,6 +83,7 @@ def simulate(
         overlap: "shards" if each shard answers independently; "off" if no worker pulls until all workers have pushed
             to all shards.
         on_nan: as for `paceline.launch`.
+        hyperparameters: as for `paceline.launch`. Ignored without `train_fn`.
         batch: as for `paceline.launch`. Ignored without `train_fn` and without `data`.
         data: data that the workers use up. The run then ends after its last epoch, and `iterations` is ignored. Not
             allowed with `train_fn`, which distributes its own data.
@@ -117,6 +120,7 @@ def simulate(
         slicing,
         overlap,
         on_nan,
+        hyperparameters,
         batch,
         ends=data is not None,
     )
@@ -171,7 +175,8 @@ def simulate(
                 batch=batch,
             )
             with training:
-                recorders.begin(computed_by())
+                translated = hyperparameters == "translated"
+                recorders.begin(computed_by(), translated=translated)
                 job = training.job = VirtualJob(
                     cluster,
                     schedule,
@@ -180,6 +185,7 @@ def simulate(
                     overlap=overlap == "shards",
                     recorders=recorders,
                     slicing=slicing,
+                    translated=translated,
                 )
                 stores = training.make_stores(first)
                 sizes = [store.bounds.size_bytes for store in stores]
@@ -325,6 +331,7 @@ def _checked(
     slicing: str,
     overlap: str,
     on_nan: str,
+    hyperparameters: str,
     batch: str,
     *,
     ends: bool,
@@ -358,6 +365,7 @@ def _checked(
         ("overlap", overlap, OVERLAPS),
         ("slicing", slicing, SLICINGS),
         ("on_nan", on_nan, ON_NAN),
+        ("hyperparameters", hyperparameters, HYPERPARAMETERS),
         ("batch", batch, BATCH_SIZINGS),
     ):
         if value not in choices:

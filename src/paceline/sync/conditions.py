@@ -187,6 +187,10 @@ class ApplyingModel(SyncModel, frozen=True, kw_only=True, repr_omit_defaults=Tru
         return True
 
     @property
+    def scales_pushes(self) -> bool:
+        return self.push_scale != "1"
+
+    @property
     def needs_staleness(self) -> bool:
         return "tau" in self.push_scale
 

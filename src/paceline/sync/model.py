@@ -317,6 +317,11 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
         return self.lockstep
 
     @property
+    def scales_pushes(self) -> bool:
+        """True if the model multiplies gradients by factors of its own. Hyper-parameters are then not translated."""
+        return False
+
+    @property
     def agrees_on_means(self) -> bool:
         """True if every mean contains the same pushes at all shards, apart from pushes of lost workers.
 

@@ -41,7 +41,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-__all__ = ["FAMILIES", "WHOLE", "Family", "Fraction", "Standing", "translate"]
+__all__ = ["FAMILIES", "HYPERPARAMETERS", "WHOLE", "Family", "Fraction", "Standing", "translate"]
+
+HYPERPARAMETERS = ("raw", "translated")
+"""What the hyper-parameters of a script refer to: each update as it is, or a joint batch."""
 
 
 class Standing(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -65,6 +65,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         machine: index of the machine whose clock the times are on (see `trace.clocks`). Unset if it is machine 0, the
             one with the coordinator.
         imports: names of the modules that define the user's own models of the run. Unset if there are none.
+        hyperparameters: "translated" if the hyper-parameters of each update are translated (see
+            `paceline.sync.translation`). Unset if they are used as they are.
     """
 
     sync: str
@@ -77,6 +79,12 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     ticks_per_s: int = TICKS_PER_S
     machine: int | msgspec.UnsetType = msgspec.UNSET
     imports: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    hyperparameters: str | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def translated(self) -> bool:
+        """True if hyper-parameters are translated."""
+        return self.hyperparameters == "translated"
 
     def time_s(self, entry: Entry) -> float:
         """Return the time of an entry's event, in seconds since the run began."""

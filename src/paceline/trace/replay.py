@@ -45,6 +45,7 @@ class Replay:
                 header.seed,
                 recorder=self._memory,
                 ticks_per_s=header.ticks_per_s,
+                translated=header.translated,
             )
             self._take: Callable[[Any], object] = shard.handle
         else:
@@ -67,14 +68,16 @@ class Replay:
 
 
 def replay(trace: Trace) -> list[str]:
-    """Replay a trace and return a description of each difference; [] if all actions and refusals are identical."""
+    """Replay a trace and return a description of each difference; [] if all decisions are identical."""
     host = Replay(trace.header)
     differences = []
     for number, recorded in enumerate(trace.entries):
         replayed = host.take(recorded.event)
-        if (replayed.actions, replayed.refused) != (recorded.actions, recorded.refused):
-            differences.append(
-                f"entry {number}: {recorded.event}: recorded {recorded.refused or recorded.actions}, "
-                f"replayed {replayed.refused or replayed.actions}"
-            )
+        if (was := _decision(recorded)) != (now := _decision(replayed)):
+            differences.append(f"entry {number}: {recorded.event}: recorded {was}, replayed {now}")
     return differences
+
+
+def _decision(entry: Entry) -> object:
+    """Return what a core has decided about an event: its refusal, or its actions and the standings of updates."""
+    return entry.refused or ((entry.actions, entry.standings) if entry.standings else entry.actions)
