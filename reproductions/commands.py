@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -159,6 +160,79 @@ def evidence(
     errors = Console(stderr=True)
     with interruptible("all results so far have been kept"):
         run_study(study, places or [], contenders or [], path, errors, only_estimate=estimate)
+
+
+@app.command("same-accuracy")
+def same_accuracy(
+    problems: Annotated[
+        list[str] | None,
+        typer.Option("--problem", help="Only this problem, such as digits-mlp. Default: all problems."),
+    ] = None,
+    clusters: Annotated[
+        list[str] | None,
+        typer.Option("--cluster", help="Only this cluster, such as 'steady 3x'. Default: all clusters."),
+    ] = None,
+    workers: Annotated[
+        list[int] | None,
+        typer.Option("--workers", help="Only this number of workers. Default: 4, 16 and 40."),
+    ] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--model", help="Only this sync model, such as asp, beside bsp. Default: all models."),
+    ] = None,
+    kinds: Annotated[
+        list[str] | None,
+        typer.Option("--hyperparameters", help="Only raw or translated hyper-parameters. Default: both."),
+    ] = None,
+    seeds: Annotated[int, whole_number_option("--seeds", least=1, help="Number of seeds.")] = 8,
+    processes: Annotated[
+        int,
+        whole_number_option(
+            "--processes", least=1, help="1 to work in one process, more to work on all cores."
+        ),
+    ] = 2,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Do only enough work to check that the code runs: one epoch, two seeds, four workers. The resulting "
+            "numbers are meaningless, and are kept in runs/same-accuracy-quick.jsonl by default.",
+        ),
+    ] = False,
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            "--results",
+            help="File to which each result is appended. Results that it already contains are not computed again. "
+            "Default: reproductions/results/same-accuracy.jsonl.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Compare what is learned under each sync model with what is learned under bsp with the same hyper-parameters.
+
+    Each option may be given several times. If the command is stopped and started again, it continues with the first
+    missing result. It ends with a summary of the results.
+    """
+    from .catalogue import TEXT_WIDTH
+    from .same_accuracy.commands import KINDS, make_table
+    from .same_accuracy.plan import Scope
+
+    name = (
+        "runs/same-accuracy-quick.jsonl" if quick else Path(__file__).parent / "results/same-accuracy.jsonl"
+    )
+    scope = Scope.chosen(problems or [], clusters or [], workers or ([4] if quick else []), models or [])
+    with interruptible("all results so far have been kept"):
+        make_table(
+            scope,
+            kinds or KINDS,
+            2 if quick else seeds,
+            results or Path(name),
+            Console(width=None if sys.stdout.isatty() else TEXT_WIDTH),
+            Console(stderr=True),
+            processes=processes,
+            epochs=1 if quick else None,
+        )
 
 
 @app.command("tune-demo")

@@ -1,0 +1,75 @@
+"""Makes the table from the command line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from paceline.cli.progress import shown_progress
+from paceline.errors import unknown_name
+
+from .plan import Scope
+from .summary import cells_of, tables
+from .table import make, missing, read, tune
+
+__all__ = ["KINDS", "make_table"]
+
+KINDS = ("raw", "translated")
+
+
+def make_table(
+    scope: Scope,
+    kinds: Sequence[str],
+    seeds: int,
+    path: Path,
+    console: Console,
+    errors: Console,
+    *,
+    processes: int,
+    epochs: int | None = None,
+) -> None:
+    """Make what is missing in a file of results, append it to the file, and print the summary of the scope.
+
+    Args:
+        scope: which part of the table is asked for.
+        kinds: "raw", "translated" or both.
+        seeds: number of seeds.
+        path: the file.
+        console: where the summary is printed.
+        errors: where the progress is shown.
+        processes: see `make`.
+        epochs: number of epochs; None for those of each problem.
+
+    Raises:
+        ConfigurationError: a kind is unknown.
+    """
+    for kind in kinds:
+        if kind not in KINDS:
+            raise unknown_name("kind of hyper-parameters", kind, KINDS)
+    with shown_progress(errors) as tell:
+        tell("tuning bsp", 0.0, slow=True)
+        tune(scope.problems, path, epochs)
+        orders = missing(scope, kinds, seeds, path, epochs)
+        begun_s = time.monotonic()
+
+        def told(done: int, of: int, what: str) -> None:
+            left_s = (time.monotonic() - begun_s) / done * (of - done) if done else 0.0
+            tell(f"{what}; about {left_s / 60:.0f} min left" if done else what, done / max(1, of))
+
+        make(orders, processes, told)
+    _, results = read(path)
+    wanted = {
+        key: result
+        for key, result in results.items()
+        if result.seeds == seeds
+        and result.problem in scope.problems
+        and result.cluster in scope.clusters
+        and result.workers in scope.workers
+        and result.model in scope.models
+        and (result.hyperparameters in kinds or result.model == "bsp")
+    }
+    for table in tables(cells_of(wanted)):
+        console.print(table, "")

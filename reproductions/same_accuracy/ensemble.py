@@ -1,0 +1,277 @@
+"""Training along a recorded schedule, with many runs at once.
+
+All runs of an ensemble have the same events in the same order, because nobody's turn depends on the weights. So the
+core of one shard decides for all runs with raw hyper-parameters what is applied, another one for all runs with
+translated ones, and all gradients are computed together. But each run has a store of its own, which translates the
+hyper-parameters and updates the weights as in any other run. The result is that of `paceline.simulate(train_fn=...)`
+with the same order of the data, apart from rounding.
+
+A gradient is computed when it is pushed, or together with the gradients of other workers whose weights are known by
+then, which makes large tensors out of small ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.core.layout import Layout, Parameter
+from paceline.core.model_spec import HyperParameters, OptimizerSpec
+from paceline.core.requests import Apply, Discard, Preserve, Request, Send, Timer
+from paceline.core.shard import Shard
+from paceline.errors import InternalError
+from paceline.shard.store import Push, Store
+from paceline.sync.events import PushReceived
+from paceline.sync.schedule import read_schedule
+
+from .problems import Data, Problem, Weights
+from .schedules import Batch, Schedule
+
+__all__ = ["Evaluation", "Observer", "Setting", "train"]
+
+TOGETHER_BYTES = 64 * 1024 * 1024
+"""Maximum size of the weights for which gradients are computed together."""
+
+
+class Setting(NamedTuple):
+    """The hyper-parameters of a run.
+
+    Attributes:
+        rate: learning rate that the script states.
+        hyperparameters: whether the servers use it as it is, or translated.
+    """
+
+    rate: float
+    hyperparameters: Literal["raw", "translated"]
+
+
+class Evaluation(NamedTuple):
+    """The quality of all runs at one time.
+
+    Attributes:
+        time_s: virtual time in seconds.
+        quality: quality of each run. Shape: (settings, seeds).
+    """
+
+    time_s: float
+    quality: np.ndarray
+
+
+class Observer(Protocol):
+    """Sees the gradients of all runs before their pushes are handled."""
+
+    def observe(self, worker: int, losses: Tensor, gradients: Tensor, weights: Tensor) -> None:
+        """Take notice of a push.
+
+        Args:
+            worker: the worker that pushes.
+            losses: the loss of each run. Shape: (runs,).
+            gradients: the gradient of each run. Shape: (runs, parameters).
+            weights: the weights on which they were computed, of the same shape.
+        """
+        ...
+
+
+class _Kind(NamedTuple):
+    """The runs with raw or with translated hyper-parameters: the core that decides for them, and their stores."""
+
+    shard: Shard
+    stores: list[Store]
+
+
+class _Computed(NamedTuple):
+    """The losses and gradients of all runs in one iteration of a worker."""
+
+    losses: Tensor
+    gradients: Tensor
+
+
+def train(
+    problem: Problem,
+    schedule: Schedule,
+    settings: Sequence[Setting],
+    seeds: Sequence[int],
+    evaluations: int,
+    observer: Observer | None = None,
+) -> list[Evaluation]:
+    """Train one run for each setting and seed. Return their qualities at equal intervals of virtual time.
+
+    Args:
+        problem: the problem.
+        schedule: the schedule, which is the same for all runs.
+        settings: the hyper-parameters.
+        seeds: seeds of the initial weights and of the order of the data.
+        evaluations: number of evaluations. The last one is at the end of the run.
+        observer: sees all gradients.
+    """
+    return list(_Ensemble(problem, schedule, settings, seeds, observer).run(evaluations))
+
+
+class _Ensemble:
+    """The runs, in the order of the settings, and for each setting in the order of the seeds."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        schedule: Schedule,
+        settings: Sequence[Setting],
+        seeds: Sequence[int],
+        observer: Observer | None,
+    ) -> None:
+        self._problem, self._schedule = problem, schedule
+        self._settings, self._seeds = settings, seeds
+        self._observer = observer
+        initial = [problem.initial(seed) for seed in seeds]
+        self._layout = Layout.of(
+            [Parameter((name,), tuple(value.shape), "float32") for name, value in initial[0].items()]
+        )
+        size = self._layout.sizes["float32"]
+        of_seeds = torch.zeros(len(seeds), size)
+        for row, weights in zip(of_seeds, initial, strict=True):
+            for value, view in zip(weights.values(), self._views(row.unsqueeze(0)).values(), strict=True):
+                view[0] = value
+        # The stores update the rows of this tensor.
+        self._weights = of_seeds.repeat(len(settings), 1)
+        self._stores = [self._store(run) for run in range(len(self._weights))]
+        self._kinds = [self._kind(kind) for kind in dict.fromkeys(s.hyperparameters for s in settings)]
+        self._present = b"\1" * len(initial[0])
+        self._latest: Tensor | None = None  # a copy of the weights, unless they have changed since
+        # worker -> weights that it has pulled; its gradients, if they are computed already; its iteration
+        self._pulled: dict[int, Tensor] = dict.fromkeys(schedule.batches, self._copy())
+        self._computed: dict[int, _Computed] = {}
+        self._iteration = dict.fromkeys(schedule.batches, 0)
+        self._together = max(1, TOGETHER_BYTES // self._weights.nbytes)
+
+    def run(self, evaluations: int) -> Iterator[Evaluation]:
+        """Pass all events to the shard, and yield the qualities at equal intervals of virtual time."""
+        end_s = self._schedule.end_s
+        due = iter([end_s * (k + 1) / evaluations for k in range(evaluations - 1)] + [math.inf])
+        next_s = next(due)
+        for event, time_s in zip(self._schedule.events, self._schedule.times_s, strict=True):
+            while time_s > next_s:
+                yield self._evaluation(next_s)
+                next_s = next(due)
+            if isinstance(event, PushReceived):
+                self._push(event.worker, event.iteration)
+            # All cores make the same decisions, except for the scales and the standings of updates.
+            for requests in zip(*(kind.shard.handle(event) for kind in self._kinds), strict=True):
+                self._carry_out(requests)
+        while next_s < math.inf:
+            yield self._evaluation(next_s)
+            next_s = next(due)
+        yield self._evaluation(end_s)
+
+    def _evaluation(self, time_s: float) -> Evaluation:
+        with torch.no_grad():
+            quality = self._problem.quality(self._views(self._weights))
+        return Evaluation(time_s, quality.double().numpy().reshape(len(self._settings), len(self._seeds)))
+
+    def _push(self, worker: int, iteration: int) -> None:
+        """Store the push of a worker for each run."""
+        if worker not in self._computed:
+            self._compute(worker)
+        computed = self._computed.pop(worker)
+        if self._observer is not None:
+            self._observer.observe(worker, computed.losses, computed.gradients, self._pulled[worker])
+        batch = self._schedule.batches[worker][self._iteration[worker]]
+        self._iteration[worker] += 1
+        del self._pulled[worker]
+        groups = [(settings,) for settings in self._hyper_parameters(batch)]
+        for run, (store, gradient) in enumerate(zip(self._stores, computed.gradients.unbind(), strict=True)):
+            push = Push({"float32": gradient}, self._present, groups[run // len(self._seeds)])
+            store.put(worker, iteration, push)
+
+    def _carry_out(self, requests: Sequence[Request]) -> None:
+        """Carry out the request of each kind's core."""
+        request = requests[0]
+        if isinstance(request, Apply):
+            self._latest = None
+            for kind, update in zip(self._kinds, requests, strict=True):
+                assert isinstance(update, Apply)
+                for store in kind.stores:
+                    store.apply(update.pushes, update.scales, update.standing)
+        elif isinstance(request, Send):
+            self._pulled[request.to.index] = self._copy()
+            self._computed.pop(request.to.index, None)
+        elif isinstance(request, Discard):
+            for store in self._stores:
+                store.discard(request.worker, request.iteration)
+        elif not isinstance(request, Preserve | Timer):
+            # `Preserve` is not needed, because no gradient is ever overwritten. Timers have fired already: what they
+            # have caused is among the recorded events.
+            raise InternalError(f"an ensemble cannot carry out {request}")
+
+    def _compute(self, worker: int) -> None:
+        """Compute the gradients of a worker, and those of other workers with known weights and equal batches."""
+        size = self._batch(worker).size
+        others = (w for w in self._pulled if w != worker and w not in self._computed and self._goes_on(w))
+        workers = [worker, *(w for w in others if self._batch(w).size == size)][: self._together]
+        pulled = [self._pulled[w] for w in workers]
+        stacked = torch.cat(pulled) if len(pulled) > 1 else pulled[0]
+        weights = {name: view.detach().requires_grad_() for name, view in self._views(stacked).items()}
+        losses = self._problem.losses(weights, *self._data([self._batch(w) for w in workers]))
+        found = torch.autograd.grad(losses.sum(), list(weights.values()))
+        gradients = torch.zeros_like(stacked)
+        for view, gradient in zip(self._views(gradients).values(), found, strict=True):
+            view.copy_(gradient)
+        for w, loss, part in zip(
+            workers, losses.detach().chunk(len(workers)), gradients.chunk(len(workers)), strict=True
+        ):
+            self._computed[w] = _Computed(loss, part)
+
+    def _batch(self, worker: int) -> Batch:
+        return self._schedule.batches[worker][self._iteration[worker]]
+
+    def _goes_on(self, worker: int) -> bool:
+        return self._iteration[worker] < len(self._schedule.batches[worker])
+
+    def _data(self, batches: Sequence[Batch]) -> Data:
+        """Return the batches for all runs. Shape of each tensor: (batches * runs, ...)."""
+        of_each = [self._problem.data(self._seeds, batch) for batch in batches]
+        settings = len(self._settings)
+        return tuple(
+            torch.stack(parts).unsqueeze(1).expand(-1, settings, *parts[0].shape).flatten(0, 2)
+            for parts in zip(*of_each, strict=True)
+        )
+
+    def _hyper_parameters(self, batch: Batch) -> list[HyperParameters]:
+        """Return the hyper-parameters of the script for each setting."""
+        samples, _, epochs = self._schedule.epochs
+        progress = (batch.epoch + batch.start / samples) / epochs
+        return [self._problem.settings(setting.rate, progress) for setting in self._settings]
+
+    def _views(self, stacked: Tensor) -> Weights:
+        """Return the parameters of flat vectors. Shape of `stacked`: (runs, size of the layout)."""
+        return {
+            parameter.names[0]: stacked[:, offset : offset + parameter.size].view(-1, *parameter.shape)
+            for parameter, offset in zip(self._layout.parameters, self._layout.offsets, strict=True)
+        }
+
+    def _copy(self) -> Tensor:
+        if self._latest is None:
+            self._latest = self._weights.clone()
+        return self._latest
+
+    def _kind(self, hyperparameters: str) -> _Kind:
+        schedule, seeds = self._schedule, len(self._seeds)
+        shard = Shard(
+            0,
+            read_schedule(schedule.sync).first,
+            schedule.seed,
+            usual_samples=schedule.epochs.batch,
+            ticks_per_s=schedule.ticks_per_s,
+            translated=hyperparameters == "translated",
+        )
+        own = [setting.hyperparameters == hyperparameters for setting in self._settings]
+        return _Kind(shard, [store for run, store in enumerate(self._stores) if own[run // seeds]])
+
+    def _store(self, run: int) -> Store:
+        setting = self._settings[run // len(self._seeds)]
+        settings = self._problem.settings(setting.rate, 0.0)
+        spec = OptimizerSpec(self._problem.optimizer, (settings,), (0,) * len(self._layout.parameters))
+        return Store(self._layout.slice_evenly(1)[0], {"float32": self._weights[run]}, [spec])

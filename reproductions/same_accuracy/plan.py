@@ -1,0 +1,154 @@
+"""Which runs the table consists of: problems, clusters, numbers of workers, sync models, rates and seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from paceline.errors import ConfigurationError, unknown_name
+from paceline.sim import Cluster, Times
+
+from ..evidence.places import KINDS, Place, steady
+from .digits import DigitsCNN, DigitsMLP
+from .problems import Problem
+from .quadratics import Quadratic
+from .ratings import Ratings
+from .text import TextGPT
+
+__all__ = [
+    "CLUSTERS",
+    "FACTORS",
+    "MODELS",
+    "PROBLEMS",
+    "SEEDS",
+    "TUNING_SEEDS",
+    "WORKERS",
+    "Job",
+    "Scope",
+    "cluster_of",
+    "jobs",
+]
+
+FACTORS = (1.0, 0.5, 0.25)
+"""The learning rates of the table, as shares of the best one for bsp."""
+
+TUNING_SEEDS = (100, 101, 102)
+SEEDS = tuple(range(8))
+WORKERS = (4, 16, 40)
+
+CLUSTERS: dict[str, Callable[[int], tuple[Times, ...]]] = {
+    "steady 3x": steady(3.0),
+    "jitter": KINDS["jitter"],
+    "pauses": KINDS["pauses"],
+}
+"""The compute times of the workers, by the name of the cluster. A usual gradient takes 1 s."""
+
+MODELS: dict[str, Callable[[int], str]] = {
+    "bsp": lambda n: "bsp",
+    "asp": lambda n: "asp",
+    "ssp": lambda n: "ssp:staleness=3",
+    "dssp": lambda n: "dssp",
+    "dsps": lambda n: "dsps",
+    "pssp": lambda n: "pssp",
+    "spec-sync": lambda n: "spec-sync",
+    "naive-waiting": lambda n: "naive-waiting:delay_s=0.3",
+    "ringmaster": lambda n: f"ringmaster:threshold={n}",
+    "elastic-bsp": lambda n: "elastic-bsp",
+    "drop-stragglers": lambda n: f"drop-stragglers:quorum={n - n // 4}",
+    "rennala": lambda n: f"rennala:batch={n}",
+}
+"""The models by name, in the notation of the command line for a number of workers. The first one is the reference."""
+
+PROBLEMS: dict[str, Callable[[], Problem]] = {
+    "digits-mlp": DigitsMLP,
+    "digits-cnn": DigitsCNN,
+    "text-gpt": TextGPT,
+    "ratings": Ratings,
+    "quadratic-8": lambda: Quadratic(8),
+    "quadratic-64": lambda: Quadratic(64),
+    "quadratic-256": lambda: Quadratic(256),
+}
+"""The problems by name."""
+
+
+class Scope(NamedTuple):
+    """The part of the table that is asked for."""
+
+    problems: Sequence[str]
+    clusters: Sequence[str]
+    workers: Sequence[int]
+    models: Sequence[str]
+
+    @classmethod
+    def chosen(
+        cls,
+        problems: Iterable[str],
+        clusters: Iterable[str],
+        workers: Iterable[int],
+        models: Iterable[str],
+    ) -> Scope:
+        """Return the scope with these names. Nothing stands for everything, and bsp is always part of it.
+
+        Raises:
+            ConfigurationError: a name is unknown.
+        """
+        return cls(
+            _known("problem", problems, PROBLEMS),
+            _known("cluster", clusters, CLUSTERS),
+            _known_workers(workers),
+            list(dict.fromkeys(["bsp", *_known("model", models, MODELS)])),
+        )
+
+
+def _known(what: str, names: Iterable[str], known: Iterable[str]) -> list[str]:
+    wanted, every = list(names), list(known)
+    for name in wanted:
+        if name not in every:
+            raise unknown_name(what, name, every)
+    return [name for name in every if not wanted or name in wanted]
+
+
+def _known_workers(counts: Iterable[int]) -> list[int]:
+    wanted = list(counts)
+    for count in wanted:
+        if count < 4:
+            raise ConfigurationError(
+                f"--workers is {count}, but a quarter of the workers are slow: at least 4."
+            )
+    return wanted or list(WORKERS)
+
+
+class Job(NamedTuple):
+    """A cluster under a model, on which some problems are trained along the same schedules.
+
+    Attributes:
+        cluster: name of the cluster.
+        workers: number of workers.
+        model: name of the model.
+        problems: names of the problems.
+    """
+
+    cluster: str
+    workers: int
+    model: str
+    problems: tuple[str, ...]
+
+    @property
+    def sync(self) -> str:
+        """The sync model, in the notation of the command line."""
+        return MODELS[self.model](self.workers)
+
+
+def jobs(scope: Scope) -> list[Job]:
+    """Return the jobs of a scope: the small ones first, and bsp before the models that are compared with it."""
+    return [
+        Job(cluster, workers, model, tuple(scope.problems))
+        for workers in scope.workers
+        for model in scope.models
+        for cluster in scope.clusters
+    ]
+
+
+def cluster_of(name: str, workers: int) -> Cluster:
+    """Return a cluster by its name and its number of workers."""
+    return Place(name, workers, CLUSTERS[name](workers), 0, 0.0).cluster()

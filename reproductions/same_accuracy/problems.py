@@ -1,0 +1,108 @@
+"""The interface of a problem, as functions of stacked parameters: all runs of an ensemble are computed together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.model_spec import HyperParameters
+from paceline.shard.optimizers import read_groups
+
+from .schedules import Batch, Epochs
+
+__all__ = ["Data", "Orders", "Problem", "Weights", "adamw", "epochs_of", "sgd"]
+
+Weights = dict[str, Tensor]
+"""Parameters by name. Each tensor has one more dimension, the first one: the runs."""
+
+Data = tuple[Tensor, ...]
+"""The tensors of a batch."""
+
+
+class Problem(Protocol):
+    """A function that is minimized.
+
+    Attributes:
+        name: name of the problem.
+        optimizer: name of the optimizer in `torch.optim`.
+        higher_is_better: True if the quality is an accuracy, False if it is a loss.
+        chance: the quality without learning: a run that ends near it, or on its far side, has learned nothing.
+        samples: number of samples in an epoch.
+        joint_batch: number of samples in the batches of all workers together.
+        epochs: number of epochs.
+    """
+
+    name: str
+    optimizer: str
+    higher_is_better: bool
+    chance: float
+    samples: int
+    joint_batch: int
+    epochs: int
+
+    @property
+    def rates(self) -> Sequence[float]:
+        """Learning rates among which the one for bsp is chosen, ascending."""
+        ...
+
+    def settings(self, rate: float, progress: float) -> HyperParameters:
+        """Return the hyper-parameters of the script at a rate. `progress` is the part of the run that is over."""
+        ...
+
+    def initial(self, seed: int) -> Weights:
+        """Return the initial parameters of one run, without the dimension for the runs."""
+        ...
+
+    def data(self, seeds: Sequence[int], batch: Batch) -> Data:
+        """Return a batch for each seed. Shape of each tensor: (seeds, ...)."""
+        ...
+
+    def losses(self, weights: Weights, *data: Tensor) -> Tensor:
+        """Return the loss of each run on its own batch. Shape: (runs,). Shape of each data tensor: (runs, ...)."""
+        ...
+
+    def quality(self, weights: Weights) -> Tensor:
+        """Return the accuracy on the test data, from 0 to 1, or the loss, of each run. Shape: (runs,)."""
+        ...
+
+
+def epochs_of(problem: Problem, workers: int) -> Epochs:
+    """Return the data of a run of a problem with this number of workers, which share the joint batch."""
+    return Epochs(problem.samples, max(1, problem.joint_batch // workers), problem.epochs)
+
+
+def sgd(rate: float, **settings: Any) -> HyperParameters:
+    """Return the hyper-parameters of a `torch.optim.SGD`."""
+    return read_groups(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate, **settings))[0]
+
+
+def adamw(rate: float, **settings: Any) -> HyperParameters:
+    """Return the hyper-parameters of a `torch.optim.AdamW`."""
+    return read_groups(torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=rate, **settings))[0]
+
+
+class Orders:
+    """The order of the samples in each epoch, which depends on the seed of the run.
+
+    Args:
+        samples: number of samples.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self._orders: dict[tuple[int, int], Tensor] = {}
+
+    def of(self, seed: int, epoch: int) -> Tensor:
+        """Return the indices of the samples in the order of an epoch. Shape: (samples,)."""
+        if (seed, epoch) not in self._orders:
+            generator = torch.Generator().manual_seed(1000 * seed + epoch)
+            self._orders[seed, epoch] = torch.randperm(self._samples, generator=generator)
+        return self._orders[seed, epoch]
+
+    def chosen(self, seeds: Sequence[int], batch: Batch) -> Tensor:
+        """Return the indices of the samples of a batch for each seed. Shape: (seeds, batch size)."""
+        stop = batch.start + batch.size
+        return torch.stack([self.of(seed, batch.epoch)[batch.start : stop] for seed in seeds])

@@ -1,0 +1,88 @@
+"""Matrix factorization by SGD without momentum: ratings with a known structure, which two thin matrices reproduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from paceline.core.model_spec import HyperParameters
+
+from .problems import Data, Orders, Weights, sgd
+from .schedules import Batch
+
+__all__ = ["Ratings"]
+
+USERS, ITEMS, RANK, WIDTH = 200, 300, 5, 8
+TESTED = 6000
+NOISE = 0.3
+REGULARIZATION = 0.01
+INITIAL = 0.7
+
+
+class Ratings:
+    """Factors of rank 8 for ratings of rank 5 with noise. The test uses ratings that were not observed."""
+
+    name = "ratings"
+    optimizer = "SGD"
+    higher_is_better = False
+    chance = 1.0
+    rates = tuple(2.0**step for step in range(7))
+    samples = 12_000
+    joint_batch = 240
+    epochs = 10
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        users = torch.randn(USERS, RANK, generator=generator)
+        items = torch.randn(ITEMS, RANK, generator=generator)
+        ratings = users @ items.T / RANK**0.5
+        ratings += NOISE * torch.randn(ratings.shape, generator=generator)
+        order = torch.randperm(USERS * ITEMS, generator=generator)
+        self._observed, self._tested = order[: self.samples], order[self.samples : self.samples + TESTED]
+        self._ratings = ratings.flatten()
+        self._orders = Orders(self.samples)
+
+    def settings(self, rate: float, progress: float) -> HyperParameters:
+        """Return the hyper-parameters of SGD."""
+        return sgd(rate)
+
+    def initial(self, seed: int) -> Weights:
+        """Return the initial parameters."""
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            "users": INITIAL * torch.randn(USERS, WIDTH, generator=generator),
+            "items": INITIAL * torch.randn(ITEMS, WIDTH, generator=generator),
+        }
+
+    def data(self, seeds: Sequence[int], batch: Batch) -> Data:
+        """Return the positions of ratings, and the ratings."""
+        positions = self._observed[self._orders.chosen(seeds, batch)]
+        return positions, self._ratings[positions]
+
+    def losses(self, weights: Weights, *data: Tensor) -> Tensor:
+        """Return half of the mean squared errors, and of the squared factors with a small weight."""
+        positions, ratings = data
+        users, items = _factors(weights, positions)
+        errors = ((users * items).sum(dim=2) - ratings).square()
+        sizes = users.square().sum(dim=2) + items.square().sum(dim=2)
+        means: Tensor = 0.5 * (errors + REGULARIZATION * sizes).mean(dim=1)
+        return means
+
+    def quality(self, weights: Weights) -> Tensor:
+        """Return the mean squared errors of the ratings that were not observed."""
+        users, items = _factors(weights, self._tested.expand(len(weights["users"]), -1))
+        errors = (users * items).sum(dim=2) - self._ratings[self._tested]
+        squares: Tensor = errors.square().mean(dim=1)
+        return squares
+
+
+def _factors(weights: Weights, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factors of the user and of the item of each rating. Shape of each: (runs, ratings, width)."""
+    runs = torch.arange(len(positions)).unsqueeze(1)
+    return (
+        functional.embedding(positions // ITEMS + USERS * runs, weights["users"].flatten(0, 1)),
+        functional.embedding(positions % ITEMS + ITEMS * runs, weights["items"].flatten(0, 1)),
+    )

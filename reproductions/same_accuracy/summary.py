@@ -1,0 +1,240 @@
+"""What the results of the table say: which runs are as good as bsp's, which have learned nothing, and how soon."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean, median
+from typing import NamedTuple
+
+from rich import box
+from rich.table import Table
+
+from .plan import FACTORS, MODELS, PROBLEMS
+from .table import Result, Runs
+
+__all__ = ["Cell", "cells_of", "tables"]
+
+BOUNDS = {1.0: (0.03, 0.06), 0.5: (0.01, 0.02), 0.25: (0.01, 0.02)}
+"""Factor of the rate -> how much lower the accuracy may be, and by which share the loss may be higher."""
+
+NAMES = {1.0: "best", 0.5: "1/2", 0.25: "1/4"}
+
+
+class Measure(NamedTuple):
+    """How the quality of a problem is judged. See `Problem`."""
+
+    higher_is_better: bool
+    chance: float
+
+
+class Cell(NamedTuple):
+    """A model beside bsp with the same hyper-parameters.
+
+    Attributes:
+        problem: name of the problem.
+        cluster: name of the cluster.
+        workers: number of workers.
+        model: name of the sync model.
+        hyperparameters: "raw" or "translated".
+        factor: the learning rate, as a share of the best one for bsp.
+        quality: mean final quality over the seeds; the worst one there is if a run has diverged.
+        reference: that of bsp.
+        lack: by how much the accuracy is lower, or by which share the loss is higher.
+        within: True if `lack` is within the bounds.
+        at_chance: number of runs that have learned nothing.
+        runs: number of runs.
+        sooner: by which factor the run reaches bsp's final quality sooner than bsp; 0 if it never does.
+        shorter: by which factor all epochs take less time than under bsp.
+    """
+
+    problem: str
+    cluster: str
+    workers: int
+    model: str
+    hyperparameters: str
+    factor: float
+    quality: float
+    reference: float
+    lack: float
+    within: bool
+    at_chance: int
+    runs: int
+    sooner: float
+    shorter: float
+
+
+def _measure(problem: str) -> Measure:
+    made = PROBLEMS[problem]()
+    return Measure(made.higher_is_better, made.chance)
+
+
+def cells_of(results: Mapping[tuple[object, ...], Result]) -> list[Cell]:
+    """Return the cells for which there is a result of bsp with the same number of seeds."""
+    measures = {name: _measure(name) for name in {result.problem for result in results.values()}}
+    cells = []
+    for result in results.values():
+        key = (result.problem, result.cluster, result.workers, "bsp", "raw", result.seeds)
+        if result.model != "bsp" and (reference := results.get(key)) is not None:
+            pairs = zip(result.runs, reference.runs, strict=True)
+            cells += [_cell(result, reference, *pair, measures[result.problem]) for pair in pairs]
+    return cells
+
+
+def _cell(result: Result, reference: Result, runs: Runs, bsp: Runs, measure: Measure) -> Cell:
+    sign = 1.0 if measure.higher_is_better else -1.0
+    worst = -math.inf * sign
+    finals = [worst if value is None else value for value in runs.finals]
+    quality, bar = fmean(finals), fmean([worst if value is None else value for value in bsp.finals])
+    lack = sign * (bar - quality) / (1.0 if measure.higher_is_better else bar)
+    bound = BOUNDS[runs.factor][0 if measure.higher_is_better else 1]
+    slack = bound if measure.higher_is_better else bound * bar
+    target = bar - sign * slack
+    soon, usual = (_reached(curve, sign, target) for curve in (runs.curve, bsp.curve))
+    return Cell(
+        result.problem,
+        result.cluster,
+        result.workers,
+        result.model,
+        result.hyperparameters,
+        runs.factor,
+        quality,
+        bar,
+        lack,
+        lack <= bound,
+        sum(sign * (value - measure.chance) <= 0 for value in finals),
+        len(finals),
+        0.0 if math.isinf(soon) else usual * reference.end_s / (soon * result.end_s),
+        reference.end_s / result.end_s,
+    )
+
+
+def _reached(curve: Sequence[float | None], sign: float, target: float) -> float:
+    """Return after which part of the run a curve first reaches a target, interpolated; infinity if it never does.
+
+    >>> _reached([0.2, 0.6, 1.0, 1.0], 1.0, 0.8)
+    0.625
+    """
+    before = None
+    for index, value in enumerate(curve):
+        if value is not None and sign * (value - target) >= 0:
+            part = 1.0 if before is None else (target - before) / (value - before)
+            return (index + part) / len(curve)
+        before = value
+    return math.inf
+
+
+def tables(cells: Sequence[Cell]) -> list[Table]:
+    """Return the tables of the summary."""
+    return [
+        _shares("sync model", cells, lambda cell: cell.model, MODELS),
+        _shares("problem", cells, lambda cell: cell.problem, PROBLEMS),
+        _shares(
+            "workers", cells, lambda cell: str(cell.workers), map(str, sorted({c.workers for c in cells}))
+        ),
+        _times(cells),
+        _worst(cells),
+    ]
+
+
+def _shares(
+    heading: str, cells: Sequence[Cell], name_of: Callable[[Cell], str], names: Iterable[str]
+) -> Table:
+    """Return how many cells are within the bounds, and how many are lost: with runs that have learned nothing."""
+    table = _table(f"cells within the bounds of bsp, by {heading}")
+    table.add_column(heading, no_wrap=True)
+    for kind in ("raw", "translated"):
+        for factor in FACTORS:
+            table.add_column(f"{kind}\n{NAMES[factor]}", justify="right")
+        table.add_column(f"{kind}\nlost", justify="right")
+    for name in names:
+        row = [name]
+        for kind in ("raw", "translated"):
+            own = [cell for cell in cells if name_of(cell) == name and cell.hyperparameters == kind]
+            row += [_share([c for c in own if c.factor == factor]) for factor in FACTORS]
+            row.append(str(sum(cell.at_chance > 0 for cell in own)) if own else "-")
+        if any(cell != "-" for cell in row[1:]):
+            table.add_row(*row)
+    return table
+
+
+def _share(cells: Sequence[Cell]) -> str:
+    return f"{sum(cell.within for cell in cells)}/{len(cells)}" if cells else "-"
+
+
+def _times(cells: Sequence[Cell]) -> Table:
+    """Return by which factor bsp's final quality is reached sooner, with half of bsp's best rate."""
+    table = _table(
+        "how many times sooner bsp's final quality is reached: median (least, never in so many cells)"
+    )
+    clusters = list(dict.fromkeys(cell.cluster for cell in cells))
+    table.add_column("sync model", no_wrap=True)
+    for cluster in clusters:
+        table.add_column(f"{cluster}\nall epochs", justify="right")
+        for factor in FACTORS:
+            table.add_column(f"{cluster}\n{NAMES[factor]}", justify="right")
+    for model in MODELS:
+        row = [model]
+        for cluster in clusters:
+            own = [
+                c for c in cells if (c.model, c.cluster, c.hyperparameters) == (model, cluster, "translated")
+            ]
+            row.append(f"{median(c.shorter for c in own):.2f}" if own else "-")
+            row += [_sooner([c.sooner for c in own if c.factor == factor]) for factor in FACTORS]
+        if any(cell != "-" for cell in row[1:]):
+            table.add_row(*row)
+    return table
+
+
+def _sooner(factors: Sequence[float]) -> str:
+    reached = [factor for factor in factors if factor]
+    if not reached:
+        return "never" if factors else "-"
+    never = len(factors) - len(reached)
+    return f"{median(reached):.2f} ({min(reached):.2f}, {never})"
+
+
+WORST = 25
+"""Number of translated cells that are listed."""
+
+
+def _worst(cells: Sequence[Cell]) -> Table:
+    """Return the translated cells that lack most."""
+    table = _table(f"the {WORST} translated cells that lack most, as a multiple of what they may lack")
+    for heading in (
+        "problem",
+        "cluster",
+        "workers",
+        "sync model",
+        "rate",
+        "bsp",
+        "translated",
+        "at chance",
+        "lack",
+    ):
+        table.add_column(
+            heading, justify="left" if heading in ("problem", "cluster", "sync model") else "right"
+        )
+    translated = [cell for cell in cells if cell.hyperparameters == "translated"]
+    for cell in sorted(translated, key=_excess, reverse=True)[:WORST]:
+        table.add_row(
+            cell.problem,
+            cell.cluster,
+            str(cell.workers),
+            cell.model,
+            NAMES[cell.factor],
+            f"{cell.reference:.4g}",
+            f"{cell.quality:.4g}",
+            f"{cell.at_chance} of {cell.runs}",
+            f"{_excess(cell):.1f}",
+        )
+    return table
+
+
+def _excess(cell: Cell) -> float:
+    accuracy, loss = BOUNDS[cell.factor]
+    return cell.lack / (accuracy if _measure(cell.problem).higher_is_better else loss)
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)

@@ -1,0 +1,240 @@
+"""Makes the runs of the table that are missing in a file of results, and appends them to it.
+
+Each line of the file is the result of one ensemble, or the rates of one problem. So a command that was stopped
+continues with what is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from paceline.rehearsal.process_pool import on_all_cores
+
+from .ensemble import Setting, train
+from .plan import FACTORS, PROBLEMS, TUNING_SEEDS, Job, Scope, cluster_of, jobs
+from .problems import Problem, epochs_of
+from .schedules import Epochs, Schedule, record
+
+__all__ = ["Result", "Runs", "Tuned", "make", "missing", "read"]
+
+EVALUATIONS = 40
+"""Number of times that the quality is computed in a run."""
+
+TUNING_WORKERS = 4
+SCHEDULE_SEED = 0
+
+
+class Tuned(msgspec.Struct, frozen=True, tag="tuned"):
+    """The search for the best learning rate of a problem under bsp.
+
+    Attributes:
+        problem: name of the problem.
+        best: the best rate.
+        finals: mean final quality over the tuning seeds for each rate of the problem; None if it is not finite.
+    """
+
+    problem: str
+    best: float
+    finals: list[float | None]
+
+
+class Runs(msgspec.Struct, frozen=True, tag="runs"):
+    """The result of the runs with one learning rate.
+
+    Attributes:
+        factor: the learning rate, as a share of the best one for bsp.
+        finals: final quality with each seed; None if it is not finite.
+        curve: mean quality over the seeds at each evaluation; None if it is not finite.
+    """
+
+    factor: float
+    finals: list[float | None]
+    curve: list[float | None]
+
+
+class Result(msgspec.Struct, frozen=True, tag="result"):
+    """The result of an ensemble.
+
+    Attributes:
+        problem: name of the problem.
+        cluster: name of the cluster.
+        workers: number of workers.
+        model: name of the sync model.
+        hyperparameters: "raw" or "translated".
+        seeds: number of seeds.
+        end_s: virtual time of the whole run, in seconds. Evaluations are at equal intervals.
+        took_s: time that this ensemble has taken, in seconds.
+        runs: the runs for each learning rate.
+    """
+
+    problem: str
+    cluster: str
+    workers: int
+    model: str
+    hyperparameters: str
+    seeds: int
+    end_s: float
+    took_s: float
+    runs: list[Runs]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What identifies a result."""
+        return self.problem, self.cluster, self.workers, self.model, self.hyperparameters, self.seeds
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What is to be done for a job.
+
+    Attributes:
+        job: the job.
+        kinds: problem -> "raw", "translated" or both.
+        seeds: number of seeds.
+        path: the file of results.
+        epochs: number of epochs; None for those of each problem.
+    """
+
+    job: Job
+    kinds: dict[str, tuple[str, ...]]
+    seeds: int
+    path: Path
+    epochs: int | None
+
+
+def read(path: Path) -> tuple[dict[str, Tuned], dict[tuple[object, ...], Result]]:
+    """Return the rates of each problem, and the results by their keys, in a file; none if it does not exist."""
+    tuned: dict[str, Tuned] = {}
+    results: dict[tuple[object, ...], Result] = {}
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        each = msgspec.json.decode(line, type=Tuned | Result)
+        if isinstance(each, Tuned):
+            tuned[each.problem] = each
+        else:
+            results[each.key] = each
+    return tuned, results
+
+
+def missing(scope: Scope, kinds: Sequence[str], seeds: int, path: Path, epochs: int | None) -> list[Order]:
+    """Return what is missing in a file of results."""
+    _, results = read(path)
+    orders = []
+    for job in jobs(scope):
+        wanted = {
+            problem: tuple(
+                kind
+                for kind in (kinds if job.model != "bsp" else ("raw",))
+                if (problem, job.cluster, job.workers, job.model, kind, seeds) not in results
+            )
+            for problem in job.problems
+        }
+        left = {problem: each for problem, each in wanted.items() if each}
+        if left:
+            orders.append(Order(job, left, seeds, path, epochs))
+    return orders
+
+
+def make(
+    orders: Sequence[Order],
+    processes: int,
+    tell: Callable[[int, int, str], None],
+) -> None:
+    """Carry out orders, and append the results to their files.
+
+    Args:
+        orders: what is to be done.
+        processes: 1 to work in this process, more to work on all cores.
+        tell: progress callback, as for `on_all_cores`.
+    """
+    if processes == 1:
+        _prepare()
+        for done, order in enumerate(orders):
+            tell(done, len(orders), _name(order))
+            _make(order)
+        return
+    on_all_cores(_make, orders, _name, tell, _prepare)
+
+
+def tune(names: Sequence[str], path: Path, epochs: int | None) -> None:
+    """Search for the best learning rate of each problem for which the file contains none, and append it."""
+    _prepare()
+    known, _ = read(path)
+    for name in names:
+        if name in known:
+            continue
+        problem = _problem(name)
+        schedule = _schedule("steady 3x", TUNING_WORKERS, "bsp", _epochs(problem, TUNING_WORKERS, epochs))
+        settings = [Setting(rate, "raw") for rate in problem.rates]
+        quality = train(problem, schedule, settings, TUNING_SEEDS, 1)[-1].quality.mean(axis=1)
+        ranked = np.where(np.isfinite(quality), quality if problem.higher_is_better else -quality, -math.inf)
+        best = problem.rates[int(ranked.argmax())]
+        _append(path, Tuned(name, best, [_rounded(value) for value in quality]))
+
+
+def _make(order: Order) -> None:
+    tuned, _ = read(order.path)
+    for name, kinds in order.kinds.items():
+        begun_s = time.monotonic()
+        job, problem = order.job, _problem(name)
+        schedule = _schedule(job.cluster, job.workers, job.sync, _epochs(problem, job.workers, order.epochs))
+        rates = [factor * tuned[name].best for factor in FACTORS]
+        settings = [
+            Setting(rate, "raw" if kind == "raw" else "translated") for kind in kinds for rate in rates
+        ]
+        found = train(problem, schedule, settings, range(order.seeds), EVALUATIONS)
+        took_s = round((time.monotonic() - begun_s) / len(kinds), 2)
+        curves = np.stack([each.quality.mean(axis=1) for each in found], axis=1)
+        finals = found[-1].quality
+        for index, kind in enumerate(kinds):
+            runs = [
+                Runs(factor, _row(finals[row]), _row(curves[row]))
+                for row, factor in enumerate(FACTORS, start=index * len(FACTORS))
+            ]
+            end_s = round(schedule.end_s, 3)
+            result = Result(name, job.cluster, job.workers, job.model, kind, order.seeds, end_s, took_s, runs)
+            _append(order.path, result)
+
+
+def _append(path: Path, line: Tuned | Result) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:  # a short line is written at once, also if several processes append
+        file.write(msgspec.json.encode(line) + b"\n")
+
+
+def _prepare() -> None:
+    torch.set_num_threads(1)
+
+
+def _name(order: Order) -> str:
+    job = order.job
+    return f"{job.model}, {job.cluster}, {job.workers} workers"
+
+
+def _epochs(problem: Problem, workers: int, count: int | None) -> Epochs:
+    epochs = epochs_of(problem, workers)
+    return epochs if count is None else epochs._replace(epochs=count)
+
+
+@functools.cache
+def _problem(name: str) -> Problem:
+    return PROBLEMS[name]()
+
+
+@functools.lru_cache(maxsize=2)
+def _schedule(cluster: str, workers: int, sync: str, epochs: Epochs) -> Schedule:
+    return record(cluster_of(cluster, workers), sync, epochs, SCHEDULE_SEED)
+
+
+def _row(values: np.ndarray) -> list[float | None]:
+    return [_rounded(float(value)) for value in values]
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.5g}") if math.isfinite(value) else None
