@@ -352,3 +352,12 @@ def test_a_refused_event_changes_no_standing() -> None:
         job.handle(PushReceived(now_ticks=0, worker=1, iteration=5, samples=1000))
     assert standing_of(job.push(1, 32)).share == 0.5
     job.require_replayable()
+
+
+def test_the_next_update_makes_up_for_dropped_pushes() -> None:
+    job = Job("ringmaster:threshold=2", 4)
+    shares = []
+    for worker in (0, 1, 0, 1, 3, 0, 1):
+        # Worker 3 is four updates late when it pushes, so its push is dropped.
+        shares += [update.standing.share for update in job.push(worker) if update.standing is not None]
+    assert shares == [0.25, 0.25, 0.25, 0.25, 0.5, 0.25]

@@ -284,7 +284,7 @@ class Shard:
     def _drop_push(self, action: DropPush, requests: list[Request], *, torn: bool) -> None:
         """Discard a push. An edit is carried out instead, unless it is `torn`: some shards have not received it."""
         key = action.worker, action.iteration
-        self._forget(key)
+        self._forget(key, counts=not torn and key not in self._edits.pending)
         self._held.discard(key)
         if key in self._edits.pending:
             requests += self._edits.discard(key) if torn else self._edits.carry_out([key])
@@ -294,11 +294,11 @@ class Shard:
             self.samples -= details.samples
         requests.append(Discard(self.index, *key))
 
-    def _forget(self, push: Key) -> None:
-        """Record that a push is not applied."""
+    def _forget(self, push: Key, *, counts: bool = False) -> None:
+        """Record that a push is not applied. If it `counts`, the next update makes up for it."""
         self._versions.drop(*push)
         if self.standing is not None:
-            self.standing.drop(push)
+            self.standing.drop(push, counts=counts)
 
     def _translates(self, model: SyncModel) -> bool:
         """Return True if the hyper-parameters of this model's updates are translated."""

@@ -7,6 +7,9 @@ one process, whatever the sizes of its batches. If the samples of a push are unk
 Samples of a worker that has left are taken out of the joint batch in `RAMP` joint steps. So at the end of a run, the
 last pushes, whose workers are alone by then, do not suddenly take whole steps.
 
+If the model drops pushes, the next update makes up for them: their shares are added to its own, up to a whole step.
+Otherwise an epoch would move the weights less far than in one process.
+
 **Delay.** The shard sums the shares of its updates: its *joint steps*. The delay of a push is the difference between
 this sum when it is applied, and the sum when its worker has received the weights. The mean of the delays is not known
 at the beginning of the run, and after a worker has joined or left, or the model has changed. It is then predicted:
@@ -59,6 +62,7 @@ class StandingEstimator:
         self._pulled: dict[int, float] = {}  # live worker -> joint steps in the worker's weights
         # push that is neither applied nor dropped yet -> joint steps in the weights that it was computed on, samples
         self._pushes: dict[Key, tuple[float, int | None]] = {}
+        self._dropped = 0.0  # shares of the pushes that were dropped since the last update
         self._left = 0.0  # usual samples of workers that have left, as far as they still count
         self._model: SyncModel | None = None  # the model of the last update
         self._mean: float | None = None  # mean delay; None if it must be predicted
@@ -87,13 +91,21 @@ class StandingEstimator:
         """Record that a worker receives the current weights."""
         self._pulled[worker] = self.joint_steps
 
-    def drop(self, push: Key) -> None:
-        """Record that a push is dropped."""
+    def drop(self, push: Key, *, counts: bool) -> None:
+        """Record that a push is not applied.
+
+        Args:
+            push: the push.
+            counts: True if the next update makes up for the push. False if it is an edit, or was torn.
+        """
+        if counts:
+            self._dropped += self._share([push])
         del self._pushes[push]
 
     def apply(self, pushes: Sequence[Key], model: SyncModel) -> Standing:
         """Record an update that a model has decided, and return its standing."""
-        share = 1.0 if model.lockstep else self._share(pushes)
+        share = 1.0 if model.lockstep else min(self._share(pushes) + self._dropped, 1.0)
+        self._dropped = 0.0
         observed = sum(self.joint_steps - self._pushes.pop(push)[0] for push in pushes) / len(pushes)
         self.joint_steps += share
         self._left *= 1.0 - share / RAMP
