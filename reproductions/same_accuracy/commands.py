@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,13 +52,7 @@ def make_table(
         tell("tuning bsp", 0.0, slow=True)
         tune(scope.problems, path, epochs)
         orders = missing(scope, kinds, seeds, path, epochs)
-        begun_s = time.monotonic()
-
-        def told(done: int, of: int, what: str) -> None:
-            left_s = (time.monotonic() - begun_s) / done * (of - done) if done else 0.0
-            tell(f"{what}; about {left_s / 60:.0f} min left" if done else what, done / max(1, of))
-
-        make(orders, processes, told)
+        make(orders, processes, tell)
     _, results = read(path)
     wanted = {
         key: result

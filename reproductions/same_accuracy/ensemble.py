@@ -28,6 +28,7 @@ from paceline.errors import InternalError
 from paceline.shard.store import Push, Store
 from paceline.sync.events import PushReceived
 from paceline.sync.schedule import read_schedule
+from paceline.sync.translation import Standing
 
 from .problems import Data, Problem, Weights
 from .schedules import Batch, Schedule
@@ -63,7 +64,7 @@ class Evaluation(NamedTuple):
 
 
 class Observer(Protocol):
-    """Sees the gradients of all runs before their pushes are handled."""
+    """Sees the gradients of all runs before their pushes are handled, and may temper each run's updates."""
 
     def observe(self, worker: int, losses: Tensor, gradients: Tensor, weights: Tensor) -> None:
         """Take notice of a push.
@@ -76,12 +77,16 @@ class Observer(Protocol):
         """
         ...
 
+    def standing(self, run: int, standing: Standing) -> Standing:
+        """Return the standing of an update of a run with translated hyper-parameters, which is given as for all."""
+        ...
+
 
 class _Kind(NamedTuple):
     """The runs with raw or with translated hyper-parameters: the core that decides for them, and their stores."""
 
     shard: Shard
-    stores: list[Store]
+    stores: dict[int, Store]
 
 
 class _Computed(NamedTuple):
@@ -193,8 +198,11 @@ class _Ensemble:
             self._latest = None
             for kind, update in zip(self._kinds, requests, strict=True):
                 assert isinstance(update, Apply)
-                for store in kind.stores:
-                    store.apply(update.pushes, update.scales, update.standing)
+                for run, store in kind.stores.items():
+                    standing = update.standing
+                    if standing is not None and self._observer is not None:
+                        standing = self._observer.standing(run, standing)
+                    store.apply(update.pushes, update.scales, standing)
         elif isinstance(request, Send):
             self._pulled[request.to.index] = self._copy()
             self._computed.pop(request.to.index, None)
@@ -268,7 +276,7 @@ class _Ensemble:
             translated=hyperparameters == "translated",
         )
         own = [setting.hyperparameters == hyperparameters for setting in self._settings]
-        return _Kind(shard, [store for run, store in enumerate(self._stores) if own[run // seeds]])
+        return _Kind(shard, {run: store for run, store in enumerate(self._stores) if own[run // seeds]})
 
     def _store(self, run: int) -> Store:
         setting = self._settings[run // len(self._seeds)]

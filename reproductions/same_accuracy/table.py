@@ -9,17 +9,18 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
 
+from paceline.cli.progress import TellShare
 from paceline.rehearsal.process_pool import on_all_cores
 
 from .ensemble import Setting, train
-from .plan import FACTORS, PROBLEMS, TUNING_SEEDS, Job, Scope, cluster_of, jobs
+from .plan import COSTS_S, FACTORS, PROBLEMS, TUNING_SEEDS, Job, Scope, cluster_of, jobs
 from .problems import Problem, epochs_of
 from .schedules import Epochs, Schedule, record
 
@@ -108,6 +109,19 @@ class Order(msgspec.Struct, frozen=True):
     path: Path
     epochs: int | None
 
+    def __str__(self) -> str:
+        return f"{self.job.model}, {self.job.cluster}, {self.job.workers} workers"
+
+    @property
+    def cost_s(self) -> float:
+        """Approximate time on one core, in seconds."""
+        runs = {problem: len(kinds) * len(FACTORS) * self.seeds for problem, kinds in self.kinds.items()}
+        return sum(
+            runs[problem] / 48 * (fixed + each * self.job.workers)
+            for problem in runs
+            for fixed, each in [COSTS_S[problem]]
+        )
+
 
 def read(path: Path) -> tuple[dict[str, Tuned], dict[tuple[object, ...], Result]]:
     """Return the rates of each problem, and the results by their keys, in a file; none if it does not exist."""
@@ -144,22 +158,32 @@ def missing(scope: Scope, kinds: Sequence[str], seeds: int, path: Path, epochs: 
 def make(
     orders: Sequence[Order],
     processes: int,
-    tell: Callable[[int, int, str], None],
+    tell: TellShare,
 ) -> None:
     """Carry out orders, and append the results to their files.
 
     Args:
         orders: what is to be done.
         processes: 1 to work in this process, more to work on all cores.
-        tell: progress callback, as for `on_all_cores`.
+        tell: progress callback.
     """
-    if processes == 1:
-        _prepare()
-        for done, order in enumerate(orders):
-            tell(done, len(orders), _name(order))
-            _make(order)
+    costs_s = {str(order): order.cost_s for order in orders}
+    total_s, done_s, begun_s = sum(costs_s.values()), 0.0, time.monotonic()
+
+    def told(done: int, of: int, name: str) -> None:
+        nonlocal done_s
+        done_s += costs_s.get(name, 0.0)
+        left_s = (time.monotonic() - begun_s) / done_s * (total_s - done_s) if done_s else total_s / processes
+        tell(f"{name or 'beginning'}; about {left_s / 60:.0f} min left", done_s / max(1.0, total_s))
+
+    if processes > 1:
+        on_all_cores(_make, orders, str, told, _prepare)
         return
-    on_all_cores(_make, orders, _name, tell, _prepare)
+    _prepare()
+    told(0, len(orders), "")
+    for done, order in enumerate(orders, start=1):
+        _make(order)
+        told(done, len(orders), str(order))
 
 
 def tune(names: Sequence[str], path: Path, epochs: int | None) -> None:
@@ -210,11 +234,6 @@ def _append(path: Path, line: Tuned | Result) -> None:
 
 def _prepare() -> None:
     torch.set_num_threads(1)
-
-
-def _name(order: Order) -> str:
-    job = order.job
-    return f"{job.model}, {job.cluster}, {job.workers} workers"
 
 
 def _epochs(problem: Problem, workers: int, count: int | None) -> Epochs:

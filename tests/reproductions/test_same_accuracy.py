@@ -16,6 +16,7 @@ from paceline.errors import ConfigurationError
 from paceline.frontend.data import distribute
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.sim import Cluster, simulate
+from paceline.sync.translation import Standing
 from reproductions.same_accuracy.commands import make_table
 from reproductions.same_accuracy.digits import DigitsCNN, DigitsMLP
 from reproductions.same_accuracy.ensemble import Setting, train
@@ -136,7 +137,7 @@ def test_a_run_that_diverges_disturbs_no_other() -> None:
     assert beside.quality[1].tolist() == pytest.approx(alone.quality[0].tolist())
 
 
-def test_every_gradient_is_observed_before_its_push_is_handled() -> None:
+def test_an_observer_sees_every_gradient_and_tempers_the_updates_of_each_run() -> None:
     class Observed:
         pushes: ClassVar[list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = []
 
@@ -144,9 +145,14 @@ def test_every_gradient_is_observed_before_its_push_is_handled() -> None:
             self.pushes.append((worker, tuple(losses.shape), tuple(gradients.shape)))
             assert gradients.shape == weights.shape
 
+        def standing(self, run: int, standing: Standing) -> Standing:
+            return msgspec.structs.replace(standing, temper=0.0 if run == 1 else 1.0)
+
     schedule = record(CLUSTER, "ssp:staleness=1", Epochs(320, 32, 1), SEED)
-    train(Quadratic(8), schedule, [Setting(0.01, "raw")], [0, 1], 1, Observed())
+    [found] = train(Quadratic(8), schedule, [Setting(0.01, "translated")], [0, 1], 1, Observed())
     assert len(Observed.pushes) == 10
+    assert found.quality[0, 0] < 0.99
+    assert found.quality[0, 1] == pytest.approx(1.0)  # tempered down to nothing
     assert {each[1:] for each in Observed.pushes} == {((2,), (2, 4096))}
 
 
