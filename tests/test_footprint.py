@@ -144,6 +144,8 @@ def test_the_group_that_keeps_most_counts_and_an_unknown_optimizer_keeps_many() 
     assert state_vectors("SGD", [{"momentum": 0.0}, {"momentum": 0.9}], ["float32"]) == 1
     assert state_vectors("Adam", [{"amsgrad": False}], ["float32", "float16"]) == 3
     assert state_vectors("Unheard", [{}], ["float32"]) == 4
+    assert state_vectors("Adam", [{"amsgrad": False}], ["float32"], fractions=True) == 2
+    assert state_vectors("RMSprop", [{}], ["float32"], fractions=True) == 5
 
 
 def test_sizes_in_words() -> None:

@@ -757,7 +757,7 @@ class CoordinatorHost:
     def _shortage(self, model: ModelSpec, workers: int) -> str:
         """Return an error message if this machine has too little memory for all processes of the run, else ""."""
         job, size_bytes = self.job, model.layout.size_bytes
-        vectors = vectors_of(model)
+        vectors = vectors_of(model, fractions=job.takes_fractions)
         if job.joined:
             held_bytes = size_bytes * job.local_servers // job.servers
             return served_shortage(held_bytes, vectors, workers, available_bytes(), read_bytes=size_bytes)

@@ -166,13 +166,16 @@ def footprint(parameters_bytes: int, vectors: int, workers: int, servers: int, t
     )
 
 
-def state_vectors(optimizer: str, groups: Sequence[Mapping[str, Any]], dtypes: Iterable[str]) -> int:
+def state_vectors(
+    optimizer: str, groups: Sequence[Mapping[str, Any]], dtypes: Iterable[str], *, fractions: bool = False
+) -> int:
     """Return the number of weight-sized vectors that the optimizer state and the mean of pushes occupy.
 
     Args:
         optimizer: name of the optimizer's class in `torch.optim`.
         groups: hyper-parameters of each parameter group. The group that needs the most vectors determines the result.
         dtypes: dtypes of the parameters.
+        fractions: True if the optimizer takes fractions of steps, for which copies are needed (see `fractional`).
 
     Example:
         >>> state_vectors("SGD", [{"momentum": 0.9}], ["float32"])
@@ -180,14 +183,19 @@ def state_vectors(optimizer: str, groups: Sequence[Mapping[str, Any]], dtypes: I
     """
     vectors = max((_state_vectors(optimizer, group) for group in groups), default=0)
     fused = optimizer in FUSED and FUSED_DTYPES.issuperset(dtypes)
-    # Without a fused update, the mean of the gradients needs a separate vector; see `slice_optimizers`.
-    return vectors if fused else vectors + 1
+    if fused:
+        return vectors
+    # Without a fused update, the mean of the gradients needs a separate vector; see `slice_optimizers`. For fractions
+    # of steps, the weights and the state are copied, and some classes need a running mean of the gradient.
+    return vectors + 1 + (vectors + 2 if fractions else 0)
 
 
-def vectors_of(model: ModelSpec) -> int:
+def vectors_of(model: ModelSpec, *, fractions: bool = False) -> int:
     """Return the number of state vectors for the optimizer of a model that needs the most. See `state_vectors`."""
     dtypes = {dtype_of(vector) for vector in model.layout.sizes}
-    return max(state_vectors(each.name, each.groups, dtypes) for each in model.optimizers)
+    return max(
+        state_vectors(each.name, each.groups, dtypes, fractions=fractions) for each in model.optimizers
+    )
 
 
 def _state_vectors(optimizer: str, group: Mapping[str, Any]) -> int:

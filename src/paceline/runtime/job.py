@@ -162,6 +162,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return self.hyperparameters == "translated"
 
     @property
+    def takes_fractions(self) -> bool:
+        """True if updates can take fractions of the optimizer's steps, under a model that is planned."""
+        return self.translated and not all(model.lockstep for model in self.schedule.models)
+
+    @property
     def contexts(self) -> Contexts | None:
         """The TLS contexts of the run; None if its connections do not use TLS."""
         return contexts(self.token)._replace(mark=bytes.fromhex(self.mark)) if self.secure else None

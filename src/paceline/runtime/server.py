@@ -390,7 +390,9 @@ class ServerHost:
         if self._machine is msgspec.UNSET:
             return
         held_bytes = sum(shard.size_bytes for shard in shards)
-        if reason := served_shortage(held_bytes, vectors_of(model), workers, available_bytes()):
+        if reason := served_shortage(
+            held_bytes, vectors_of(model, fractions=self._job.takes_fractions), workers, available_bytes()
+        ):
             raise ConfigurationError(reason)
 
     def _traffic(self) -> tuple[ConnectionTraffic, ...]:
