@@ -238,6 +238,18 @@ def simulator(as_json: AsJson = False) -> None:
     _show(report, benchmark.tables(report), as_json=as_json)
 
 
+@app.command("guard")
+def guard(as_json: AsJson = False) -> None:
+    """Let the guard of a run judge 20 planted divergences and 20 healthy runs, with three seeds each.
+
+    Takes about 2 minutes.
+    """
+    from . import guard as benchmark
+
+    judged = _measured(benchmark.estimate_s(), benchmark.measure)
+    _show(judged, [benchmark.table(judged)], as_json=as_json)
+
+
 @app.command("unequal")
 def unequal(as_json: AsJson = False) -> None:
     """Compare the time of 10 epochs under several sync models if one of four workers is 3 times slower.

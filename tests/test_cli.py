@@ -140,6 +140,7 @@ RUN_OPTIONS = {
     "--seed": "Random seed for the data order, the jitter",
     "--on-nan": "stop the run or skip the push",
     "--hyperparameters": "translated: the learning rate",
+    "--guard": "What happens if training diverges",
     "--run-dir": "logs, traces and results",
     "--show-all": "each line with the name of its process",
     "--stall-timeout": "silent for this many seconds",
@@ -180,6 +181,7 @@ def test_help_of_demo_explains_every_option(call: Call) -> None:
     for option, words in {
         "--seeds": "median",
         "--all": "all sync models",
+        "--guard": "What happens if training diverges",
         "--run-dir": "logs, traces and results",
     }.items():
         [line] = [line for line in ended.stdout.splitlines() if re.search(rf"^\W*{option}\s", line)]

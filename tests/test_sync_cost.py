@@ -8,7 +8,7 @@ from paceline.sim import Cluster, Presence, Uniform, simulate
 from paceline.sync.actions import AnswerPull, HoldPush, Plan, PublishPlan
 from paceline.sync.events import (
     IterationFinished,
-    MeanClipped,
+    OfShard,
     PullRepeated,
     PullRequested,
     PushReceived,
@@ -35,7 +35,7 @@ def waits_at_barriers(shard: Trace) -> list[float]:
         event = entry.event
         if isinstance(event, PullRequested):
             asked_s[event.worker] = shard.time_s(entry)
-        if not isinstance(event, PullRepeated | MeanClipped):
+        if not isinstance(event, PullRepeated | OfShard):
             found = [
                 shard.time_s(entry) - asked_s[action.worker]
                 for action in entry.actions

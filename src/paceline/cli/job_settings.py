@@ -13,6 +13,7 @@ from typing import Any, TypedDict, get_type_hints
 from .options import (
     BatchOption,
     HyperparametersOption,
+    GuardOption,
     Imports,
     OnNanOption,
     OverlapOption,
@@ -40,6 +41,7 @@ class JobSettings(TypedDict):
     seed: Seed
     on_nan: OnNanOption
     hyperparameters: HyperparametersOption
+    guard: GuardOption
     stall_timeout: StallTimeout
 
 
@@ -54,6 +56,7 @@ DEFAULTS = JobSettings(
     seed=0,
     on_nan="stop",
     hyperparameters="raw",
+    guard=None,
     stall_timeout=None,
 )
 

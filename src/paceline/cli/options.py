@@ -138,7 +138,8 @@ OnNanOption = Annotated[
     typer.Option(
         "--on-nan",
         metavar="<stop|skip>",
-        help="If a gradient contains NaN or inf, stop the run or skip the push.",
+        help="If a gradient contains NaN or inf, stop the run or skip the push. A worker whose gradients contain NaN "
+        "ten times in a row is then taken out.",
         rich_help_panel="Run",
     ),
 ]
@@ -158,6 +159,19 @@ RunDir = Annotated[
     typer.Option(
         "--run-dir",
         help="Directory for logs, traces and results. Default: a new directory under ./runs.",
+        show_default=False,
+        rich_help_panel="Run",
+    ),
+]
+GuardOption = Annotated[
+    str | None,
+    typer.Option(
+        "--guard",
+        metavar="<off|tell|temper|stop>",
+        help="What happens if training diverges. tell: it is said, with what to do. temper: the learning rate is "
+        "halved as well, at most four times, and restored when training goes well again; under bsp, as tell. "
+        "stop: the run ends, and the last good weights are kept. off: nothing, but NaN in the weights is said. "
+        "Default: temper if hyper-parameters are translated, else off.",
         show_default=False,
         rich_help_panel="Run",
     ),

@@ -50,6 +50,7 @@ from .data_ledger import DataLedger
 from .entry import Entry, EntryRecorder
 from .extension import Extension
 from .fingerprints import Fingerprints
+from .guard import DIVERGED, Guard, Verdict
 from .job_sync import JobSync
 from .joining import Join
 from .joint_norms import JointNorms
@@ -87,7 +88,9 @@ from .messages import (
     Paused,
     PlanPublished,
     PullAllowed,
+    PushesObserved,
     PushesReported,
+    RateTempered,
     Ready,
     Refused,
     Register,
@@ -104,7 +107,7 @@ from .messages import (
     WorkerWelcomed,
 )
 from .model_spec import ModelSpec, first_difference, require_extension
-from .requests import Fail, Peer, Request, Send, Timer, Warn, server_peer, worker_peer
+from .requests import Fail, Peer, Request, Send, TakeOut, Timer, Warn, server_peer, worker_peer
 from .time_spent import TimeLedger, TimeSpent
 
 __all__ = ["Coordinator", "fault_report"]
@@ -135,6 +138,7 @@ class Coordinator:
             this machine, or "" if the run can start.
         recorder: receives each event for the sync model, and the resulting actions; None to record nothing.
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
+        guard: judges what the workers report of their pushes. Default: one that says only what is always said.
 
     Attributes:
         model: the model to train, including the parameters added so far; None until the shards are created.
@@ -157,6 +161,7 @@ class Coordinator:
         data: the ledger of the data that the workers use.
         collectives: the barrier, the reduction or the extension in which workers wait.
         time_ledger: what the workers have spent their time on.
+        guard: judges what the workers report of their pushes.
     """
 
     def __init__(
@@ -177,6 +182,7 @@ class Coordinator:
         shortage: Callable[[ModelSpec, int], str] = lambda model, workers: "",
         recorder: EntryRecorder | None = None,
         ticks_per_s: int = TICKS_PER_S,
+        guard: Guard | None = None,
     ) -> None:
         self.model: ModelSpec | None = None
         self.slices: tuple[ShardSlice, ...] = ()
@@ -197,6 +203,7 @@ class Coordinator:
         self.data = DataLedger()
         self.collectives = Collectives(self._extend)
         self.time_ledger = TimeLedger()
+        self.guard = guard or Guard()
         self._loops = LoopPositions()
         self._workers = workers
         self._servers = servers
@@ -501,6 +508,8 @@ class Coordinator:
                 finding = self._agreement.take(worker, incarnation, message)
                 self.findings += [finding] if finding else []
                 return [Warn(finding)] if finding else []
+            case PushesObserved():
+                return self._observe(worker, message)
             case Contributed(model=None) if worker in self.members.invited:
                 # The others have made the calls before their first step long ago, and do not make them again.
                 return [Send(sender, combine({worker: message}))]
@@ -774,6 +783,7 @@ class Coordinator:
         self.time_ledger.leave(worker, now_ticks, lost=kind is WorkerLost)
         members.leave(worker, "lost" if kind is WorkerLost else "left" if early else "finished")
         self._registered.pop(worker, None)
+        self.guard.left(worker)
         self._committed.pop(worker, None)
         self._early = {key: message for key, message in self._early.items() if key[0] != worker}
         requests: list[Request] = []
@@ -894,6 +904,34 @@ class Coordinator:
             return []
         self.faults.append(warning)
         return [Warn(warning)]
+
+    def _observe(self, worker: int, message: PushesObserved) -> list[Request]:
+        """Let the guard judge what a worker reports of its pushes, and carry out its verdicts."""
+        requests: list[Request] = []
+        for observed in message.observed:
+            if worker not in self.members.present:
+                break
+            verdicts = self.guard.take(
+                worker,
+                observed,
+                present=self.members.present,
+                sync=self._sync.sync,
+                lockstep=_is_lockstep(self._sync.sync),
+            )
+            requests += [request for verdict in verdicts for request in self._heed(verdict)]
+        return requests
+
+    def _heed(self, verdict: Verdict) -> list[Request]:
+        self.findings.append(verdict.words)
+        requests: list[Request] = [Warn(verdict.words)]
+        if verdict.factor is not None:
+            tempered = RateTempered(verdict.factor)
+            requests += [Send(server_peer(server), tempered) for server in sorted(self._addresses)]
+        if verdict.takes_out is not None:
+            requests.append(TakeOut(verdict.takes_out, verdict.words))
+        if verdict.stops:
+            requests.append(Fail(DIVERGED, verdict.words))
+        return requests
 
     def _allow_stand_ins(self) -> list[Request]:
         """Let workers push without a gradient while they wait in a call, unless this has been done already."""

@@ -28,6 +28,7 @@ __all__ = [
     "Proceed",
     "Request",
     "Send",
+    "TakeOut",
     "Timer",
     "Warn",
     "server_peer",
@@ -178,6 +179,18 @@ class Warn(msgspec.Struct, frozen=True, gc=False):
     words: str
 
 
+class TakeOut(msgspec.Struct, frozen=True, gc=False):
+    """Continue without a worker whose process goes on, and end its connection.
+
+    Attributes:
+        worker: index of the worker.
+        reason: why, as a clause.
+    """
+
+    worker: int
+    reason: str
+
+
 class Fail(msgspec.Struct, frozen=True, gc=False):
     """End the run, because a part of it has failed.
 
@@ -192,4 +205,6 @@ class Fail(msgspec.Struct, frozen=True, gc=False):
     traceback: str = ""
 
 
-Request = Send | Timer | Apply | Measure | Overwrite | Discard | Preserve | Proceed | Abort | Warn | Fail
+Request = (
+    Send | Timer | Apply | Measure | Overwrite | Discard | Preserve | Proceed | Abort | Warn | TakeOut | Fail
+)

@@ -25,6 +25,7 @@ from ..sync.events import (
     PullRepeated,
     PullRequested,
     PushReceived,
+    RateTempered,
     TimerFired,
     WorkerFenced,
     WorkerFinished,
@@ -217,6 +218,9 @@ class Server:
                 return self.shard(message.shard).handle(clipped)
             case MeanAwaited():
                 return self.shard(message.shard).ask(message.pushes)
+            case messages.RateTempered():
+                tempered = RateTempered(now_ticks=now_ticks, factor=message.factor)
+                return [each for shard in self.shards.values() for each in shard.handle(tempered)]
             case messages.WorkerFinished():
                 return self._leave(WorkerFinished(now_ticks=now_ticks, worker=worker))
             case messages.WorkerLost():

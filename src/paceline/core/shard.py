@@ -18,6 +18,7 @@ from ..sync.events import (
     PullRepeated,
     PullRequested,
     PushReceived,
+    RateTempered,
     RecordedEvent,
     WorkerFinished,
     WorkerLost,
@@ -151,6 +152,8 @@ class Shard:
         """
         if isinstance(event, MeanClipped):
             return self._clip_mean(event)
+        if isinstance(event, RateTempered):
+            return self._temper(event)
         try:
             return self._decide(event)
         except Exception as error:
@@ -335,6 +338,12 @@ class Shard:
             raise
         self._record(Entry(event, version=self._versions.version))
         return requests
+
+    def _temper(self, event: RateTempered) -> list[Request]:
+        if self.standing is not None:
+            self.standing.temper = event.factor
+        self._record(Entry(event, version=self._versions.version))
+        return []
 
     def _replies(self) -> list[Request]:
         """Return a reply for each mean that is certain to be missing here, and forget those that need no reply."""

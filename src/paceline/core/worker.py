@@ -29,6 +29,7 @@ from ..sync.notation import notation, parse_shards, require_shards
 from ..sync.schedule import Schedule
 from .data_feed import DataFeed
 from .messages import (
+    MOST_OBSERVED,
     AllCommitted,
     Answer,
     ChangePublished,
@@ -49,11 +50,13 @@ from .messages import (
     ModelDescribed,
     ModelExtended,
     ModelRequested,
+    Observation,
     Paused,
     PlanPublished,
     PullAllowed,
     PullRepeated,
     PullRequested,
+    PushesObserved,
     Refused,
     Register,
     RestartOrdered,
@@ -162,6 +165,7 @@ class Worker:
             None  # samples of the last push, if the script has several optimizers
         )
         self._edits_begun = 0  # number of edits that the script has begun
+        self._observed: list[Observation] = []  # what the coordinator has not been told yet
         self._relaxed = False  # True once workers have not been kept in lockstep
         self._follow(schedule.first)
 
@@ -298,6 +302,22 @@ class Worker:
             requests += ahead
         return requests
 
+    def observe(self, observed: Observation, *, report: bool = True) -> list[Request]:
+        """Keep what was seen of a push for the guard of the run.
+
+        Args:
+            observed: what was seen.
+            report: True to send the coordinator everything that is kept.
+        """
+        self._observed.append(observed)
+        return self._report_observed() if report or len(self._observed) == MOST_OBSERVED else []
+
+    def _report_observed(self) -> list[Request]:
+        if not self._observed:
+            return []
+        observed, self._observed = tuple(self._observed), []
+        return [Send(COORDINATOR, PushesObserved(observed))]
+
     def pull_again(self, *, restart: bool = True) -> list[Request]:
         """Pull the current weights again during an iteration. No shard delays its answer.
 
@@ -374,7 +394,8 @@ class Worker:
         """Leave the run, because the script has finished, or `early` because the worker was asked to leave."""
         self.waiting_for, self.left = "", True
         goodbye = WorkerFinished(self.data.end(), early, spent)
-        return [Send(peer, goodbye) for peer in [*dict.fromkeys(self._servers), COORDINATOR]]
+        peers = [*dict.fromkeys(self._servers), COORDINATOR]
+        return [*self._report_observed(), *(Send(peer, goodbye) for peer in peers)]
 
     def reach_epoch(self, epoch: int) -> None:
         """Record that the script begins an epoch (one pass over the worker's part of the data), counted from 0."""

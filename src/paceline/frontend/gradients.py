@@ -23,7 +23,7 @@ from weakref import ref
 import torch
 
 from ..core.layout import Layout, of_set
-from ..shard.vectors import Vectors, parameter_views
+from ..shard.vectors import Vectors, parameter_views, squared_norm
 from .hooks import Weakly, remove_after
 from .session import Session
 from .weights import shape_change_outside_step
@@ -134,18 +134,21 @@ class Gradients:
             for dtype, vector in self._vectors.items():
                 vector.copy_(gradients[dtype])
 
-    def first_not_finite(self, set_index: int | None) -> str | None:
-        """Return the name of the first parameter whose gradient contains NaN or inf; None if there is none.
+    def norm(self, set_index: int | None) -> tuple[float, str | None]:
+        """Return the L2 norm of the gradients, and the name of the first parameter whose gradient is not finite.
+
+        The norm is NaN or inf if an element is. The name is None if there is no such parameter.
 
         If `set_index` is not None, only the parameters of this set are checked.
         """
         vectors = of_set(self._vectors, set_index)
-        if all(math.isfinite(float(torch.dot(vector, vector))) for vector in vectors.values()):
-            return None
+        square = sum(float(torch.dot(vector, vector)) for vector in vectors.values())
+        if math.isfinite(square):
+            return math.sqrt(square), None
         for parameter, view in zip(self._layout.parameters, self._views, strict=True):
             if parameter.vector in vectors and not bool(view.isfinite().all()):
-                return parameter.names[0]
-        return None
+                return math.nan, parameter.names[0]
+        return math.sqrt(sum(squared_norm([vector]) for vector in vectors.values())), None
 
     def scale(self, factor: float, set_index: int | None) -> None:
         """Multiply the gradients of a parameter set by a factor, in place; those of all sets if it is None."""

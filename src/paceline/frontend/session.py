@@ -16,7 +16,7 @@ import torch
 from ..core.data_feed import DataFeed
 from ..core.layout import ShardSlice
 from ..core.lease import BatchSizing, Split
-from ..core.messages import Combined, LoopPosition
+from ..core.messages import Combined, LoopPosition, Observation
 from ..core.model_spec import BufferSpec, ModelSpec
 from ..core.requests import Request
 from ..shard.vectors import Vectors
@@ -47,6 +47,7 @@ class Session(Protocol):
         needs_significance: True if pushes must include |g| / |w| (see `commit`). May change between iterations.
         may_restart: True if a computation may be aborted and restarted. May change between iterations.
         lockstep: True if the sync model keeps all workers in lockstep. May change between iterations.
+        observes: True if `commit` should be told what was seen of the push. May change between iterations.
         skips_nan: True if gradients with NaN or inf are not pushed, False if such gradients stop the run.
         iteration: number of iterations that this worker has committed.
         updates: number of updates of the weights from the beginning of training to the answer to the last pull.
@@ -92,6 +93,9 @@ class Session(Protocol):
 
     @property
     def lockstep(self) -> bool: ...
+
+    @property
+    def observes(self) -> bool: ...
 
     def is_main_now(self) -> bool:
         """Ask the coordinator, and return True if this worker is the main worker now."""
@@ -266,6 +270,7 @@ class Session(Protocol):
         clip: Clip | None = None,
         clipped: bool = False,
         set_index: int | None = None,
+        observed: Observation | None = None,
     ) -> None:
         """Push `gradients` to every shard and pull the new weights. On return, `weights` holds the new weights.
 
@@ -280,7 +285,12 @@ class Session(Protocol):
             clip: set if the script clips the gradient that is applied.
             clipped: True if the script has clipped this worker's own gradient.
             set_index: the parameter set that is pushed and pulled; None for all sets.
+            observed: what was seen of the push, for the guard of the run.
         """
+        ...
+
+    def observe(self, observed: Observation) -> None:
+        """Report what was seen of a push that is not made, because its gradient is not finite."""
         ...
 
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:

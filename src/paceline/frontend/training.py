@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 from ..core.drawn import DrawnBatch
 from ..core.fingerprints import HASHED_ITERATIONS
 from ..core.layout import of_set
-from ..core.messages import Combined, GradientHashed, Warned
+from ..core.messages import Combined, GradientHashed, Observation, Warned
 from ..core.model_spec import BufferSpec, HyperParameters
 from ..core.requests import COORDINATOR, Send
 from ..errors import NonFiniteGradientError, UsageError
 from ..shard.optimizer_state import join_state
-from ..shard.vectors import Vectors, digest, squared_norm, torch_dtype
+from ..shard.vectors import Vectors, digest, sampled_norm, squared_norm, torch_dtype
 from ..sync.events import Clip
 from .clipping import take_clipped
 from .first_forward import builds_graph
@@ -308,9 +308,16 @@ class WorkerTraining:
         selected = set_index if len(self._trained.sets) > 1 else None
         present = self._gradients.adopt_all(self._trained.members[set_index])
         empty = leave_out_gradient
-        if not empty and (name := self._gradients.first_not_finite(selected)) is not None:
+        norm, name = (None, None) if empty else self._gradients.norm(selected)
+        observed = None
+        if session.observes or name is not None:
+            weights = sampled_norm(of_set(session.weights, selected).values())
+            observed = Observation(session.updates, loss, norm, weights, name or "", set_index)
+        if name is not None:
             error = NonFiniteGradientError(session.worker, session.iteration, name)
             if not session.skips_nan:
+                assert observed is not None
+                session.observe(observed)
                 raise error
             log.warning(
                 "worker %d, iteration %d: gradients not pushed, because the gradient of %r contains NaN or inf",
@@ -343,6 +350,7 @@ class WorkerTraining:
             clip=clip,
             clipped=take_clipped(session),
             set_index=selected,
+            observed=observed,
         )
         self._weights.mark_pulled(self._trained.members[set_index])
         self._gradients.begin_next()

@@ -369,6 +369,7 @@ class Agent:
         self._reported: set[int] = set()  # workers whose end has been reported
         # worker that was taken out of the run -> time from which its process has been running again; inf while not
         self._taken_out: dict[int, float] = {}
+        self._excluded: dict[int, str] = {}  # worker that was taken out for good -> the reason
         # (time at which a worker asks to join again, its index), sorted
         self._due: list[tuple[float, int]] = []
         self._asked: int | None = None  # the worker that has asked, until it has been answered
@@ -434,6 +435,9 @@ class Agent:
             raise self._cut_off
         if self._failure:
             raise RunFailedError("the run", self._failure)
+        if self._excluded and not engine.finished:
+            worker, reason = next(iter(self._excluded.items()))
+            raise RunFailedError(f"worker {worker}", f"it was taken out of the run: {reason}")
 
     @property
     def _busy(self) -> bool:
@@ -473,6 +477,7 @@ class Agent:
             self._reported.discard(worker)
             self._running.pop(worker, None)
             self._taken_out.pop(worker, None)
+            self._excluded.pop(worker, None)
             self._engine.start_worker(worker, HostMachine(), self._arguments, self._payload, incarnation)
         print_sentence(self._console, f"joined as {_listed('worker', workers)}")
 
@@ -507,8 +512,12 @@ class Agent:
                     case KillOrdered(role, index, why):
                         if (process := self._engine.process(role, index)) is not None:
                             process.kill(why)
-                    case TakenOut(worker, incarnation, reason) if self._workers.get(worker) == incarnation:
+                    case TakenOut(worker, incarnation, reason, for_good) if (
+                        self._workers.get(worker) == incarnation
+                    ):
                         self._taken_out[worker] = math.inf
+                        if for_good:
+                            self._excluded[worker] = reason
                         print_sentence(
                             self._console,
                             f"worker {worker} was taken out of the run: {reason}",
@@ -606,7 +615,7 @@ class Agent:
                 self._stream.drain()
             killed = worker in self._taken_out and process.exit_code == -signal.SIGKILL
             over = self._failure is not None or self._cut_off is not None or self._interruption.asked
-            if (killed or process.exit_code == EXIT_PEER_LOST) and not over:
+            if (killed or process.exit_code == EXIT_PEER_LOST) and not (over or worker in self._excluded):
                 self._plan_return(worker, f"worker {worker} was cut off from the run")
 
     def _plan_return(self, worker: int, why: str) -> None:

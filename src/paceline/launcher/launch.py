@@ -57,6 +57,7 @@ def launch(
     on_nan: str = "stop",
     hyperparameters: str = "raw",
     run_dir: str | os.PathLike[str] | None = None,
+    guard: str | None = None,
     stall_timeout: float | None = None,
     torchrun_env: bool = False,
     progress: bool | None = None,
@@ -107,6 +108,10 @@ def launch(
             model what they mean in one process on the joint batch: an update that uses a part of the joint batch
             takes the same part of a step. "raw" if each update takes a whole step, as in the papers.
         run_dir: directory for logs, traces and results. Default: a new directory in ./runs.
+        guard: what happens if training diverges: "off" for nothing, "tell" to say it, "temper" to halve the learning
+            rate as well, at most four times, until training goes well again, or "stop" to end the run and keep the
+            last good weights. Default: "temper" if hyper-parameters are translated, else "off". NaN in the weights is
+            said in any case, and under `bsp`, "temper" leaves the learning rate alone.
         stall_timeout: number of seconds after which a silent worker or server is killed if others wait for it.
             Default: never. If a worker is killed, the run continues without it.
         torchrun_env: True to set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each
@@ -169,6 +174,7 @@ def launch(
         on_nan=on_nan,
         hyperparameters=hyperparameters,
         run_dir=run_dir,
+        guard=guard,
         stall_timeout=stall_timeout,
         port=port,
         torchrun_env=torchrun_env,

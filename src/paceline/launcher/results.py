@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
@@ -22,7 +21,7 @@ from ..core.coordinator import Coordinator
 from ..core.data_ledger import DataLedger
 from ..core.lease import Order
 from ..errors import ConfigurationError
-from ..files import Unfinished, write_json
+from ..files import write_json
 from ..runtime.coordinator import CoordinatorHost
 from ..runtime.reader import WeightsSnapshot
 from ..sync.model import agree_on_means
@@ -87,7 +86,7 @@ def save_weights(snapshot: WeightsSnapshot, run_dir: Path) -> tuple[Path | None,
         named = ", ".join(snapshot.absent[:NAMED]) + (f" and {others} more" if others > 0 else "")
         messages.append(f"the saved weights are incomplete; missing: {named}")
     try:
-        return _save(snapshot, run_dir / name), messages
+        return snapshot.save(run_dir / name), messages
     except (OSError, SafetensorError) as error:
         messages.append(f"the weights cannot be saved to {run_dir}: {_reason(error)}")
     try:
@@ -95,21 +94,12 @@ def save_weights(snapshot: WeightsSnapshot, run_dir: Path) -> tuple[Path | None,
     except OSError as error:
         return None, [*messages, f"the weights cannot be saved to a temporary directory: {_reason(error)}"]
     try:
-        path = _save(snapshot, temporary_dir / name)
+        path = snapshot.save(temporary_dir / name)
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):
             temporary_dir.rmdir()
         return None, [*messages, f"the weights cannot be saved to {temporary_dir}: {_reason(error)}"]
     return path, [*messages, f"the weights were saved to {path} instead"]
-
-
-def _save(snapshot: WeightsSnapshot, path: Path) -> Path:
-    """Write the weights to a file, which is either complete or absent, and return its path."""
-    with Unfinished(path) as place:
-        safetensors.torch.save_file(
-            {name: tensor.contiguous() for name, tensor in snapshot.state_dict.items()}, place
-        )
-    return path
 
 
 def _reason(error: Exception) -> str:
@@ -194,6 +184,7 @@ def summarize(
         "overlap": job.overlap,
         "transport": job.transport,
         "seed": job.seed,
+        "guard": job.guard,
         "divisible": _handout(coordinator.core.data, asked=job.batch == "balanced").divisible,
         "imports": folders_of([*job.imports, *modules_of_models(job.schedule.models)]),
         **epochs,

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import pickle
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,16 +18,16 @@ from typing import Any
 
 from rich.console import Console
 
+from ..core.guard import DIVERGED
 from ..core.main_worker import NOBODY
 from ..core.members import Departure
-from ..errors import ConfigurationError, PacelineError, RunFailedError
+from ..errors import ConfigurationError, RunFailedError
 from ..plugins.conditions import local_conditions
 from ..runtime.coordinator import CoordinatorHost
 from ..runtime.job import Job, claim_run_dir
 from ..runtime.listener import Listener
-from ..runtime.reader import Reader, WeightsSnapshot
+from ..runtime.reader import WeightsSnapshot
 from ..sync import Conditions
-from ..wire.addresses import seen_from
 from ..wire.passing import PassedSockets
 from ..wire.preface import COORDINATOR
 from .channels import Channels, Streams
@@ -39,6 +37,7 @@ from .orders import payload_of_server
 from .output import print_sentence
 from .progress import Progress
 from .results import RunResult, save_weights, summarize, write_summary
+from .sampling import Keeper, Sampler
 from .starting import Starter
 from .terminal import Terminal
 from .vacancies import Vacancies
@@ -192,8 +191,10 @@ class LiveRun:
         self._waiting = Waiting(coordinator, self._engine, job.stall_timeout_s, self._say, terminal)
         self._vacancies = Vacancies(coordinator, patience_s, self._say) if job.joined else None
         self._sampler = Sampler(coordinator, snapshot_every_s) if snapshot_every_s else None
+        self._keeper = Keeper(coordinator) if job.guard == "stop" else None
         self._weights: WeightsSnapshot | None = None
         self._weights_path: Path | None = None
+        self._which = "the weights at the time of the failure"  # those in this file
         # Messages about problems that occurred while the run was shutting down.
         self._notes: list[str] = []
         self._program: list[str] = []  # what each worker runs; see `Order`
@@ -223,8 +224,9 @@ class LiveRun:
                         engine.start_worker(index, machine, worker_arguments, worker_payload)
                 except OSError as error:
                     raise RunFailedError("the launcher", f"a process cannot be started: {error}") from error
-                if self._sampler is not None:
-                    self._sampler.start()
+                for thread in (self._sampler, self._keeper):
+                    if thread is not None:
+                        thread.start()
                 failure = self._await_end()
                 self._departures = tuple(coordinator.core.members.departures)
                 reason = "" if failure is None else _reason(failure)
@@ -234,9 +236,10 @@ class LiveRun:
                 early = bool(reason)
                 if early:
                     engine.end(engine.workers.values(), grace_s=0.0, hurried=self._interruption.hurried)
-                if self._sampler is not None:
-                    self._sampler.stop(self._interruption.hurried)
-                self._keep_weights()
+                for thread in (self._sampler, self._keeper):
+                    if thread is not None:
+                        thread.stop(self._interruption.hurried)
+                self._keep_weights(failure)
                 coordinator.dismiss(reason or self._weights_fault(), saved=True)
             except BaseException:
                 early = True
@@ -374,11 +377,18 @@ class LiveRun:
 
     # -- after the run ------------------------------------------------------------------------------------
 
-    def _keep_weights(self) -> None:
-        """Collect the weights from the servers and save them, if training has begun."""
+    def _keep_weights(self, failure: RunFailedError | None) -> None:
+        """Save the weights, if training has begun: the last good ones, or else those that the servers have now."""
         if not self._coordinator.started.is_set() or self._interruption.hurried():
             return
         coordinator = self._coordinator
+        diverged = failure is not None and failure.process == DIVERGED
+        if diverged and self._keeper is not None and (good := self._keeper.good) is not None:
+            self._which = f"the last good weights, of update {max(good.versions)},"
+            self._weights = good
+            self._weights_path, messages = save_weights(good, self._run_dir)
+            self._notes += messages
+            return
         collection = coordinator.collect()
         told: set[int] = set()
         while not collection.finished.wait(POLL_INTERVAL_S) and not self._interruption.hurried():
@@ -462,7 +472,7 @@ class LiveRun:
         where = f"the output of {failure.process} is in {log_path}"
         failure.add_note(where if log_path.exists() else f"the logs are in {self._run_dir}")
         if self._weights_path is not None:
-            failure.add_note(f"the weights at the time of the failure were saved to {self._weights_path}")
+            failure.add_note(f"{self._which} were saved to {self._weights_path}")
         return failure
 
     def _interrupted(self) -> BaseException:
@@ -494,52 +504,3 @@ class LiveRun:
 def _reason(failure: RunFailedError) -> str:
     """Return what the machines of a run are told about its failure, as a continuation of "the run failed: "."""
     return failure.reason if failure.process == "the run" else str(failure)
-
-
-class Sampler:
-    """A thread that takes a snapshot of the weights at regular intervals."""
-
-    def __init__(self, coordinator: CoordinatorHost, interval_s: float) -> None:
-        self.taken: list[tuple[float, WeightsSnapshot]] = []
-        self._coordinator = coordinator
-        self._interval_s = interval_s
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="paceline-sampler", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread, which waits for training to begin."""
-        self._thread.start()
-
-    def stop(self, hurried: Callable[[], bool]) -> None:
-        """Stop taking snapshots. Wait for a snapshot in progress, until `hurried` returns True."""
-        self._stopped.set()
-        while self._thread.is_alive() and not hurried():
-            self._thread.join(POLL_INTERVAL_S)
-
-    def _run(self) -> None:
-        coordinator = self._coordinator
-        while not coordinator.started.wait(POLL_INTERVAL_S):
-            if self._stopped.is_set() or coordinator.over.is_set():
-                return
-        tick = 0
-        while not self._stopped.wait(POLL_INTERVAL_S) and not coordinator.over.is_set():
-            # If a server is lost, there is no message, because the run itself reports the failure. If the model has
-            # been extended, snapshots of the former model fail, and a new reader is needed.
-            with contextlib.suppress(PacelineError), _reader(coordinator) as reader:
-                while True:
-                    due_s = coordinator.started_s + tick * self._interval_s
-                    wait_s = max(0.0, due_s - coordinator.job.now_s())
-                    if self._stopped.wait(wait_s) or coordinator.over.is_set():
-                        return
-                    snapshot = reader.read()
-                    now_s = coordinator.job.now_s() - coordinator.started_s
-                    self.taken.append((now_s, snapshot))
-                    # Skip the due times that passed while the snapshot was being taken.
-                    tick = max(tick + 1, math.ceil(now_s / self._interval_s))
-
-
-def _reader(coordinator: CoordinatorHost) -> contextlib.closing[Reader]:
-    assert coordinator.core.model is not None
-    job = coordinator.job
-    shards = [(shard, seen_from(address, coordinator.address)) for shard, address in coordinator.core.shards]
-    return contextlib.closing(Reader.connect(coordinator.core.model, shards, job.token, job.contexts))

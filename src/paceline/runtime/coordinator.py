@@ -21,6 +21,7 @@ from typing import Literal
 import msgspec
 
 from ..core import coordinator as core
+from ..core.guard import Guard
 from ..core.heartbeats import answer
 from ..core.job_status import LOCAL, JobStatus, Observed, StateTimes, held_state, job_status, worker_state
 from ..core.liveness import Verdict
@@ -57,7 +58,7 @@ from ..core.messages import (
     Waits,
 )
 from ..core.model_spec import ModelSpec
-from ..core.requests import Fail, Peer, Request, Send, Timer, Warn, server_peer, worker_peer
+from ..core.requests import Fail, Peer, Request, Send, TakeOut, Timer, Warn, server_peer, worker_peer
 from ..core.traffic import Link, TrafficMeter
 from ..errors import ConfigurationError, InternalError, ProtocolError, RunFailedError, UserCodeError
 from ..sync.notation import notation
@@ -165,6 +166,7 @@ class CoordinatorHost:
             read_sync=job.read_sync,
             shortage=self._shortage,
             recorder=self._recorder,
+            guard=Guard(job.guard, skips_nan=job.on_nan == "skip"),
         )
         self._main = self.core.main.worker  # the main worker of which the agents know
         self._members: dict[tuple[str, int], Caller] = {}  # (role, index) -> its connection
@@ -469,19 +471,24 @@ class CoordinatorHost:
         agent = self._member("agent", verdict.machine)
         for worker in workers if verdict.worker is None else [verdict.worker]:
             incarnation = self.core.members.incarnation(worker)
-            if workers[worker] != incarnation or self.core.members.fate(worker):
-                continue
-            log.warning("worker %d is taken out of the run: %s", worker, reason)
-            self.core.note_ending(worker, reason)
-            message = TakenOut(worker, incarnation, reason)
-            if agent is not None:
-                self._hub.send(agent, message)
-            self._perform(self.core.take_out(worker, self.job.now_ticks()))
-            if (member := self._member("worker", worker)) is not None:
-                self._hub.send(member, message)
-                self._hub.drop(member, reason)
+            if workers[worker] == incarnation and not self.core.members.fate(worker):
+                self._take_out_worker(worker, reason, agent)
         if verdict.worker is None and agent is not None:
             self._hub.drop(agent, reason)
+
+    def _take_out_worker(
+        self, worker: int, reason: str, agent: Caller | None, *, for_good: bool = False
+    ) -> None:
+        """Go on without a worker whose process may go on, and tell it and its agent, if it has one."""
+        log.warning("worker %d is taken out of the run: %s", worker, reason)
+        self.core.note_ending(worker, reason)
+        message = TakenOut(worker, self.core.members.incarnation(worker), reason, for_good)
+        if agent is not None:
+            self._hub.send(agent, message)
+        self._perform(self.core.take_out(worker, self.job.now_ticks()))
+        if (member := self._member("worker", worker)) is not None:
+            self._hub.send(member, message)
+            self._hub.drop(member, reason)
 
     # -- called by the hub --------------------------------------------------------------------------------
 
@@ -726,6 +733,12 @@ class CoordinatorHost:
                     self._timers.set(request.due_ticks, request)
                 case Warn(text):
                     log.error("%s", text)
+                case TakeOut(worker, reason):
+                    incarnation = self.core.members.incarnation(worker)
+                    agents = self._machines.agents_of("worker", worker)
+                    hosts = [each for each in agents if self._machines.workers[each][worker] == incarnation]
+                    agent = self._member("agent", hosts[0]) if hosts else None
+                    self._take_out_worker(worker, reason, agent, for_good=True)
                 case Fail(where, reason, traceback):
                     self.fail(RunFailedError(where, reason, traceback))
                 case _:

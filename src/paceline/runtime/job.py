@@ -18,6 +18,7 @@ from typing import Literal, cast
 import msgspec
 
 from ..core.data_feed import Work
+from ..core.guard import GuardMode, guard_mode
 from ..core.lease import BATCH_SIZINGS, SPLITS, BatchSizing, Split
 from ..errors import ConfigurationError, unknown_name
 from ..plugins import load_models, modules_of
@@ -98,6 +99,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         hyperparameters: "translated" if the hyper-parameters of the script refer to a joint batch, and those of each
             update are translated (see `paceline.sync.translation`), or "raw" if each update uses them as they are.
         run_dir: directory of the logs, traces and results; "" if a new directory is to be created.
+        guard: what happens if training diverges; see `paceline.core.guard`.
         stall_timeout_s: seconds after which a silent process is killed if others wait for it; None for no limit.
         port: TCP port of the coordinator; 0 for any free port.
         torchrun_port: MASTER_PORT in the environment of the workers, which is then as under torchrun; 0 to leave the
@@ -131,6 +133,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     on_nan: Literal["stop", "skip"]
     hyperparameters: Literal["raw", "translated"]
     run_dir: str
+    guard: GuardMode
     stall_timeout_s: float | None
     port: int
     torchrun_port: int
@@ -302,6 +305,7 @@ def make_job(
     on_nan: str = "stop",
     hyperparameters: str = "raw",
     run_dir: str | os.PathLike[str] | None = None,
+    guard: str | None = None,
     stall_timeout: float | None = None,
     port: int = 0,
     torchrun_env: bool = False,
@@ -426,6 +430,7 @@ def make_job(
         on_nan="skip" if on_nan == "skip" else "stop",
         hyperparameters="translated" if hyperparameters == "translated" else "raw",
         run_dir="" if run_dir is None else str(run_dir),
+        guard=guard_mode(guard, translated=hyperparameters == "translated"),
         stall_timeout_s=None if stall_timeout is None else float(stall_timeout),
         port=port,
         torchrun_port=_free_port() if torchrun_env else 0,
@@ -484,6 +489,12 @@ _HYPERPARAMETERS_TEXTS = {
     "translated": "of the joint batch, translated for each update (translated)",
     "raw": "used as they are in each update (raw)",
 }
+_GUARD_TEXTS = {
+    "off": "says only if nothing is learned any more, because of NaN (off)",
+    "tell": "says when training diverges (tell)",
+    "temper": "lowers the learning rate when training diverges (temper)",
+    "stop": "stops the run when training diverges, and keeps the last good weights (stop)",
+}
 _TRANSPORT_TEXTS = {
     "shm": "shared memory (shm)",
     "unix": "AF_UNIX sockets (unix)",
@@ -506,6 +517,7 @@ def describe(job: Job) -> dict[str, str]:
         "hyper-parameters": _HYPERPARAMETERS_TEXTS[job.hyperparameters],
         "emulated": job.emulated or "nothing: each worker runs at full speed",
         "on NaN": job.on_nan,
+        "guard": _GUARD_TEXTS[job.guard],
         "seed": str(job.seed),
         "run directory": job.run_dir or "a new directory in ./runs",
     }

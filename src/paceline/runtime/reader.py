@@ -7,6 +7,7 @@ but different shards may have different versions. A snapshot contains the versio
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 import safetensors.torch
@@ -28,6 +29,7 @@ from ..core.messages import (
 )
 from ..core.model_spec import ModelSpec
 from ..errors import ProtocolError
+from ..files import Unfinished
 from ..shard.buffers import packed_bytes, unpack
 from ..shard.store import Vectors
 from ..shard.vectors import parameter_views
@@ -52,6 +54,14 @@ class WeightsSnapshot(msgspec.Struct, frozen=True):
     state_dict: dict[str, torch.Tensor]
     versions: tuple[int, ...]
     absent: tuple[str, ...] = ()
+
+    def save(self, path: Path) -> Path:
+        """Write the tensors to a file in safetensors format, which is then complete or absent. Return its path."""
+        with Unfinished(path) as place:
+            safetensors.torch.save_file(
+                {name: tensor.contiguous() for name, tensor in self.state_dict.items()}, place
+            )
+        return path
 
 
 class Assembly:

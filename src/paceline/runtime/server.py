@@ -53,6 +53,7 @@ from ..core.messages import (
     PooledBuffers,
     PullRepeated,
     PullRequested,
+    RateTempered,
     Shutdown,
     Snapshot,
     Stage,
@@ -371,7 +372,7 @@ class ServerHost:
                 for worker in self._core.expected.intersection({*message.left, message.worker}):
                     self._expect_end(worker)
                 self._pass_on(self._coordinator, message)
-            case MeanClipped() | MeanAwaited() | WorkerJoined() | LossSettled():
+            case MeanClipped() | MeanAwaited() | RateTempered() | WorkerJoined() | LossSettled():
                 self._pass_on(self._coordinator, message)
             case FetchWaits():
                 waits = self._core.waits(timers=bool(self._timers))

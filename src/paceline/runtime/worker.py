@@ -52,6 +52,7 @@ from ..core.messages import (
     MemoryPlace,
     Message,
     ModelExtended,
+    Observation,
     OptimizerState,
     PooledBuffers,
     Started,
@@ -96,6 +97,9 @@ USUAL_ITERATIONS = 15  # number of iterations whose median is the usual computin
 COMBINING_S = 0.5  # minimum time in a barrier or a reduction before the worker pushes without a gradient
 MOST_READ_ATTEMPTS, READ_AGAIN_S = 60, 1.0  # how often and after which pause the job's model is read again
 LEAST_IDLE_S = 1e-3  # minimum time between two pushes while the script is not training
+# Minimum times between two pushes that are observed, and between two reports of what was seen. They bound the cost of
+# the guard: a push takes about 15 us to observe, and a report about 20 us to send and 50 us to receive.
+OBSERVING_INTERVAL_S, REPORTING_INTERVAL_S = 2e-3, 10e-3
 
 # The payload of a commit need not be copied, because it does not change until the commit is answered.
 LENT: Final = "until the answer"
@@ -209,6 +213,9 @@ class WorkerSession:
         # What was shown last; the state is "" before the first time.
         self._shown: Literal["", "computing", "waiting", "pulling", "paused"] = ""
         self._loss: float | None = None
+        self._observed_s = (
+            self._reported_s
+        ) = -math.inf  # when a push was last observed, and reported to the guard
         self._finished = False
         self.asked_to_leave = False
         self._taken_out: TakenOutError | None = None  # set once the coordinator has said that it is so
@@ -447,6 +454,10 @@ class WorkerSession:
     def lockstep(self) -> bool:
         return self._core.lockstep
 
+    @property
+    def observes(self) -> bool:
+        return self._job.guard != "off" and self._job.now_s() - self._observed_s >= OBSERVING_INTERVAL_S
+
     def require_clippable(self) -> None:
         self._core.require_clippable()
 
@@ -630,6 +641,7 @@ class WorkerSession:
         clip: Clip | None = None,
         clipped: bool = False,
         set_index: int | None = None,
+        observed: Observation | None = None,
     ) -> None:
         assert self._region is not None
         assert self._begun_s is not None
@@ -659,6 +671,11 @@ class WorkerSession:
         )
         self._pulls = set_index
         self._perform(requests, payloads)
+        if observed is not None:
+            self._observed_s = pushed_s
+            due = pushed_s - self._reported_s >= REPORTING_INTERVAL_S or bool(observed.parameter)
+            self._reported_s = pushed_s if due else self._reported_s
+            self._perform(self._core.observe(observed, report=due))
         self._leave_if_asked()
         self._await_answers(loss)
         self._wait_while_paused(loss)
@@ -667,6 +684,10 @@ class WorkerSession:
         if self._outbox is not None:
             self._outbox.committed()
         self._end_iteration(pushed_s, loss)
+
+    @_exclusive
+    def observe(self, observed: Observation) -> None:
+        self._perform(self._core.observe(observed))
 
     def _watch_link(self, watch: SlowLink) -> None:
         """Report a link to the servers that is too slow for the model."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from ..core.coordinator import Coordinator
+from ..core.guard import Guard
 from ..core.messages import (
     Answer,
     Combined,
@@ -22,6 +23,7 @@ from ..core.messages import (
     MainChosen,
     Message,
     ModelExtended,
+    Observation,
     Started,
     StatesDecided,
     Status,
@@ -40,6 +42,7 @@ from ..core.requests import (
     Proceed,
     Request,
     Send,
+    TakeOut,
     Timer,
     Warn,
     server_peer,
@@ -91,6 +94,7 @@ class VirtualJob:
         recorders: recorders for the traces of the shards and the coordinator, and for the iterations of each worker.
         slicing: how the parameters are divided into shards: "even" or "by-parameter".
         translated: True to translate the hyper-parameters of each update.
+        guard: judges what the workers report of their pushes. See `Coordinator`.
 
     Attributes:
         kernel: the virtual clock and the pending events.
@@ -111,6 +115,7 @@ class VirtualJob:
         recorders: Recorders,
         slicing: str = "even",
         translated: bool = False,
+        guard: Guard | None = None,
     ) -> None:
         count = shards
         ticks_per_s = recorders.ticks_per_s
@@ -129,6 +134,7 @@ class VirtualJob:
             late=set(range(cluster.workers)) - set(self._first),
             recorder=recorders.job,
             ticks_per_s=ticks_per_s,
+            guard=guard,
         )
         self._cluster = cluster
         self._schedule = schedule
@@ -254,6 +260,7 @@ class VirtualJob:
         clip: Clip | None = None,
         clipped: bool = False,
         set_index: int | None = None,
+        observed: Observation | None = None,
     ) -> None:
         """Push to every shard, then pull. `Driver.answered` is called when every shard has answered the pull.
 
@@ -267,6 +274,7 @@ class VirtualJob:
             clip: set if the script clips the gradient that is applied.
             clipped: True if the script has clipped this worker's own gradient.
             set_index: the parameter set that is pushed; None for all sets.
+            observed: what was seen of the push, for the guard of the run.
         """
         state = self.workers[worker]
         state.pushed_s = self.kernel.now_s
@@ -281,6 +289,8 @@ class VirtualJob:
             clipped=clipped,
             set_index=set_index,
         )
+        if observed is not None:
+            requests += state.core.observe(observed)
         self._from_worker(worker, requests, pushes, shares)
 
     def pull_again(self, worker: int) -> None:
@@ -469,7 +479,14 @@ class VirtualJob:
         state = self.workers[worker]
         if state.life != life or state.core.left:
             return
-        now_ticks = self.kernel.now_ticks
+        self._remove(worker)
+        back_after_s = self._cluster.presence[worker].back_after_s
+        if back_after_s is not None:
+            self._expect(self.kernel.now_ticks + self.kernel.in_ticks(back_after_s), worker)
+
+    def _remove(self, worker: int) -> None:
+        """Continue without a worker, which is lost from now on."""
+        state, now_ticks = self.workers[worker], self.kernel.now_ticks
         self._report_time(worker, now_ticks)
         state.computing = False
         self._to_come -= state.joining
@@ -480,9 +497,6 @@ class VirtualJob:
         for index, server in enumerate(self._servers):
             self._from_server(index, server.disconnected(worker, now_ticks))
         self._from_coordinator(self.coordinator.disconnected(worker_peer(worker), now_ticks))
-        back_after_s = self._cluster.presence[worker].back_after_s
-        if back_after_s is not None:
-            self._expect(self.kernel.now_ticks + self.kernel.in_ticks(back_after_s), worker)
 
     # -- computations -------------------------------------------------------------------------------------
 
@@ -658,6 +672,9 @@ class VirtualJob:
                     raise RunFailedError(where, reason)
                 case Warn(text):
                     log.error("%s", text)
+                case TakeOut(worker, reason):
+                    self.coordinator.note_ending(worker, reason)
+                    self._remove(worker)
                 case _:
                     raise InternalError(f"a coordinator cannot carry out {request}")
 

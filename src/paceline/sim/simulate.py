@@ -9,10 +9,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..core.good_weights import GoodWeights
+from ..core.guard import DIVERGED, Guard, guard_mode
 from ..core.layout import Layout
 from ..core.lease import BATCH_SIZINGS, BatchSizing
 from ..core.model_spec import ModelSpec, OptimizerSpec
-from ..errors import ConfigurationError, UsageError, unknown_name
+from ..errors import ConfigurationError, RunFailedError, UsageError, unknown_name
 from ..plugins import load_models
 from ..runtime.job import ON_NAN, OVERLAPS, SLICINGS
 from ..sync import SyncModel
@@ -54,6 +56,7 @@ def simulate(
     overlap: str = "shards",
     on_nan: str = "stop",
     hyperparameters: str = "raw",
+    guard: str | None = None,
     batch: BatchSizing = "equal",
     data: Dataset | None = None,
     snapshot_every_s: float | None = None,
@@ -84,6 +87,8 @@ def simulate(
             to all shards.
         on_nan: as for `paceline.launch`.
         hyperparameters: as for `paceline.launch`. Ignored without `train_fn`.
+        guard: as for `paceline.launch`. Ignored without `train_fn`. With "stop", the last good weights are saved in
+            `run_dir`, if there is one.
         batch: as for `paceline.launch`. Ignored without `train_fn` and without `data`.
         data: data that the workers use up. The run then ends after its last epoch, and `iterations` is ignored. Not
             allowed with `train_fn`, which distributes its own data.
@@ -102,7 +107,8 @@ def simulate(
     Raises:
         ConfigurationError: an argument is not valid, or the run directory cannot be written. Nothing was computed.
         UsageError: `needs_losses` is True, and a training function reports no losses.
-        RunFailedError: a training function failed, or all workers wait for pulls that will never be answered.
+        RunFailedError: a training function failed, all workers wait for pulls that will never be answered, or the
+            guard has stopped the run.
 
     Example:
         >>> result = simulate(Cluster(compute_s=[1.0, 3.0]), "bsp", iterations=4)
@@ -124,6 +130,7 @@ def simulate(
         batch,
         ends=data is not None,
     )
+    mode = guard_mode(guard, translated=hyperparameters == "translated")
     _require_compatible(cluster, schedule, train_fn, shard_bytes, snapshot_every_s, on_snapshot, data)
     first = [worker for worker in range(cluster.workers) if not cluster.joins_late(worker)]
     history: list[Loss] = []
@@ -173,6 +180,7 @@ def simulate(
                 overlap=overlap,
                 shards=count,
                 batch=batch,
+                observes=mode != "off",
             )
             with training:
                 translated = hyperparameters == "translated"
@@ -186,6 +194,7 @@ def simulate(
                     recorders=recorders,
                     slicing=slicing,
                     translated=translated,
+                    guard=Guard(mode, skips_nan=on_nan == "skip"),
                 )
                 stores = training.make_stores(first)
                 sizes = [store.bounds.size_bytes for store in stores]
@@ -195,7 +204,15 @@ def simulate(
                     _take_snapshots(
                         job, training.snapshot, snapshot_every_s, on_snapshot or _snapshot_recorder(snapshots)
                     )
-                job.run(training, training.model_of, stores, sizes, until_s)
+                good: GoodWeights[WeightsSnapshot] = GoodWeights(job.coordinator.guard)
+                if mode == "stop":
+                    recorders.takers.append(_good_weights_keeper(good, training.snapshot))
+                try:
+                    job.run(training, training.model_of, stores, sizes, until_s)
+                except RunFailedError as error:
+                    if error.process == DIVERGED:
+                        _save_good_weights(good.good, run_dir, error)
+                    raise
                 final = training.snapshot()
     meter, kernel = recorders.meter, job.kernel
     end_ticks = kernel.now_ticks if job.cut_off_ticks is None else job.cut_off_ticks
@@ -244,6 +261,27 @@ def _loss_recorder(history: list[Loss], required: bool) -> TakeRecord:
             )
 
     return take
+
+
+def _good_weights_keeper(
+    good: GoodWeights[WeightsSnapshot], take: Callable[[], WeightsSnapshot]
+) -> TakeRecord:
+    """Return a function that takes a snapshot after an iteration, if it could become the last good one."""
+
+    def keep(worker: int, record: IterationRecord) -> None:
+        if good.wanted:
+            good.take(take())
+
+    return keep
+
+
+def _save_good_weights(
+    good: WeightsSnapshot | None, run_dir: str | Path | None, failure: RunFailedError
+) -> None:
+    """Save the last good weights of a run that its guard has stopped, and note where they are."""
+    if good is not None and run_dir is not None:
+        path = good.save(Path(run_dir, "weights.safetensors"))
+        failure.add_note(f"the last good weights, of update {max(good.versions)}, were saved to {path}")
 
 
 def _snapshot_recorder(

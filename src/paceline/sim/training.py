@@ -22,7 +22,7 @@ from ..core.collectives import combine
 from ..core.data_feed import DataFeed
 from ..core.layout import ShardSlice, of_set
 from ..core.lease import BatchSizing, Split
-from ..core.messages import Combined, Contributed, LoopPosition, Warned
+from ..core.messages import Combined, Contributed, LoopPosition, Observation, Warned
 from ..core.model_spec import BufferSpec, HyperParameters, ModelSpec, first_difference
 from ..core.requests import COORDINATOR, Request, Send
 from ..core.standstill import unable_to_begin
@@ -59,6 +59,7 @@ class Training:
         schedule: schedule of the job.
         seed: random seed for the run.
         skips_nan: see `Session`.
+        observes: see `Session`.
         slicing: "even" or "by-parameter".
         overlap: "shards" or "off".
         shards: number of shards.
@@ -79,6 +80,7 @@ class Training:
         schedule: Schedule,
         seed: int,
         skips_nan: bool,
+        observes: bool,
         slicing: str,
         overlap: str,
         shards: int,
@@ -90,6 +92,7 @@ class Training:
         self.overlap = overlap
         self.seed = seed
         self.skips_nan = skips_nan
+        self.observes = observes
         self.stores: list[Store] = []
         self.states: tuple[LoopPosition, bytes] | None = None
         self.model: ModelSpec
@@ -364,6 +367,7 @@ class VirtualSession:
         self.batch = training.batch
         self.seed = training.seed
         self.skips_nan = training.skips_nan
+        self.observes = training.observes
         self.weights: Vectors = {}
         self.gradients: Vectors = {}
         self.on_moved: Callable[[], object] = lambda: None
@@ -579,6 +583,7 @@ class VirtualSession:
         clip: Clip | None = None,
         clipped: bool = False,
         set_index: int | None = None,
+        observed: Observation | None = None,
     ) -> None:
         training = self._training
         pushes = [] if empty else self._pushes(present, self._groups.read(groups), set_index)
@@ -600,6 +605,7 @@ class VirtualSession:
                 clip=clip,
                 clipped=clipped,
                 set_index=set_index,
+                observed=observed,
             )
 
         if self._passed:
@@ -608,6 +614,9 @@ class VirtualSession:
             self.commit_waits = send
             training.job.compute(self.worker, droppable=False)
         self.strand.pause()
+
+    def observe(self, observed: Observation) -> None:
+        self._training.job.carry(self.worker, self._core.observe(observed), at_once=not self.joined)
 
     def fetch_buffers(self) -> Mapping[str, torch.Tensor]:
         return self._training.pooled_buffers()

@@ -25,9 +25,11 @@ __all__ = [
     "IterationStarted",
     "MeanClipped",
     "Number",
+    "OfShard",
     "PullRepeated",
     "PullRequested",
     "PushReceived",
+    "RateTempered",
     "RecordedEvent",
     "Stop",
     "SyncRequested",
@@ -286,6 +288,16 @@ class MeanClipped(Event, frozen=True, kw_only=True, tag=True):
     factor: float
 
 
+class RateTempered(Event, frozen=True, kw_only=True, tag=True):
+    """The guard of the run has changed the learning rate. The shard itself handles this event, not the model.
+
+    Attributes:
+        factor: the factor by which the learning rate is multiplied from now on, in (0, 1].
+    """
+
+    factor: float
+
+
 AnyEvent = (
     WorkerJoined
     | WorkerFenced
@@ -301,5 +313,8 @@ AnyEvent = (
 )
 """Any event that a host of a sync model can receive."""
 
-RecordedEvent = AnyEvent | MeanClipped
+OfShard = MeanClipped | RateTempered
+"""An event that a shard handles itself. No model receives it."""
+
+RecordedEvent = AnyEvent | OfShard
 """Any event of a trace."""

@@ -28,7 +28,7 @@ class ShardChecks:
     def record(self, at: ServerState, entry: Entry, index: int) -> ServerState:
         """Check the actions that one event caused at a server's shard, and return the new state of the server."""
         assert entry.refused is None, entry.refused
-        if isinstance(entry.event, events.MeanClipped):
+        if isinstance(entry.event, events.OfShard):
             assert not entry.actions, (
                 f"{entry.event} caused {entry.actions}, expected no actions of the model"
             )

@@ -519,6 +519,7 @@ IRRELEVANT: Set[str] = frozenset(
             "endings",
             "faults",
             "findings",
+            "guard",
             "board",
             "waits",
             "time_ledger",
@@ -527,7 +528,7 @@ IRRELEVANT: Set[str] = frozenset(
         *("model", "slices", "addresses", "started", "_connected", "_registered", "_addresses"),
         # A small job has no data, and its scripts do not call barrier or reduce.
         *("collectives", "combined", "_calls", "_loops", "_grown"),
-        *("data", "_live", "_drawn", "_batch_samples", "_usual_samples", "samples", "updates"),
+        *("data", "_live", "_drawn", "_batch_samples", "_usual_samples", "samples", "updates", "_observed"),
     }
 )
 

@@ -41,7 +41,7 @@ import msgspec
 from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, PublishPlan
 from ..sync.events import (
     AnyEvent,
-    MeanClipped,
+    OfShard,
     PullRepeated,
     PullRequested,
     PushReceived,
@@ -567,7 +567,7 @@ class _ShardMeter:
             self.max_gap = entry.gap
         if entry.version is not None:
             self.updates = entry.version
-        if isinstance(event, MeanClipped):
+        if isinstance(event, OfShard):
             return
         if kind is PushReceived:
             self._receive(event)  # type: ignore[arg-type]

@@ -12,8 +12,8 @@ a push event and, if it includes a pull, a pull event.
 
     worker -> coordinator   Hello, MainRequested, ModelRequested, Register, IterationFinished, IterationStarted,
                             AllCommitted, SyncRequested, DataRequested, StopRequested, EntryRequested, EpochReached,
-                            GradientHashed, HyperParametersReported, Contributed, Status, Warned, WorkerFinished,
-                            Failed
+                            GradientHashed, HyperParametersReported, PushesObserved, Contributed, Status, Warned,
+                            WorkerFinished, Failed
     coordinator -> worker   MainChosen, ModelDescribed, Started, Refused, TakenOut, PlanPublished, RestartOrdered,
                             ChangePublished, PullAllowed, DataGranted, TrainingStopped, LoopEntered, StatesDecided,
                             Combined, StandInAllowed, Paused, Resumed, ModelExtended
@@ -24,7 +24,8 @@ a push event and, if it includes a pull, a pull event.
     observer -> coordinator Hello, FetchStatus
     coordinator -> observer StatusReported
     coordinator -> server   CreateShards, ExtendShards, ModelExtended, JoinProposed, WorkerJoined, WorkerLost,
-                            LossSettled, MeanClipped, MeanAwaited, FetchSnapshot, FetchWaits, Shutdown
+                            LossSettled, MeanClipped, MeanAwaited, RateTempered, FetchSnapshot, FetchWaits,
+                            Shutdown
     worker -> server        Hello, InitialState, InitialWeights, Stage, Commit, PullRequested, PullRepeated,
                             FetchOptimizerState, FetchBuffers, FetchInitialBuffers, KeepStates, WorkerFinished
     server -> worker        MemoryAttached, Committed, Answer, InitialWeightsRequested, OptimizerState,
@@ -109,6 +110,7 @@ from .machines import (
     StatusReported,
     TakenOut,
 )
+from .observation import MOST_OBSERVED, Observation, PushesObserved, RateTempered
 from .start import (
     CreateShards,
     InitialState,
@@ -147,6 +149,7 @@ from .state import (
 
 __all__ = [
     "MOST_LOADERS",
+    "MOST_OBSERVED",
     "MOST_PROCESSES",
     "MOST_REPORTED_BYTES",
     "MOST_STATES_BYTES",
@@ -219,6 +222,7 @@ __all__ = [
     "ModelDescribed",
     "ModelExtended",
     "ModelRequested",
+    "Observation",
     "OptimizerState",
     "Paused",
     "PlanPublished",
@@ -228,7 +232,9 @@ __all__ = [
     "PullAllowed",
     "PullRepeated",
     "PullRequested",
+    "PushesObserved",
     "PushesReported",
+    "RateTempered",
     "Ready",
     "Refused",
     "Register",

@@ -59,6 +59,7 @@ from .machines import (
     ServerEnded,
     TakenOut,
 )
+from .observation import PushesObserved, RateTempered
 from .start import (
     CreateShards,
     InitialState,
@@ -120,6 +121,7 @@ FromPeerToCoordinator = (
     | StoodIn
     | GradientHashed
     | HyperParametersReported
+    | PushesObserved
     | Contributed
     | PushesReported
     | MeanMeasured
@@ -174,6 +176,7 @@ FromCoordinatorToServer = (
     | LossSettled
     | MeanClipped
     | MeanAwaited
+    | RateTempered
     | FetchSnapshot
     | FetchWaits
     | Shutdown

@@ -199,11 +199,13 @@ class TakenOut(Message, frozen=True, tag=True):
         worker: index of the worker.
         incarnation: how often this index had been used before.
         reason: why the coordinator no longer counts on the worker.
+        for_good: True if the worker must not join again.
     """
 
     worker: int
     incarnation: int
     reason: str
+    for_good: bool = False
 
 
 class RunEnded(Message, frozen=True, tag=True):

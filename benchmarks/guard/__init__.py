@@ -1,0 +1,67 @@
+"""`python -m benchmarks guard`: what the guard of a run notices.
+
+Twenty divergences are planted in small training runs, with real gradients in virtual time. Each must be said within
+20 updates of the moment at which it can be seen. In twenty healthy runs, some of which look like a divergence for a
+while, nothing must be said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+from paceline.cli.progress import TellShare
+
+from .judging import MOST_UPDATES, Judged, judge
+from .scenarios import HEALTHY, PLANTED
+
+__all__ = ["estimate_s", "measure", "table"]
+
+SEEDS = (0, 1, 2)
+"""The constants of the guard were chosen with other seeds, from 100 on."""
+
+RUN_S = 1.0  # approximate time of one run
+
+
+def estimate_s() -> float:
+    """Return about how many seconds `measure` takes."""
+    return RUN_S * len(SEEDS) * len((*PLANTED, *HEALTHY))
+
+
+def measure(tell: TellShare) -> list[Judged]:
+    """Let the guard judge all runs."""
+    runs = [(scenario, seed) for scenario in (*PLANTED, *HEALTHY) for seed in SEEDS]
+    judged = []
+    for number, (scenario, seed) in enumerate(runs):
+        tell(f"{scenario.name}, seed {seed}", number / len(runs))
+        judged.append(judge(scenario, seed))
+    return judged
+
+
+def table(judged: Sequence[Judged]) -> Table:
+    """Return a table with one row for each scenario."""
+    right = sum(each.right for each in judged)
+    shown = Table(
+        "run",
+        "seeds",
+        "right",
+        "updates until said",
+        "first words",
+        box=box.SIMPLE,
+        title="The guard of a run",
+    )
+    shown.caption = f"{right} of {len(judged)} right: planted ones are said within {MOST_UPDATES} updates"
+    for name in dict.fromkeys(each.name for each in judged):
+        rows = [each for each in judged if each.name == name]
+        late = [each.late for each in rows if each.late is not None]
+        words = next((each.words for each in rows if each.words), "")
+        shown.add_row(
+            name,
+            str(len(rows)),
+            str(sum(each.right for each in rows)),
+            f"{min(late)} to {max(late)}" if late else "",
+            words,
+        )
+    return shown

@@ -1,0 +1,133 @@
+"""Runs a scenario with a guard that tells, and compares what it says with what can be seen."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+
+import msgspec
+
+from paceline.errors import RunFailedError
+from paceline.sim import simulate
+
+from .scenarios import Measured, Scenario
+
+__all__ = ["MOST_UPDATES", "Judged", "judge"]
+
+MOST_UPDATES = 20
+"""Number of updates within which a divergence must be said."""
+
+GROWN, KEPT = 3.0, 0.25
+"""A divergence can be seen if the loss without noise exceeds this multiple of its beginning or, if something has been
+learned before, when less than this share of that remains."""
+
+LASTING = 8  # number of pushes in a row for which it must do so
+
+
+class Judged(msgspec.Struct, frozen=True):
+    """What the guard has said about one run.
+
+    Attributes:
+        name: name of the scenario.
+        seed: seed of the run.
+        planted: True if a divergence was planted.
+        visible_at: the update at which it could be seen; None if it could not, or if none was planted.
+        said_at: the update at which the guard spoke first; None if it was silent.
+        words: what it said first; "" if it was silent.
+        named: True if it named the worker that was to be named, if there was one.
+    """
+
+    name: str
+    seed: int
+    planted: bool
+    visible_at: int | None
+    said_at: int | None
+    words: str
+    named: bool
+
+    @property
+    def late(self) -> int | None:
+        """The number of updates from when it could be seen until it was said; 0 if it was said before."""
+        if self.said_at is None or self.visible_at is None:
+            return None
+        return max(0, self.said_at - self.visible_at)
+
+    @property
+    def right(self) -> bool:
+        """True if the guard has spoken in time, or was silent in a healthy run."""
+        if not self.planted:
+            return self.said_at is None
+        return self.said_at is not None and self.named and (self.late or 0) <= MOST_UPDATES
+
+
+class _Listener(logging.Handler):
+    """Keeps what the guard of a simulation says, also if the run fails afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+
+
+def judge(scenario: Scenario, seed: int) -> Judged:
+    """Run a scenario."""
+    measured: Measured = []
+    listener, log = _Listener(), logging.getLogger("paceline.sim")
+    propagates, log.propagate = log.propagate, False
+    log.addHandler(listener)
+    try:
+        simulate(
+            scenario.cluster,
+            scenario.sync,
+            seed=seed,
+            train_fn=scenario.train,
+            args=(seed, measured),
+            guard="tell",
+            on_nan=scenario.on_nan,
+        )
+    except RunFailedError:
+        if scenario.planted_at is None:
+            raise
+    finally:
+        log.removeHandler(listener)
+        log.propagate = propagates
+    words = listener.heard[0] if listener.heard else ""
+    found = re.search(r"update (\d+)", words)
+    return Judged(
+        scenario.name,
+        seed,
+        scenario.planted_at is not None,
+        _visible_at(scenario, measured),
+        int(found[1]) if found else None,
+        words,
+        scenario.culprit is None or any(f"orker {scenario.culprit} " in each for each in listener.heard),
+    )
+
+
+def _visible_at(scenario: Scenario, measured: Measured) -> int | None:
+    """Return the update at which a planted divergence can be seen."""
+    begin = scenario.planted_at
+    if begin is None or not measured:
+        return None
+    if scenario.at_once:
+        spoiled = [
+            update
+            for worker, step, update, _ in measured
+            if step >= begin and scenario.culprit in (None, worker)
+        ]
+        return min(spoiled, default=None)
+    begun = measured[0][3]
+    best = min((loss for _, step, _, loss in measured if step < begin), default=begun)
+    most = begun - KEPT * (begun - best) if begin else GROWN * begun
+    bad = [
+        (update, not math.isfinite(loss) or loss > most)
+        for _, step, update, loss in measured
+        if step >= begin
+    ]
+    for number, (update, _) in enumerate(bad):
+        if all(each for _, each in bad[number : number + LASTING]):
+            return update
+    return None

@@ -1,0 +1,410 @@
+"""Runs for the guard to judge: divergences that are planted, and healthy runs that look like one at times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import msgspec
+import torch
+from torch import nn
+from torch.nn import functional
+
+import paceline
+from paceline.frontend.session import current
+from paceline.sim import Cluster
+
+from .problems import PROBLEMS, Batch
+
+__all__ = ["HEALTHY", "PLANTED", "Measured", "Scenario"]
+
+Spoil = Callable[[int, int, Batch], Batch]
+"""Changes a batch: (worker, step of the worker, batch) -> batch."""
+
+Measured = list[tuple[int, int, int, float]]
+"""(worker, step, update, loss): the loss of the weights before a step, on many samples that are not spoiled."""
+
+Train = Callable[[int, Measured], None]
+"""A training function."""
+
+MEASURED = 256  # number of samples on which the loss without noise is measured
+
+EQUAL = (1.0, 1.07, 0.96, 1.02)  # compute times in seconds of four machines that are about equal
+ONE_SLOW = (1.0, 1.1, 0.9, 3.0)
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """One run.
+
+    Attributes:
+        name: what happens in it.
+        train: the training function of every worker, which receives the seed of the run, and a list to which it adds
+            the losses of the weights that each worker had at each step, without noise.
+        sync: the sync model.
+        compute_s: the compute time of each worker.
+        planted_at: the step of a worker at which the divergence begins; None if the run is healthy.
+        culprit: the worker that is to be named; None if none is.
+        at_once: True if the pushes of the worker, or of all, show at once that something is wrong; False if the loss
+            of the weights must be measured.
+        on_nan: see `paceline.launch`.
+    """
+
+    name: str
+    train: Train
+    sync: str = "asp"
+    compute_s: tuple[float, ...] = EQUAL
+    planted_at: int | None = None
+    culprit: int | None = None
+    at_once: bool = False
+    on_nan: str = "stop"
+
+    @property
+    def cluster(self) -> Cluster:
+        return Cluster(compute_s=list(self.compute_s))
+
+
+def sgd(rate: float, momentum: float = 0.9) -> Callable[..., torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.SGD(parameters, lr=rate, momentum=momentum)
+
+
+def adamw(rate: float) -> Callable[..., torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.AdamW(parameters, lr=rate)
+
+
+def unchanged(worker: int, step: int, batch: Batch) -> Batch:
+    return batch
+
+
+def training(
+    problem: str,
+    optimizer: Callable[..., torch.optim.Optimizer],
+    *,
+    steps: int = 150,
+    samples: int = 32,
+    rate: Callable[[int], float] = lambda step: 1.0,
+    momentum: Callable[[int], float] | None = None,
+    spoil: Spoil = unchanged,
+    twist: Callable[[int, int, torch.Tensor], torch.Tensor] = lambda worker, step, loss: loss,
+    closure: bool = True,
+) -> Train:
+    """Return a training function.
+
+    Args:
+        problem: name of the problem.
+        optimizer: makes the optimizer of the parameters.
+        steps: number of steps of each worker.
+        samples: number of samples in a batch.
+        rate: factor of the learning rate at each step.
+        momentum: the momentum at each step. Default: that of the optimizer.
+        spoil: changes the batches.
+        twist: changes the loss: (worker, step, loss) -> loss.
+        closure: True if `step` receives a closure that returns the loss.
+    """
+
+    def train(seed: int, measured: Measured) -> None:
+        chosen = PROBLEMS[problem]
+        torch.manual_seed(seed)
+        model = chosen.model()
+        sample = chosen.draw(MEASURED, torch.Generator().manual_seed(seed))
+        session = current()
+        assert session is not None
+        worker = session.worker
+        generator = torch.Generator().manual_seed(1000 * seed + worker)
+        steady = paceline.DistributedOptimizer(optimizer(model.parameters()), model=model)
+        first = [group["lr"] for group in steady.param_groups]
+        for step in range(steps):
+            for group, begun in zip(steady.param_groups, first, strict=True):
+                group["lr"] = begun * rate(step)
+                if momentum is not None:
+                    group["momentum"] = momentum(step)
+            batch = spoil(worker, step, chosen.draw(samples, generator))
+
+            def compute(batch: Batch = batch, step: int = step) -> torch.Tensor:
+                model.eval()
+                with torch.no_grad():
+                    before = chosen.loss(model, sample).item()
+                    measured.append((worker, step, session.updates, before))
+                model.train()
+                steady.zero_grad()
+                loss = twist(worker, step, chosen.loss(model, batch))
+                loss.backward()
+                return loss
+
+            if closure:
+                steady.step(compute)
+            else:
+                compute()
+                steady.step()
+
+    return train
+
+
+def from_step(begin: int, factor: float, before: float = 1.0) -> Callable[[int], float]:
+    return lambda step: factor if step >= begin else before
+
+
+def restarts(period: int) -> Callable[[int], float]:
+    return lambda step: 0.5 * (1 + math.cos(math.pi * (step % period) / period)) + 1e-3
+
+
+def at_worker(culprit: int, begin: int, change: Callable[[Batch], Batch]) -> Spoil:
+    return lambda worker, step, batch: change(batch) if worker == culprit and step >= begin else batch
+
+
+def brighter(batch: Batch) -> Batch:
+    return Batch(255.0 * batch.inputs, batch.targets)
+
+
+def shifted(batch: Batch) -> Batch:
+    return Batch(batch.inputs, (batch.targets + 5) % 10)
+
+
+def poisoned(batch: Batch) -> Batch:
+    return Batch(torch.full_like(batch.inputs, math.nan), batch.targets)
+
+
+def spikes(every: int, factor: float) -> Callable[[int, int, torch.Tensor], torch.Tensor]:
+    """Multiply the loss of one batch of one worker now and then."""
+    return lambda worker, step, loss: factor * loss if (7 * step + worker) % every == 5 else loss
+
+
+def noisy_labels(share: float) -> Spoil:
+    def change(worker: int, step: int, batch: Batch) -> Batch:
+        generator = torch.Generator().manual_seed(100_000 * worker + step)
+        wrong = torch.rand(len(batch.targets), generator=generator) < share
+        drawn = torch.randint(10, batch.targets.shape, generator=generator)
+        return Batch(batch.inputs, torch.where(wrong, drawn, batch.targets))
+
+    return change
+
+
+def only(classes: Callable[[int, int], Iterable[int]]) -> Spoil:
+    """Replace the targets' samples by those of some classes: (worker, step) -> classes."""
+
+    def change(worker: int, step: int, batch: Batch) -> Batch:
+        keep = torch.isin(batch.targets, torch.tensor(list(classes(worker, step))))
+        if not keep.any():
+            keep[0] = True
+        return Batch(batch.inputs[keep], batch.targets[keep])
+
+    return change
+
+
+def adversarial(*, wasserstein: bool = False, rate: float = 1e-3) -> Train:
+    """Return the training function of a small GAN, which learns points on a circle."""
+
+    def train(seed: int, measured: Measured) -> None:
+        torch.manual_seed(seed)
+        generator = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 2))
+        critic = nn.Sequential(nn.Linear(2, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+        both = [
+            paceline.DistributedOptimizer(
+                torch.optim.Adam(each.parameters(), lr=rate, betas=(0.5, 0.9)), model=each
+            )
+            for each in (critic, generator)
+        ]
+        draws = torch.Generator().manual_seed(1000 * seed + paceline.worker_index())
+        for _ in range(90):
+            angle = 2 * math.pi * torch.rand(32, generator=draws)
+            real = torch.stack([angle.cos(), angle.sin()], dim=1)
+            noise = torch.randn(32, 4, generator=draws)
+
+            def judge(real: torch.Tensor = real, noise: torch.Tensor = noise) -> torch.Tensor:
+                both[0].zero_grad()
+                yes, no = critic(real), critic(generator(noise).detach())
+                if wasserstein:
+                    loss: torch.Tensor = (
+                        no.mean() - yes.mean() + 0.1 * (yes.square().mean() + no.square().mean())
+                    )
+                else:
+                    loss = functional.softplus(-yes).mean() + functional.softplus(no).mean()
+                loss.backward()
+                return loss.detach()
+
+            def forge(noise: torch.Tensor = noise) -> torch.Tensor:
+                both[1].zero_grad()
+                judged = critic(generator(noise))
+                loss = -judged.mean() if wasserstein else functional.softplus(-judged).mean()
+                loss.backward()
+                return loss.detach()
+
+            both[0].step(judge)
+            both[1].step(forge)
+
+    return train
+
+
+def to_nan(begin: int) -> Callable[[int, int, torch.Tensor], torch.Tensor]:
+    return lambda worker, step, loss: loss * math.nan if step >= begin else loss
+
+
+def one_nan(every: int) -> Callable[[int, int, torch.Tensor], torch.Tensor]:
+    return lambda worker, step, loss: loss * math.nan if step % every == every - 1 else loss
+
+
+def huge_once(at: int) -> Callable[[int, int, torch.Tensor], torch.Tensor]:
+    return lambda worker, step, loss: loss * 1e25 if (worker, step) == (1, at) else loss
+
+
+HEALTHY = (
+    Scenario(name="digits, bsp", train=training("digits", sgd(0.1)), sync="bsp"),
+    Scenario(name="digits, asp", train=training("digits", sgd(0.02))),
+    Scenario(name="warm restarts", train=training("digits", sgd(0.03), rate=restarts(40))),
+    Scenario(name="warm restarts, AdamW", train=training("letters", adamw(5e-3), rate=restarts(50))),
+    Scenario(
+        name="loss of one batch x 100", train=training("digits", sgd(0.01, 0.0), twist=spikes(50, 100.0))
+    ),
+    Scenario(
+        name="loss of one batch x 30, unknown",
+        train=training("digits", sgd(0.01, 0.0), twist=spikes(40, 30.0), closure=False),
+    ),
+    Scenario(name="GAN", train=adversarial()),
+    Scenario(name="Wasserstein GAN", train=adversarial(wasserstein=True)),
+    Scenario(
+        name="cosine, AdamW",
+        train=training("letters", adamw(3e-3), rate=lambda step: 0.5 * (1 + math.cos(math.pi * step / 150))),
+    ),
+    Scenario(name="40 % wrong labels", train=training("digits", sgd(0.02), spoil=noisy_labels(0.4))),
+    Scenario(name="batches of 2", train=training("digits", sgd(0.01, 0.5), samples=2, steps=250)),
+    Scenario(
+        name="BatchNorm, elastic-bsp",
+        train=training("digits with BatchNorm", sgd(0.005)),
+        sync="elastic-bsp",
+        compute_s=ONE_SLOW,
+    ),
+    Scenario(name="dropout", train=training("digits with dropout", sgd(0.02)), compute_s=ONE_SLOW),
+    Scenario(
+        name="harder data at half",
+        train=training(
+            "digits", sgd(0.02), spoil=only(lambda worker, step: range(5) if step < 75 else range(3, 10))
+        ),
+    ),
+    Scenario(name="noisy quadratic", train=training("quadratic", sgd(0.01), samples=4, steps=250)),
+    Scenario(name="factors", train=training("factors", sgd(0.1, 0.5), steps=250)),
+    Scenario(
+        name="warm-up x 100",
+        train=training("letters", sgd(0.2, 0.5), rate=lambda step: min(1.0, 0.01 + step / 100)),
+    ),
+    Scenario(
+        name="digits, loss unknown",
+        train=training("digits", sgd(0.02), closure=False),
+        sync="ssp:staleness=3",
+    ),
+    Scenario(
+        name="unequal data",
+        train=training(
+            "digits", sgd(0.01, 0.5), spoil=only(lambda worker, step: range(2 * worker, 2 * worker + 4))
+        ),
+    ),
+    Scenario(
+        name="one NaN in 50",
+        train=training("digits", sgd(0.02), twist=one_nan(50)),
+        on_nan="skip",
+        compute_s=ONE_SLOW,
+    ),
+)
+
+PLANTED = (
+    Scenario(name="rate x 30, bsp", train=training("digits", sgd(3.0)), sync="bsp", planted_at=0),
+    Scenario(name="rate x 30, asp", train=training("digits", sgd(0.6)), planted_at=0),
+    Scenario(
+        name="rate x 30 at 60", train=training("digits", sgd(0.02), rate=from_step(60, 30.0)), planted_at=60
+    ),
+    Scenario(
+        name="rate x 30 at 60, loss unknown",
+        train=training("digits", sgd(0.02), rate=from_step(60, 30.0), closure=False),
+        planted_at=60,
+    ),
+    Scenario(
+        name="rate x 30 at 60, AdamW",
+        train=training("letters", adamw(5e-3), rate=from_step(60, 30.0)),
+        planted_at=60,
+    ),
+    Scenario(
+        name="rate x 30 at 80, factors",
+        train=training("factors", sgd(0.2, 0.5), rate=from_step(80, 30.0)),
+        planted_at=80,
+    ),
+    Scenario(
+        name="rate x 30, quadratic", train=training("quadratic", sgd(1.5, 0.5)), planted_at=0, on_nan="skip"
+    ),
+    Scenario(
+        name="rate x 30 at 60, BatchNorm",
+        train=training("digits with BatchNorm", sgd(0.005), rate=from_step(60, 30.0)),
+        planted_at=60,
+    ),
+    Scenario(name="momentum 0.99", train=training("digits", sgd(0.1, 0.99)), planted_at=0),
+    Scenario(
+        name="momentum 0.99, quadratic",
+        train=training("quadratic", sgd(0.2, 0.99)),
+        planted_at=0,
+        on_nan="skip",
+    ),
+    Scenario(
+        name="momentum 0.99 at 60, letters",
+        train=training("letters", sgd(0.15, 0.5), momentum=from_step(60, 0.99, 0.5), steps=250),
+        planted_at=60,
+    ),
+    Scenario(
+        name="NaN in the loss at 50",
+        train=training("digits", sgd(0.02), twist=to_nan(50)),
+        planted_at=50,
+        at_once=True,
+        on_nan="skip",
+    ),
+    Scenario(
+        name="NaN in the data of worker 2 at 40",
+        train=training("digits", sgd(0.02), spoil=at_worker(2, 40, poisoned)),
+        planted_at=40,
+        at_once=True,
+        culprit=2,
+        on_nan="skip",
+    ),
+    Scenario(
+        name="weights overflow at 50",
+        train=training("digits", sgd(0.02), twist=huge_once(50)),
+        planted_at=50,
+        on_nan="skip",
+    ),
+    Scenario(
+        name="inputs x 255 at worker 1",
+        train=training("digits", sgd(0.01, 0.0), spoil=at_worker(1, 40, brighter)),
+        planted_at=40,
+        at_once=True,
+        culprit=1,
+    ),
+    Scenario(
+        name="wrong labels at worker 3",
+        train=training("digits", sgd(0.02), spoil=at_worker(3, 60, shifted)),
+        planted_at=60,
+        at_once=True,
+        culprit=3,
+    ),
+    Scenario(
+        name="rate x 30, factors, loss unknown",
+        train=training("factors", sgd(6.0, 0.5), closure=False),
+        planted_at=0,
+    ),
+    Scenario(
+        name="rate grows by 5 % a step",
+        train=training("letters", sgd(0.1, 0.5), rate=lambda step: 1.05**step),
+        planted_at=0,
+    ),
+    Scenario(
+        name="asp at bsp's rate, 16 workers",
+        train=training("digits", sgd(0.1), steps=60),
+        compute_s=(*(1.0 + 0.01 * i for i in range(12)), 3.0, 3.1, 3.2, 3.3),
+        planted_at=0,
+    ),
+    Scenario(
+        name="rate x 30 at 60, RMSprop",
+        train=training(
+            "digits with dropout",
+            lambda parameters: torch.optim.RMSprop(parameters, lr=2e-3),
+            rate=from_step(60, 30.0),
+        ),
+        sync="elastic-bsp",
+        compute_s=ONE_SLOW,
+        planted_at=60,
+    ),
+)
