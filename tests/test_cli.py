@@ -181,7 +181,6 @@ def test_help_of_demo_explains_every_option(call: Call) -> None:
     for option, words in {
         "--seeds": "median",
         "--all": "all sync models",
-        "--guard": "What happens if training diverges",
         "--run-dir": "logs, traces and results",
     }.items():
         [line] = [line for line in ended.stdout.splitlines() if re.search(rf"^\W*{option}\s", line)]
@@ -237,6 +236,7 @@ def test_a_dry_run_shows_what_would_start_and_makes_nothing(call: Call, tmp_path
         "hyper-parameters": "used as they are in each update (raw)",
         "emulated": "--pace 0.05,0.05,0.05,0.15 (minimum seconds per iteration), --jitter 0.2",
         "on NaN": "stop",
+        "guard": "says only if nothing is learned any more, because of NaN (off)",
         "seed": "7",
         "run directory": "out/here",
         "command": f"{sys.executable} train.py --epochs 3",

@@ -78,6 +78,9 @@ def judge(scenario: Scenario, seed: int) -> Judged:
     listener, log = _Listener(), logging.getLogger("paceline.sim")
     propagates, log.propagate = log.propagate, False
     log.addHandler(listener)
+    training = logging.getLogger("paceline.frontend.training")  # names each gradient with NaN
+    level = training.level
+    training.setLevel(logging.ERROR)
     try:
         simulate(
             scenario.cluster,
@@ -94,6 +97,7 @@ def judge(scenario: Scenario, seed: int) -> Judged:
     finally:
         log.removeHandler(listener)
         log.propagate = propagates
+        training.setLevel(level)
     words = listener.heard[0] if listener.heard else ""
     found = re.search(r"update (\d+)", words)
     return Judged(

@@ -21,6 +21,7 @@ OPTIONS = {
     "sync": {"--json"},
     "zipline": {"--json", "--rounds", "--quick"},
     "simulator": {"--json"},
+    "guard": {"--json"},
     "unequal": {"--json"},
     "data": {"--json"},
     "coordinator": {"--json"},

@@ -12,8 +12,8 @@ from typing import Any, TypedDict, get_type_hints
 
 from .options import (
     BatchOption,
-    HyperparametersOption,
     GuardOption,
+    HyperparametersOption,
     Imports,
     OnNanOption,
     OverlapOption,

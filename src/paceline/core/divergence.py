@@ -61,6 +61,9 @@ WEIGHTS, WEIGHTS_ALONE, TRIPLED = 5.0, 10.0, 3.0
 LATELY = 20
 """Number of points in which the weights must have tripled."""
 
+FALLEN = 0.1
+"""Weights may grow if the loss has fallen by this share of its beginning: small initial weights must."""
+
 FEW = 3
 """Number of points in a row at which the weights must have tripled."""
 
@@ -73,7 +76,7 @@ class Symptom(msgspec.Struct, frozen=True):
     """What shows that training goes wrong.
 
     Attributes:
-        kind: "loss", "relapse", "gradient" or "weights".
+        kind: "loss", "gradient" or "weights".
         words: the same in words with figures, as a clause.
     """
 
@@ -188,7 +191,7 @@ class Course:
             return Symptom("loss", f"the loss grows: it was {figures}")
         moved = max(self._weights) >= MOVED * min(self._weights)
         if (moved and lost and _stays_above(begun.loss - KEPT * reach, losses)) or self._relapsed >= LASTING:
-            return Symptom("relapse", f"what was learned is lost: the loss was {figures}")
+            return Symptom("loss", f"what was learned is lost: the loss was {figures}")
         return None
 
     def _of_gradient(self, begun: Point) -> Symptom | None:
@@ -216,7 +219,7 @@ class Course:
         if not begun.weights or len(latest) < FEW or min(point.weights for point in latest) < least:
             return None
         level = _middle([point.loss for point in latest])
-        if begun.loss is not None and level is not None and level < begun.loss - KEPT * abs(begun.loss):
+        if begun.loss is not None and level is not None and level < begun.loss - FALLEN * abs(begun.loss):
             return None
         return Symptom(
             "weights",

@@ -167,7 +167,7 @@ class Guard:
         if symptom is None:
             if course.is_full:
                 self.sound = self.points
-            return verdicts + self._restore(where)
+            return verdicts + self._restore(where, lockstep)
         return verdicts + self._diverges(
             symptom.kind, f"Training diverges ({where}): {symptom.words}.", advice, lockstep
         )
@@ -246,13 +246,17 @@ class Guard:
             then = "The learning rate has been halved four times, which has not helped."
             return [Verdict(f"{words} {then} {advice}")] if self._is_new("helpless") else []
         self._change(self.factor / 2)
-        return [
-            Verdict(f"{words} The learning rate is multiplied by {self.factor:g} now. {advice}", self.factor)
-        ]
+        words = f"{words} The learning rate is multiplied by {self.factor:g} now."
+        return [Verdict(f"{words} {advice}" if new else words, self.factor)]
 
-    def _restore(self, where: str) -> list[Verdict]:
-        """Double the rate if nothing has been wrong for long enough."""
-        if self.factor == 1.0 or self.points < self._changed + self._patience:
+    def _restore(self, where: str, lockstep: bool) -> list[Verdict]:
+        """Double the rate if nothing has been wrong for long enough. Models in lockstep get all of it at once."""
+        if self.factor == 1.0:
+            return []
+        if lockstep:
+            self._change(1.0)
+            return [Verdict(f"The learning rate is no longer reduced ({where}).", self.factor)]
+        if self.points < self._changed + self._patience:
             return []
         self._patience *= 2
         good = self.points - self._changed

@@ -456,7 +456,8 @@ class LiveRun:
 
     def _explained(self, failure: RunFailedError) -> RunFailedError:
         """Return the failure, with notes that state all problems and the paths of the log and the weights."""
-        for note in [*self._coordinator.core.faults, *self._notes]:
+        core = self._coordinator.core
+        for note in [*core.faults, *core.findings, *self._notes]:
             if note != failure.reason:
                 failure.add_note(note)
         for departure in self._departures:

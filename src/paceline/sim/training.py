@@ -20,6 +20,7 @@ import torch
 
 from ..core.collectives import combine
 from ..core.data_feed import DataFeed
+from ..core.guard import DIVERGED
 from ..core.layout import ShardSlice, of_set
 from ..core.lease import BatchSizing, Split
 from ..core.messages import Combined, Contributed, LoopPosition, Observation, Warned
@@ -331,7 +332,7 @@ class Training:
         session.strand.resume(message)
         if session.strand.error is not None:
             error = session.strand.error
-            if isinstance(error, KeyboardInterrupt):
+            if isinstance(error, KeyboardInterrupt) or _is_of_guard(error):
                 raise error
             if isinstance(error, SystemExit):
                 raise RunFailedError(
@@ -616,7 +617,8 @@ class VirtualSession:
         self.strand.pause()
 
     def observe(self, observed: Observation) -> None:
-        self._training.job.carry(self.worker, self._core.observe(observed), at_once=not self.joined)
+        # The function is about to raise an exception, so no virtual time passes in which a message could arrive.
+        self._training.job.carry(self.worker, self._core.observe(observed), at_once=True)
 
     def fetch_buffers(self) -> Mapping[str, torch.Tensor]:
         return self._training.pooled_buffers()
@@ -728,6 +730,11 @@ class VirtualSession:
         self._training.job.compute(self.worker, droppable=droppable)
         passed: bool = self.strand.pause()
         return passed
+
+
+def _is_of_guard(error: BaseException) -> bool:
+    """Return True if the guard has ended the run because of what a worker has just reported."""
+    return isinstance(error, RunFailedError) and error.process == DIVERGED
 
 
 def rows_bytes(values: torch.Tensor, offset: int, row_size: int) -> int:

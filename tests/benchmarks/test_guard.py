@@ -1,0 +1,65 @@
+"""`python -m benchmarks guard`: its runs and its table. `make bench` judges all runs; here are the quickest of them."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from benchmarks import guard
+from benchmarks.guard.judging import Judged, judge
+from benchmarks.guard.scenarios import HEALTHY, PLANTED
+
+SEED = 7
+
+QUICK = (
+    "rate x 30, bsp",
+    "rate x 30 at 60, loss unknown",
+    "momentum 0.99, quadratic",
+    "NaN in the data of worker 2 at 40",
+    "wrong labels at worker 3",
+    "warm restarts",
+    "loss of one batch x 100",
+    "harder data at half",
+    "one NaN in 50",
+)
+
+
+def test_twenty_divergences_are_planted_and_twenty_runs_are_healthy() -> None:
+    assert len({scenario.name for scenario in PLANTED}) == len(PLANTED) == 20
+    assert len({scenario.name for scenario in HEALTHY}) == len(HEALTHY) == 20
+    assert all(scenario.planted_at is not None for scenario in PLANTED)
+    assert all(scenario.planted_at is None for scenario in HEALTHY)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_guard_speaks_in_time_or_is_silent(name: str) -> None:
+    [scenario] = [scenario for scenario in (*PLANTED, *HEALTHY) if scenario.name == name]
+    judged = judge(scenario, SEED)
+    assert judged.right, judged
+
+
+def test_a_run_is_right_if_the_guard_speaks_in_time_or_is_silent() -> None:
+    assert Judged("a", 0, False, None, None, "", True).right
+    assert not Judged("a", 0, False, None, 7, "words", True).right
+    assert Judged("a", 0, True, 10, 30, "words", True).right
+    assert not Judged("a", 0, True, 10, 31, "words", True).right
+    assert not Judged("a", 0, True, 10, None, "", True).right
+    assert not Judged("a", 0, True, 10, 12, "words", False).right
+    assert Judged("a", 0, True, 10, 8, "words", True).late == 0
+
+
+def test_the_table_has_a_row_for_each_run() -> None:
+    console = Console(file=StringIO(), width=120)
+    console.print(
+        guard.table(
+            [Judged("rate", seed, True, 10, 12 + seed, "it diverges", True) for seed in range(3)]
+            + [Judged("calm", 0, False, None, None, "", True)]
+        )
+    )
+    assert isinstance(console.file, StringIO)
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    assert ["rate", "3", "3", "2", "to", "4", "it", "diverges"] in lines
+    assert ["calm", "1", "1"] in lines
+    assert "4 of 4 right" in console.file.getvalue()
