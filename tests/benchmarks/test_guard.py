@@ -1,4 +1,4 @@
-"""`python -m benchmarks guard`: its runs and its table. `make bench` judges all runs; here are the quickest of them."""
+"""`python -m benchmarks guard`: its table, and some of its runs. The command judges all of them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import product
-from statistics import fmean, median
+from statistics import median
 from typing import NamedTuple
 
 import msgspec
@@ -54,6 +54,9 @@ symptom. Without a trend, one window in ten has so many (Mann and Whitney's U)."
 
 GRADIENT = 10.0
 """A gradient is beyond anything seen if its norm is larger by this factor."""
+
+BEST = 0.1
+"""Larger gradients are nothing to worry about while the loss is within this share of its lowest level."""
 
 WEIGHTS, WEIGHTS_ALONE, TRIPLED = 5.0, 10.0, 3.0
 """Growth of the norm of the weights: since the beginning, the same if no loss is known, and in twenty points."""
@@ -103,9 +106,9 @@ class Point(NamedTuple):
             math.inf if math.isnan(each.loss) else each.loss for each in pushes if each.loss is not None
         ]
         return cls(
-            fmean(losses) if losses else None,
-            fmean(each.gradient or 0.0 for each in pushes),
-            fmean(each.weights or 0.0 for each in pushes),
+            _mean(losses) if losses else None,
+            _mean([each.gradient or 0.0 for each in pushes]),
+            _mean([each.weights or 0.0 for each in pushes]),
         )
 
 
@@ -114,11 +117,13 @@ class Course:
 
     def __init__(self) -> None:
         self._first: list[Observation] = []  # the first pushes
+        self._begun: Point | None = None  # the beginning; None until it is known
         self._open: list[Observation] = []  # the pushes of the point that is not complete
         self._window: deque[Point] = deque(maxlen=WINDOW)
         self._weights: deque[float] = deque(maxlen=LATELY)
         self._gradients: deque[float] = deque(maxlen=LATELY)  # recent levels of the gradient
         self._usual = 0.0  # highest level of the gradient before them
+        self._level: float | None = None  # level of the loss
         self._lowest = math.inf  # lowest level of the loss
         self._relapsed = 0  # number of points for which what was learned has been lost
 
@@ -129,8 +134,8 @@ class Course:
 
     def take(self, seen: Observation) -> bool:
         """Record a push with a finite gradient. Return True if this completes a point."""
-        if len(self._first) < FIRST:
-            self._first.append(seen)
+        if self._begun is None:
+            self._begin(seen)
         complete = bool(self._open) and seen.updates != self._open[0].updates
         if complete:
             self._close(Point.of(self._open))
@@ -150,16 +155,24 @@ class Course:
         Args:
             loss_counts: False if the loss says nothing about progress.
         """
-        if len(self._first) < FIRST:
+        begun = self._begun
+        if begun is None:
             return None
-        begun = Point(
-            _middle([Point.of([each]).loss for each in self._first]),
-            median(each.gradient or 0.0 for each in self._first),
-            self._first[0].weights or 0.0,
-        )
-        if not loss_counts or begun.loss is None or not math.isfinite(begun.loss):
+        if not loss_counts:
             begun = begun._replace(loss=None)
         return self._of_loss(begun) or self._of_gradient(begun) or self._of_weights(begun)
+
+    def _begin(self, seen: Observation) -> None:
+        self._first.append(seen)
+        if len(self._first) < FIRST:
+            return
+        points = [Point.of([each]) for each in self._first]
+        loss = _middle([point.loss for point in points])
+        self._begun = Point(
+            loss if loss is not None and math.isfinite(loss) else None,
+            median(point.gradient for point in points),
+            points[0].weights,
+        )
 
     def _close(self, point: Point) -> None:
         self._window.append(point)
@@ -168,34 +181,33 @@ class Course:
             return
         if len(self._gradients) == LATELY:
             self._usual = max(self._usual, self._gradients[0])
-        self._gradients.append(median(each.gradient for each in self._window))
-        if (level := _middle(self._losses)) is not None:
-            self._lowest = min(self._lowest, level)
-
-    @property
-    def _losses(self) -> list[float | None]:
-        return [point.loss for point in self._window]
+        self._gradients.append(median([each.gradient for each in self._window]))
+        self._level = _middle([each.loss for each in self._window])
+        if self._level is not None:
+            self._lowest = min(self._lowest, self._level)
 
     def _of_loss(self, begun: Point) -> Symptom | None:
-        losses = [loss for loss in self._losses if loss is not None]
-        if begun.loss is None or len(losses) < WINDOW:
+        losses = [point.loss for point in self._window if point.loss is not None]
+        if begun.loss is None or self._level is None or len(losses) < WINDOW:
             return None
         reach = max(0.0, begun.loss - self._lowest)
         top = begun.loss + max(RISE * abs(begun.loss), reach)
-        lost = reach >= LEARNED * abs(begun.loss) and _most_above(begun.loss - KEPT * reach, losses)
+        back = begun.loss - KEPT * reach
+        lost = reach >= LEARNED * abs(begun.loss) and _most_above(back, losses)
         self._relapsed = self._relapsed + 1 if lost else 0
-        figures = (
-            f"{begun.loss:.3g} at the beginning, {self._lowest:.3g} at best, and is {median(losses):.3g}"
-        )
+        figures = f"{begun.loss:.3g} at the beginning, {self._lowest:.3g} at best, and is {self._level:.3g}"
         if _stays_above(top, losses):
             return Symptom("loss", f"the loss grows: it was {figures}")
-        moved = max(self._weights) >= MOVED * min(self._weights)
-        if (moved and lost and _stays_above(begun.loss - KEPT * reach, losses)) or self._relapsed >= LASTING:
+        moved = lost and max(self._weights) >= MOVED * min(self._weights)
+        if (moved and _stays_above(back, losses)) or self._relapsed >= LASTING:
             return Symptom("loss", f"what was learned is lost: the loss was {figures}")
         return None
 
     def _of_gradient(self, begun: Point) -> Symptom | None:
-        if not self.is_full or (begun.loss is not None and self._is_at_its_best):
+        if not self.is_full:
+            return None
+        level = None if begun.loss is None else self._level
+        if level is not None and level <= self._lowest + BEST * abs(self._lowest):
             return None
         gradients = [point.gradient for point in self._window]
         usual = max(begun.gradient, self._usual)
@@ -206,17 +218,13 @@ class Course:
             f"the norm of the gradients is {median(gradients):.3g}, and was at most {usual:.3g} before",
         )
 
-    @property
-    def _is_at_its_best(self) -> bool:
-        """True if the loss is about as low as it has ever been."""
-        level = _middle(self._losses)
-        return level is not None and level <= self._lowest + 0.1 * abs(self._lowest)
-
     def _of_weights(self, begun: Point) -> Symptom | None:
-        latest = list(self._window)[-FEW:]
         factor = WEIGHTS_ALONE if begun.loss is None else WEIGHTS
         least = max(factor * begun.weights, TRIPLED * min(self._weights))
-        if not begun.weights or len(latest) < FEW or min(point.weights for point in latest) < least:
+        if not begun.weights or self._weights[-1] < least or len(self._window) < FEW:
+            return None
+        latest = list(self._window)[-FEW:]
+        if min(point.weights for point in latest) < least:
             return None
         level = _middle([point.loss for point in latest])
         if begun.loss is not None and level is not None and level < begun.loss - FALLEN * abs(begun.loss):
@@ -227,6 +235,10 @@ class Course:
         )
 
 
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
 def _middle(values: Sequence[float | None]) -> float | None:
     """Return the median of the values that are known; None if there are none."""
     known = [value for value in values if value is not None]
@@ -235,12 +247,14 @@ def _middle(values: Sequence[float | None]) -> float | None:
 
 def _most_above(bound: float, values: Sequence[float]) -> bool:
     """Return True if almost all values exceed a bound."""
-    return sum(value <= bound for value in values) <= MOST_NORMAL
+    return sum([value <= bound for value in values]) <= MOST_NORMAL
 
 
 def _stays_above(bound: float, values: Sequence[float]) -> bool:
     """Return True if almost all values of a window exceed a bound, and do not fall."""
+    if not _most_above(bound, values):
+        return False
     above = [value for value in values if value > bound]
     half = len(above) // 2
     pairs = [after < before for before, after in product(above[:half], above[half:])]
-    return _most_above(bound, values) and sum(pairs) < FALLING * len(pairs)
+    return sum(pairs) < FALLING * len(pairs)

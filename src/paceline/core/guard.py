@@ -158,7 +158,7 @@ class Guard:
         self._nan.pop(key, None)
         if self.mode == "off" or seen.gradient is None:
             return []
-        verdicts = self._of_worker(worker, seen, present, where)
+        verdicts = self._of_worker(worker, seen, where)
         course = self._courses.setdefault(seen.set_index, Course())
         if not course.take(seen):
             return verdicts
@@ -224,13 +224,11 @@ class Guard:
             return [Verdict(f"{words} After {MOST_NAN} times, the run continues without it. {LOOK}")]
         return [Verdict(f"{words} The run continues without it. {LOOK}", takes_out=worker)]
 
-    def _of_worker(
-        self, worker: int, seen: Observation, present: Collection[int], where: str
-    ) -> list[Verdict]:
+    def _of_worker(self, worker: int, seen: Observation, where: str) -> list[Verdict]:
         """Judge whether a worker differs from the others."""
         outliers = self._outliers.setdefault(seen.set_index, Outliers())
         outliers.take(worker, seen)
-        difference = outliers.difference(worker, present)
+        difference = outliers.difference(worker)
         if not difference or not self._is_new("worker", worker):
             return []
         words = f"Worker {worker} differs from all others ({where}): {difference}."

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
 from statistics import median
 
 from .messages import Observation
@@ -30,29 +29,29 @@ class Outliers:
 
     def __init__(self) -> None:
         self._begun = 0.0  # largest of the first losses of all workers
-        self._losses: dict[int, deque[float]] = {}
-        self._gradients: dict[int, deque[float]] = {}
+        self._losses: dict[int, Latest] = {}
+        self._gradients: dict[int, Latest] = {}
 
     def take(self, worker: int, seen: Observation) -> None:
         """Record a push with a finite gradient."""
         if seen.gradient is not None:
-            self._gradients.setdefault(worker, deque(maxlen=LATEST)).append(seen.gradient)
+            self._gradients.setdefault(worker, Latest()).take(seen.gradient)
         if seen.loss is not None and not math.isnan(seen.loss):
             if worker not in self._losses and math.isfinite(seen.loss):
                 self._begun = max(self._begun, seen.loss)
-            self._losses.setdefault(worker, deque(maxlen=LATEST)).append(seen.loss)
+            self._losses.setdefault(worker, Latest()).take(seen.loss)
 
     def forget(self, worker: int) -> None:
         """Forget a worker that has left."""
         self._losses.pop(worker, None)
         self._gradients.pop(worker, None)
 
-    def difference(self, worker: int, present: Collection[int]) -> str:
+    def difference(self, worker: int) -> str:
         """Return how the pushes of a worker differ from those of all others, as a clause; "" if they do not."""
-        loss = _smallest(self._losses, worker, LARGER_LOSS, present)
+        loss = _apart(self._losses, worker, LARGER_LOSS)
         if loss is not None and loss[0] >= LEAST_LOSS * self._begun:
             return f"its losses are at least {loss[0]:.3g}, and usually at most {loss[1]:.3g} at the others"
-        gradient = _smallest(self._gradients, worker, LARGER_GRADIENT, present)
+        gradient = _apart(self._gradients, worker, LARGER_GRADIENT)
         if gradient is not None:
             return (
                 f"the norms of its gradients are at least {gradient[0]:.3g}, and usually at most {gradient[1]:.3g} "
@@ -61,20 +60,40 @@ class Outliers:
         return ""
 
 
-def _smallest(
-    latest: dict[int, deque[float]], worker: int, factor: float, present: Collection[int]
-) -> tuple[float, float] | None:
+class Latest:
+    """The latest values of one worker.
+
+    Attributes:
+        usual: the median or, if that is larger, the last value: data may become harder for all workers, but for some
+            of them a little earlier. 0 until there are enough values.
+    """
+
+    def __init__(self) -> None:
+        self.usual = 0.0
+        self._values: deque[float] = deque(maxlen=LATEST)
+
+    def take(self, value: float) -> None:
+        self._values.append(value)
+        if len(self._values) == LATEST:
+            self.usual = max(median(self._values), value)
+
+    @property
+    def smallest(self) -> float:
+        """The smallest value; 0 until there are enough values."""
+        return min(self._values) if len(self._values) == LATEST else 0.0
+
+
+def _apart(latest: dict[int, Latest], worker: int, factor: float) -> tuple[float, float] | None:
     """Return the smallest value of a worker and the largest usual one of another, if they differ by the factor.
 
-    The latest value of another worker counts, too: data may become harder for all, but for one a little earlier.
+    Half of the others must be known.
     """
-    own = latest.get(worker, ())
-    others = [
-        max(median(values), values[-1])
-        for other, values in latest.items()
-        if other != worker and other in present and len(values) == LATEST
-    ]
-    if len(own) < LATEST or 2 * len(others) < len(present) - 1 or not others:
+    if worker not in latest or (smallest := latest[worker].smallest) <= 0:
         return None
-    smallest, usual = min(own), max(others)
-    return (smallest, usual) if smallest > 0 and smallest >= factor * usual else None
+    largest, known = 0.0, 0
+    for other, values in latest.items():
+        if other != worker and values.usual:
+            largest, known = max(largest, values.usual), known + 1
+            if smallest < factor * largest:
+                return None
+    return (smallest, largest) if known and 2 * known >= len(latest) - 1 else None
