@@ -11,7 +11,7 @@ from paceline.cli.progress import shown_progress
 from paceline.errors import unknown_name
 
 from .plan import Scope
-from .summary import cells_of, tables
+from .summary import cells_of, findings, tables
 from .table import make, missing, read, tune
 
 __all__ = ["KINDS", "make_table"]
@@ -64,5 +64,8 @@ def make_table(
         and result.model in scope.models
         and (result.hyperparameters in kinds or result.model == "bsp")
     }
-    for table in tables(cells_of(wanted)):
+    cells = cells_of(wanted)
+    for table in tables(cells):
         console.print(table, "")
+    for sentence in findings(cells):
+        console.print(f"- {sentence}", markup=False, highlight=False)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 from rich import box
 from rich.table import Table
 
-from .plan import FACTORS, MODELS, PROBLEMS
+from .plan import CLUSTERS, FACTORS, MODELS, PROBLEMS
 from .table import Result, Runs
 
-__all__ = ["Cell", "cells_of", "tables"]
+__all__ = ["BOUNDS", "GOALS", "Cell", "cells_of", "findings", "tables"]
 
 BOUNDS = {1.0: (0.03, 0.06), 0.5: (0.01, 0.02), 0.25: (0.01, 0.02)}
 """Factor of the rate -> how much lower the accuracy may be, and by which share the loss may be higher."""
@@ -41,6 +42,8 @@ class Cell(NamedTuple):
         quality: mean final quality over the seeds; the worst one there is if a run has diverged.
         reference: that of bsp.
         lack: by how much the accuracy is lower, or by which share the loss is higher.
+        error: standard error of `lack`, from the differences between runs with the same seed; infinity if a run has
+            diverged.
         within: True if `lack` is within the bounds.
         at_chance: number of runs that have learned nothing.
         runs: number of runs.
@@ -57,6 +60,7 @@ class Cell(NamedTuple):
     quality: float
     reference: float
     lack: float
+    error: float
     within: bool
     at_chance: int
     runs: int
@@ -64,32 +68,36 @@ class Cell(NamedTuple):
     shorter: float
 
 
+@functools.cache
 def _measure(problem: str) -> Measure:
     made = PROBLEMS[problem]()
     return Measure(made.higher_is_better, made.chance)
 
 
 def cells_of(results: Mapping[tuple[object, ...], Result]) -> list[Cell]:
-    """Return the cells for which there is a result of bsp with the same number of seeds."""
-    measures = {name: _measure(name) for name in {result.problem for result in results.values()}}
+    """Return the cells for which there is a result of bsp with the same number of seeds, which has not diverged."""
     cells = []
     for result in results.values():
         key = (result.problem, result.cluster, result.workers, "bsp", "raw", result.seeds)
         if result.model != "bsp" and (reference := results.get(key)) is not None:
             pairs = zip(result.runs, reference.runs, strict=True)
-            cells += [_cell(result, reference, *pair, measures[result.problem]) for pair in pairs]
+            cells += [_cell(result, reference, *pair) for pair in pairs if None not in pair[1].finals]
     return cells
 
 
-def _cell(result: Result, reference: Result, runs: Runs, bsp: Runs, measure: Measure) -> Cell:
+def _cell(result: Result, reference: Result, runs: Runs, bsp: Runs) -> Cell:
+    measure = _measure(result.problem)
     sign = 1.0 if measure.higher_is_better else -1.0
     worst = -math.inf * sign
     finals = [worst if value is None else value for value in runs.finals]
-    quality, bar = fmean(finals), fmean([worst if value is None else value for value in bsp.finals])
-    lack = sign * (bar - quality) / (1.0 if measure.higher_is_better else bar)
+    references = [value for value in bsp.finals if value is not None]
+    quality, bar = fmean(finals), fmean(references)
+    unit = 1.0 if measure.higher_is_better else bar
+    lacks = [sign * (usual - value) / unit for usual, value in zip(references, finals, strict=True)]
+    lack = sign * (bar - quality) / unit
+    spread = stdev(lacks) if len(lacks) > 1 and math.isfinite(quality) else math.inf
     bound = BOUNDS[runs.factor][0 if measure.higher_is_better else 1]
-    slack = bound if measure.higher_is_better else bound * bar
-    target = bar - sign * slack
+    target = bar - sign * bound * unit
     soon, usual = (_reached(curve, sign, target) for curve in (runs.curve, bsp.curve))
     return Cell(
         result.problem,
@@ -101,6 +109,7 @@ def _cell(result: Result, reference: Result, runs: Runs, bsp: Runs, measure: Mea
         quality,
         bar,
         lack,
+        spread / math.sqrt(len(lacks)),
         lack <= bound,
         sum(sign * (value - measure.chance) <= 0 for value in finals),
         len(finals),
@@ -124,6 +133,70 @@ def _reached(curve: Sequence[float | None], sign: float, target: float) -> float
     return math.inf
 
 
+GOALS = {1.0: 0.8, 0.5: 0.9, 0.25: 0.9}
+"""Factor of the rate -> the share of translated cells that should be within the bounds."""
+
+SOONER = 2.0
+"""By which factor asp and elastic-bsp should reach bsp's quality sooner in the cluster "steady 3x"."""
+
+
+def findings(cells: Sequence[Cell]) -> list[str]:
+    """Return what the cells with translated hyper-parameters say about each goal, in sentences."""
+    found = []
+    for factors, words in (
+        ((0.5, 0.25), "half and a quarter of bsp's best rate"),
+        ((1.0,), "bsp's best rate"),
+    ):
+        accuracy, loss = BOUNDS[factors[0]]
+        shares = []
+        for kind in ("translated", "raw"):
+            own = [cell for cell in cells if cell.hyperparameters == kind and cell.factor in factors]
+            if own:
+                good = sum(cell.within for cell in own)
+                shares.append(f"{100 * good / len(own):.0f} % of {len(own)} {kind} cells ({good})")
+        found.append(
+            f"At {words}, {' and '.join(shares)} lack at most {accuracy:g} of accuracy or {100 * loss:.0f} % of the "
+            f"loss. The goal is {100 * GOALS[factors[0]]:.0f} %."
+        )
+    for kind in ("translated", "raw"):
+        own = [cell for cell in cells if cell.hyperparameters == kind]
+        lost = [cell for cell in own if cell.at_chance]
+        if own:
+            found.append(
+                f"In {len(lost)} of {len(own)} {kind} cells, at least one run has learned nothing"
+                + (f" ({sum(c.at_chance for c in lost)} runs)." if lost else ".")
+            )
+    for model in ("asp", "elastic-bsp"):
+        own = [
+            c
+            for c in cells
+            if (c.model, c.cluster, c.hyperparameters) == (model, "steady 3x", "translated") and c.factor < 1
+        ]
+        if own:
+            reached = [cell.sooner for cell in own if cell.sooner]
+            soon = sum(factor >= SOONER for factor in reached)
+            middle = f" (median {median(reached):.2f})" if reached else ""
+            found.append(
+                f"With a quarter of the workers 3 times slower, {model} reaches bsp's quality, less the bound, at "
+                f"least {SOONER:g} times sooner in {soon} of {len(own)} cells at half and a quarter of the best "
+                f"rate{middle}. All epochs together take {median(c.shorter for c in own):.2f} times less time."
+            )
+    better = [c for c in cells if c.hyperparameters == "translated" and -c.lack > _bound(c)]
+    errors = [cell.error / _bound(cell) for cell in cells if math.isfinite(cell.error)]
+    if errors:
+        found.append(
+            f"{len(better)} translated cells are better than bsp by more than the bound, and count as within it. The "
+            f"standard error of what a cell lacks is {median(errors):.2f} of the bound in the middle, and more than "
+            f"half of it in {sum(error > 0.5 for error in errors)} of {len(errors)} cells."
+        )
+    return found
+
+
+def _bound(cell: Cell) -> float:
+    accuracy, loss = BOUNDS[cell.factor]
+    return accuracy if _measure(cell.problem).higher_is_better else loss
+
+
 def tables(cells: Sequence[Cell]) -> list[Table]:
     """Return the tables of the summary."""
     return [
@@ -132,6 +205,7 @@ def tables(cells: Sequence[Cell]) -> list[Table]:
         _shares(
             "workers", cells, lambda cell: str(cell.workers), map(str, sorted({c.workers for c in cells}))
         ),
+        _shares("cluster", cells, lambda cell: cell.cluster, CLUSTERS),
         _times(cells),
         _worst(cells),
     ]
@@ -232,8 +306,7 @@ def _worst(cells: Sequence[Cell]) -> Table:
 
 
 def _excess(cell: Cell) -> float:
-    accuracy, loss = BOUNDS[cell.factor]
-    return cell.lack / (accuracy if _measure(cell.problem).higher_is_better else loss)
+    return cell.lack / _bound(cell)
 
 
 def _table(title: str) -> Table:

@@ -1,0 +1,187 @@
+"""Write `docs/same-accuracy.md` from the results of the table: `python docs/make_same_accuracy.py`.
+
+    python -m reproductions same-accuracy
+    python docs/make_same_accuracy.py
+
+The results are in `reproductions/results/same-accuracy.jsonl`. With --check, nothing is written, and the exit code is
+0 if the page matches the results, 1 otherwise. Every number on the page is computed from the results, and the page
+says which of them are missing.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # `reproductions` is not installed
+
+from reproductions.same_accuracy.plan import (  # noqa: E402
+    FACTORS,
+    GPT_MODELS,
+    GPT_PLACES,
+    MODELS,
+    PROBLEMS,
+    SEEDS,
+    Scope,
+    jobs,
+)
+from reproductions.same_accuracy.summary import cells_of, findings, tables  # noqa: E402
+from reproductions.same_accuracy.table import Result, Tuned, read  # noqa: E402
+
+RESULTS = ROOT / "reproductions" / "results" / "same-accuracy.jsonl"
+TARGET = ROOT / "docs" / "same-accuracy.md"
+
+QUESTION = (
+    "Does a script learn the same under every sync model with the hyper-parameters that it has? Each relaxed model "
+    "trains several problems with hyper-parameters that were tuned for `bsp` only, for as many epochs as `bsp`, once "
+    "with the hyper-parameters as they are (*raw*) and once *translated*, which is the default of a run. A *cell* is "
+    "a problem in a cluster under a model at one learning rate, with the mean over the seeds."
+)
+
+PROBLEM_LINES = (
+    "`digits-mlp`: 64-64-10 network on scikit-learn's digits, SGD with momentum 0.9, joint batch 128, 10 epochs. "
+    "Accuracy on 360 test images.",
+    "`digits-cnn`: two convolutions with BatchNorm, SGD with momentum 0.9 and weight decay 0.0005, joint batch "
+    "128, 10 epochs. BatchNorm's statistics for the test are computed from training images with the final "
+    "weights.",
+    "`text-gpt`: 4 layers, 205,000 parameters, on the characters of Python's standard library; AdamW with weight "
+    "decay 0.1, a warm-up and a cosine, joint batch 80 sequences of 16 characters, 200 joint steps. Loss on text "
+    "from other files.",
+    "`ratings`: factorization of a matrix of 12,000 ratings with noise, SGD without momentum, joint batch 240, 10"
+    " epochs. Mean squared error on other ratings.",
+    "`quadratic-8`, `-64`, `-256`: noisy quadratics with 4,096 coordinates whose curvatures differ by up to this "
+    "factor, SGD with momentum 0.9, joint batch 128, 112 joint steps. The exact loss.",
+)
+
+METHOD = (
+    "*Clusters.* One server, and a latency of 0.02 s. A gradient takes about 1 s. *Steady 3x*: a quarter of the "
+    "workers always take 3 times as long. *Jitter*: log-normal times with sigma 0.5. *Pauses*: each worker is 10 "
+    "times slower for 5 s in every 50 s. A worker's batch is the joint batch divided by the number of workers.",
+    "*Tuning.* The best of several rates for `bsp` with 4 workers, each twice as large as the one before, by the "
+    "mean quality over three seeds. The table uses this rate, half and a quarter of it, and eight other seeds.",
+    "*Runs.* In virtual time, as with `paceline.simulate`. Who pushes when does not depend on the weights, so "
+    "each schedule is recorded once, and all rates and seeds are trained along it, by the stores and the "
+    "translation of a real run; a test compares such a run with `simulate(train_fn=...)`. So all seeds of a cell "
+    "have the same times of the workers, and differ in their initial weights and the order of their data.",
+    "*Bounds.* At the best rate, 3 points of accuracy or 6 % of the loss; at half and a quarter of it, 1 point or"
+    " 2 %. Only what is worse than `bsp` counts. A run has learned nothing (*lost*: a cell with such a run) if "
+    "its accuracy is below 0.15, or its loss is hardly better than at the start, or not finite.",
+    "*Time.* The quality is computed 40 times in a run. The time to `bsp`'s quality is the virtual time at which "
+    "the mean over the seeds first reaches `bsp`'s final quality at the same rate, less the bound, for both "
+    "models.",
+)
+
+
+def markdown(table: Table) -> list[str]:
+    """Return the lines of a table with its title."""
+    heads = [str(column.header).replace("\n", " ") for column in table.columns]
+    rows = zip(*([str(cell) for cell in column.cells] for column in table.columns), strict=True)
+    title = str(table.title)
+    return [
+        f"### {title[0].upper()}{title[1:]}",
+        "",
+        f"| {' | '.join(heads)} |",
+        "|---" * len(heads) + "|",
+        *(f"| {' | '.join(row)} |" for row in rows),
+        "",
+    ]
+
+
+def bullets(sentences: Iterable[str]) -> list[str]:
+    """Return a list of sentences."""
+    return [
+        line
+        for sentence in sentences
+        for line in textwrap.wrap(sentence, 118, initial_indent="- ", subsequent_indent="  ")
+    ]
+
+
+def completeness(results: Sequence[Result]) -> str:
+    """Return how much of the table there is."""
+    scope = Scope.chosen([], [], [], [])
+    wanted = [(job, problem) for job in jobs(scope) for problem in job.problems]
+    count = sum(1 if job.model == "bsp" else 2 for job, _ in wanted)
+    runs = sum(len(run.finals) for result in results for run in result.runs)
+    hours = sum(result.took_s for result in results) / 3600
+    left = f"{count - len(results)} of {count} results are still missing. " if len(results) < count else ""
+    models = ", ".join(f"`{model}`" for model in GPT_MODELS)
+    places = ", ".join(f"{cluster} with {workers} workers" for cluster, workers in GPT_PLACES)
+    return (
+        f"{len(results)} results with {runs} training runs, which have taken {hours:.1f} hours of one core. {left}"
+        f"The GPT is trained only under {models}, and only in these clusters: {places}. Its runs take much longer "
+        "than all others."
+    )
+
+
+def rates(tuned: dict[str, Tuned]) -> list[str]:
+    """Return the table of the best rates for bsp."""
+    lines = [
+        "### The best rates for bsp",
+        "",
+        "| problem | rate: mean quality over three seeds | best |",
+        "|---|---|---|",
+    ]
+    for name in PROBLEMS:
+        if (each := tuned.get(name)) is not None:
+            found = zip(PROBLEMS[name]().rates, each.finals, strict=True)
+            tried = ", ".join(
+                f"{rate:g}: {'-' if value is None else f'{value:.3g}'}" for rate, value in found
+            )
+            lines.append(f"| {name} | {tried} | {each.best:g} |")
+    return [*lines, ""]
+
+
+def text() -> str:
+    """Return the page."""
+    tuned, every = read(RESULTS)
+    results = {
+        key: result
+        for key, result in every.items()
+        if result.seeds == len(SEEDS) and result.problem in PROBLEMS and result.model in MODELS
+    }
+    cells = cells_of(results)
+    lines = ["# The same hyper-parameters under every model", "", *textwrap.wrap(QUESTION, 118), ""]
+    lines += [*bullets(findings(cells)), ""] if cells else []
+    lines += [*textwrap.wrap(completeness(list(results.values())), 118), "", "## How it was measured", ""]
+    lines += ["*Problems.*", "", *bullets(PROBLEM_LINES), ""]
+    for paragraph in METHOD:
+        lines += [*textwrap.wrap(paragraph, 118), ""]
+    lines += [
+        *textwrap.wrap(
+            "The following commands repeat the table and write this page. If the first one is stopped, it continues "
+            "where it was stopped:",
+            118,
+        ),
+        "",
+        "    python -m reproductions same-accuracy --results DIR/same-accuracy.jsonl",
+        "    python docs/make_same_accuracy.py",
+        "",
+        "## Results",
+        "",
+        *textwrap.wrap(
+            f"The columns are the rate ({', '.join(f'{factor:g}' for factor in FACTORS)} of the best one for `bsp`): "
+            "the number of cells within the bounds, and of all cells.",
+            118,
+        ),
+        "",
+        *(line for table in (tables(cells) if cells else ()) for line in markdown(table)),
+        *rates(tuned),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> int:
+    """Write the page or, with --check, only check it. Return the exit code."""
+    if "--check" in sys.argv[1:]:
+        return TARGET.read_text() != text()
+    TARGET.write_text(text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
