@@ -261,7 +261,9 @@ def training_ratio(batch: int, workers: int = 4, iterations: int = 60) -> float:
     try:
         bare_s = _by_hand(batch, workers, iterations)
         times: list[float] = []
-        simulate(jittery(workers), "asp", train_fn=_timed, args=(batch, iterations, times))
+        # The loop takes whole steps.
+        arguments = batch, iterations, times
+        simulate(jittery(workers), "asp", train_fn=_timed, args=arguments, hyperparameters="raw")
         return (times[-1] - times[0]) / bare_s
     finally:
         torch.set_num_threads(threads)

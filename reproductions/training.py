@@ -344,6 +344,7 @@ def _run(run: TrainingRun) -> TrainingOutcome:
         train_fn=_train,
         args=(images, run),
         on_nan="skip",
+        hyperparameters="raw",
         batch=run.batch,
         snapshot_every_s=run.every_s,
         on_snapshot=evaluate,

@@ -219,7 +219,7 @@ def test_a_worker_in_a_barrier_does_not_hold_back_the_others(
         paceline.barrier()
         trainer.step()
 
-    run = run_on_threads(train, sync=model)
+    run = run_on_threads(train, sync=model, hyperparameters="raw")
     events = [entry.event for entry in run.shards[0].entries]
     pushed = [event for event in events if isinstance(event, PushReceived)]
     assert sum(not event.empty for event in pushed) == 14

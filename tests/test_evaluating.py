@@ -114,7 +114,7 @@ def test_the_others_go_on_while_a_worker_evaluates(
             gone_on.set()
             trainer.step()
 
-    run = run_on_threads(train, workers=2, servers=2, sync=model, transport=transport)
+    run = run_on_threads(train, workers=2, servers=2, sync=model, transport=transport, hyperparameters="raw")
     assert updates_of(run.state_dict) == run.shards[0].entries[-1].version
     assert run.time_use[0].outside_s > 0.0 == run.time_use[1].wasted_s
 
@@ -161,7 +161,7 @@ def test_the_snapshot_has_the_weights_of_the_job(run_on_threads: RunOnThreads) -
             trained.set()
             await_event(evaluated)
 
-    run = run_on_threads(train, workers=2, sync="asp")
+    run = run_on_threads(train, workers=2, sync="asp", hyperparameters="raw")
     # Under asp, no worker waits for another one, so there are no pushes without a gradient.
     assert sum(isinstance(entry.event, PushReceived) for entry in run.shards[0].entries) == 22
 
@@ -240,7 +240,7 @@ def test_a_body_that_raises_ends_the_evaluation(sync_model: str, run_on_threads:
             trainer.step()
         gone_on.set()
 
-    run = run_on_threads(train, workers=2, sync=sync_model)
+    run = run_on_threads(train, workers=2, sync=sync_model, hyperparameters="raw")
     assert updates_of(run.state_dict) == 12
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("paceline worker")]
 

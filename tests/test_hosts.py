@@ -754,7 +754,7 @@ def test_a_readers_snapshot_is_never_torn_within_a_shard(
         seen.append(snapshot.versions)
 
     # Under BSP all take part in every update; under ASP a push is an update.
-    run = run_on_threads(train, workers=3, servers=2, sync=sync, transport=transport)
+    run = run_on_threads(train, workers=3, servers=2, sync=sync, transport=transport, hyperparameters="raw")
     assert len(seen) == 2 * steps
     assert all(a <= b for one, two in itertools.pairwise(seen) for a, b in zip(one, two, strict=True))
     # A worker that came late under ASP computed its first gradient on weights that are nobody's: it is left out.

@@ -398,7 +398,7 @@ def test_workers_wait_where_others_have_more_iterations_before_it(sync: str) -> 
     def train() -> None:
         seen[paceline.worker_index()] = begin_after_different_numbers_of_iterations()
 
-    simulate(EQUAL, sync, train_fn=train)
+    simulate(EQUAL, sync, train_fn=train, hyperparameters="raw")
     assert [weight for _, weight in seen.values()] == [100.0, 100.0]
     # At a barrier of ElasticBSP, the mean of two gradients is one update.
     assert -seen[1][0] in ({12} if "elastic" not in sync else {10, 11, 12})
@@ -754,13 +754,17 @@ def test_a_worker_that_finishes_is_not_waited_for(sync: str, run_on_threads: Run
         count(second, of_second)
         return value
 
-    assert run_on_threads(train, workers=3, sync=sync).results == {0: 0.0, 1: 101.0, 2: 101.0}
+    assert run_on_threads(train, workers=3, sync=sync, hyperparameters="raw").results == {
+        0: 0.0,
+        1: 101.0,
+        2: 101.0,
+    }
     seen = []
 
     def record() -> None:
         seen.append(train())
 
-    result = simulate(UNEQUAL, sync, train_fn=record)
+    result = simulate(UNEQUAL, sync, train_fn=record, hyperparameters="raw")
     assert sorted(seen) == [0.0, 101.0, 101.0]
     assert result.state_dict is not None
     assert result.state_dict["model1.weight"].item() in (99.0, 100.0)
@@ -779,7 +783,7 @@ def test_the_initial_weights_of_a_worker_that_is_lost_in_the_call_do_not_count()
         count(second, of_second, 2)
 
     cluster = Cluster(compute_s=[1.0, 1.0, 20.0], presence={0: Presence(lost_at_s=10.0)})
-    result = simulate(cluster, "asp", train_fn=train)
+    result = simulate(cluster, "asp", train_fn=train, hyperparameters="raw")
     assert seen == {1: 101.0, 2: 101.0}
     assert result.state_dict is not None
     assert result.state_dict["model1.weight"].item() == 97.0
@@ -853,7 +857,18 @@ def test_if_worker_0_is_killed_in_the_call_the_weights_of_the_next_one_are_used(
     script = tmp_path / "train.py"
     kill, wait = IN_THE_CALL[place]
     script.write_text(LOSS.replace("{kill}", kill).replace("{wait}", wait))
-    options = ("--workers", "3", "--servers", "2", "--sync", "asp", "--run-dir", "run")
+    options = (
+        "--workers",
+        "3",
+        "--servers",
+        "2",
+        "--sync",
+        "asp",
+        "--hyperparameters",
+        "raw",
+        "--run-dir",
+        "run",
+    )
     ended = live.run_program("-m", "paceline", "run", *options, str(script))
     assert ended.returncode == 0, ended.stderr
     assert "worker 0 was lost: it was terminated by signal SIGKILL" in ended.stderr
@@ -1084,7 +1099,7 @@ def test_one_worker_evaluates_a_later_model_while_another_trains_it(run_on_threa
                     assert snapshot.value <= 10.0 * fold - 2
             count(model, optimizer, 2)
 
-    run = run_on_threads(train, workers=2, sync="asp")
+    run = run_on_threads(train, workers=2, sync="asp", hyperparameters="raw")
     assert {name: value.item() for name, value in run.state_dict.items()} == {
         "weight": -8.0,
         "model1.weight": 2.0,

@@ -319,8 +319,9 @@ def test_edits_and_empty_pushes_are_no_updates() -> None:
     job.push(0, empty=True)
     job.push(1, edit=Edit(number=0, sole=True))
     assert len(job.applied) == 1
+    assert standing_of(job.push(1, 32)).share == 0.5, "there is nothing to make up for"
     assert job.shard.standing is not None
-    assert job.shard.standing.joint_steps == 0.5
+    assert job.shard.standing.joint_steps == 1.0
     job.require_replayable()
 
 

@@ -1432,7 +1432,7 @@ def test_asp_scales_a_push_of_a_small_batch_with_sgd_only(run_on_threads: RunOnT
         (lambda model: torch.optim.Adagrad(model.parameters(), lr=0.05), 1.0),
     ]
     for make, scale in makes:
-        run = run_on_threads(train(make), workers=1, sync="asp")
+        run = run_on_threads(train(make), workers=1, sync="asp", hyperparameters="raw")
         alone = model_of()
         optimizer = make(alone)
         for x, factor in zip(inputs.split(8), (1.0, scale), strict=True):

@@ -85,7 +85,7 @@ def trained(sync: str, setting: Setting) -> SimResult:
             Rows().loss(dict(weights), *rows(setting.seed, paceline.worker_index(), iteration)).backward()
             optimizer.step()
 
-    return simulate(UNEQUAL, sync, train_fn=script, record=True)
+    return simulate(UNEQUAL, sync, train_fn=script, record=True, hyperparameters="raw")
 
 
 @pytest.mark.parametrize("sync", SYNCS)

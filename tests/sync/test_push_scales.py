@@ -101,7 +101,7 @@ def second_moment(updates: list[tuple[int, float]]) -> float:
     ids=str,
 )
 def test_the_mean_loss_is_what_theory_predicts_for_the_recorded_delays(sync: SyncModel) -> None:
-    result = simulate(UNEQUAL, sync, train_fn=train, record=True)
+    result = simulate(UNEQUAL, sync, train_fn=train, record=True, hyperparameters="raw")
     assert result.state_dict is not None
     updates = applied(result)
     assert len(updates) == 60

@@ -55,7 +55,7 @@ DEFAULTS = JobSettings(
     batch="equal",
     seed=0,
     on_nan="stop",
-    hyperparameters="raw",
+    hyperparameters="translated",
     guard=None,
     stall_timeout=None,
 )

@@ -150,7 +150,8 @@ HyperparametersOption = Annotated[
         metavar="<raw|translated>",
         help="translated: the learning rate, momentum and other hyper-parameters mean under every synchronization "
         "model what they mean in one process on the joint batch. An update that uses a part of the joint batch takes "
-        "the same part of a step. raw: each update takes a whole step, as in the papers.",
+        "the same part of a step. raw: each update takes a whole step, as in the papers. Under bsp, both are the "
+        "same.",
         rich_help_panel="Run",
     ),
 ]

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, unknown_name
 from ..launcher.output import print_sentence
 from .numbers import whole_number_option
 from .options import AsJson, ModelImports, Out
@@ -82,6 +82,15 @@ def simulate(
             show_default=False,
         ),
     ] = None,
+    hyperparameters: Annotated[
+        str,
+        typer.Option(
+            "--hyperparameters",
+            metavar="<raw|translated>",
+            help="What the learning rate and other hyper-parameters of the script mean, as for paceline run. Only "
+            "with --script.",
+        ),
+    ] = "translated",
     shards: Annotated[
         int | None,
         whole_number_option(
@@ -105,6 +114,7 @@ def simulate(
     from ..report.canvas import NO_MATPLOTLIB, can_draw
     from ..runtime.job import require_script
     from ..sim import Dataset
+    from ..sync.translation import HYPERPARAMETERS
 
     if samples is not None and (sweep is not None or script is not None):
         raise ConfigurationError(
@@ -116,6 +126,8 @@ def simulate(
         path, *arguments = shlex.split(script or "") or [""]
     except ValueError as error:
         raise ConfigurationError(f"--script {script!r} cannot be parsed: {error}.") from error
+    if hyperparameters not in HYPERPARAMETERS:
+        raise unknown_name("hyperparameters", hyperparameters, HYPERPARAMETERS)
     if script is not None:
         require_script(Path(path))
     machines = load_cluster(cluster)
@@ -147,6 +159,7 @@ def simulate(
                 arguments,
                 seed=seed,
                 shards=shards,
+                hyperparameters=hyperparameters,
                 out=folder,
                 console=console,
                 tell=tell,

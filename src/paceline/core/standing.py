@@ -60,7 +60,8 @@ class StandingEstimator:
             int, tuple[float, int]
         ] = {}  # live worker -> mean samples of a push, number of pushes
         self._pulled: dict[int, float] = {}  # live worker -> joint steps in the worker's weights
-        # push that is neither applied nor dropped yet -> joint steps in the weights that it was computed on, samples
+        # push that is neither applied nor dropped yet -> joint steps in the weights that it was computed on, samples;
+        # 0 samples for a push without a gradient
         self._pushes: dict[Key, tuple[float, int | None]] = {}
         self._dropped = 0.0  # shares of the pushes that were dropped since the last update
         self._left = 0.0  # usual samples of workers that have left, as far as they still count
@@ -71,7 +72,8 @@ class StandingEstimator:
     def note(self, event: AnyEvent) -> None:
         """Record an event that the model has accepted. Call this before recording the resulting actions."""
         if type(event) is PushReceived:
-            self._pushes[event.worker, event.iteration] = self._pulled[event.worker], event.samples
+            samples = 0 if event.empty or event.edit is not None else event.samples
+            self._pushes[event.worker, event.iteration] = self._pulled[event.worker], samples
             if event.samples:
                 usual, count = self._usual[event.worker]
                 count = min(count + 1, PUSHES)
@@ -96,9 +98,9 @@ class StandingEstimator:
 
         Args:
             push: the push.
-            counts: True if the next update makes up for the push. False if it is an edit, or was torn.
+            counts: True if the next update makes up for the push, unless it has no gradient.
         """
-        if counts:
+        if counts and self._pushes[push][1] != 0:
             self._dropped += self._share([push])
         del self._pushes[push]
 

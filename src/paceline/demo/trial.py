@@ -63,6 +63,7 @@ def run_trial(
         seed=seed,
         pace=problem.pace_s,
         on_nan="skip",
+        hyperparameters="raw",
         run_dir=run_dir,
         progress=progress,
         snapshot_every_s=problem.snapshot_every_s,

@@ -55,7 +55,7 @@ def launch(
     slowdown: Sequence[float] | None = None,
     jitter: float = 0.0,
     on_nan: str = "stop",
-    hyperparameters: str = "raw",
+    hyperparameters: str = "translated",
     run_dir: str | os.PathLike[str] | None = None,
     guard: str | None = None,
     stall_timeout: float | None = None,
@@ -106,7 +106,8 @@ def launch(
         on_nan: "stop" to end the run if a gradient contains NaN or inf, or "skip" to drop that push.
         hyperparameters: "translated" if the learning rate, momentum and other hyper-parameters mean under every sync
             model what they mean in one process on the joint batch: an update that uses a part of the joint batch
-            takes the same part of a step. "raw" if each update takes a whole step, as in the papers.
+            takes the same part of a step. "raw" if each update takes a whole step, as in the papers. Under "bsp", and
+            under models with a `push_scale`, both are the same.
         run_dir: directory for logs, traces and results. Default: a new directory in ./runs.
         guard: what happens if training diverges: "off" for nothing, "tell" to say it, "temper" to halve the learning
             rate as well, at most four times, until training goes well again, or "stop" to end the run and keep the

@@ -29,14 +29,17 @@ def command_for(summary: Mapping[str, Any], sync: str, batch: BatchSizing) -> st
     settings = {"workers": workers, "servers": str(summary["servers"])}
     if (shards := summary.get("shards", summary["servers"])) != summary["servers"]:
         settings["shards"] = str(shards)
+    named = {"sync": sync}
+    if batch == "balanced":
+        named["batch"] = batch
+    if summary.get("hyperparameters") == "raw":
+        named["hyperparameters"] = "raw"
     if kind == "function":
         numbers = "".join(f", {name}={value}" for name, value in settings.items())
         imports = f", imports={list(modules)!r}" if modules else ""
-        balanced = ", batch='balanced'" if batch == "balanced" else ""
-        return f"paceline.launch(FUNCTION{numbers}, sync={sync!r}{balanced}{imports})"
-    settings["sync"] = sync
-    if batch == "balanced":
-        settings["batch"] = batch
+        texts = "".join(f", {name}={value!r}" for name, value in named.items())
+        return f"paceline.launch(FUNCTION{numbers}{texts}{imports})"
+    settings |= named
     options = [word for name, value in settings.items() for word in (f"--{name}", value)]
     options += [word for name in modules for word in ("--import", name)]
     program = {"serve": [], "module": ["-m", *words]}.get(kind, words)

@@ -34,6 +34,11 @@ from .ranking import Figures, failed, figures_of
 __all__ = ["Trained", "smooth", "train_and_compare"]
 
 POINTS = 60  # approximate maximum number of points in a curve
+HYPERPARAMETERS_TEXTS = {
+    "translated": "The script's hyper-parameters refer to the joint batch, and are translated for all other updates.",
+    "raw": "All models use the script's learning rate, but models that average gradients, such as bsp, tolerate a "
+    "larger rate.",
+}
 WINDOW = 0.05  # each point of a curve is an average over this share of all pushes
 
 
@@ -65,6 +70,7 @@ class _Task(msgspec.Struct, frozen=True):
     arguments: list[str]
     seed: int
     shards: int | None
+    hyperparameters: str
     log: str
 
 
@@ -76,6 +82,7 @@ def train_and_compare(
     *,
     seed: int,
     shards: int | None,
+    hyperparameters: str = "translated",
     out: Path,
     console: Console,
     tell: TellCount,
@@ -89,7 +96,16 @@ def train_and_compare(
         UsageError: the script trained, but reported no losses.
     """
     tasks = [
-        _Task(cluster, sync, str(script), list(arguments), seed, shards, str(out / f"script-{number}.log"))
+        _Task(
+            cluster,
+            sync,
+            str(script),
+            list(arguments),
+            seed,
+            shards,
+            hyperparameters,
+            str(out / f"script-{number}.log"),
+        )
         for number, sync in enumerate(syncs)
     ]
     # Each run needs a new process, because imported modules keep their state.
@@ -101,7 +117,7 @@ def train_and_compare(
         raise UsageError(
             f"{script} reported no losses to compare: call optimizer.step() with a closure that returns the loss."
         )
-    console.print(_table(cluster, rows, rows[0].final_loss, rows[0].figures.sync))
+    console.print(_table(cluster, rows, rows[0].final_loss, rows[0].figures.sync, hyperparameters))
     for sentence in verdicts(rows):
         print_sentence(console, sentence)
     for row in rows:
@@ -143,6 +159,7 @@ def _run(task: _Task) -> Trained:
                 train_fn=runpy.run_path,
                 args=(task.script, None, "__main__"),
                 shards=task.shards,
+                hyperparameters=task.hyperparameters,
                 needs_losses=True,
             )
         except RunFailedError as error:
@@ -177,7 +194,9 @@ def verdicts(rows: Sequence[Trained]) -> list[str]:
     return sentences
 
 
-def _table(cluster: Cluster, rows: Sequence[Trained], target: float, first: str) -> Table:
+def _table(
+    cluster: Cluster, rows: Sequence[Trained], target: float, first: str, hyperparameters: str
+) -> Table:
     table = Table(
         title=escape(cluster.name),
         title_justify="left",
@@ -186,8 +205,7 @@ def _table(cluster: Cluster, rows: Sequence[Trained], target: float, first: str)
         pad_edge=False,
         collapse_padding=True,
         caption=f"{escape(describe(cluster))}; smoothed losses on the training batches. The last loss of "
-        f"{escape(first)} is {target:.4g}. All models use the script's learning rate, but models that average "
-        "gradients, such as bsp, tolerate a larger rate.",
+        f"{escape(first)} is {target:.4g}. {HYPERPARAMETERS_TEXTS[hyperparameters]}",
         caption_justify="left",
     )
     # The table must fit into 80 columns.

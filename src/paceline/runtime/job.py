@@ -303,7 +303,7 @@ def make_job(
     slowdown: Sequence[float] | None = None,
     jitter: float = 0.0,
     on_nan: str = "stop",
-    hyperparameters: str = "raw",
+    hyperparameters: str = "translated",
     run_dir: str | os.PathLike[str] | None = None,
     guard: str | None = None,
     stall_timeout: float | None = None,

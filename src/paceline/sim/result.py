@@ -49,6 +49,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         sync: notation of the sync model or the schedule.
+        hyperparameters: "translated" or "raw", as for `paceline.launch`; None without a training function.
         seed: random seed for the run.
         servers: number of servers.
         shards: number of shards.
@@ -74,6 +75,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     sync: str
+    hyperparameters: str | None
     seed: int
     servers: int
     shards: int
@@ -204,6 +206,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
             emulated += f", on machines recorded in a run with emulated machines: {self.emulated}"
         return {
             "sync": self.sync,
+            **({"hyperparameters": self.hyperparameters} if self.hyperparameters else {}),
             "workers": len(self.measures.iterations),
             "servers": self.servers,
             "shards": self.shards,

@@ -55,7 +55,7 @@ def simulate(
     slicing: str = "even",
     overlap: str = "shards",
     on_nan: str = "stop",
-    hyperparameters: str = "raw",
+    hyperparameters: str = "translated",
     guard: str | None = None,
     batch: BatchSizing = "equal",
     data: Dataset | None = None,
@@ -218,6 +218,7 @@ def simulate(
     end_ticks = kernel.now_ticks if job.cut_off_ticks is None else job.cut_off_ticks
     result = SimResult(
         sync=str(schedule),
+        hyperparameters=None if train_fn is None else hyperparameters,
         seed=seed,
         servers=cluster.servers,
         shards=count,

@@ -44,7 +44,7 @@ import msgspec
 __all__ = ["FAMILIES", "HYPERPARAMETERS", "WHOLE", "Family", "Fraction", "Standing", "translate"]
 
 HYPERPARAMETERS = ("raw", "translated")
-"""What the hyper-parameters of a script refer to: each update as it is, or a joint batch."""
+"""What the hyper-parameters of a script refer to: each update, or a step on the joint batch."""
 
 
 class Standing(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
