@@ -129,7 +129,7 @@ def test_sgd_follows_the_equation() -> None:
     weights, velocity = first_weights(), torch.zeros(SIZE, dtype=torch.float64)
     for gradient in gradients(9):
         weights -= s * h * (gradient + m * velocity)
-        velocity += s / (1 + d) * (gradient - (1 - m) * velocity)
+        velocity += s / (1 + d / 2) * (gradient - (1 - m) * velocity)
     assert torch.allclose(taken, weights, rtol=0, atol=1e-12)
 
 

@@ -22,9 +22,10 @@ damp the directions of large curvature.) Two things depend on more than the shar
 **Delay.** A gradient is computed on weights that miss the updates which are applied between its pull and its push.
 The shares of these updates add up to the *delay* d, in joint steps; with n workers under ASP it is about 1. Momentum
 lags behind as well, and both lags together let directions of large curvature oscillate. Therefore averages of the
-gradient (`Family.means`) move by s / (1 + d) only: they are spread over more samples, so that the immediate part of
-each push dominates where the delay matters. The distance that a gradient moves the weights in the long run stays the
-same.
+gradient (`Family.means`) move by s / (1 + d / 2) only: they are spread over more samples, so that the immediate part
+of each push dominates where the delay matters. The distance that a gradient moves the weights in the long run stays
+the same, but momentum builds up more slowly. Half of the delay is a compromise: with all of it, runs of a hundred
+joint steps lag behind, and with none of it, the largest rates that BSP bears are unstable (`docs/same-accuracy.md`).
 
 **Second moments.** Adam and its relatives divide by a running mean of squared gradients. A push of a share s contains
 more noise than a joint gradient: with the signal a and the noise b of the joint gradient, its square is a^2 + b^2 /
@@ -83,6 +84,9 @@ class Fraction(NamedTuple):
         return self.step == self.weights == self.means == 1.0
 
 
+LAG = 0.5
+"""The part of the delay by which averages of the gradient lag behind, relative to one joint step."""
+
 WHOLE = Fraction(1.0, 1.0, 1.0)
 
 
@@ -130,9 +134,9 @@ def translate(standing: Standing) -> Fraction:
     It is continuous in share and delay, and grows with the share. At share 1 and delay 0, it is the whole step.
 
     >>> translate(Standing(share=0.25, delay=1.0))
-    Fraction(step=0.25, weights=0.25, means=0.125)
+    Fraction(step=0.25, weights=0.25, means=0.16666666666666666)
     >>> translate(Standing(share=1.0)).whole
     True
     """
     share = min(standing.share, 1.0)
-    return Fraction(share, share * standing.temper, share / (1.0 + standing.delay))
+    return Fraction(share, share * standing.temper, share / (1.0 + LAG * standing.delay))
