@@ -182,7 +182,10 @@ def same_accuracy(
     ] = None,
     kinds: Annotated[
         list[str] | None,
-        typer.Option("--hyperparameters", help="Only raw or translated hyper-parameters. Default: both."),
+        typer.Option(
+            "--hyperparameters",
+            help="Only raw, or translated, or 'translated without guard'. Default: the first two.",
+        ),
     ] = None,
     seeds: Annotated[int, whole_number_option("--seeds", least=1, help="Number of seeds.")] = 8,
     processes: Annotated[
@@ -215,7 +218,7 @@ def same_accuracy(
     missing result. It ends with a summary of the results.
     """
     from .catalogue import TEXT_WIDTH
-    from .same_accuracy.commands import KINDS, make_table
+    from .same_accuracy.commands import make_table
     from .same_accuracy.plan import Scope
 
     name = (
@@ -225,7 +228,7 @@ def same_accuracy(
     with interruptible("all results so far have been kept"):
         make_table(
             scope,
-            kinds or KINDS,
+            kinds or ("raw", "translated"),
             2 if quick else seeds,
             results or Path(name),
             Console(width=None if sys.stdout.isatty() else TEXT_WIDTH),

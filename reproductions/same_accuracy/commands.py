@@ -12,11 +12,9 @@ from paceline.errors import unknown_name
 
 from .plan import Scope
 from .summary import cells_of, findings, tables
-from .table import make, missing, read, tune
+from .table import KINDS, make, missing, read, tune
 
-__all__ = ["KINDS", "make_table"]
-
-KINDS = ("raw", "translated")
+__all__ = ["make_table"]
 
 
 def make_table(
@@ -34,7 +32,7 @@ def make_table(
 
     Args:
         scope: which part of the table is asked for.
-        kinds: "raw", "translated" or both.
+        kinds: some of `KINDS`.
         seeds: number of seeds.
         path: the file.
         console: where the summary is printed.

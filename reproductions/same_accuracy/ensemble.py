@@ -66,11 +66,12 @@ class Evaluation(NamedTuple):
 class Observer(Protocol):
     """Sees the gradients of all runs before their pushes are handled, and may temper each run's updates."""
 
-    def observe(self, worker: int, losses: Tensor, gradients: Tensor, weights: Tensor) -> None:
+    def observe(self, worker: int, updates: int, losses: Tensor, gradients: Tensor, weights: Tensor) -> None:
         """Take notice of a push.
 
         Args:
             worker: the worker that pushes.
+            updates: number of updates in the weights.
             losses: the loss of each run. Shape: (runs,).
             gradients: the gradient of each run. Shape: (runs, parameters).
             weights: the weights on which they were computed, of the same shape.
@@ -146,8 +147,10 @@ class _Ensemble:
         self._kinds = [self._kind(kind) for kind in dict.fromkeys(s.hyperparameters for s in settings)]
         self._present = b"\1" * len(initial[0])
         self._latest: Tensor | None = None  # a copy of the weights, unless they have changed since
-        # worker -> weights that it has pulled; its gradients, if they are computed already; its iteration
+        # worker -> weights that it has pulled; number of updates in them; its gradients if they are computed
+        # already; its iteration
         self._pulled: dict[int, Tensor] = dict.fromkeys(schedule.batches, self._copy())
+        self._versions = dict.fromkeys(schedule.batches, 0)
         self._computed: dict[int, _Computed] = {}
         self._iteration = dict.fromkeys(schedule.batches, 0)
         self._together = max(1, TOGETHER_BYTES // self._weights.nbytes)
@@ -182,7 +185,8 @@ class _Ensemble:
             self._compute(worker)
         computed = self._computed.pop(worker)
         if self._observer is not None:
-            self._observer.observe(worker, computed.losses, computed.gradients, self._pulled[worker])
+            updates, weights = self._versions[worker], self._pulled[worker]
+            self._observer.observe(worker, updates, computed.losses, computed.gradients, weights)
         batch = self._schedule.batches[worker][self._iteration[worker]]
         self._iteration[worker] += 1
         del self._pulled[worker]
@@ -205,6 +209,7 @@ class _Ensemble:
                     store.apply(update.pushes, update.scales, standing)
         elif isinstance(request, Send):
             self._pulled[request.to.index] = self._copy()
+            self._versions[request.to.index] = self._kinds[0].shard.version
             self._computed.pop(request.to.index, None)
         elif isinstance(request, Discard):
             for store in self._stores:

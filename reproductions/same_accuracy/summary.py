@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from .plan import CLUSTERS, FACTORS, MODELS, PROBLEMS
-from .table import Result, Runs
+from .table import KINDS, Result, Runs
 
 __all__ = ["BOUNDS", "GOALS", "Cell", "cells_of", "findings", "tables"]
 
@@ -46,6 +46,8 @@ class Cell(NamedTuple):
             diverged.
         within: True if `lack` is within the bounds.
         at_chance: number of runs that have learned nothing.
+        untold: number of those whose users were not told.
+        tempered: number of runs whose rate the guard has reduced.
         runs: number of runs.
         sooner: by which factor the run reaches bsp's final quality sooner than bsp; 0 if it never does.
         shorter: by which factor all epochs take less time than under bsp.
@@ -63,6 +65,8 @@ class Cell(NamedTuple):
     error: float
     within: bool
     at_chance: int
+    untold: int
+    tempered: int
     runs: int
     sooner: float
     shorter: float
@@ -97,6 +101,7 @@ def _cell(result: Result, reference: Result, runs: Runs, bsp: Runs) -> Cell:
     lack = sign * (bar - quality) / unit
     spread = stdev(lacks) if len(lacks) > 1 and math.isfinite(quality) else math.inf
     bound = BOUNDS[runs.factor][0 if measure.higher_is_better else 1]
+    lost = [sign * (value - measure.chance) <= 0 for value in finals]
     target = bar - sign * bound * unit
     soon, usual = (_reached(curve, sign, target) for curve in (runs.curve, bsp.curve))
     return Cell(
@@ -111,7 +116,9 @@ def _cell(result: Result, reference: Result, runs: Runs, bsp: Runs) -> Cell:
         lack,
         spread / math.sqrt(len(lacks)),
         lack <= bound,
-        sum(sign * (value - measure.chance) <= 0 for value in finals),
+        sum(lost),
+        sum(each and not told for each, told in zip(lost, runs.told, strict=False)),
+        runs.tempered,
         len(finals),
         0.0 if math.isinf(soon) else usual * reference.end_s / (soon * result.end_s),
         reference.end_s / result.end_s,
@@ -162,10 +169,22 @@ def findings(cells: Sequence[Cell]) -> list[str]:
         own = [cell for cell in cells if cell.hyperparameters == kind]
         lost = [cell for cell in own if cell.at_chance]
         if own:
-            found.append(
-                f"In {len(lost)} of {len(own)} {kind} cells, at least one run has learned nothing"
-                + (f" ({sum(c.at_chance for c in lost)} runs)." if lost else ".")
+            runs = sum(cell.at_chance for cell in lost)
+            words = (
+                f" ({runs} runs; the guard says nothing in {sum(c.untold for c in lost)} of them)"
+                if lost
+                else ""
             )
+            found.append(
+                f"In {len(lost)} of {len(own)} {kind} cells, at least one run has learned nothing{words}."
+            )
+    tempered = [cell for cell in cells if cell.hyperparameters == "translated" and cell.tempered]
+    if tempered:
+        runs = sum(cell.tempered for cell in tempered)
+        found.append(
+            f"The guard reduces the rate in {runs} translated runs of {len(tempered)} cells, of which "
+            f"{sum(c.within for c in tempered)} are within the bounds."
+        )
     for model in ("asp", "elastic-bsp"):
         own = [
             c
@@ -217,13 +236,14 @@ def _shares(
     """Return how many cells are within the bounds, and how many are lost: with runs that have learned nothing."""
     table = _table(f"cells within the bounds of bsp, by {heading}")
     table.add_column(heading, no_wrap=True)
-    for kind in ("raw", "translated"):
+    kinds = [kind for kind in KINDS if any(cell.hyperparameters == kind for cell in cells)]
+    for kind in kinds:
         for factor in FACTORS:
             table.add_column(f"{kind}\n{NAMES[factor]}", justify="right")
         table.add_column(f"{kind}\nlost", justify="right")
     for name in names:
         row = [name]
-        for kind in ("raw", "translated"):
+        for kind in kinds:
             own = [cell for cell in cells if name_of(cell) == name and cell.hyperparameters == kind]
             row += [_share([c for c in own if c.factor == factor]) for factor in FACTORS]
             row.append(str(sum(cell.at_chance > 0 for cell in own)) if own else "-")

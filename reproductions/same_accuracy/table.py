@@ -20,17 +20,22 @@ from paceline.cli.progress import TellShare
 from paceline.rehearsal.process_pool import on_all_cores
 
 from .ensemble import Setting, train
+from .guarding import Guards
 from .plan import COSTS_S, FACTORS, PROBLEMS, TUNING_SEEDS, Job, Scope, cluster_of, jobs
 from .problems import Problem, epochs_of
 from .schedules import Epochs, Schedule, record
 
-__all__ = ["Result", "Runs", "Tuned", "make", "missing", "read"]
+__all__ = ["KINDS", "UNGUARDED", "Result", "Runs", "Tuned", "make", "missing", "read"]
 
 EVALUATIONS = 40
 """Number of times that the quality is computed in a run."""
 
 TUNING_WORKERS = 4
 SCHEDULE_SEED = 0
+
+UNGUARDED = "translated without guard"
+KINDS = ("raw", "translated", UNGUARDED)
+"""The kinds of hyper-parameters. As in a real run, a guard tempers translated ones."""
 
 
 class Tuned(msgspec.Struct, frozen=True, tag="tuned"):
@@ -54,11 +59,15 @@ class Runs(msgspec.Struct, frozen=True, tag="runs"):
         factor: the learning rate, as a share of the best one for bsp.
         finals: final quality with each seed; None if it is not finite.
         curve: mean quality over the seeds at each evaluation; None if it is not finite.
+        told: for each seed, True if the user was told that training goes wrong.
+        tempered: number of seeds with which the guard has reduced the rate.
     """
 
     factor: float
     finals: list[float | None]
     curve: list[float | None]
+    told: list[bool] = []
+    tempered: int = 0
 
 
 class Result(msgspec.Struct, frozen=True, tag="result"):
@@ -69,7 +78,7 @@ class Result(msgspec.Struct, frozen=True, tag="result"):
         cluster: name of the cluster.
         workers: number of workers.
         model: name of the sync model.
-        hyperparameters: "raw" or "translated".
+        hyperparameters: one of `KINDS`.
         seeds: number of seeds.
         end_s: virtual time of the whole run, in seconds. Evaluations are at equal intervals.
         took_s: time that this ensemble has taken, in seconds.
@@ -97,7 +106,7 @@ class Order(msgspec.Struct, frozen=True):
 
     Attributes:
         job: the job.
-        kinds: problem -> "raw", "translated" or both.
+        kinds: problem -> some of `KINDS`.
         seeds: number of seeds.
         path: the file of results.
         epochs: number of epochs; None for those of each problem.
@@ -205,25 +214,50 @@ def tune(names: Sequence[str], path: Path, epochs: int | None) -> None:
 def _make(order: Order) -> None:
     tuned, _ = read(order.path)
     for name, kinds in order.kinds.items():
-        begun_s = time.monotonic()
         job, problem = order.job, _problem(name)
         schedule = _schedule(job.cluster, job.workers, job.sync, _epochs(problem, job.workers, order.epochs))
         rates = [factor * tuned[name].best for factor in FACTORS]
-        settings = [
-            Setting(rate, "raw" if kind == "raw" else "translated") for kind in kinds for rate in rates
+        # Runs with and without a guard belong to different ensembles.
+        for guarded in (True, False):
+            own = [kind for kind in kinds if (kind != UNGUARDED) == guarded]
+            if own:
+                _make_ensemble(order, name, schedule, own, rates, guarded=guarded)
+
+
+def _make_ensemble(
+    order: Order,
+    name: str,
+    schedule: Schedule,
+    kinds: Sequence[str],
+    rates: Sequence[float],
+    *,
+    guarded: bool,
+) -> None:
+    """Train all rates and seeds with some kinds of hyper-parameters, and append the results."""
+    begun_s, job = time.monotonic(), order.job
+    settings = [Setting(rate, "raw" if kind == "raw" else "translated") for kind in kinds for rate in rates]
+    guards = Guards(schedule, settings, order.seeds)
+    found = train(
+        _problem(name), schedule, settings, range(order.seeds), EVALUATIONS, guards if guarded else None
+    )
+    took_s = round((time.monotonic() - begun_s) / len(kinds), 2)
+    curves = np.stack([each.quality.mean(axis=1) for each in found], axis=1)
+    finals = found[-1].quality
+    told, tempered = (np.reshape(each, finals.shape) for each in (guards.told, guards.tempered))
+    for index, kind in enumerate(kinds):
+        runs = [
+            Runs(
+                factor,
+                _row(finals[row]),
+                _row(curves[row]),
+                told[row].tolist(),
+                int(tempered[row].sum()),
+            )
+            for row, factor in enumerate(FACTORS, start=index * len(FACTORS))
         ]
-        found = train(problem, schedule, settings, range(order.seeds), EVALUATIONS)
-        took_s = round((time.monotonic() - begun_s) / len(kinds), 2)
-        curves = np.stack([each.quality.mean(axis=1) for each in found], axis=1)
-        finals = found[-1].quality
-        for index, kind in enumerate(kinds):
-            runs = [
-                Runs(factor, _row(finals[row]), _row(curves[row]))
-                for row, factor in enumerate(FACTORS, start=index * len(FACTORS))
-            ]
-            end_s = round(schedule.end_s, 3)
-            result = Result(name, job.cluster, job.workers, job.model, kind, order.seeds, end_s, took_s, runs)
-            _append(order.path, result)
+        end_s = round(schedule.end_s, 3)
+        result = Result(name, job.cluster, job.workers, job.model, kind, order.seeds, end_s, took_s, runs)
+        _append(order.path, result)
 
 
 def _append(path: Path, line: Tuned | Result) -> None:

@@ -20,6 +20,7 @@ from paceline.sync.translation import Standing
 from reproductions.same_accuracy.commands import make_table
 from reproductions.same_accuracy.digits import DigitsCNN, DigitsMLP
 from reproductions.same_accuracy.ensemble import Setting, train
+from reproductions.same_accuracy.guarding import Guards
 from reproductions.same_accuracy.plan import FACTORS, PROBLEMS, Scope
 from reproductions.same_accuracy.problems import Data, Orders, Weights, epochs_of
 from reproductions.same_accuracy.quadratics import Quadratic
@@ -141,7 +142,9 @@ def test_an_observer_sees_every_gradient_and_tempers_the_updates_of_each_run() -
     class Observed:
         pushes: ClassVar[list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = []
 
-        def observe(self, worker: int, losses: Tensor, gradients: Tensor, weights: Tensor) -> None:
+        def observe(
+            self, worker: int, updates: int, losses: Tensor, gradients: Tensor, weights: Tensor
+        ) -> None:
             self.pushes.append((worker, tuple(losses.shape), tuple(gradients.shape)))
             assert gradients.shape == weights.shape
 
@@ -154,6 +157,19 @@ def test_an_observer_sees_every_gradient_and_tempers_the_updates_of_each_run() -
     assert found.quality[0, 0] < 0.99
     assert found.quality[0, 1] == pytest.approx(1.0)  # tempered down to nothing
     assert {each[1:] for each in Observed.pushes} == {((2,), (2, 4096))}
+
+
+def test_the_guard_of_each_run_speaks_and_tempers() -> None:
+    problem = DigitsMLP()
+    schedule = record(CLUSTER, "asp", epochs_of(problem, 4)._replace(epochs=3), SEED)
+    settings = [Setting(0.05, "translated"), Setting(20.0, "translated"), Setting(1e30, "raw")]
+    guards = Guards(schedule, settings, 2)
+    train(problem, schedule, settings, [0, 1], 1, guards)
+    assert guards.told == [False, False, True, True, True, True]
+    assert guards.tempered == [False, False, True, True, False, False]
+    half = Standing(0.5)
+    assert guards.standing(0, half) == half
+    assert guards.standing(2, half).temper < 1
 
 
 def test_samples_of_a_schedule_are_those_of_its_epochs() -> None:
@@ -200,7 +216,7 @@ def test_unknown_names_are_refused(arguments: Any, words: str) -> None:
 
 def test_cells_are_judged_by_the_bounds_of_their_rates() -> None:
     def result(model: str, *finals: float | None) -> Result:
-        runs = [Runs(f, [v, v], [None, v]) for f, v in zip(FACTORS, finals, strict=True)]
+        runs = [Runs(f, [v, v], [None, v], [True, False]) for f, v in zip(FACTORS, finals, strict=True)]
         return Result(
             "digits-mlp", "steady 3x", 4, model, "raw", 2, 30.0 if model == "bsp" else 10.0, 0.0, runs
         )
@@ -217,4 +233,5 @@ def test_cells_are_judged_by_the_bounds_of_their_rates() -> None:
     cells = cells_of({each.key: each for each in losses})
     assert [cell.within for cell in cells] == [True, False, False]
     assert [cell.at_chance for cell in cells] == [0, 0, 2]
+    assert [cell.untold for cell in cells] == [0, 0, 1]
     assert tables(cells)

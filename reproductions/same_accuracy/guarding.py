@@ -1,0 +1,89 @@
+"""The guard of each run of an ensemble, as in a real run (see `paceline.core.guard`).
+
+In a real run, workers report their observations to the coordinator, and its orders reach the shards a little later.
+Here, an order is in force at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from paceline.core.guard import Guard, Verdict
+from paceline.core.messages import Observation
+from paceline.sync.schedule import read_schedule
+from paceline.sync.translation import Standing
+
+from .ensemble import Setting
+from .schedules import Schedule
+
+__all__ = ["Guards"]
+
+SAMPLED = 8192
+"""Number of weights, evenly spaced, from which their norm is estimated."""
+
+
+class Guards:
+    """Observes an ensemble, and tempers its runs with translated hyper-parameters.
+
+    Args:
+        schedule: the schedule of the ensemble.
+        settings: the hyper-parameters.
+        seeds: number of seeds.
+
+    Attributes:
+        told: for each run, True if its user has been told that training goes wrong. A gradient with NaN or inf
+            counts, because by default it ends the run with an error.
+        tempered: for each run, True if its learning rate was ever reduced.
+    """
+
+    def __init__(self, schedule: Schedule, settings: Sequence[Setting], seeds: int) -> None:
+        self._sync = schedule.sync
+        self._lockstep = all(model.lockstep for model in read_schedule(schedule.sync).first)
+        self._workers = schedule.batches.keys()
+        self._guards = [
+            Guard("temper" if setting.hyperparameters == "translated" else "tell")
+            for setting in settings
+            for _ in range(seeds)
+        ]
+        self.told = [False] * len(self._guards)
+        self.tempered = [False] * len(self._guards)
+
+    def observe(self, worker: int, updates: int, losses: Tensor, gradients: Tensor, weights: Tensor) -> None:
+        """Let the guard of each run judge a push."""
+        sample = weights[:, :: -(-weights.shape[1] // SAMPLED)]
+        scale = math.sqrt(weights.shape[1] / sample.shape[1])
+        seen = zip(
+            self._guards,
+            losses.tolist(),
+            torch.linalg.vector_norm(gradients, dim=1).tolist(),
+            (torch.linalg.vector_norm(sample, dim=1) * scale).tolist(),
+            strict=True,
+        )
+        for run, (guard, loss, gradient, size) in enumerate(seen):
+            verdicts = guard.take(
+                worker,
+                Observation(updates, loss, gradient, size),
+                present=self._workers,
+                sync=self._sync,
+                lockstep=self._lockstep,
+            )
+            if verdicts:
+                self.told[run] |= any(map(_warns, verdicts))
+                self.tempered[run] |= guard.factor < 1
+            elif not math.isfinite(gradient):
+                self.told[run] = True
+
+    def standing(self, run: int, standing: Standing) -> Standing:
+        """Return the standing with the factor of the run's guard."""
+        factor = self._guards[run].factor
+        return standing if factor == 1 else msgspec.structs.replace(standing, temper=factor)
+
+
+def _warns(verdict: Verdict) -> bool:
+    """Return True if a verdict is about the training, and not about one of the workers."""
+    return not verdict.words.startswith("Worker ")
