@@ -75,6 +75,11 @@ the same c_p when the new model begins. Some models must run on all shards: `dro
 `spec-sync`, and `conditions` with `pushes=average`. `rennala` and `ringmaster` need a single shard (the default, with
 one server), because a push could otherwise be applied at one shard and dropped at another.
 
+A model decides which pushes are applied, and when. How far an update then moves the weights follows from the
+script's hyper-parameters, which by default refer to the joint batch: see
+[the guide](guide.md#what-hyper-parameters-mean). The papers apply each push with the hyper-parameters as they are.
+`--hyperparameters raw` does the same, and a model with a `push_scale` other than 1 always does.
+
 """
 
 

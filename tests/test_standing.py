@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,11 +15,13 @@ from paceline.core.standing import RAMP, WINDOW
 from paceline.errors import InvalidEventError
 from paceline.sync import SyncModel, parse
 from paceline.sync.events import (
-    AnyEvent,
     Change,
+    Clip,
     Edit,
+    MeanClipped,
     PullRequested,
     PushReceived,
+    RecordedEvent,
     Stop,
     TimerFired,
     WorkerFinished,
@@ -26,7 +29,7 @@ from paceline.sync.events import (
     WorkerLost,
 )
 from paceline.sync.translation import Standing
-from paceline.trace.recording import Header, Memory
+from paceline.trace.recording import Header, Memory, Recorder, read
 from paceline.trace.replay import replay
 
 
@@ -49,7 +52,7 @@ class Job:
         for worker in range(workers):
             self.join(worker)
 
-    def handle(self, event: AnyEvent) -> list[Apply]:
+    def handle(self, event: RecordedEvent) -> list[Apply]:
         requests = self.shard.handle(event)
         for timer in [request for request in requests if isinstance(request, Timer)]:
             requests += self.shard.handle(
@@ -154,9 +157,11 @@ def test_the_shares_of_an_epoch_add_up_to_the_joint_batches_even_if_the_last_one
 
 def test_samples_that_are_unknown_count_as_usual_ones() -> None:
     job = Job("asp", workers=4)
-    assert standing_of(job.push(0)).share == 0.25
+    assert {each.share for each in job.rounds(2, range(4)) if each is not None} == {0.25}
+    job = Job("asp", workers=4)
     job.rounds(1, range(4), 16)
     assert standing_of(job.push(3)).share == 0.25
+    assert standing_of(job.push(3, 16)).share == 0.25
 
 
 def test_a_mean_of_fewer_has_the_share_of_its_pushes() -> None:
@@ -344,6 +349,66 @@ def test_a_replay_notices_another_standing() -> None:
     other = msgspec.structs.replace(standing, delay=standing.delay * (1 + 2**-52))
     job.memory.trace.entries[-2] = msgspec.structs.replace(entry, standings=[other])
     assert len(replay(job.memory.trace)) == 1
+
+
+def test_a_mean_that_is_clipped_later_keeps_its_standing() -> None:
+    job = Job("rennala:batch=2", workers=4)
+    clip = Clip(max_norm=1.0, factor=0.5)
+    job.push(0, 32, clip=clip)
+    job.push(1, 32, clip=clip)
+    assert job.applied == []
+    (update,) = job.handle(MeanClipped(now_ticks=0, pushes=((0, 0), (1, 0)), factor=0.5))
+    assert update.scales == (0.25, 0.25)
+    assert update.standing == Standing(0.5)
+    job.require_replayable()
+
+
+def test_a_schedule_translates_the_models_that_do_not_scale_pushes() -> None:
+    job = Job("asp:push_scale=1/n", workers=2)
+    assert set(job.rounds(20, [0, 1], 32)) == {None}
+    change = Change(number=1, members=(0, 1), sync="asp")
+    for worker in (0, 1):
+        job.push(worker, 32, change=change)
+    first = standing_of(job.push(0, 32))
+    assert first.share == 0.5
+    assert first.delay == pytest.approx(0.5, abs=0.02), "raw updates are steps all the same"
+    job.require_replayable()
+
+
+def test_a_raw_trace_contains_nothing_of_translation(tmp_path: Path) -> None:
+    job = Job("asp", workers=2, translated=False)
+    job.rounds(3, [0, 1], 32)
+    recorder = Recorder.to_path(tmp_path / "trace.jsonl", job.memory.trace.header)
+    for entry in job.memory.trace.entries:
+        recorder.record(entry)
+    recorder.close()
+    text = (tmp_path / "trace.jsonl").read_text()
+    assert "standing" not in text
+    assert "hyperparameters" not in text
+
+
+def test_a_translated_trace_can_be_written_and_replayed(tmp_path: Path) -> None:
+    job = Job("drop-stragglers:quorum=2", workers=3)
+    job.rounds(3, [0, 1, 2], 32)
+    recorder = Recorder.to_path(tmp_path / "trace.jsonl", job.memory.trace.header)
+    for entry in job.memory.trace.entries:
+        recorder.record(entry)
+    recorder.close()
+    trace = read(tmp_path / "trace.jsonl")
+    assert trace.header.translated
+    assert [each for entry in trace.entries for each in entry.standings] == [
+        update.standing for update in job.applied if update.standing is not None
+    ]
+    assert replay(trace) == []
+
+
+def test_a_join_that_is_tried_again_leaves_no_trace() -> None:
+    job = Job("asp", workers=2)
+    job.rounds(5, [0, 1], 32)
+    for _ in range(3):
+        job.join(2, count=5, pulls=True)
+        job.handle(WorkerLost(now_ticks=0, worker=2))
+    assert standing_of(job.push(0, 32)).share == 0.5
 
 
 def test_a_refused_event_changes_no_standing() -> None:

@@ -1,9 +1,8 @@
 """Computes the standing of each update at a shard, for translated hyper-parameters (see `paceline.sync.translation`).
 
-**Share.** The *usual samples* of a worker are a running mean of the samples in its pushes. The joint batch consists
-of the usual samples of all live workers. So over an epoch, the shares of all updates add up to the number of joint
-batches, also if the last batches are smaller. An update with a push of every live worker is a whole joint step, as in
-one process, whatever the sizes of its batches. If the samples of a push are unknown, pushes are counted instead.
+**Share.** The joint batch consists of the usual samples of all live workers (`core/joint_batch.py`). So over an
+epoch, the shares of all updates add up to the number of joint batches, also if the last batches are smaller. An
+update with a push of every live worker is a whole joint step, as in one process, whatever the sizes of its batches.
 Samples of a worker that has left are taken out of the joint batch in `RAMP` joint steps. So at the end of a run, the
 last pushes, whose workers are alone by then, do not suddenly take whole steps.
 
@@ -26,23 +25,18 @@ from collections.abc import Sequence
 from ..sync import SyncModel
 from ..sync.events import AnyEvent, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
 from ..sync.translation import Standing
+from .joint_batch import JointBatch
 
 __all__ = ["StandingEstimator"]
 
 Key = tuple[int, int]
 """A push: (worker, iteration)."""
 
-PUSHES = 8
-"""Number of a worker's pushes over which its samples are averaged."""
-
 WINDOW = 16.0
 """Number of joint steps over which delays are averaged: enough for several pushes of a slow worker."""
 
 RAMP = 2.0
 """Number of joint steps in which the reported delay follows the estimate, and a worker that has left is forgotten."""
-
-NEGLIGIBLE = 0.001
-"""Part of the joint batch below which the samples of workers that have left are forgotten."""
 
 
 class StandingEstimator:
@@ -56,15 +50,12 @@ class StandingEstimator:
     def __init__(self) -> None:
         self.temper = 1.0
         self.joint_steps = 0.0
-        self._usual: dict[
-            int, tuple[float, int]
-        ] = {}  # live worker -> mean samples of a push, number of pushes
+        self._batch = JointBatch()
         self._pulled: dict[int, float] = {}  # live worker -> joint steps in the worker's weights
         # push that is neither applied nor dropped yet -> joint steps in the weights that it was computed on, samples;
         # 0 samples for a push without a gradient
-        self._pushes: dict[Key, tuple[float, int | None]] = {}
+        self._pushes: dict[Key, tuple[float, float]] = {}
         self._dropped = 0.0  # shares of the pushes that were dropped since the last update
-        self._left = 0.0  # usual samples of workers that have left, as far as they still count
         self._model: SyncModel | None = None  # the model of the last update
         self._mean: float | None = None  # mean delay; None if it must be predicted
         self._delay: float | None = None  # the delay that is reported; None before the first update
@@ -72,21 +63,16 @@ class StandingEstimator:
     def note(self, event: AnyEvent) -> None:
         """Record an event that the model has accepted. Call this before recording the resulting actions."""
         if type(event) is PushReceived:
-            samples = 0 if event.empty or event.edit is not None else event.samples
+            has_gradient = not event.empty and event.edit is None
+            samples = self._batch.push(event.worker, event.samples) if has_gradient else 0.0
             self._pushes[event.worker, event.iteration] = self._pulled[event.worker], samples
-            if event.samples:
-                usual, count = self._usual[event.worker]
-                count = min(count + 1, PUSHES)
-                self._usual[event.worker] = usual + (event.samples - usual) / count, count
         elif type(event) is WorkerJoined:
             self._pulled[event.worker] = self.joint_steps
-            self._usual[event.worker] = 0.0, 0
+            self._batch.join(event.worker)
             self._mean = None
         elif type(event) is WorkerLost or type(event) is WorkerFinished:
             del self._pulled[event.worker]
-            typical = self._typical()
-            usual, count = self._usual.pop(event.worker)
-            self._left += usual if count else typical
+            self._batch.leave(event.worker)
             self._mean = None
 
     def answered(self, worker: int) -> None:
@@ -100,7 +86,7 @@ class StandingEstimator:
             push: the push.
             counts: True if the next update makes up for the push, unless it has no gradient.
         """
-        if counts and self._pushes[push][1] != 0:
+        if counts and self._pushes[push][1]:
             self._dropped += self._share([push])
         del self._pushes[push]
 
@@ -110,7 +96,7 @@ class StandingEstimator:
         self._dropped = 0.0
         observed = sum(self.joint_steps - self._pushes.pop(push)[0] for push in pushes) / len(pushes)
         self.joint_steps += share
-        self._left *= 1.0 - share / RAMP
+        self._batch.forget(share / RAMP)
         if self._mean is None or model is not self._model:
             single = len(pushes) == 1 and not model.fresh
             self._mean, self._model = self._predicted() if single else observed, model
@@ -121,21 +107,9 @@ class StandingEstimator:
         return Standing(share, 0.0 if model.lockstep else self._delay, self.temper)
 
     def _share(self, pushes: Sequence[Key]) -> float:
-        """Return the part of a joint batch that some pushes contain; at most 1."""
-        typical = self._typical()
-        joint = sum(usual if count else typical for usual, count in self._usual.values())
-        if self._left < joint * NEGLIGIBLE:
-            self._left = 0.0
-        samples = sum(self._pushes[push][1] or typical for push in pushes)
-        if {worker for worker, _ in pushes} >= self._usual.keys():
-            samples = max(samples, joint)
-        return min(samples / (joint + self._left), 1.0)
-
-    def _typical(self) -> float:
-        """Return the mean of the workers' usual samples. If they are unknown, pushes are counted as one sample."""
-        known = [usual for usual, count in self._usual.values() if count]
-        return sum(known) / len(known) if known else 1.0
+        """Return the part of a joint batch that some pushes contain."""
+        return self._batch.share({worker for worker, _ in pushes}, (self._pushes[push][1] for push in pushes))
 
     def _predicted(self) -> float:
         """Return the mean delay of pushes that are applied on arrival."""
-        return 1.0 - 1.0 / len(self._usual) if self._usual else 0.0
+        return 1.0 - 1.0 / self._batch.workers if self._batch.workers else 0.0

@@ -4,8 +4,8 @@ Reference: Dean et al., "Large scale distributed deep networks", 2012; FluentPS,
 Admission: Every pull is answered on arrival.
 State: c_p only.
 Guarantee: No worker ever waits. Staleness is not bounded.
-Use: When workers run at different speeds and training tolerates staleness. Use a smaller learning rate
-than under BSP, or no momentum.
+Use: When workers run at different speeds and training tolerates staleness. With raw hyper-parameters, use a
+smaller learning rate than under BSP, or no momentum.
 Deviations: Each push is applied at scale 1, as in the ASP of the ElasticBSP and SpecSync papers. FluentPS divides
 each gradient by the number of workers (Algorithm 1, line 15); `push_scale="1/n"` does the same. With "1/tau" or
 "n/tau", outdated gradients count less.
