@@ -65,6 +65,8 @@ class Guards:
             strict=True,
         )
         for run, (guard, loss, gradient, size) in enumerate(seen):
+            if self.told[run] and (guard.mode == "tell" or not math.isfinite(gradient)):
+                continue  # nothing new can follow
             verdicts = guard.take(
                 worker,
                 Observation(updates, loss, gradient, size),

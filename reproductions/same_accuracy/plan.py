@@ -86,13 +86,13 @@ def covered(problem: str, cluster: str, workers: int, model: str) -> bool:
 
 
 COSTS_S = {
-    "digits-mlp": (1.0, 0.3),
-    "digits-cnn": (15.0, 0.3),
-    "text-gpt": (400.0, 6.0),
-    "ratings": (2.0, 0.75),
-    "quadratic-8": (0.5, 0.2),
-    "quadratic-64": (0.5, 0.2),
-    "quadratic-256": (0.5, 0.2),
+    "digits-mlp": (1.0, 0.45),
+    "digits-cnn": (15.0, 0.45),
+    "text-gpt": (370.0, 12.0),
+    "ratings": (2.0, 1.1),
+    "quadratic-8": (0.5, 0.35),
+    "quadratic-64": (0.5, 0.35),
+    "quadratic-256": (0.5, 0.35),
 }
 """Problem -> approximate time for 48 runs on one core, in seconds, and what each worker adds."""
 
