@@ -40,7 +40,7 @@ class Bowl(nn.Module):
         return 0.5 * self.place.square().sum()
 
 
-def train(steps, rate, begin, later, poisoned=None):
+def train(steps, rate, begin, later, poisoned=None, every=1):
     bowl = Bowl()
     optimizer = paceline.DistributedOptimizer(torch.optim.SGD(bowl.parameters(), lr=rate))
     for step in range(steps):
@@ -50,7 +50,7 @@ def train(steps, rate, begin, later, poisoned=None):
         def closure():
             optimizer.zero_grad()
             loss = bowl()
-            if paceline.worker_index() == poisoned and step >= begin:
+            if paceline.worker_index() == poisoned and step >= begin and step % every == 0:
                 loss = loss * math.nan
             loss.backward()
             return loss
@@ -64,7 +64,11 @@ LIVE: dict[str, Any] = {"workers": 3, "servers": 2, "pace": [0.003] * 3, "progre
 
 @pytest.fixture
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """The training function: train(steps, rate, step at which the rate changes, later rate, worker with NaN)."""
+    """The training function.
+
+    Its arguments are the number of steps, the rate, the step at which everything changes, the later rate, the worker
+    with NaN, and how often it has it.
+    """
     (tmp_path / "bowl.py").write_text(BOWL)
     monkeypatch.syspath_prepend(str(tmp_path))
     function: Callable[..., None] = importlib.import_module("bowl").train
@@ -151,6 +155,15 @@ def test_a_simulated_worker_that_keeps_sending_nan_is_taken_out(
     assert all(iterations[worker] == 60 for worker in (0, 1, 3))
     assert result.state_dict is not None
     assert result.state_dict["place"].norm() < 0.1
+
+
+@pytest.mark.parametrize("guard", ["off", "tell"])
+def test_a_simulated_worker_that_sends_nan_now_and_then_is_not_taken_out(
+    train: Callable[..., None], guard: str
+) -> None:
+    result = simulated(train, 60, 0.1, 0, 0.1, 2, 2, on_nan="skip", guard=guard)
+    assert not result.findings
+    assert result.measures.iterations[2] == 60
 
 
 def test_nan_stops_a_guarded_simulation_before_its_worker_fails(train: Callable[..., None]) -> None:

@@ -29,6 +29,13 @@ CALLS_AGAIN = "import paceline.errors\n" + ENDLESS_SCRIPT.replace(
                 pass""",
 )
 
+NAN_SCRIPT = ENDLESS_SCRIPT.replace(
+    "        optimizer.step()",
+    """        if sys.argv[2:] == ["0.001", "nan"]:
+            model[0].weight.grad[0, 0] = float("nan")
+        optimizer.step()""",
+)
+
 
 @pytest.mark.usefixtures("machines_alone")
 @pytest.mark.skipif(bool(why_not()), reason=f"creating network namespaces needs {why_not()}")
@@ -148,6 +155,22 @@ def assert_nothing_late_was_applied(worker: int) -> None:
         assert present or not isinstance(event, PushReceived) or event.worker != worker
     assert joins == 2
     assert replay(trace) == []
+
+
+def test_a_worker_that_keeps_sending_nan_does_not_join_again(mark: str) -> None:
+    served = Served("--workers", "1:2", "--sync", "asp", "--on-nan", "skip")
+    Path("train.py").write_text(NAN_SCRIPT)
+    stays, leaves = served.join("1000000"), served.join("1000000", "0.001", "nan")
+    code, _, stderr = output(leaves)
+    enough()
+    stayed = output(stays)
+    summary = served.summary()
+
+    assert (stayed[0], code) == (0, 1), (stayed, stderr)
+    assert "was taken out of the run: Worker" in stderr
+    assert "has sent NaN or inf 10 times in a row" in stderr
+    assert "joining again" not in stderr
+    assert len(summary["lost_workers"]) == 1  # type: ignore[arg-type]
 
 
 def test_a_worker_that_was_stopped_joins_again(mark: str) -> None:

@@ -198,7 +198,7 @@ class Course:
         figures = f"{begun.loss:.3g} at the beginning, {self._lowest:.3g} at best, and is {self._level:.3g}"
         if _stays_above(top, losses):
             return Symptom("loss", f"the loss grows: it was {figures}")
-        moved = lost and max(self._weights) >= MOVED * min(self._weights)
+        moved = lost and self._weights[-1] >= MOVED * min(self._weights)
         if (moved and _stays_above(back, losses)) or self._relapsed >= LASTING:
             return Symptom("loss", f"what was learned is lost: the loss was {figures}")
         return None

@@ -151,12 +151,14 @@ class Guard:
         advice = LOCKSTEP if lockstep else RELAXED
         if seen.weights is not None and not math.isfinite(seen.weights):
             return self._certain("weights", f"The weights contain NaN or inf ({where}).", advice)
+        if seen.gradient is None:
+            return []
         key = worker, seen.set_index
-        if seen.gradient is not None and not math.isfinite(seen.gradient):
+        if not math.isfinite(seen.gradient):
             self._nan[key] = self._nan.get(key, 0) + 1
             return self._of_nan(worker, seen, present, where, advice)
         self._nan.pop(key, None)
-        if self.mode == "off" or seen.gradient is None:
+        if self.mode == "off":
             return []
         verdicts = self._of_worker(worker, seen, where)
         course = self._courses.setdefault(seen.set_index, Course())

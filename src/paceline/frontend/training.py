@@ -86,6 +86,8 @@ class WorkerTraining:
         self._session = session
         self._said_unabortable = False
         self._inside = ""  # the context that the script is in: `EVALUATING`, `EDITING` or ""
+        # The sets whose last push had NaN in its gradient. The guard of the run must learn of the next one, too.
+        self._had_nan: set[int] = set()
         self.stale: set[int] = set()
         self.graph_begun = False
         trained = Trained.of(sets)
@@ -310,10 +312,13 @@ class WorkerTraining:
         empty = leave_out_gradient
         norm, name = (None, None) if empty else self._gradients.norm(selected)
         observed = None
-        if session.observes or name is not None:
+        if session.observes or name is not None or set_index in self._had_nan:
             weights = sampled_norm(of_set(session.weights, selected).values())
             observed = Observation(session.updates, loss, norm, weights, name or "", set_index)
-        if name is not None:
+        if name is None:
+            self._had_nan.discard(set_index)
+        else:
+            self._had_nan.add(set_index)
             error = NonFiniteGradientError(session.worker, session.iteration, name)
             if not session.skips_nan:
                 assert observed is not None

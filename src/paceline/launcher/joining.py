@@ -369,7 +369,7 @@ class Agent:
         self._reported: set[int] = set()  # workers whose end has been reported
         # worker that was taken out of the run -> time from which its process has been running again; inf while not
         self._taken_out: dict[int, float] = {}
-        self._excluded: dict[int, str] = {}  # worker that was taken out for good -> the reason
+        self._excluded: set[int] = set()  # workers that were taken out for good
         # (time at which a worker asks to join again, its index), sorted
         self._due: list[tuple[float, int]] = []
         self._asked: int | None = None  # the worker that has asked, until it has been answered
@@ -435,9 +435,6 @@ class Agent:
             raise self._cut_off
         if self._failure:
             raise RunFailedError("the run", self._failure)
-        if self._excluded and not engine.finished:
-            worker, reason = next(iter(self._excluded.items()))
-            raise RunFailedError(f"worker {worker}", f"it was taken out of the run: {reason}")
 
     @property
     def _busy(self) -> bool:
@@ -477,7 +474,7 @@ class Agent:
             self._reported.discard(worker)
             self._running.pop(worker, None)
             self._taken_out.pop(worker, None)
-            self._excluded.pop(worker, None)
+            self._excluded.discard(worker)
             self._engine.start_worker(worker, HostMachine(), self._arguments, self._payload, incarnation)
         print_sentence(self._console, f"joined as {_listed('worker', workers)}")
 
@@ -517,7 +514,7 @@ class Agent:
                     ):
                         self._taken_out[worker] = math.inf
                         if for_good:
-                            self._excluded[worker] = reason
+                            self._excluded.add(worker)
                         print_sentence(
                             self._console,
                             f"worker {worker} was taken out of the run: {reason}",
