@@ -123,8 +123,8 @@ def test_a_healthy_run_is_the_same_with_and_without_a_guard(train: Callable[...,
 
 
 def test_raw_runs_send_nothing_to_the_guard(train: Callable[..., None]) -> None:
-    quiet = simulated(train, 30, 0.1, 0, 0.1)
-    observed = simulated(train, 30, 0.1, 0, 0.1, guard="tell")
+    quiet = simulated(train, 30, 0.1, 0, 0.1, hyperparameters="raw")
+    observed = simulated(train, 30, 0.1, 0, 0.1, hyperparameters="raw", guard="tell")
     assert quiet.bytes_by_kind["control"] < observed.bytes_by_kind["control"]
     assert quiet.measures == observed.measures
 

@@ -72,8 +72,14 @@ class _Listener(logging.Handler):
         self.heard.append(record.getMessage())
 
 
-def judge(scenario: Scenario, seed: int) -> Judged:
-    """Run a scenario."""
+def judge(scenario: Scenario, seed: int, hyperparameters: str = "raw") -> Judged:
+    """Run a scenario.
+
+    Args:
+        scenario: the scenario.
+        seed: seed of the run.
+        hyperparameters: see `paceline.launch`. Default: "raw", with which each rate is what a scenario says.
+    """
     measured: Measured = []
     listener, log = _Listener(), logging.getLogger("paceline.sim")
     propagates, log.propagate = log.propagate, False
@@ -89,6 +95,7 @@ def judge(scenario: Scenario, seed: int) -> Judged:
             train_fn=scenario.train,
             args=(seed, measured),
             guard="tell",
+            hyperparameters=hyperparameters,
             on_nan=scenario.on_nan,
         )
     except RunFailedError:

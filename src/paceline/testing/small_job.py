@@ -169,6 +169,7 @@ class SmallJob:
         watch: True to check at each shard which workers wait and which model is in force.
         clips: True if all scripts clip the gradient that is applied.
         edits: the iterations in which all scripts edit the weights, instead of computing gradients.
+        tempered: True if the guard of the run changes the learning rate once, which each shard learns at any time.
     """
 
     def __init__(
@@ -192,6 +193,7 @@ class SmallJob:
         watch: bool = True,
         clips: bool = False,
         edits: Sequence[int] = (),
+        tempered: bool = False,
     ) -> None:
         self.now_ticks = 0
         self._agree = agree
@@ -222,6 +224,7 @@ class SmallJob:
             and not self._settles
             and not clips
             and not edits
+            and not tempered
             and all(
                 len(set(step)) == 1 and getattr(step[0], "draws", "shared") == "shared" for step in all_models
             )
@@ -234,6 +237,7 @@ class SmallJob:
             and not self._settles
             and not clips
             and not edits
+            and not tempered
             and not any(
                 hasattr(model, "draws") or (isinstance(model, ElasticBSP) and not any_plan)
                 for step in all_models
@@ -276,10 +280,15 @@ class SmallJob:
         views = tuple(WorkerView("live" if w < workers else "unknown") for w in everybody)
         computing = WorkerState("computing", self._workers.add(first))
         absent = WorkerState("absent", self._workers.add(newcomer))
+        replies = (messages.RateTempered(0.5),) if tempered else ()
         state = State(
             workers=tuple(self._worker_pool(computing if w < workers else absent) for w in everybody),
             servers=tuple(
-                self._server_pool(ServerState(self._servers.add(core), ShardView(model, BSP(), views), empty))
+                self._server_pool(
+                    ServerState(
+                        self._servers.add(core), ShardView(model, BSP(), views), empty, replies=replies
+                    )
+                )
                 for core, model in zip(servers, models, strict=True)
             ),
             coordinator=self._coordinator_pool(CoordinatorState(self._coordinators.add(chief), empty)),
