@@ -262,6 +262,18 @@ def unequal(as_json: AsJson = False) -> None:
     _show(rows, [benchmark.table(rows)], as_json=as_json)
 
 
+@app.command("auto")
+def auto(as_json: AsJson = False) -> None:
+    """Compare --sync auto with every fixed choice on 60 simulated clusters.
+
+    Also checks the results against this project's goals. Takes about 6 minutes.
+    """
+    from . import auto as benchmark
+
+    report = _measured(benchmark.estimate_s(), benchmark.measure)
+    _show(report, benchmark.tables(report), as_json=as_json)
+
+
 @app.command("data")
 def data(as_json: AsJson = False) -> None:
     """Measure what it costs to hand out data: the time per batch, and the coordinator's load with 1,000 workers.

@@ -23,6 +23,7 @@ OPTIONS = {
     "simulator": {"--json"},
     "guard": {"--json"},
     "unequal": {"--json"},
+    "auto": {"--json"},
     "data": {"--json"},
     "coordinator": {"--json"},
     "startup": {"--json"},

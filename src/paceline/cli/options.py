@@ -54,7 +54,8 @@ Sync = Annotated[
         metavar="NAME:KEY=VALUE,...",
         help="Synchronization model: bsp, asp, ssp:staleness=3, elastic-bsp:lookahead=15, ... "
         "([bold]paceline sync[/] lists all). 'bsp|asp' uses bsp for shard 0 and asp for shard 1. "
-        "'bsp@0,elastic-bsp@epoch:5' switches to elastic-bsp at epoch 5; @100 means iteration 100.",
+        "'bsp@0,elastic-bsp@epoch:5' switches to elastic-bsp at epoch 5; @100 means iteration 100. 'auto' begins "
+        "with bsp and balanced batches, and changes to another model if that saves 10 % of the time per epoch.",
         rich_help_panel="Run",
     ),
 ]

@@ -40,11 +40,12 @@ from ..sync.events import (
     WorkerJoined,
     WorkerLost,
 )
-from ..sync.notation import notation, parse_shards
+from ..sync.notation import notation, parse_shards, require_shards
 from ..sync.schedule import Schedule
 from ..sync.ticks import TICKS_PER_S
 from . import messages
 from .agreement import Agreement
+from .auto import Auto, Prospect
 from .collectives import Collectives, combine
 from .data_ledger import DataLedger
 from .entry import Entry, EntryRecorder
@@ -55,7 +56,7 @@ from .job_sync import JobSync
 from .joining import Join
 from .joint_norms import JointNorms
 from .layout import ShardSlice
-from .lease import PackedPushed
+from .lease import Order, PackedPushed
 from .loop_positions import LoopPositions
 from .losses import Loss
 from .main_worker import MainWorker
@@ -85,6 +86,7 @@ from .messages import (
     Message,
     ModelDescribed,
     ModelRequested,
+    PacesObserved,
     Paused,
     PlanPublished,
     PullAllowed,
@@ -107,7 +109,7 @@ from .messages import (
     WorkerWelcomed,
 )
 from .model_spec import ModelSpec, first_difference, require_extension
-from .requests import Fail, Peer, Request, Send, TakeOut, Timer, Warn, server_peer, worker_peer
+from .requests import Fail, Peer, Rehearse, Request, Send, TakeOut, Timer, Warn, server_peer, worker_peer
 from .time_spent import TimeLedger, TimeSpent
 
 __all__ = ["Coordinator", "fault_report"]
@@ -137,6 +139,7 @@ class Coordinator:
         shortage: function of the model and the number of workers. It returns the reason why the run cannot start on
             this machine, or "" if the run can start.
         recorder: receives each event for the sync model, and the resulting actions; None to record nothing.
+        relaxes: False if `auto` chooses no model with stale gradients, because hyper-parameters are not translated.
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
         guard: judges what the workers report of their pushes. Default: one that says only what is always said.
 
@@ -162,6 +165,7 @@ class Coordinator:
         collectives: the barrier, the reduction or the extension in which workers wait.
         time_ledger: what the workers have spent their time on.
         guard: judges what the workers report of their pushes.
+        auto: chooses the sync models of the run; None if the user has chosen them.
     """
 
     def __init__(
@@ -181,6 +185,7 @@ class Coordinator:
         pause_below: int = 0,
         shortage: Callable[[ModelSpec, int], str] = lambda model, workers: "",
         recorder: EntryRecorder | None = None,
+        relaxes: bool = True,
         ticks_per_s: int = TICKS_PER_S,
         guard: Guard | None = None,
     ) -> None:
@@ -204,6 +209,9 @@ class Coordinator:
         self.collectives = Collectives(self._extend)
         self.time_ledger = TimeLedger()
         self.guard = guard or Guard()
+        self.auto = Auto(self._may_use, stale=relaxes) if schedule.auto else None
+        # loader -> the last epoch that a worker has begun, if there is `auto`
+        self._begun: dict[str, int] = {}
         self._loops = LoopPositions()
         self._workers = workers
         self._servers = servers
@@ -556,6 +564,9 @@ class Coordinator:
                 if self._join is None:
                     return []
                 return self._join.offered(sender.index, message, self._sync.next_superstep)
+            case PacesObserved() if self.auto is not None:
+                situation = self.auto.observe(message, self.members.present)
+                return [] if situation is None else [Rehearse(situation)]
             case WorkerWelcomed():
                 return self._welcome(sender.index, message, now_ticks)
             case PushesReported():
@@ -626,6 +637,7 @@ class Coordinator:
                         for worker in models
                         if worker in self.members.incarnations
                     ),
+                    self.auto is not None,
                 ),
             )
             for server in servers
@@ -860,6 +872,7 @@ class Coordinator:
             # An equal split is made once for each epoch, so it must include those with whom training begins.
             self._early[worker, message.loader] = message
             return []
+        changes = [] if self.auto is None else self._begin_epoch(worker, message, now_ticks)
         try:
             grant = self.data.request(
                 worker,
@@ -879,7 +892,7 @@ class Coordinator:
         except ConfigurationError as error:
             return self._refuse([worker], str(error), f"worker {worker}")
         granted = DataGranted(message.loader, message.epoch, grant.leases, grant.last)
-        return [Send(worker_peer(worker), granted)]
+        return [*changes, Send(worker_peer(worker), granted)]
 
     def _hand_out_early(self, now_ticks: int) -> list[Request]:
         """Answer the requests for data that have arrived too early, once the run has enough workers to begin."""
@@ -911,6 +924,8 @@ class Coordinator:
         for observed in message.observed:
             if worker not in self.members.present:
                 break
+            if self.auto is not None:
+                self.auto.hear(observed)
             verdicts = self.guard.take(
                 worker,
                 observed,
@@ -987,6 +1002,61 @@ class Coordinator:
                 source=message.source,
                 number=message.number,
                 sync=message.sync,
+            )
+        )
+
+    def _may_use(self, sync: str) -> bool:
+        """Return True if the run can change to a sync model."""
+        try:
+            models = self._read_sync(sync)
+            require_shards(models, self._shards)
+            for model in models:
+                model.require_runnable(len(self.members.present))
+        except ConfigurationError:
+            return False
+        return True
+
+    def rehearsed(self, prospects: Sequence[Prospect], now_ticks: int) -> list[Request]:
+        """Take the results of a simulation that was requested with `Rehearse`.
+
+        They take effect with the next epoch or, if the script distributes no loader, at once.
+        """
+        if self.auto is None:
+            return []
+        self.auto.rehearsed(prospects)
+        return [] if self.auto.has_epochs else self._choose(self.auto.periods, None, now_ticks)
+
+    def _begin_epoch(self, worker: int, message: DataRequested, now_ticks: int) -> list[Request]:
+        """Let `auto` choose the model if a worker is the first to begin an epoch of the loader that matters."""
+        assert self.auto is not None
+        self.auto.time(worker, message.times)
+        if message.epoch <= self._begun.get(message.name, -1):
+            return []
+        self._begun[message.name] = message.epoch
+        used = {name: counts.used for name, counts in self.data.counts().items()}
+        if any(count > used.get(message.name, 0) for count in used.values()):
+            return []
+        return self._choose(message.epoch, message.order, now_ticks)
+
+    def _choose(self, epoch: int, order: Order | None, now_ticks: int) -> list[Request]:
+        """Let `auto` choose the model, unless a change or a join is in progress. The choice becomes an event."""
+        assert self.auto is not None
+        if (
+            self._sync.changing
+            or self._join is not None
+            or (self.model is not None and not self.members.present)
+        ):
+            return []
+        choice = self.auto.begin(epoch, order)
+        if choice is None:
+            return []
+        return self.take(
+            SyncRequested(
+                now_ticks=now_ticks,
+                worker=min(self.members.present),
+                source="auto",
+                number=len(self.auto.choices) - 1,
+                sync=choice.after,
             )
         )
 

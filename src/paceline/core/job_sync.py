@@ -57,7 +57,11 @@ class JobSync:
         self._ticks_per_s = ticks_per_s
         self._machine: JobMachine | None = self._new_machine(sync)
         self._order = ReportOrder()
-        self._seen = {"schedule": -1, "script": -1}  # source -> number of the last request from this source
+        self._seen = {
+            "schedule": -1,
+            "script": -1,
+            "auto": -1,
+        }  # source -> number of the last request from this source
         self._requested: deque[str] = deque()  # requested models that are not published yet
         self._change: Change | None = None  # the change in progress
         self._certain = False  # True once every shard is known to have made the change

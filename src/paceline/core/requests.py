@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from ..sync.translation import Standing
+from .auto import Situation
 from .messages import MeanMeasured, Message
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Peer",
     "Preserve",
     "Proceed",
+    "Rehearse",
     "Request",
     "Send",
     "TakeOut",
@@ -173,6 +175,15 @@ class Abort(msgspec.Struct, frozen=True, gc=False):
     iteration: int
 
 
+class Rehearse(msgspec.Struct, frozen=True, gc=False):
+    """Simulate a run under several sync models, then call `Coordinator.rehearsed` with the results.
+
+    In a live run, this happens beside the run, which goes on meanwhile.
+    """
+
+    situation: Situation
+
+
 class Warn(msgspec.Struct, frozen=True, gc=False):
     """Report a problem that does not end the run."""
 
@@ -206,5 +217,17 @@ class Fail(msgspec.Struct, frozen=True, gc=False):
 
 
 Request = (
-    Send | Timer | Apply | Measure | Overwrite | Discard | Preserve | Proceed | Abort | Warn | TakeOut | Fail
+    Send
+    | Timer
+    | Apply
+    | Measure
+    | Overwrite
+    | Discard
+    | Preserve
+    | Proceed
+    | Abort
+    | Rehearse
+    | Warn
+    | TakeOut
+    | Fail
 )

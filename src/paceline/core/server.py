@@ -59,6 +59,7 @@ from .messages import (
     Waits,
     WorkerWelcomed,
 )
+from .paces import PaceMeter
 from .requests import COORDINATOR, Peer, Request, Send, Timer, worker_peer
 from .shard import Shard
 
@@ -111,6 +112,8 @@ class Server:
         self._to_begin: set[int] = set()  # shards that wait for initial weights
         # connected worker -> number of the extension for which it has memory
         self._connected: dict[int, int] = {}
+        self._observes = False  # True if the coordinator needs to know how fast the workers are
+        self._paces: PaceMeter | None = None  # at the server of shard 0, if so
         self._fetches: list[FetchSnapshot] = []  # the coordinator's requests that are not answered yet
         self._proposed: JoinProposed | None = None  # the worker that is about to join, until it is answered
         # lost workers of which a shard holds a push, until the loss is settled
@@ -278,6 +281,7 @@ class Server:
 
     def _create(self, message: CreateShards) -> list[Request]:
         self.expected = set(message.workers)
+        self._observes = message.observes
         self._incarnations.update(message.incarnations)
         self.initializer = message.initializer
         self._models = tuple(parse_shards(message.sync))
@@ -298,6 +302,8 @@ class Server:
         if index in self.shards:
             return self._report_if_ready()
         recorder = self._recorder_of(index)
+        if self._observes and index == 0:
+            recorder = self._paces = PaceMeter(recorder, self._ticks_per_s)
         shard = self.shards[index] = Shard(
             index,
             self._models,
@@ -373,6 +379,8 @@ class Server:
                 edit=commit.edit,
             )
         )
+        if self._paces is not None and commit.shard == 0 and (report := self._paces.report()) is not None:
+            requests.append(Send(COORDINATOR, report))
         if commit.drawn:
             self._drawn.setdefault(worker, {})[commit.shard] = commit.drawn
         if commit.pulls:

@@ -416,8 +416,13 @@ class Worker:
         """Handle the script's request to change all shards, or one shard, to another sync model.
 
         Raises:
-            ConfigurationError: the job cannot use this model.
+            ConfigurationError: the job cannot use this model, or chooses its models itself.
         """
+        if self._schedule.auto:
+            raise ConfigurationError(
+                f"the script requests the sync model {notation(models)}, but this run chooses its sync models itself "
+                "(--sync auto). Remove the call of paceline.set_sync, or start the run with another --sync."
+            )
         if shard is not None:
             if not 0 <= shard < self._shards or len(models) != 1:
                 raise ConfigurationError(

@@ -19,6 +19,7 @@ from ..core.lease import BatchSizing, Split
 from ..core.messages import Combined, LoopPosition, Observation
 from ..core.model_spec import BufferSpec, ModelSpec
 from ..core.requests import Request
+from ..errors import ConfigurationError
 from ..shard.vectors import Vectors
 from ..sync import SyncModel
 from ..sync.events import Clip
@@ -420,7 +421,11 @@ def set_sync(sync: str | SyncModel | Sequence[SyncModel], *, shard: int | None =
         >>> import paceline
         >>> paceline.set_sync("elastic-bsp:lookahead=15")
     """
-    read_schedule(sync)
+    if read_schedule(sync).auto:
+        raise ConfigurationError(
+            "sync is 'auto', which chooses the models of a whole run: start the run with --sync auto. set_sync() "
+            "needs a model, for example 'elastic-bsp:lookahead=15'."
+        )
     session = current()
     if session is not None:
         session.request_sync(sync, shard)

@@ -162,6 +162,7 @@ def summarize(
                 program=program,
                 # Machines that have joined the run keep the records of their workers.
                 run_dir=None if job.joined else job.run_dir,
+                auto=job.schedule.auto,
             )
             pushes = figures.pop("pushes")
             spent = coordinator.core.time_ledger.totals(job.now_ticks())
@@ -188,6 +189,11 @@ def summarize(
         "divisible": _handout(coordinator.core.data, asked=job.batch == "balanced").divisible,
         "imports": folders_of([*job.imports, *modules_of_models(job.schedule.models)]),
         **epochs,
+        **(
+            {}
+            if coordinator.core.auto is None
+            else {"choices": list(map(str, coordinator.core.auto.choices))}
+        ),
         "emulated": job.emulated,
         "main_worker": coordinator.core.main.worker,
         "left": coordinator.core.members.left,

@@ -36,6 +36,7 @@ from .local import LocalEngine, Placement
 from .orders import payload_of_server
 from .output import print_sentence
 from .progress import Progress
+from .rehearsal import Rehearsals
 from .results import RunResult, save_weights, summarize, write_summary
 from .sampling import Keeper, Sampler
 from .starting import Starter
@@ -114,10 +115,11 @@ def start(
         terminal or contextlib.nullcontext(),
         starter or Starter(placement.prefixes()) as starter,
         listener or contextlib.nullcontext(),
+        Rehearsals() as rehearsals,
     ):
         run = LiveRun(
             job,
-            CoordinatorHost(job, source, address),
+            CoordinatorHost(job, source, address, rehearsals),
             placement,
             starter,
             console,
@@ -199,6 +201,8 @@ class LiveRun:
         self._notes: list[str] = []
         self._program: list[str] = []  # what each worker runs; see `Order`
         self._main = 0  # the main worker that the user knows of
+        self._hindered = False  # True once the user knows why batches are not balanced
+        self._chosen = 0  # number of choices of `--sync auto` that the user knows of
         self._departures: tuple[Departure, ...] = ()  # of workers, before the launcher ended the others
 
     def carry_out(
@@ -270,6 +274,7 @@ class LiveRun:
         while not coordinator.over.wait(POLL_INTERVAL_S):
             self._progress.update()
             self._follow_main()
+            self._follow_choices()
             if self._interruption.asked:
                 return None
             if self._interruption.suspended and all(p.started for p in engine.processes):
@@ -294,6 +299,17 @@ class LiveRun:
         gone = GONE.get(fates.get(before, ""))
         why = f", because worker {before} {gone}" if gone else ""
         self._say(f"worker {now} is the main worker from the next epoch on (see paceline.is_main){why}")
+
+    def _follow_choices(self) -> None:
+        """Say which sync models the run has chosen itself since the last call."""
+        if (auto := self._coordinator.core.auto) is not None:
+            if auto.hindrance and not self._hindered:
+                self._hindered = True
+                self._say(auto.hindrance)
+            chosen = auto.choices[self._chosen :]
+            self._chosen += len(chosen)
+            for choice in chosen:
+                self._say(str(choice))
 
     def _suspend(self) -> None:
         """Stop all processes of the run and this one, until this process is continued."""

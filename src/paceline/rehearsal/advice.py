@@ -161,6 +161,7 @@ def advise(
             program=summary.get("program", ()),
             run_dir=str(run_dir),
             advise=False,
+            auto=read_schedule(own).auto,
         ),
         measured_updates_per_s=together.updates / together_s,
         simulated_updates_per_s=again.updates / together_s,

@@ -286,15 +286,18 @@ def rank(
         tasks = [
             Task(cluster, sync, None, math.inf, seed, shards, data, batch)
             for sync in syncs
-            for batch in (BATCH_SIZINGS if balances and not _independent(sync) else ("equal",))
+            for batch in _sizings(sync, balances)
         ]
     order = sorted(run_tasks(tasks, tell), key=lambda row: (not row.sound, -row.speed, row.mean_staleness))
     return mark_front(order)
 
 
-def _independent(sync: str) -> bool:
-    """Return True if no worker ever waits for another one, so that balanced batches save no time."""
-    return all(model.independent for model in read_schedule(sync).models)
+def _sizings(sync: str, balances: bool) -> tuple[BatchSizing, ...]:
+    """Return the sizes of batches with which a model is compared: balanced ones only where they may save time."""
+    schedule = read_schedule(sync)
+    if not balances or all(model.independent for model in schedule.models):
+        return ("equal",)
+    return ("balanced",) if schedule.auto else BATCH_SIZINGS
 
 
 def horizon(cluster: Cluster, iterations: int, seed: int, shards: int | None) -> float:

@@ -26,6 +26,8 @@ def summary_rows(summary: Mapping[str, Any]) -> dict[str, str]:
     measured = "duration_s" in summary
     shown = {"warning": warning} if measured and (warning := _warning(summary)) else {}
     shown["sync"] = str(summary["sync"])
+    if "choices" in summary:
+        shown["chosen"] = " ".join(summary["choices"]) or "bsp until the end: no model saves 10 % of an epoch"
     if summary["ended"] != "finished":
         shown["ended"] = str(summary["ended"])
     if measured:

@@ -21,6 +21,7 @@ from typing import Literal
 import msgspec
 
 from ..core import coordinator as core
+from ..core.auto import Prospect, Situation
 from ..core.guard import Guard
 from ..core.heartbeats import answer
 from ..core.job_status import LOCAL, JobStatus, Observed, StateTimes, held_state, job_status, worker_state
@@ -58,7 +59,18 @@ from ..core.messages import (
     Waits,
 )
 from ..core.model_spec import ModelSpec
-from ..core.requests import Fail, Peer, Request, Send, TakeOut, Timer, Warn, server_peer, worker_peer
+from ..core.requests import (
+    Fail,
+    Peer,
+    Rehearse,
+    Request,
+    Send,
+    TakeOut,
+    Timer,
+    Warn,
+    server_peer,
+    worker_peer,
+)
 from ..core.traffic import Link, TrafficMeter
 from ..errors import ConfigurationError, InternalError, ProtocolError, RunFailedError, UserCodeError
 from ..sync.notation import notation
@@ -92,6 +104,10 @@ DRAIN_SILENCE_S = 1.0  # maximum time for which a peer reads none of its earlier
 PACE_SPAN = 8  # approximate number of recent iterations over which a worker's iteration time is averaged
 
 
+Rehearsal = Callable[[Situation, Callable[[Sequence[Prospect]], None]], None]
+"""A function that starts a simulation and returns at once. Its second argument takes the results."""
+
+
 def machine_of(agent: Caller) -> int:
     """Return the index of an agent's machine, by which records name it. Machine 0 is the one with the coordinator."""
     return agent.index + 1
@@ -104,6 +120,8 @@ class CoordinatorHost:
         job: the configuration of the run.
         listener: a listening socket, of which the coordinator takes ownership.
         address: the address of the listening socket.
+        rehearse: starts a simulation of what was observed of the run, and calls the given function with the results
+            when they are there, on any thread. Needed if the run chooses its sync models (`--sync auto`).
 
     Attributes:
         job: the configuration of the run.
@@ -124,7 +142,8 @@ class CoordinatorHost:
         crashed: workers on other machines whose processes have crashed.
     """
 
-    def __init__(self, job: Job, listener: Source, address: str) -> None:
+    def __init__(self, job: Job, listener: Source, address: str, rehearse: Rehearsal | None = None) -> None:
+        self._rehearse = rehearse
         self.job = job
         self.address = address
         self.started = threading.Event()
@@ -167,6 +186,7 @@ class CoordinatorHost:
             shortage=self._shortage,
             recorder=self._recorder,
             guard=Guard(job.guard, skips_nan=job.on_nan == "skip"),
+            relaxes=job.translated,
         )
         self._main = self.core.main.worker  # the main worker of which the agents know
         self._members: dict[tuple[str, int], Caller] = {}  # (role, index) -> its connection
@@ -731,6 +751,9 @@ class CoordinatorHost:
                     self._send(to, message)
                 case Timer():
                     self._timers.set(request.due_ticks, request)
+                case Rehearse(situation):
+                    if self._rehearse is not None:
+                        self._rehearse(situation, self._take_prospects)
                 case Warn(text):
                     log.error("%s", text)
                 case TakeOut(worker, reason):
@@ -753,6 +776,10 @@ class CoordinatorHost:
             self._main = self.core.main.worker
             for agent in self._of_role("agent"):
                 self._hub.send(agent, MainChosen(self._main))
+
+    def _take_prospects(self, prospects: Sequence[Prospect]) -> None:
+        """Take the results of a simulation, which another thread has received."""
+        self._call(lambda: self._perform(self.core.rehearsed(prospects, self.job.now_ticks())))
 
     def _send(self, to: Peer, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message to a worker or server if it is connected."""

@@ -390,6 +390,8 @@ def make_job(
         )
     load_models(sync, imports)
     schedule = read_schedule(sync)
+    if schedule.auto:  # the result is the same as with equal batches, and unequal workers wait less
+        batch = "balanced"
     imports = tuple(dict.fromkeys([*imports, *modules_of(schedule.models)]))
     schedule.require_runnable(workers, shards)
     schedule.require_overlap(overlap)

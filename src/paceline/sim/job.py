@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from ..core.auto import Planner
 from ..core.coordinator import Coordinator
 from ..core.guard import Guard
 from ..core.messages import (
@@ -40,6 +41,7 @@ from ..core.requests import (
     Peer,
     Preserve,
     Proceed,
+    Rehearse,
     Request,
     Send,
     TakeOut,
@@ -95,6 +97,8 @@ class VirtualJob:
         slicing: how the parameters are divided into shards: "even" or "by-parameter".
         translated: True to translate the hyper-parameters of each update.
         guard: judges what the workers report of their pushes. See `Coordinator`.
+        planner: simulates what the coordinator requests; needed if the schedule is `auto`.
+        relaxes: False if `auto` chooses no model with stale gradients, because hyper-parameters are not translated.
 
     Attributes:
         kernel: the virtual clock and the pending events.
@@ -116,6 +120,8 @@ class VirtualJob:
         slicing: str = "even",
         translated: bool = False,
         guard: Guard | None = None,
+        planner: Planner = lambda situation: (),
+        relaxes: bool = True,
     ) -> None:
         count = shards
         ticks_per_s = recorders.ticks_per_s
@@ -133,10 +139,12 @@ class VirtualJob:
             seed=seed,
             late=set(range(cluster.workers)) - set(self._first),
             recorder=recorders.job,
+            relaxes=relaxes,
             ticks_per_s=ticks_per_s,
             guard=guard,
         )
         self._cluster = cluster
+        self._planner = planner
         self._schedule = schedule
         self._shards = shards
         self._stores: Sequence[ShardStore] = ()  # set by `run`
@@ -675,6 +683,10 @@ class VirtualJob:
                 case TakeOut(worker, reason):
                     self.coordinator.note_ending(worker, reason)
                     self._remove(worker)
+                case Rehearse(situation):
+                    # In a live run, this happens beside the run. Here, it takes no time.
+                    found = self._planner(situation)
+                    self._from_coordinator(self.coordinator.rehearsed(found, self.kernel.now_ticks))
                 case _:
                     raise InternalError(f"a coordinator cannot carry out {request}")
 

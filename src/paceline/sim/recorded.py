@@ -29,7 +29,7 @@ from .cluster import Cluster
 from .machines import Link
 from .times import Recorded
 
-__all__ = ["cluster_of", "read_cluster_of_run"]
+__all__ = ["cluster_of", "compute_times", "read_cluster_of_run"]
 
 
 class Column:
@@ -129,7 +129,7 @@ def cluster_of(
                 to_server_s=Recorded(seconds=tuple(to_server_s or [0.0])),
                 from_server_s=Recorded(seconds=tuple(from_server_s or [0.0])),
             )
-            computed.append(_computed(observed or empty, batch_size))
+            computed.append(compute_times(observed or empty, batch_size))
     if not computed:
         raise ConfigurationError("no worker finished an iteration, so the speed of the workers is unknown.")
     return Cluster(
@@ -166,7 +166,9 @@ def _arrivals(shards: Sequence[AnyTrace]) -> Mapping[int, Arrivals]:
     return arrivals
 
 
-def _computed(observed: Sequence[tuple[int | None, float]], batch_size: int | None) -> tuple[Recorded, float]:
+def compute_times(
+    observed: Sequence[tuple[int | None, float]], batch_size: int | None
+) -> tuple[Recorded, float]:
     """Return a worker's compute times for batches of the usual size, and its fixed share (see `Cluster`).
 
     Args:

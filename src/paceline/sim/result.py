@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ..core.auto import Choice
 from ..errors import UsageError
 from ..sync.schedule import read_schedule
 from ..trace.kept_models import folders_of, modules_of_models
@@ -64,6 +65,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         faults: messages about problems that did not end the run, in order. Each says which condition failed, and
             with which model the shards continued.
         noticed: what the workers' reports show; the first of the findings.
+        choices: changes of the sync model that the run has made itself, with `sync="auto"`.
         emulated: description of how unequal machines were emulated in the run from which the cluster was recorded; ""
             if the run emulated nothing, or the cluster was not recorded.
         recording: traces and records in memory; None if they were not kept.
@@ -87,6 +89,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     events: int
     faults: list[str]
     noticed: list[str]
+    choices: list[Choice] = []
     emulated: str = ""
     recording: Recording | None = None
     run_dir: Path | None = None
@@ -217,6 +220,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
             "faults": self.faults,
             "wasted_s": self.wasted_s,
             "findings": self.findings,
+            **({"choices": [str(choice) for choice in self.choices]} if self.choices else {}),
             **time_shares(self.time_use),
             "time_use": msgspec.to_builtins(self.time_use, str_keys=True),
             "ledger": {"pushes": figures.pop("pushes")},

@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..core.auto import Prospect, Situation
 from ..core.good_weights import GoodWeights
 from ..core.guard import DIVERGED, Guard, guard_mode
 from ..core.layout import Layout
@@ -73,7 +74,8 @@ def simulate(
 
     Args:
         cluster: the machines and the network.
-        sync: sync model or schedule, as for `paceline.launch`.
+        sync: sync model or schedule, or "auto", as for `paceline.launch`. The simulations with which "auto" chooses
+            take no virtual time.
         iterations: number of iterations of each worker; None if only `until_s` limits the run. Ignored with
             `train_fn`.
         seed: random seed for the run.
@@ -146,6 +148,13 @@ def simulate(
         run_dir=run_dir,
         ticks_per_s=cluster.ticks_per_s(schedule.models, until_s),
     )
+    if schedule.auto:
+        # The planner simulates, too, so it cannot be imported before this module.
+        from .prospects import prospects as planner
+
+        batch = "balanced"
+    else:
+        planner = _no_plans
     with recorders:
         if train_fn is None:
             recorders.begin()
@@ -159,6 +168,7 @@ def simulate(
                 seed,
                 overlap=overlap == "shards",
                 recorders=recorders,
+                planner=planner,
             )
             clockwork = (
                 Clockwork(job, math.inf if iterations is None else iterations)
@@ -195,6 +205,8 @@ def simulate(
                     slicing=slicing,
                     translated=translated,
                     guard=Guard(mode, skips_nan=on_nan == "skip"),
+                    planner=planner,
+                    relaxes=translated,
                 )
                 stores = training.make_stores(first)
                 sizes = [store.bounds.size_bytes for store in stores]
@@ -234,6 +246,7 @@ def simulate(
         events=kernel.happened,
         faults=job.faults,
         noticed=job.coordinator.findings,
+        choices=job.coordinator.auto.choices if job.coordinator.auto is not None else [],
         emulated=cluster.emulated,
         recording=recorders.recording,
         run_dir=Path(run_dir).absolute() if run_dir is not None else None,
@@ -243,6 +256,11 @@ def simulate(
     )
     recorders.summarize(result.summary)
     return result
+
+
+def _no_plans(situation: Situation) -> list[Prospect]:
+    """Return nothing: a run whose models the user has chosen plans no changes."""
+    return []
 
 
 def _loss_recorder(history: list[Loss], required: bool) -> TakeRecord:

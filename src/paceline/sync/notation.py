@@ -17,9 +17,21 @@ import msgspec
 from ..errors import ConfigurationError, first_line, unknown_name
 from .model import SyncModel
 
-__all__ = ["MODELS", "notation", "parse", "parse_shards", "register", "require_registered", "require_shards"]
+__all__ = [
+    "AUTO",
+    "MODELS",
+    "notation",
+    "parse",
+    "parse_shards",
+    "register",
+    "require_registered",
+    "require_shards",
+]
 
 M = TypeVar("M", bound=SyncModel)
+
+AUTO = "auto"
+"""In place of the notation of a model, it lets the coordinator choose the models of a run; see `core.auto`."""
 
 MODELS: dict[str, type[SyncModel]] = {}
 """The registered sync models by name."""
@@ -52,6 +64,10 @@ def register(model: type[M]) -> type[M]:
             "'my-model'."
         )
     known = MODELS.get(name)
+    if name == AUTO:
+        raise ConfigurationError(
+            f"the name 'auto' of {model.__qualname__} means that a run chooses its models itself; choose another one."
+        )
     if known is not None and (known.__module__, known.__qualname__) != (model.__module__, model.__qualname__):
         raise ConfigurationError(
             f"the name {name!r} of {model.__qualname__} is taken by {known.__module__}.{known.__qualname__}; choose "
@@ -93,6 +109,12 @@ def parse(text: str) -> SyncModel:
     SpecSync(base=SSP(staleness=4))
     """
     name, _, rest = text.strip().partition(":")
+    if name == AUTO:
+        raise ConfigurationError(
+            f"sync {text!r}: 'auto' is not a sync model, but chooses them for the whole run. So it stands alone, "
+            "without parameters: --sync auto, or in Python sync='auto'. It cannot be a step of a schedule, the model "
+            "of one shard, or requested during a run."
+        )
     if name not in MODELS:
         raise unknown_name("sync model", name, MODELS)
     model = MODELS[name]

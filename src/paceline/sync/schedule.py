@@ -4,6 +4,8 @@ Each step of a schedule has a model (or one model per shard) and a starting poin
 time a worker reaches an iteration, or the first time a worker begins an epoch. An epoch is one pass over the part of
 the data that `distribute` assigned to the worker. All shards change the model at the same boundary; see
 `paceline.core.shard_sync`.
+
+`--sync auto` is a schedule, too: it begins with bsp, and the coordinator decides later (see `paceline.core.auto`).
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from collections.abc import Sequence
 import msgspec
 
 from ..errors import ConfigurationError
+from .bsp import BSP
 from .model import SyncModel
-from .notation import notation, parse_shards, require_registered, require_shards
+from .notation import AUTO, notation, parse_shards, require_registered, require_shards
 
 __all__ = ["Schedule", "Step", "read_schedule"]
 
@@ -48,9 +51,14 @@ class Schedule(msgspec.Struct, frozen=True):
 
     >>> str(read_schedule("bsp@0,ssp:staleness=1,execution=lazy@epoch:5"))
     'bsp@0,ssp:staleness=1,execution=lazy@epoch:5'
+
+    Attributes:
+        steps: the steps, in order.
+        auto: True if the coordinator chooses the models after the first step, which has bsp.
     """
 
     steps: tuple[Step, ...]
+    auto: bool = False
 
     @property
     def first(self) -> tuple[SyncModel, ...]:
@@ -75,13 +83,16 @@ class Schedule(msgspec.Struct, frozen=True):
 
     def require_overlap(self, overlap: str) -> None:
         """Raise `ConfigurationError` if a step cannot run with this `overlap`: "off" requires `lockstep` models."""
-        if overlap == "off" and not all(model.lockstep for step in self.steps for model in step.models):
+        lockstep = all(model.lockstep for step in self.steps for model in step.models)
+        if overlap == "off" and (self.auto or not lockstep):
             raise ConfigurationError(
                 f"overlap is 'off', which requires the sync model bsp, but the sync model is {self}. With 'off', "
                 "workers pull only after all workers have pushed."
             )
 
     def __str__(self) -> str:
+        if self.auto:
+            return AUTO
         return ",".join(map(str, self.steps)) if len(self.steps) > 1 else self.steps[0].sync
 
 
@@ -111,6 +122,8 @@ def read_schedule(sync: str | SyncModel | Sequence[SyncModel] | Schedule) -> Sch
 
 def _read_text(sync: str) -> Schedule:
     """Read a schedule from its notation."""
+    if sync.strip() == AUTO:
+        return Schedule((Step((BSP(),)),), auto=True)
     if "@" not in sync:
         return Schedule((Step(parse_shards(sync)),))
     # Commas also separate parameters, so a comma ends a step only after the step's "@".

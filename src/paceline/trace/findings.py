@@ -97,6 +97,7 @@ def find(
     program: Sequence[str] = (),
     run_dir: str | None = None,
     advise: bool = True,
+    auto: bool = False,
 ) -> list[str]:
     """Return sentences about pushes that were never applied, what was `found` before, clipping, and lost time.
 
@@ -117,6 +118,7 @@ def find(
         run_dir: the run directory, to be named in the commands that compare the sync models, which need the records
             of all workers. Default: the directory is not mentioned.
         advise: False to leave out the command that compares the speeds of the sync models.
+        auto: True if the run has chosen its sync models itself, so that others are not suggested.
     """
     sentences, equal_shares = _idle(measures, handout)
     waiting, slow = _waiting(measures, lockstep)
@@ -130,6 +132,7 @@ def find(
         slow,
         backup_quorum(len(measures.iterations), slow) if slow else None,
         how_to_check(run_dir, program),
+        auto,
     )
     advice = []
     if waiting and advise and run_dir is not None:
@@ -209,6 +212,7 @@ def _hints(
     slow: int,
     quorum: int | None,
     how: str,
+    auto: bool,
 ) -> list[str]:
     """Return what would help against lost time, as far as it can be done in this run.
 
@@ -219,12 +223,15 @@ def _hints(
         slow: number of workers that waited much less than the others, so that balanced batches help.
         quorum: number of pushes for which a round without them would wait; None if there is none.
         how: how to check the accuracy of other models.
+        auto: see `find`.
     """
     if handout.split is None:
         return [DISTRIBUTE] if equal_shares or (lockstep and waited) else []
     hints = []
     if handout.may_balance and (slow or (lockstep and equal_shares)):
         hints.append(BALANCED_LOCKSTEP if lockstep else BALANCED)
+    if auto:
+        return []  # balanced batches are used if they can be, and other models if they save time
     if lockstep and (waited or equal_shares):
         if quorum is not None:
             hints.append(BACKUP.format(quorum=quorum))

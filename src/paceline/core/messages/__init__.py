@@ -18,7 +18,8 @@ a push event and, if it includes a pull, a pull event.
                             ChangePublished, PullAllowed, DataGranted, TrainingStopped, LoopEntered, StatesDecided,
                             Combined, StandInAllowed, Paused, Resumed, ModelExtended
     server -> coordinator   Hello, Ready, ExtensionReady, JoinOffered, WorkerWelcomed, PushesReported, MeanMeasured,
-                            MeanMissing, FaultReported, Warned, Failed, Snapshot, Waits, TracePart
+                            MeanMissing, FaultReported, PacesObserved, Warned, Failed, Snapshot, Waits,
+                            TracePart
     agent -> coordinator    Hello, MachineJoined, MachineLeaving, ProcessEnded, ServerEnded, Heartbeat
     coordinator -> agent    MachineAdmitted, Refused, KillOrdered, TakenOut, MainChosen, RunEnded, HeartbeatAnswered
     observer -> coordinator Hello, FetchStatus
@@ -111,6 +112,7 @@ from .machines import (
     TakenOut,
 )
 from .observation import MOST_OBSERVED, Observation, PushesObserved, RateTempered
+from .paces import PacesObserved
 from .start import (
     CreateShards,
     InitialState,
@@ -224,6 +226,7 @@ __all__ = [
     "ModelRequested",
     "Observation",
     "OptimizerState",
+    "PacesObserved",
     "Paused",
     "PlanPublished",
     "PooledBuffers",

@@ -60,6 +60,7 @@ from .machines import (
     TakenOut,
 )
 from .observation import PushesObserved, RateTempered
+from .paces import PacesObserved
 from .start import (
     CreateShards,
     InitialState,
@@ -127,6 +128,7 @@ FromPeerToCoordinator = (
     | MeanMeasured
     | MeanMissing
     | FaultReported
+    | PacesObserved
     | JoinOffered
     | WorkerWelcomed
     | Status

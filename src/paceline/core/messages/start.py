@@ -52,6 +52,7 @@ class CreateShards(Message, frozen=True, tag=True):
         initializer: the worker that sends the initial weights.
         usual_samples: number of samples in the first push of the initializer; None if it is unknown.
         incarnations: (worker, its incarnation) for those of the workers whose index has been used before.
+        observes: True if the server of shard 0 reports how fast the workers are (see `core.paces`).
     """
 
     model: ModelSpec
@@ -61,6 +62,7 @@ class CreateShards(Message, frozen=True, tag=True):
     initializer: int
     usual_samples: int | None = None
     incarnations: tuple[tuple[int, int], ...] = ()
+    observes: bool = False
 
 
 class Ready(Message, frozen=True, tag=True):

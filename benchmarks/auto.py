@@ -1,0 +1,231 @@
+"""`python -m benchmarks auto`: what `--sync auto` chooses on 60 simulated clusters, compared with every fixed choice.
+
+Six kinds of clusters, ten of each: some workers always slower, times that vary at random, pauses, slow links, equal
+machines, and machines whose speeds change in mid-run. The workers use up the same data under each choice. A *time* is
+the virtual time of the run, divided by the share of the data that was applied, because `drop-stragglers` drops some.
+
+The time says nothing about what is learned: an epoch is taken to be worth the same under each choice, which is the
+aim of translated hyper-parameters (see `paceline.sync.translation`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import msgspec
+from rich import box
+from rich.table import Table
+
+from paceline.cli.progress import TellShare
+from paceline.core.auto import RELAXED
+from paceline.rehearsal.process_pool import on_all_cores
+from paceline.sim import Cluster, Dataset, Link, LogNormal, Occasional, Recorded, Uniform, simulate
+from paceline.sim.times import Times
+from paceline.sync.accuracy import backup_quorum
+
+__all__ = ["KINDS", "Report", "Row", "clusters", "estimate_s", "judge", "measure", "tables"]
+
+KINDS = ("steady", "jitter", "pauses", "slow links", "equal", "changing")
+EACH = 10  # clusters of each kind
+ROUNDS = 30  # iterations of each worker in an epoch, if all have the same number
+BATCH = 32
+EPOCHS = 24
+WITHIN = 0.15  # goal: the time is at most this much longer than with the best fixed choice
+SHARE = 0.9  # in this share of the clusters
+SLOWER = 0.05  # goal: the time is never longer than under bsp by more than this share
+
+
+class Row(msgspec.Struct, frozen=True):
+    """The result for one cluster.
+
+    Attributes:
+        name: name of the cluster.
+        times_s: fixed choice -> its time in virtual seconds.
+        auto_s: the time with `auto`.
+        changes: the models to which `auto` has changed, in order.
+    """
+
+    name: str
+    times_s: dict[str, float]
+    auto_s: float
+    changes: tuple[str, ...]
+
+    @property
+    def best(self) -> str:
+        """The fixed choice with the shortest time."""
+        return min(self.times_s, key=self.times_s.__getitem__)
+
+    @property
+    def behind(self) -> float:
+        """By how much longer the time with `auto` is than that of the best fixed choice, as a share."""
+        return self.auto_s / self.times_s[self.best] - 1.0
+
+    @property
+    def behind_bsp(self) -> float:
+        """By how much longer the time with `auto` is than under bsp, as a share."""
+        return self.auto_s / self.times_s["bsp"] - 1.0
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All results, and whether the goals are met.
+
+    Attributes:
+        rows: one row for each cluster.
+        within: share of the clusters in which `auto` is within 15 % of the best fixed choice.
+        slowest: by how much `auto` is slower than bsp, where it is slowest compared with it.
+    """
+
+    rows: list[Row]
+    within: float
+    slowest: float
+
+    @property
+    def reached(self) -> bool:
+        """True if both goals are met."""
+        return self.within >= SHARE and self.slowest <= SLOWER
+
+
+def clusters(each: int = EACH) -> Iterator[Cluster]:
+    """Yield some clusters of each kind. They differ in size and in how unequal their workers are."""
+    for kind in KINDS:
+        for number in range(each):
+            draw = random.Random(f"{kind} {number}")
+            workers = (4, 6, 8, 12, 16)[number % 5]
+            slow = set(range(workers - max(1, workers // 4), workers))
+            yield Cluster(
+                compute_s=[_times(kind, number, worker in slow, draw) for worker in range(workers)],
+                links={w: _slow_link(number) for w in slow} if kind == "slow links" else {},
+                fixed_share=(0.0, 0.2, 0.4)[number % 3],
+                latency_s=0.02,
+                name=f"{kind} {number}",
+            )
+
+
+def _times(kind: str, number: int, slow: bool, draw: random.Random) -> Times:
+    """Return the compute times of a worker. The larger the number, the more unequal the workers are."""
+    degree = number / 9
+    nearly = Uniform(low=0.97, high=1.03)
+    match kind:
+        case "steady":
+            factor = 1.5 + 2.5 * degree if slow else 1.0
+            return Uniform(low=0.97 * factor, high=1.03 * factor)
+        case "jitter":
+            return LogNormal(median=1.0, sigma=0.1 + 0.6 * degree)
+        case "pauses":
+            return Occasional(
+                base=nearly, factor=4.0 + 8.0 * degree, lasting=3.0, every=30.0 + 60.0 * draw.random()
+            )
+        case "changing":
+            return Recorded(seconds=tuple(_changing(number, slow, draw)))
+        case _:
+            return nearly
+
+
+def _changing(number: int, slow: bool, draw: random.Random) -> Iterator[float]:
+    """Yield times whose kind changes once or twice."""
+    steady = 3.0 if slow else 1.0
+    first, last = (
+        ((1.0, 0.5), (steady, 0.5), (1.0, 0.0), (steady, 0.0))[number % 4],
+        (steady, 0.1 * (number % 3)),
+    )
+    for iteration in range(4 * EPOCHS * ROUNDS):
+        factor, sigma = first if iteration < EPOCHS * ROUNDS * (0.25 + 0.05 * number) else last
+        yield (
+            factor * max(0.2, draw.lognormvariate(0.0, sigma)) if sigma else factor * draw.uniform(0.97, 1.03)
+        )
+
+
+def _slow_link(number: int) -> Link:
+    latency_s = 0.05 + 0.06 * number
+    return Link(to_server_s=latency_s, from_server_s=latency_s)
+
+
+def choices(workers: int) -> list[tuple[str, str]]:
+    """Return the fixed choices: sync models, with equal or balanced batches."""
+    quorums = {backup_quorum(workers), backup_quorum(workers, workers // 4)} - {None}
+    backups = [f"drop-stragglers:quorum={quorum}" for quorum in sorted(filter(None, quorums))]
+    return [("bsp", "equal"), *((sync, "balanced") for sync in ("bsp", *backups, *RELAXED))]
+
+
+def judge(cluster: Cluster, epochs: int = EPOCHS) -> Row:
+    """Simulate every fixed choice, and `auto`, on a cluster."""
+    times_s = {
+        sync if batch == "equal" else f"{sync}, balanced": _run(cluster, sync, batch, epochs)[0]
+        for sync, batch in choices(cluster.workers)
+    }
+    auto_s, changes = _run(cluster, "auto", "balanced", epochs)
+    return Row(cluster.name, times_s, auto_s, changes)
+
+
+def _run(cluster: Cluster, sync: str, batch: str, epochs: int) -> tuple[float, tuple[str, ...]]:
+    data = Dataset(samples=BATCH * cluster.workers * ROUNDS, batch_size=BATCH, epochs=epochs)
+    result = simulate(cluster, sync, None, data=data, batch="equal" if batch == "equal" else "balanced")
+    return data.samples * epochs / result.measures.samples_per_s, tuple(c.after for c in result.choices)
+
+
+class Task(msgspec.Struct, frozen=True):
+    """The arguments of `judge`."""
+
+    cluster: Cluster
+    epochs: int
+
+
+def measure(tell: TellShare, each: int = EACH, epochs: int = EPOCHS) -> Report:
+    """Judge all clusters, on all cores."""
+    tasks = [Task(cluster, epochs) for cluster in clusters(each)]
+    rows = on_all_cores(
+        _judge, tasks, lambda task: task.cluster.name, lambda done, of, what: tell(what, done / max(1, of))
+    )
+    return report_of(rows)
+
+
+def _judge(task: Task) -> Row:
+    return judge(task.cluster, task.epochs)
+
+
+def report_of(rows: Sequence[Row]) -> Report:
+    """Return the report of some results."""
+    within = sum(row.behind <= WITHIN for row in rows) / len(rows)
+    return Report(list(rows), within, max(row.behind_bsp for row in rows))
+
+
+def estimate_s() -> float:
+    """Return the approximate time of the benchmark in seconds."""
+    return 360.0
+
+
+def tables(report: Report) -> Iterator[Table]:
+    """Yield a table with one row for each cluster."""
+    table = Table(
+        title="--sync auto, compared with fixed choices",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        caption=f"within {WITHIN:.0%} of the best fixed choice: {report.within:.0%} of the clusters (goal: "
+        f"{SHARE:.0%}); slower than bsp by at most {report.slowest:.1%} (goal: {SLOWER:.0%})",
+        caption_justify="left",
+    )
+    for heading in (
+        "cluster",
+        "best fixed choice",
+        "s",
+        "auto, s",
+        "behind",
+        "behind bsp",
+        "auto changed to",
+    ):
+        table.add_column(heading, justify="left" if "choice" in heading or "changed" in heading else "right")
+    for row in report.rows:
+        missed = " !" if row.behind > WITHIN or row.behind_bsp > SLOWER else ""
+        table.add_row(
+            row.name,
+            row.best,
+            f"{row.times_s[row.best]:.0f}",
+            f"{row.auto_s:.0f}",
+            f"{row.behind:+.1%}{missed}",
+            f"{row.behind_bsp:+.1%}",
+            ", ".join(row.changes),
+        )
+    yield table
