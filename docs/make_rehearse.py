@@ -1,4 +1,4 @@
-"""Draw the pictures of `docs/rehearse.md`: `python docs/make_rehearse.py`. This takes about half a minute."""
+"""Draw the pictures of `docs/rehearse.md`: `python docs/make_rehearse.py`. This takes about a minute."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def main() -> int:
             cluster,
             TRAINED,
             SCRIPT,
-            ["--epochs", "5"],
+            ["--epochs", "20"],
             seed=0,
             shards=None,
             out=out,

@@ -213,6 +213,16 @@ RUN = {"workers": 4, "servers": 2, "shards": 2, "imports": {"mine": "/x"}}
             "asp",
             "paceline.launch(FUNCTION, workers=4, servers=2, sync='asp', imports=['mine'])",
         ),
+        (
+            {**RUN, "program": ["script", "train.py"], "hyperparameters": "raw"},
+            "asp",
+            "paceline run --workers 4 --servers 2 --sync asp --hyperparameters raw --import mine train.py",
+        ),
+        (
+            {**RUN, "program": ["function"], "hyperparameters": "raw"},
+            "asp",
+            "paceline.launch(FUNCTION, workers=4, servers=2, sync='asp', hyperparameters='raw', imports=['mine'])",
+        ),
     ],
 )
 def test_the_command_is_for_how_the_run_was_launched(

@@ -408,6 +408,10 @@ def test_a_cluster_file_says_that_its_times_are_those_of_emulated_machines(
     [
         (["simulate", "nowhere"], "the cluster file nowhere cannot be read"),
         (["simulate", "spec-sync-1", "--sync", "asb"], "unknown sync model 'asb'"),
+        (
+            ["simulate", "spec-sync-1", "--hyperparameters", "row"],
+            "unknown hyperparameters 'row'; did you mean 'raw'",
+        ),
         (["simulate", "spec-sync-1", "--sweep", "x"], "sweep is 'x'"),
         (
             ["simulate", "spec-sync-1", "--sync", "drop-stragglers:quorum=99"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,24 @@ def test_a_script_is_trained_on_the_machines_of_a_recorded_run(tmp_path: Path) -
     assert "2 workers (1 at 1 s, 1 at 3 s)" in " ".join(ended.stdout.split())
     assert "bsp printed: error 0." in ended.stdout  # the last line of the script
     assert "asp: " in ended.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("mark")
+def test_hyper_parameters_are_translated_unless_raw_ones_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "mine.toml").write_text("[[workers]]\ncount = 4\ncompute = '1 s'\n")
+    said = {}
+    for number, options in enumerate(([], ["--hyperparameters", "raw"])):
+        ended = run_program(
+            *("-m", "paceline", "simulate", str(tmp_path / "mine.toml"), "--sync", "bsp,asp", *options),
+            *("--script", str(tmp_path / "train.py"), "--out", str(tmp_path / f"out-{number}")),
+        )
+        assert ended.returncode == 0, ended.stderr
+        said[number] = re.findall(r"(\w+) printed: error (\S+)", ended.stdout)
+        assert ("are translated for all other updates" in " ".join(ended.stdout.split())) == (not options)
+    assert said[0][0] == said[1][0], "bsp"
+    assert said[0][1] != said[1][1], "asp"
 
 
 def test_a_directory_without_a_run_is_no_cluster(tmp_path: Path) -> None:
