@@ -33,6 +33,7 @@ class FakeTrials:
         plain = TrialOutcome(
             sync=setting.sync,
             batch=setting.batch,
+            hyperparameters=setting.hyperparameters,
             learning_rate=setting.learning_rate,
             momentum=setting.momentum,
             seeds=(seed,),

@@ -15,7 +15,7 @@ from rich.console import Console
 from paceline.demo import comparison
 from paceline.demo.comparison import run_demo
 from paceline.demo.digits import Digits, DigitsNet, Recipe, accuracy, load, train
-from paceline.demo.settings import EVERY_SETTING, SETTINGS, Problem, Setting
+from paceline.demo.settings import EVERY_SETTING, OWN_BEST, SETTINGS, TRANSLATED, Problem, Setting
 from paceline.demo.trial import time_to_target
 from paceline.errors import ConfigurationError
 from paceline.report.comparison import TrialOutcome
@@ -183,7 +183,34 @@ def test_demo_refuses_no_seeds_and_a_directory_that_is_taken(tmp_path: Path) -> 
 def test_the_comparison_of_all_has_every_sync_model() -> None:
     one_shard = {Rennala, Ringmaster}  # the demo has two servers
     assert {type(parse(setting.sync)) for setting in EVERY_SETTING} == set(MODELS.values()) - one_shard
-    assert set(SETTINGS) <= set(EVERY_SETTING)
+    assert set(OWN_BEST) <= set(EVERY_SETTING)
+
+
+def test_every_model_of_the_demo_has_the_hyper_parameters_of_bsp_and_its_own_best_ones() -> None:
+    bsp = OWN_BEST[0]
+    assert set(SETTINGS) == {*OWN_BEST, *TRANSLATED}
+    assert {setting.sync for setting in TRANSLATED} == {setting.sync for setting in OWN_BEST} - {"bsp"}
+    for setting in TRANSLATED:
+        same = (setting.learning_rate, setting.momentum) == (bsp.learning_rate, bsp.momentum)
+        assert same
+        assert setting.hyperparameters == "translated"
+    assert {setting.hyperparameters for setting in (*OWN_BEST, *EVERY_SETTING)} == {"raw"}
+    assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
+
+
+def test_the_table_says_which_hyper_parameters_a_row_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison, "run_trial", FakeTrials())
+    monkeypatch.setattr(comparison, "_save_picture", lambda *anything: None)
+    text = io.StringIO()
+    run_demo(console=Console(file=text, width=80), run_dir=tmp_path / "demo")
+    assert "elastic-bsp:lookahead=15" in text.getvalue()  # the table has its columns in full
+    words = " ".join(text.getvalue().split())
+    assert "asp 0.14, 0.9" in words
+    assert words.count(" translated ") == len(TRANSLATED)
+    assert "asp 0.14, 0 " in words
+    assert "translated: with the learning rate and momentum of bsp, as if only --sync had changed" in words
 
 
 def test_the_comparison_of_all_shows_delayed_pulls_and_aborts(

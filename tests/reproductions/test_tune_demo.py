@@ -121,7 +121,8 @@ def test_tuning_goes_on_where_it_stopped(tmp_path: Path, fake_trials: FakeTrials
 def test_tuning_prints_the_settings_to_be_kept(tmp_path: Path, fake_trials: FakeTrials) -> None:
     text = io.StringIO()
     tune(console=Console(file=text, width=100), run_dir=tmp_path, starts={"asp": {0.0: 0}})
-    assert "Setting(sync='asp', learning_rate=0.2, momentum=0.0, batch='equal')" in text.getvalue()
+    best = "Setting(sync='asp', learning_rate=0.2, momentum=0.0, batch='equal', hyperparameters='raw')"
+    assert best in text.getvalue()
 
 
 def test_journal_of_another_problem_is_refused(tmp_path: Path) -> None:

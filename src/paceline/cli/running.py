@@ -227,8 +227,9 @@ def demo(
 ) -> None:
     """Compare four sync models, and bsp with balanced batches, by training on handwritten digits.
 
-    One of the four workers is three times slower than the others. The demo takes less than three minutes on two cores
-    and ends with a table and a picture.
+    Each model has the learning rate and momentum of bsp, translated, and in another run its own best ones. One of the
+    four workers is three times slower than the others. The demo takes about three minutes on two cores and ends with
+    a table and a picture.
     """
     from ..demo.comparison import run_demo
     from ..demo.settings import EVERY_SETTING, SETTINGS

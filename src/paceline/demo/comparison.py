@@ -2,8 +2,8 @@
 
 Four workers train on handwritten digits, and one of them is three times slower than the others. A table and a picture
 show how much time is lost by waiting for the slowest worker, and how much of it is saved by an elastic barrier or by
-balanced batches. Each sync model runs with its own best learning rate and momentum. Using the same values for all
-models would favor some models, because asynchrony acts like additional momentum.
+balanced batches. Each sync model runs twice: with the learning rate and momentum that are best for BSP, translated,
+as a user has them who changes only `--sync`; and with its own best ones, used as they are.
 """
 
 from __future__ import annotations

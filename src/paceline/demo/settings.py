@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from ..core.lease import BatchSizing
 from ..report.names import run_name
 from ..sync import PullState
 
-__all__ = ["EVERY_SETTING", "SETTINGS", "Problem", "Setting", "within_two_of_the_slowest"]
+__all__ = [
+    "EVERY_SETTING",
+    "OWN_BEST",
+    "SETTINGS",
+    "TRANSLATED",
+    "Problem",
+    "Setting",
+    "within_two_of_the_slowest",
+]
+
+
+Hyperparameters = Literal["raw", "translated"]
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,22 +50,27 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 class Setting(msgspec.Struct, frozen=True):
     """A sync model, the sizes of the workers' batches, and the hyper-parameters.
 
+    Without staleness, raw and translated hyper-parameters are the same.
+
     Attributes:
         sync: the sync model, in the notation of `--sync`.
         learning_rate: learning rate of SGD.
         momentum: momentum of SGD; 0 disables it.
         batch: sizes of the workers' batches: "equal" or "balanced".
+        hyperparameters: "translated" if the learning rate and momentum are those of a joint batch, or "raw" if they
+            were found for this sync model. See `paceline.launch`.
     """
 
     sync: str
     learning_rate: float
     momentum: float
     batch: BatchSizing = "equal"
+    hyperparameters: Hyperparameters = "raw"
 
     @property
     def name(self) -> str:
-        """The name of the sync model, marked if the batches are balanced."""
-        return run_name(self.sync, self.batch)
+        """The name of the sync model, marked if the batches are balanced or the hyper-parameters translated."""
+        return run_name(self.sync, self.batch, self.hyperparameters)
 
     def __str__(self) -> str:
         return f"{self.name}, learning rate {self.learning_rate:g}, momentum {self.momentum:g}"
@@ -63,14 +81,14 @@ def within_two_of_the_slowest(state: PullState) -> bool:
     return state.gap <= 2
 
 
-SETTINGS = (
+OWN_BEST = (
     Setting("bsp", learning_rate=0.14, momentum=0.9),
     Setting("bsp", learning_rate=0.14, momentum=0.9, batch="balanced"),
     Setting("ssp:staleness=3", learning_rate=0.0088, momentum=0.9),
     Setting("asp", learning_rate=0.14, momentum=0.0),
     Setting("elastic-bsp:lookahead=15", learning_rate=0.14, momentum=0.0),
 )
-"""The settings of the demo, each with the best learning rate and momentum that a search found.
+"""Each sync model with the best learning rate and momentum that a search found for it.
 
 BSP makes the same updates with equal and with balanced batches, so both settings have the same learning rate and
 momentum.
@@ -80,7 +98,16 @@ point lies inside the grid. All points are measured with one seed. The best few 
 three seeds and compared by their median time to the target. `docs/demo.md` describes the conditions of the search.
 """
 
-_bsp, _balanced, _ssp, _asp, _elastic = SETTINGS
+_bsp, _balanced, _ssp, _asp, _elastic = OWN_BEST
+
+TRANSLATED = tuple(
+    msgspec.structs.replace(_bsp, sync=setting.sync, hyperparameters="translated")
+    for setting in (_ssp, _asp, _elastic)
+)
+"""The other sync models with the hyper-parameters of BSP, as a user has them who changes only `--sync`."""
+
+SETTINGS = (_bsp, _balanced, *TRANSLATED, _ssp, _asp, _elastic)
+"""The settings of the demo: first those with the hyper-parameters of BSP, then each model with its own best ones."""
 
 
 def _like(setting: Setting, sync: str) -> Setting:
@@ -109,7 +136,7 @@ EVERY_SETTING = (
 )
 """The settings of `paceline demo --all`, each with a learning rate and momentum.
 
-A model that is not in `SETTINGS` uses the learning rate and momentum of a similar model: BSP for models that average
-gradients, SSP for models that bound staleness, and ASP for all others. PSSP(3, 1/3) and SSP(5) have the same regret
-bound (FluentPS, Theorem 1: s + 1/c - 1).
+All hyper-parameters are raw. A model that is not in `OWN_BEST` uses the learning rate and momentum of a similar
+model: BSP for models that average gradients, SSP for models that bound staleness, and ASP for all others.
+PSSP(3, 1/3) and SSP(5) have the same regret bound (FluentPS, Theorem 1: s + 1/c - 1).
 """

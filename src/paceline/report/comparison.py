@@ -22,6 +22,7 @@ class TrialOutcome(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         sync: the sync model, in the notation of the command line.
         batch: sizes of the workers' batches: "equal" or "balanced".
+        hyperparameters: "translated" if the learning rate and momentum are those of a joint batch, else "raw".
         learning_rate: learning rate of the runs.
         momentum: momentum of the runs.
         seeds: random seeds for the runs.
@@ -44,6 +45,7 @@ class TrialOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     sync: str
     batch: str = "equal"
+    hyperparameters: str = "raw"
     learning_rate: float
     momentum: float
     seeds: tuple[int, ...]
@@ -63,8 +65,8 @@ class TrialOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The sync model, and the sizes of the batches if they are balanced."""
-        return run_name(self.sync, self.batch)
+        """The sync model, with what is special about its batches and hyper-parameters."""
+        return run_name(self.sync, self.batch, self.hyperparameters)
 
 
 def medians(outcomes: Sequence[TrialOutcome]) -> TrialOutcome:
@@ -74,6 +76,7 @@ def medians(outcomes: Sequence[TrialOutcome]) -> TrialOutcome:
     return TrialOutcome(
         sync=first.sync,
         batch=first.batch,
+        hyperparameters=first.hyperparameters,
         learning_rate=first.learning_rate,
         momentum=first.momentum,
         seeds=tuple(seed for outcome in outcomes for seed in outcome.seeds),
@@ -97,7 +100,7 @@ def comparison_table(outcomes: Sequence[TrialOutcome], *, every: bool = False) -
     """Return a table with one row per outcome. The caption describes the seeds and the emulation of unequal machines.
 
     If `every` is True, the table has columns for delayed pulls and aborted computations instead of the learning rate,
-    the momentum and the speed, and it wraps long names of sync models.
+    the momentum and the speed.
     """
     first = outcomes[0]
     unit = speed_unit(outcome.samples_per_s for outcome in outcomes)
@@ -108,7 +111,7 @@ def comparison_table(outcomes: Sequence[TrialOutcome], *, every: bool = False) -
         show_edge=False,
         pad_edge=False,
         collapse_padding=True,
-        caption=f"{runs}; {f'emulated: {first.emulated}' if first.emulated else 'no emulation'}",
+        caption=f"{runs}; {f'emulated: {first.emulated}' if first.emulated else 'no emulation'}{_legend(outcomes)}",
         caption_justify="left",
     )
     columns: dict[str, Callable[[TrialOutcome], str]] = {
@@ -135,8 +138,18 @@ def comparison_table(outcomes: Sequence[TrialOutcome], *, every: bool = False) -
         table.add_column(heading, justify="right", no_wrap=True)
     for outcome in outcomes:
         # The spaces let the table wrap a long name.
-        name = outcome.name
+        name = outcome.name.replace(", translated", "\n  translated")
         if every:
             name = outcome.sync.replace(",", ", ").replace(":", ": ") + name.removeprefix(outcome.sync)
         table.add_row(name, *(show(outcome) for show in columns.values()))
     return table
+
+
+def _legend(outcomes: Sequence[TrialOutcome]) -> str:
+    """Return what the rows with translated hyper-parameters mean; "" if there are none."""
+    if not any(outcome.hyperparameters == "translated" for outcome in outcomes):
+        return ""
+    return (
+        "\ntranslated: with the learning rate and momentum of bsp, as if only --sync had changed; other rows: with "
+        "the best ones of the model itself, used as they are"
+    )

@@ -5,10 +5,13 @@ from __future__ import annotations
 __all__ = ["run_name"]
 
 
-def run_name(sync: str, batch: str) -> str:
-    """Return the name of a run: its sync model, with a note if the batches were balanced.
+def run_name(sync: str, batch: str, hyperparameters: str = "raw") -> str:
+    """Return the name of a run: its sync model, with what is special about its batches and hyper-parameters.
 
     >>> run_name("bsp", "equal"), run_name("bsp", "balanced")
     ('bsp', 'bsp, balanced batches')
+    >>> run_name("asp", "equal", "translated")
+    'asp, translated'
     """
-    return f"{sync}, balanced batches" if batch == "balanced" else sync
+    notes = ["balanced batches"] * (batch == "balanced") + ["translated"] * (hyperparameters == "translated")
+    return ", ".join([sync, *notes])
