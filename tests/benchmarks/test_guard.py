@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import guard
+from benchmarks.guard.cost import Cost, measure_cost
 from benchmarks.guard.judging import Judged, judge
 from benchmarks.guard.scenarios import HEALTHY, PLANTED
 
@@ -50,16 +51,21 @@ def test_a_run_is_right_if_the_guard_speaks_in_time_or_is_silent() -> None:
     assert Judged("a", 0, True, 10, 8, "words", True).late == 0
 
 
-def test_the_table_has_a_row_for_each_run() -> None:
+def test_the_tables_have_a_row_for_each_run_and_mark_a_cost_that_is_too_high() -> None:
+    judged = [Judged("rate", seed, True, 10, 12 + seed, "it diverges", True) for seed in range(3)]
+    judged.append(Judged("calm", 0, False, None, None, "", True))
     console = Console(file=StringIO(), width=120)
-    console.print(
-        guard.table(
-            [Judged("rate", seed, True, 10, 12 + seed, "it diverges", True) for seed in range(3)]
-            + [Judged("calm", 0, False, None, None, "", True)]
-        )
-    )
+    for table in guard.tables(guard.GuardReport(judged, Cost(10.0, 20.0, 30.0))):
+        console.print(table)
     assert isinstance(console.file, StringIO)
-    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    shown = console.file.getvalue()
+    lines = [line.split() for line in shown.splitlines()]
     assert ["rate", "3", "3", "2", "to", "4", "it", "diverges"] in lines
     assert ["calm", "1", "1"] in lines
-    assert "4 of 4 right" in console.file.getvalue()
+    assert ["all", "60.0", "!"] in lines
+    assert "4 of 4 right" in shown
+
+
+def test_the_cost_is_measured() -> None:
+    cost = measure_cost()
+    assert min(cost.observe_us, cost.report_us, cost.judge_us) > 0

@@ -98,7 +98,7 @@ COMBINING_S = 0.5  # minimum time in a barrier or a reduction before the worker 
 MOST_READ_ATTEMPTS, READ_AGAIN_S = 60, 1.0  # how often and after which pause the job's model is read again
 LEAST_IDLE_S = 1e-3  # minimum time between two pushes while the script is not training
 # Minimum times between two pushes that are observed, and between two reports of what was seen. They bound the cost of
-# the guard: a push takes about 15 us to observe, and a report about 20 us to send and 50 us to receive.
+# the guard: a push takes about 15 us to observe, and as long to judge (see `python -m benchmarks guard`).
 OBSERVING_INTERVAL_S, REPORTING_INTERVAL_S = 2e-3, 10e-3
 
 # The payload of a commit need not be copied, because it does not change until the commit is answered.

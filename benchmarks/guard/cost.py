@@ -1,0 +1,85 @@
+"""What the guard costs per push: at the worker, whose step it delays, and at the coordinator."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from itertools import count
+
+import msgspec
+import torch
+
+from paceline.core.guard import Guard
+from paceline.core.messages import (
+    FromCoordinatorToWorker,
+    FromPeerToCoordinator,
+    Message,
+    Observation,
+    PushesObserved,
+)
+from paceline.shard.vectors import sampled_norm
+from paceline.wire.stream import Stream
+
+__all__ = ["MOST_US", "Cost", "measure_cost"]
+
+MOST_US = 50.0
+"""Goal: 1 % of a step of 5 ms, in microseconds."""
+
+SIZE = 200_000  # number of weights
+CALLS = 2000
+WORKERS = 4
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """The time on the processor of each part, in microseconds per push.
+
+    Attributes:
+        observe_us: at the worker: the norm of its weights. The norm of the gradient comes from the check for NaN.
+        report_us: at the worker and the coordinator: a message, as if each push were reported by one of its own.
+        judge_us: at the coordinator.
+    """
+
+    observe_us: float
+    report_us: float
+    judge_us: float
+
+    @property
+    def total_us(self) -> float:
+        """The sum."""
+        return self.observe_us + self.report_us + self.judge_us
+
+
+def measure_cost() -> Cost:
+    """Measure what a push costs with a model of 200,000 weights and four workers."""
+    weights = torch.randn(SIZE)
+    ends = socket.socketpair()
+    worker: Stream[Message] = Stream(ends[0], FromCoordinatorToWorker)
+    coordinator: Stream[Message] = Stream(ends[1], FromPeerToCoordinator)
+    report = PushesObserved((Observation(3, 1.0, 2.0, 3.0),))
+
+    def exchange() -> None:
+        worker.send(report)
+        list(coordinator.receive())
+
+    guard, updates = Guard("temper"), count()
+
+    def judge() -> None:
+        update = next(updates)
+        seen = Observation(update, 1.0 + 0.01 * (update % 7), 1.0, 5.0)
+        guard.take(update % WORKERS, seen, present=range(WORKERS), sync="asp", lockstep=False)
+
+    try:
+        return Cost(_time_us(lambda: sampled_norm([weights])), _time_us(exchange), _time_us(judge))
+    finally:
+        worker.close()
+        coordinator.close()
+
+
+def _time_us(call: Callable[[], object]) -> float:
+    for _ in range(CALLS // 10):
+        call()
+    begun_s = time.process_time()
+    for _ in range(CALLS):
+        call()
+    return (time.process_time() - begun_s) / CALLS * 1e6
