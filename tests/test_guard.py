@@ -313,6 +313,17 @@ def test_temper_restores_the_rate_when_nothing_has_been_wrong_and_waits_longer_e
     assert run.factors[-1] == 1.0
 
 
+def test_the_rate_is_not_restored_while_something_is_wrong_now_and_then() -> None:
+    run = Run("temper")
+    run.train(falling())
+    diverging(run, 5 * AGAIN)
+    assert run.factors[-1] == 1 / 16
+    for _ in range(10):
+        run.train([0.1] * 50)
+        diverging(run, 30)
+    assert run.guard.factor == 1 / 16
+
+
 @pytest.mark.parametrize("mode", ["tell", "temper"])
 def test_models_in_lockstep_keep_their_rate(mode: GuardMode) -> None:
     run = Run(mode, sync="bsp")

@@ -132,6 +132,7 @@ class Guard:
         self._last_updates: dict[int, int] = {}
         self._staleness = 0.0
         self._changed = -AGAIN  # the point at which the factor was changed
+        self._wrong = 0  # the last point at which something was wrong
         self._patience = RESTORED
 
     def take(
@@ -177,6 +178,7 @@ class Guard:
     def left(self, worker: int) -> None:
         """Forget a worker that has left the run."""
         self._last_updates.pop(worker, None)
+        self._said.discard(("worker", worker))
         for outliers in self._outliers.values():
             outliers.forget(worker)
         for key in [key for key in self._nan if key[0] == worker]:
@@ -238,6 +240,7 @@ class Guard:
 
     def _diverges(self, kind: str, words: str, advice: str, lockstep: bool) -> list[Verdict]:
         """Say that training diverges, and lower the rate, if that is to be done."""
+        self._wrong = self.points
         new = self._is_new(kind)
         tempers = self.mode == "temper" and not lockstep
         if not tempers or self.points < self._changed + AGAIN:
@@ -256,10 +259,10 @@ class Guard:
         if lockstep:
             self._change(1.0)
             return [Verdict(f"The learning rate is no longer reduced ({where}).", self.factor)]
-        if self.points < self._changed + self._patience:
+        good = self.points - max(self._changed, self._wrong)
+        if good < self._patience:
             return []
         self._patience *= 2
-        good = self.points - self._changed
         self._change(2 * self.factor)
         return [
             Verdict(

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ..core.drawn import DrawnBatch
 from ..core.fingerprints import HASHED_ITERATIONS
 from ..core.layout import of_set
-from ..core.messages import Combined, GradientHashed, Observation, Warned
+from ..core.messages import MOST_PARAMETER, Combined, GradientHashed, Observation, Warned
 from ..core.model_spec import BufferSpec, HyperParameters
 from ..core.requests import COORDINATOR, Send
 from ..errors import NonFiniteGradientError, UsageError
@@ -314,7 +314,9 @@ class WorkerTraining:
         observed = None
         if session.observes or name is not None or set_index in self._had_nan:
             weights = sampled_norm(of_set(session.weights, selected).values())
-            observed = Observation(session.updates, loss, norm, weights, name or "", set_index)
+            observed = Observation(
+                session.updates, loss, norm, weights, (name or "")[:MOST_PARAMETER], set_index
+            )
         if name is None:
             self._had_nan.discard(set_index)
         else:

@@ -111,7 +111,7 @@ from .machines import (
     StatusReported,
     TakenOut,
 )
-from .observation import MOST_OBSERVED, Observation, PushesObserved, RateTempered
+from .observation import MOST_OBSERVED, MOST_PARAMETER, Observation, PushesObserved, RateTempered
 from .paces import PacesObserved
 from .start import (
     CreateShards,
@@ -152,6 +152,7 @@ from .state import (
 __all__ = [
     "MOST_LOADERS",
     "MOST_OBSERVED",
+    "MOST_PARAMETER",
     "MOST_PROCESSES",
     "MOST_REPORTED_BYTES",
     "MOST_STATES_BYTES",

@@ -9,10 +9,14 @@ import msgspec
 from ...sync.events import Number
 from .connection import Message
 
-__all__ = ["MOST_OBSERVED", "Observation", "PushesObserved", "RateTempered"]
+__all__ = ["MOST_OBSERVED", "MOST_PARAMETER", "Observation", "PushesObserved", "RateTempered"]
 
 MOST_OBSERVED = 256
 """Maximum number of observations in one report."""
+
+
+MOST_PARAMETER = 1024
+"""Maximum length of the name of a parameter in an observation. Longer names are cut off."""
 
 
 class Observation(msgspec.Struct, frozen=True, array_like=True):
@@ -32,7 +36,7 @@ class Observation(msgspec.Struct, frozen=True, array_like=True):
     loss: float | None = None
     gradient: float | None = None
     weights: float | None = None
-    parameter: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+    parameter: Annotated[str, msgspec.Meta(max_length=MOST_PARAMETER)] = ""
     set_index: Number = 0
 
 
