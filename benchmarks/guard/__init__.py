@@ -77,7 +77,7 @@ def _runs(judged: Sequence[Judged]) -> Table:
             str(len(rows)),
             str(sum(each.right for each in rows)),
             f"{min(late)} to {max(late)}" if late else "",
-            words,
+            words.partition("): ")[2].partition(". ")[0],
         )
     return shown
 

@@ -52,7 +52,10 @@ def test_a_run_is_right_if_the_guard_speaks_in_time_or_is_silent() -> None:
 
 
 def test_the_tables_have_a_row_for_each_run_and_mark_a_cost_that_is_too_high() -> None:
-    judged = [Judged("rate", seed, True, 10, 12 + seed, "it diverges", True) for seed in range(3)]
+    judged = [
+        Judged("rate", seed, True, 10, 12 + seed, "Look (update 3): it diverges. Stop.", True)
+        for seed in range(3)
+    ]
     judged.append(Judged("calm", 0, False, None, None, "", True))
     console = Console(file=StringIO(), width=120)
     for table in guard.tables(guard.GuardReport(judged, Cost(10.0, 20.0, 30.0))):
