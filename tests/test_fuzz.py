@@ -437,7 +437,13 @@ class Bench:
 
     def __init__(self, run_dir: Path, sync: str, transport: str, optimizer: str = "SGD") -> None:
         self.job = make_job(
-            workers=HONEST + HOSTILE, servers=2, shards=3, sync=sync, transport=transport, run_dir=run_dir
+            workers=HONEST + HOSTILE,
+            servers=2,
+            shards=3,
+            sync=sync,
+            transport=transport,
+            hyperparameters="raw",  # so that each update moves the weights equally far
+            run_dir=run_dir,
         )
         self.model = model_of(optimizer)
         self.groups = msgspec.msgpack.encode(self.model.optimizer.groups)
@@ -882,7 +888,13 @@ def test_mutated_frames_over_sockets_end_no_host_and_the_others_weights_are_righ
 
             transport = ("shm", "unix", "tcp")[number % 3]
             run = run_on_threads(
-                train, workers=HONEST + 1, servers=2, sync="asp", transport=transport, keep_errors=True
+                train,
+                workers=HONEST + 1,
+                servers=2,
+                sync="asp",
+                transport=transport,
+                hyperparameters="raw",
+                keep_errors=True,
             )
             sent += attacker.sent.total()
             honest = [index for index, done in run.results.items() if done == steps]

@@ -56,7 +56,7 @@ def train(steps, out):
 if __name__ == "__main__":
     transport, steps, out, run_dir = sys.argv[1:]
     run = paceline.launch(train, args=(int(steps), out), workers=WORKERS, servers=2, sync="asp", run_dir=run_dir,
-                          transport=transport, pace=[PACE_S] * WORKERS, progress=False)
+                          hyperparameters="raw", transport=transport, pace=[PACE_S] * WORKERS, progress=False)
     weight = run.state_dict["weight"]
     print(json.dumps([run.summary["updates_per_s"], float(weight.min()), float(weight.max())]))
 """

@@ -59,6 +59,7 @@ def test_no_pull_is_torn_under_concurrent_pushes(transport: str, size: int, tmp_
         workers=WORKERS,
         servers=SHARDS,
         sync="asp",
+        hyperparameters="raw",
         transport=transport,
         run_dir=tmp_path / "run",
         progress=False,
