@@ -75,6 +75,9 @@ the same c_p when the new model begins. Some models must run on all shards: `dro
 `spec-sync`, and `conditions` with `pushes=average`. `rennala` and `ringmaster` need a single shard (the default, with
 one server), because a push could otherwise be applied at one shard and dropped at another.
 
+`--sync auto` lets the run choose: it begins with `bsp` and balanced batches, and changes to another model at the
+beginning of an epoch if that saves at least 10 % of the time per epoch. See [the guide](guide.md#let-the-run-choose).
+
 A model decides which pushes are applied, and when. How far an update then moves the weights follows from the
 script's hyper-parameters, which by default refer to the joint batch: see
 [the guide](guide.md#what-hyper-parameters-mean). The papers apply each push with the hyper-parameters as they are.
