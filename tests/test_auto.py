@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from queue import SimpleQueue
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from paceline.core.paces import REPORTED_CYCLES, PaceMeter
 from paceline.core.worker import Worker
 from paceline.errors import ConfigurationError
 from paceline.frontend.session import set_sync
+from paceline.launcher.rehearsal import Rehearsals
 from paceline.rehearsal.ranking import rank
 from paceline.runtime.job import make_job
 from paceline.sim import Cluster, Dataset, Link, LogNormal, Presence, simulate
@@ -305,6 +307,33 @@ def test_it_cannot_be_combined_with_what_needs_one_model() -> None:
     worker = Worker(read_schedule("auto"), workers=2, shards=1, servers=1)
     with pytest.raises(ConfigurationError, match="chooses its sync models itself"):
         worker.request_sync([parse("asp")])
+
+
+# -- beside a live run ------------------------------------------------------------------------------------------
+
+EASY = Situation(
+    syncs=("bsp", "asp", "rennala:batch=0"),
+    cycles=(((10, 1.0),) * 20, ((10, 3.0),) * 20),
+    computed=((), ()),
+    samples=1000,
+    batch_size=10,
+    balanced=False,
+    split="auto",
+)
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("mark")
+def test_a_simulation_beside_a_run_has_the_same_results() -> None:
+    """Modules of the user with the names of others are not imported."""
+    Path("msgspec.py").write_text("raise SystemExit('the wrong module')")
+    results: SimpleQueue[Sequence[Prospect]] = SimpleQueue()
+    with Rehearsals() as rehearse:
+        rehearse(EASY, results.put)
+        assert results.get(timeout=60.0) == prospects(EASY)
+    assert [each.sync for each in prospects(EASY)] == ["bsp", "asp"]  # the last one is not valid
+    rehearse(EASY, results.put)  # the run is over
+    assert results.empty()
 
 
 # -- live -----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -22,7 +23,11 @@ __all__ = ["Rehearsals"]
 log = logging.getLogger("paceline.rehearsal")
 
 TIMEOUT_S = 120.0
-PROGRAM = "paceline.sim.prospects"
+# The user's modules in the working directory are not searched, and those of Paceline last.
+PROGRAM = (
+    f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); "
+    "from paceline.sim.prospects import main; main()"
+)
 
 
 class Rehearsals:
@@ -52,7 +57,7 @@ class Rehearsals:
                 return
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", PROGRAM],
+                    [sys.executable, "-P", "-c", PROGRAM],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,

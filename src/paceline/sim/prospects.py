@@ -5,8 +5,8 @@ is the latency of its link, and the rest its compute times. Each candidate then 
 on this cluster. The cycles are used in the order in which they were observed, so pauses and other changes are as
 frequent as in the run.
 
-As a program, this module reads what was observed from standard input and writes the results to standard output. A
-live run starts it as a process of its own, so that nothing waits for it.
+`main` reads what was observed from standard input and writes the results to standard output. A live run calls it in a
+process of its own, so that nothing waits for it.
 """
 
 from __future__ import annotations
@@ -96,7 +96,3 @@ def main() -> None:
     os.nice(NICENESS)
     situation = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Situation)
     sys.stdout.buffer.write(msgspec.msgpack.encode(prospects(situation)))
-
-
-if __name__ == "__main__":
-    main()
