@@ -10,6 +10,7 @@ from paceline.sim import Cluster, Times
 
 from ..evidence.places import KINDS, Place, steady
 from .digits import DigitsCNN, DigitsMLP
+from .families import FAMILIES
 from .problems import Problem
 from .quadratics import Quadratic
 from .ratings import Ratings
@@ -69,6 +70,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "quadratic-8": lambda: Quadratic(8),
     "quadratic-64": lambda: Quadratic(64),
     "quadratic-256": lambda: Quadratic(256),
+    **FAMILIES,
 }
 """The problems by name."""
 
@@ -77,11 +79,18 @@ GPT_MODELS = ("bsp", "asp", "ssp", "spec-sync", "elastic-bsp")
 GPT_PLACES = (("steady 3x", 4), ("steady 3x", 16), ("steady 3x", 40), ("jitter", 16), ("pauses", 16))
 
 
+FAMILY_MODELS = ("bsp", "asp", "elastic-bsp")
+FAMILY_PLACES = (("steady 3x", 4), ("steady 3x", 16))
+
+
 def covered(problem: str, cluster: str, workers: int, model: str) -> bool:
     """Return True if a problem is part of the table for a cluster under a model.
 
-    All are, except for the GPT, whose runs take 60 times as long as those of the perceptron.
+    All are, except for the GPT, whose runs take 60 times as long as those of the perceptron, and except for the
+    perceptron with other optimizers.
     """
+    if problem in FAMILIES:
+        return model in FAMILY_MODELS and (cluster, workers) in FAMILY_PLACES
     return problem != "text-gpt" or (model in GPT_MODELS and (cluster, workers) in GPT_PLACES)
 
 
@@ -93,6 +102,7 @@ COSTS_S = {
     "quadratic-8": (0.5, 0.35),
     "quadratic-64": (0.5, 0.35),
     "quadratic-256": (0.5, 0.35),
+    **dict.fromkeys(FAMILIES, (2.0, 0.5)),
 }
 """Problem -> approximate time for 48 runs on one core, in seconds, and what each worker adds."""
 
