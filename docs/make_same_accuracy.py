@@ -55,7 +55,7 @@ PROBLEM_LINES = (
     "`ratings`: factorization of a matrix of 12,000 ratings with noise, SGD without momentum, joint batch 240, 10"
     " epochs. Mean squared error on other ratings.",
     "`quadratic-8`, `-64`, `-256`: noisy quadratics with 4,096 coordinates whose curvatures differ by up to this "
-    "factor, SGD with momentum 0.9, joint batch 128, 112 joint steps. The exact loss.",
+    "factor, SGD with momentum 0.9, joint batch 128, 110 joint steps. The exact loss.",
 )
 
 METHOD = (

@@ -177,7 +177,7 @@ def test_help_of_demo_explains_every_option(call: Call) -> None:
     assert (
         "four sync models, and bsp with balanced batches, by training on handwritten digits" in ended.stdout
     )
-    assert "less than three minutes on two cores" in ended.stdout
+    assert "about three minutes on two cores" in ended.stdout
     for option, words in {
         "--seeds": "median",
         "--all": "all sync models",
