@@ -56,6 +56,10 @@ PROBLEM_LINES = (
     " epochs. Mean squared error on other ratings.",
     "`quadratic-8`, `-64`, `-256`: noisy quadratics with 4,096 coordinates whose curvatures differ by up to this "
     "factor, SGD with momentum 0.9, joint batch 128, 110 joint steps. The exact loss.",
+    "`digits-mlp-...`: the network of `digits-mlp` with other optimizers, only under `asp` and `elastic-bsp` in the "
+    "cluster steady 3x with 4 and 16 workers: SGD without momentum, with Nesterov's momentum and weight decay, and "
+    "with momentum 0.98 (`slow`); Adam, AdamW with betas 0.9 and 0.95, RMSprop, Adagrad, NAdam, Adamax; and Lion, a "
+    "class that is not torch's.",
 )
 
 METHOD = (
@@ -70,7 +74,8 @@ METHOD = (
     "have the same times of the workers, and differ in their initial weights and the order of their data.",
     "*Guard.* As in a run with translated hyper-parameters by default, each of these runs has a guard that lowers "
     "the rate if training diverges. Raw runs have a guard that only says so (`--guard tell`). The command makes "
-    "the runs without the guard, too, with `--hyperparameters 'translated without guard'`.",
+    "the runs without the guard, too, with `--hyperparameters 'translated without guard'`, and without the "
+    "correction for delayed gradients with `'translated without delay'`.",
     "*Bounds.* At the best rate, 3 points of accuracy or 6 % of the loss; at half and a quarter of it, 1 point or"
     " 2 %. Only what is worse than `bsp` counts. A run has learned nothing (*lost*: a cell with such a run) if "
     "its accuracy is below 0.15, or its loss is hardly better than at the start, or not finite.",

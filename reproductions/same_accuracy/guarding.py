@@ -34,6 +34,7 @@ class Guards:
         schedule: the schedule of the ensemble.
         settings: the hyper-parameters.
         seeds: number of seeds.
+        corrects_delay: False to translate the hyper-parameters as if no gradient were delayed.
 
     Attributes:
         told: for each run, True if its user has been told that training goes wrong. A gradient with NaN or inf
@@ -41,7 +42,10 @@ class Guards:
         tempered: for each run, True if its learning rate was ever reduced.
     """
 
-    def __init__(self, schedule: Schedule, settings: Sequence[Setting], seeds: int) -> None:
+    def __init__(
+        self, schedule: Schedule, settings: Sequence[Setting], seeds: int, *, corrects_delay: bool = True
+    ) -> None:
+        self._corrects_delay = corrects_delay
         self._sync = schedule.sync
         self._lockstep = all(model.lockstep for model in read_schedule(schedule.sync).first)
         self._workers = schedule.batches.keys()
@@ -82,6 +86,8 @@ class Guards:
 
     def standing(self, run: int, standing: Standing) -> Standing:
         """Return the standing with the factor of the run's guard."""
+        if not self._corrects_delay:
+            standing = msgspec.structs.replace(standing, delay=0.0)
         factor = self._guards[run].factor
         return standing if factor == 1 else msgspec.structs.replace(standing, temper=factor)
 

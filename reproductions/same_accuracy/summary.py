@@ -11,6 +11,7 @@ from typing import NamedTuple
 from rich import box
 from rich.table import Table
 
+from .families import FAMILIES
 from .plan import CLUSTERS, FACTORS, MODELS, PROBLEMS
 from .table import KINDS, Result, Runs
 
@@ -148,8 +149,14 @@ SOONER = 2.0
 
 
 def findings(cells: Sequence[Cell]) -> list[str]:
-    """Return what the cells with translated hyper-parameters say about each goal, in sentences."""
-    found = []
+    """Return what the cells with translated hyper-parameters say about each goal, in sentences.
+
+    The goals are about the problems with their usual optimizers, not about the other optimizers.
+    """
+    cells = [cell for cell in cells if cell.problem not in FAMILIES]
+    found: list[str] = []
+    if not cells:
+        return found
     for factors, words in (
         ((0.5, 0.25), "half and a quarter of bsp's best rate"),
         ((1.0,), "bsp's best rate"),
@@ -218,6 +225,13 @@ def _bound(cell: Cell) -> float:
 
 def tables(cells: Sequence[Cell]) -> list[Table]:
     """Return the tables of the summary."""
+    usual = [cell for cell in cells if cell.problem not in FAMILIES]
+    others = [cell for cell in cells if cell.problem in FAMILIES]
+    made = [_shares("optimizer", others, lambda cell: cell.problem, FAMILIES)] if others else []
+    return [*_usual_tables(usual), *made] if usual else made
+
+
+def _usual_tables(cells: Sequence[Cell]) -> list[Table]:
     return [
         _shares("sync model", cells, lambda cell: cell.model, MODELS),
         _shares("problem", cells, lambda cell: cell.problem, PROBLEMS),

@@ -34,8 +34,12 @@ TUNING_WORKERS = 4
 SCHEDULE_SEED = 0
 
 UNGUARDED = "translated without guard"
-KINDS = ("raw", "translated", UNGUARDED)
-"""The kinds of hyper-parameters. As in a real run, a guard tempers translated ones."""
+UNCORRECTED = "translated without delay"
+KINDS = ("raw", "translated", UNGUARDED, UNCORRECTED)
+"""The kinds of hyper-parameters. As in a real run, a guard tempers translated ones, and delays are corrected."""
+
+ENSEMBLES = (("raw", "translated"), (UNGUARDED,), (UNCORRECTED,))
+"""The kinds that are trained together, because their runs have the same observer."""
 
 
 class Tuned(msgspec.Struct, frozen=True, tag="tuned"):
@@ -217,11 +221,9 @@ def _make(order: Order) -> None:
         job, problem = order.job, _problem(name)
         schedule = _schedule(job.cluster, job.workers, job.sync, _epochs(problem, job.workers, order.epochs))
         rates = [factor * tuned[name].best for factor in FACTORS]
-        # Runs with and without a guard belong to different ensembles.
-        for guarded in (True, False):
-            own = [kind for kind in kinds if (kind != UNGUARDED) == guarded]
-            if own:
-                _make_ensemble(order, name, schedule, own, rates, guarded=guarded)
+        for together in ENSEMBLES:
+            if own := [kind for kind in kinds if kind in together]:
+                _make_ensemble(order, name, schedule, own, rates)
 
 
 def _make_ensemble(
@@ -230,16 +232,13 @@ def _make_ensemble(
     schedule: Schedule,
     kinds: Sequence[str],
     rates: Sequence[float],
-    *,
-    guarded: bool,
 ) -> None:
     """Train all rates and seeds with some kinds of hyper-parameters, and append the results."""
     begun_s, job = time.monotonic(), order.job
     settings = [Setting(rate, "raw" if kind == "raw" else "translated") for kind in kinds for rate in rates]
-    guards = Guards(schedule, settings, order.seeds)
-    found = train(
-        _problem(name), schedule, settings, range(order.seeds), EVALUATIONS, guards if guarded else None
-    )
+    guards = Guards(schedule, settings, order.seeds, corrects_delay=UNCORRECTED not in kinds)
+    observer = None if UNGUARDED in kinds else guards
+    found = train(_problem(name), schedule, settings, range(order.seeds), EVALUATIONS, observer)
     took_s = round((time.monotonic() - begun_s) / len(kinds), 2)
     curves = np.stack([each.quality.mean(axis=1) for each in found], axis=1)
     finals = found[-1].quality
