@@ -209,7 +209,7 @@ def test_the_simulated_machines_have_the_observed_links() -> None:
     assert cluster.latency(0, to_server=True).typical_s == pytest.approx(0.25)
     assert [cluster.compute(worker).typical_s for worker in (0, 1)] == pytest.approx([1.0, 1.5])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(situation), type=Situation) == situation
-    [prospect] = prospects(situation)
+    [prospect] = prospects(situation, simulate)
     assert prospect.speed == pytest.approx(20 / 1.5, rel=0.2)
 
 
@@ -330,8 +330,8 @@ def test_a_simulation_beside_a_run_has_the_same_results() -> None:
     results: SimpleQueue[Sequence[Prospect]] = SimpleQueue()
     with Rehearsals() as rehearse:
         rehearse(EASY, results.put)
-        assert results.get(timeout=60.0) == prospects(EASY)
-    assert [each.sync for each in prospects(EASY)] == ["bsp", "asp"]  # the last one is not valid
+        assert results.get(timeout=60.0) == prospects(EASY, simulate)
+    assert [each.sync for each in prospects(EASY, simulate)] == ["bsp", "asp"]  # the last one is not valid
     rehearse(EASY, results.put)  # the run is over
     assert results.empty()
 

@@ -26,7 +26,7 @@ TIMEOUT_S = 120.0
 # The user's modules in the working directory are not searched, and those of Paceline last.
 PROGRAM = (
     f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); "
-    "from paceline.sim.prospects import main; main()"
+    "from paceline.sim.rehearse import main; main()"
 )
 
 

@@ -4,21 +4,14 @@ The observed cycles of the workers become a cluster: what a worker's cycles usua
 is the latency of its link, and the rest its compute times. Each candidate then uses up some epochs of the run's data
 on this cluster. The cycles are used in the order in which they were observed, so pauses and other changes are as
 frequent as in the run.
-
-`main` reads what was observed from standard input and writes the results to standard output. A live run calls it in a
-process of its own, so that nothing waits for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
-
-import msgspec
 
 from ..core.auto import Prospect, Situation
 from ..core.lease import BatchSizing
@@ -27,7 +20,7 @@ from .clockwork import Dataset
 from .cluster import Cluster
 from .machines import Link
 from .recorded import compute_times
-from .simulate import simulate
+from .result import SimResult
 
 __all__ = ["cluster_of", "prospects"]
 
@@ -35,15 +28,17 @@ LENGTH = 64  # approximate number of iterations of each worker that are simulate
 RECENT = 32  # number of latest cycles and computations whose medians are compared
 LEAST_COMPUTED = 8  # number of known computations without which transfers are part of the compute times
 NEGLIGIBLE = 0.02  # share of a cycle below which its transfers are noise
-NICENESS = 10  # the workers' computations come first
+
+Simulate = Callable[..., SimResult]
+"""The function `simulate`, which itself simulates runs that choose their model, and therefore imports this module."""
 
 
-def prospects(situation: Situation) -> list[Prospect]:
+def prospects(situation: Situation, simulate: Simulate) -> list[Prospect]:
     """Return the speed of each candidate, except for those that cannot be simulated."""
     found = []
     for sync in situation.syncs:
         with contextlib.suppress(PacelineError):  # a candidate that does not fit is no candidate
-            found.append(Prospect(sync, _speed(situation, sync)))
+            found.append(Prospect(sync, _speed(situation, sync, simulate)))
     return found
 
 
@@ -71,7 +66,7 @@ def _transfer_s(cycles: Sequence[tuple[int, float]], computed: Sequence[tuple[in
     return transfer_s if transfer_s > NEGLIGIBLE * cycle_s else 0.0
 
 
-def _speed(situation: Situation, sync: str) -> float:
+def _speed(situation: Situation, sync: str, simulate: Simulate) -> float:
     """Return the applied samples per second, or gradients if the number of samples is unknown."""
     cluster = cluster_of(situation)
     if situation.samples is None:
@@ -89,10 +84,3 @@ def _speed(situation: Situation, sync: str) -> float:
     )
     batch: BatchSizing = "balanced" if situation.balanced else "equal"
     return simulate(cluster, sync, None, data=data, batch=batch).measures.samples_per_s
-
-
-def main() -> None:
-    """Read what was observed, and write the results."""
-    os.nice(NICENESS)
-    situation = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Situation)
-    sys.stdout.buffer.write(msgspec.msgpack.encode(prospects(situation)))

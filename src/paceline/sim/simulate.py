@@ -27,6 +27,7 @@ from ..trace.time_use import time_use
 from .clockwork import Clockwork, Dataset, DatasetClockwork, require_enough_data
 from .cluster import Cluster, require_whole
 from .job import VirtualJob
+from .prospects import prospects
 from .recording import Recorders, TakeRecord
 from .result import Loss, SimResult
 from .shard_stores import NullStore
@@ -149,12 +150,7 @@ def simulate(
         ticks_per_s=cluster.ticks_per_s(schedule.models, until_s),
     )
     if schedule.auto:
-        # The planner simulates, too, so it cannot be imported before this module.
-        from .prospects import prospects as planner
-
         batch = "balanced"
-    else:
-        planner = _no_plans
     with recorders:
         if train_fn is None:
             recorders.begin()
@@ -168,7 +164,7 @@ def simulate(
                 seed,
                 overlap=overlap == "shards",
                 recorders=recorders,
-                planner=planner,
+                planner=_planner,
             )
             clockwork = (
                 Clockwork(job, math.inf if iterations is None else iterations)
@@ -205,7 +201,7 @@ def simulate(
                     slicing=slicing,
                     translated=translated,
                     guard=Guard(mode, skips_nan=on_nan == "skip"),
-                    planner=planner,
+                    planner=_planner,
                     relaxes=translated,
                 )
                 stores = training.make_stores(first)
@@ -258,9 +254,9 @@ def simulate(
     return result
 
 
-def _no_plans(situation: Situation) -> list[Prospect]:
-    """Return nothing: a run whose models the user has chosen plans no changes."""
-    return []
+def _planner(situation: Situation) -> list[Prospect]:
+    """Simulate the candidates of a run that chooses its model."""
+    return prospects(situation, simulate)
 
 
 def _loss_recorder(history: list[Loss], required: bool) -> TakeRecord:

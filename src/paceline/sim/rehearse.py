@@ -1,0 +1,26 @@
+"""Simulates the candidates of a live run in a process of its own, so that nothing waits for it.
+
+`main` reads what was observed from standard input, and writes the results to standard output. See `prospects`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import msgspec
+
+from ..core.auto import Situation
+from .prospects import prospects
+from .simulate import simulate
+
+__all__ = ["main"]
+
+NICENESS = 10  # the workers' computations come first
+
+
+def main() -> None:
+    """Read what was observed, and write the results."""
+    os.nice(NICENESS)
+    situation = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Situation)
+    sys.stdout.buffer.write(msgspec.msgpack.encode(prospects(situation, simulate)))
