@@ -98,7 +98,7 @@ def run(cluster: Cluster, sync: str, body: Callable[[], Script]) -> dict[int, Sc
     def train() -> None:
         scripts[paceline.worker_index()] = body()
 
-    simulate(cluster, sync, train_fn=train)
+    simulate(cluster, sync, train_fn=train, guard="off")  # what is minimized has no minimum
     return scripts
 
 
