@@ -46,7 +46,7 @@ def train(make: Callable[[Any], torch.optim.Optimizer] | None = None, epochs: in
             if make is None
             else make(model.parameters())
         )
-        optimizer, loader = paceline.prepare(optimizer, DataLoader(TensorDataset(x), 16, shuffle=True))
+        optimizer, loader = paceline.prepare(optimizer, DataLoader(TensorDataset(x), 16))
         for _ in paceline.epochs(epochs):
             for (batch,) in loader:
 
