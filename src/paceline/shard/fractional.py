@@ -227,9 +227,10 @@ class FractionalSteps:
         """Return a copy of an entry of the state, in memory that is used again for the next step."""
         if not isinstance(value, torch.Tensor):
             return value
-        if (place, key) not in self._copies:
-            self._copies[place, key] = torch.empty_like(value)
-        return self._copies[place, key].copy_(value)
+        copy = self._copies.get((place, key))
+        if copy is None or copy.shape != value.shape or copy.dtype != value.dtype:
+            copy = self._copies[place, key] = torch.empty_like(value)
+        return copy.copy_(value)
 
     def _use_joint_square(
         self, state: Mapping[str, Any], group: Mapping[str, Any], parameter: torch.Tensor, fraction: Fraction
