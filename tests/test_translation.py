@@ -90,6 +90,19 @@ def test_a_whole_fraction_is_torchs_own_step(name: str, settings: dict[str, Any]
 
 @pytest.mark.parametrize(
     ("name", "settings"),
+    # Rprop only begins with the rate. Its steps are at least 1e-6.
+    [each for each in SETTINGS if each[0] != "Rprop"],
+    ids=[name for name in IDS if not name.startswith("Rprop")],
+)
+def test_a_rate_of_zero_moves_nothing(name: str, settings: dict[str, Any]) -> None:
+    # A warm-up may begin with it, and a cosine may end with it.
+    part = translate(Standing(share=1 / 4, delay=1.0))
+    taken = take(optimizer_of_slice, name, {**settings, "lr": 0.0}, [(g, part) for g in gradients(3)])
+    assert torch.equal(taken, first_weights())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
     # Rprop's rates grow by a factor with every step, so they grow more slowly in fractions of steps.
     [each for each in SETTINGS if each[0] != "Rprop"],
     ids=[name for name in IDS if not name.startswith("Rprop")],

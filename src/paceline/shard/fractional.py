@@ -122,10 +122,11 @@ def adam_kernel(
     coupled = coupled_decay(settings)
     rest = {"eps": settings["eps"], "amsgrad": settings["amsgrad"], "maximize": settings["maximize"]}
     root = math.sqrt(1.0 - beta2 ** (steps + fraction.step))
-    lr = fraction.weights * settings["lr"] * root / (1.0 - beta1 ** (steps + 1.0))
+    correction = root / (1.0 - beta1 ** (steps + 1.0))
+    lr = fraction.weights * settings["lr"] * correction
     rest["eps"] *= root
-    # torch multiplies the weights by 1 - lr * weight_decay, with the rate that it is given.
-    decoupled = 0.0 if coupled else settings["weight_decay"] * fraction.weights * settings["lr"] / lr
+    # torch multiplies the weights by 1 - lr * weight_decay, with the corrected rate that it is given.
+    decoupled = 0.0 if coupled else settings["weight_decay"] / correction
     kept = 1.0 - fraction.step * (1.0 - beta2)
     mean_weight = 1.0 - beta1**steps
 
