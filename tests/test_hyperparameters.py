@@ -190,3 +190,20 @@ def test_an_epoch_moves_the_weights_as_far_as_in_one_process() -> None:
     for sync in ("bsp", "asp", "ssp:staleness=1", "elastic-bsp:lookahead=3"):
         moved = weights(simulate(CLUSTER, sync, train_fn=constant)).popitem()[1]
         assert torch.allclose(moved, torch.full((1, 3), -48.0), rtol=0.05), sync
+
+
+@pytest.mark.parametrize(
+    ("sync", "hyperparameters", "fractions"),
+    [
+        ("bsp", "translated", False),
+        ("asp", "raw", False),
+        ("asp", "translated", True),
+        ("bsp@0,asp@epoch:2", "translated", True),
+        ("auto", "translated", True),  # it begins with bsp, but may choose another model
+    ],
+)
+def test_memory_for_fractions_is_needed_if_a_planned_or_chosen_model_takes_them(
+    sync: str, hyperparameters: str, fractions: bool
+) -> None:
+    job = make_job(workers=2, sync=sync, hyperparameters=hyperparameters, dry_run=True)
+    assert job.takes_fractions == fractions

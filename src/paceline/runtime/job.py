@@ -166,8 +166,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def takes_fractions(self) -> bool:
-        """True if updates can take fractions of the optimizer's steps, under a model that is planned."""
-        return self.translated and not all(model.lockstep for model in self.schedule.models)
+        """True if updates can take fractions of the optimizer's steps, under a model that is planned or chosen."""
+        schedule = self.schedule
+        return self.translated and (schedule.auto or not all(model.lockstep for model in schedule.models))
 
     @property
     def contexts(self) -> Contexts | None:

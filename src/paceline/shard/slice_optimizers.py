@@ -274,7 +274,7 @@ class FusedOptimizer:
         fraction: Fraction,
     ) -> None:
         keys = self._update.state_keys(settings)
-        kernel = self._kernel(run, keys, settings, fraction)
+        kernel = self._kernel(run, settings, fraction)
         if keys:
             run.steps += fraction.step
         if "" not in run.views:
@@ -296,9 +296,7 @@ class FusedOptimizer:
                 total.add_(other, alpha=scale)
             kernel(weights, total, *state)
 
-    def _kernel(
-        self, run: SegmentRun, keys: Sequence[str], settings: HyperParameters, fraction: Fraction
-    ) -> Kernel:
+    def _kernel(self, run: SegmentRun, settings: HyperParameters, fraction: Fraction) -> Kernel:
         """Return the kernel that updates the chunks of a run."""
         if fraction.whole:
             return self._update.kernel(settings, run.steps)
