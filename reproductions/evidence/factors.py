@@ -8,7 +8,7 @@ from torch import Tensor
 from .batched import Weights
 from .schedules import Gradient
 
-__all__ = ["Ratings"]
+__all__ = ["ITEMS", "USERS", "Ratings", "noisy_ratings"]
 
 USERS, ITEMS, RANK = 200, 300, 5
 OBSERVED = 12_000
@@ -17,20 +17,24 @@ NOISE = 0.3
 REGULARIZATION = 0.01
 
 
+def noisy_ratings() -> tuple[Tensor, Tensor]:
+    """Return the ratings of all items by all users, and an order in which they are observed. Both are flat."""
+    generator = torch.Generator().manual_seed(0)
+    users = torch.randn(USERS, RANK, generator=generator)
+    items = torch.randn(ITEMS, RANK, generator=generator)
+    ratings = users @ items.T / RANK**0.5
+    ratings += NOISE * torch.randn(ratings.shape, generator=generator)
+    return ratings.flatten(), torch.randperm(USERS * ITEMS, generator=generator)
+
+
 class Ratings:
     """Factors of rank 8 for ratings of rank 5 with noise. The validation uses ratings that were not observed."""
 
     WIDTH = 8
 
     def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        users = torch.randn(USERS, RANK, generator=generator)
-        items = torch.randn(ITEMS, RANK, generator=generator)
-        ratings = users @ items.T / RANK**0.5
-        ratings += NOISE * torch.randn(ratings.shape, generator=generator)
-        order = torch.randperm(USERS * ITEMS, generator=generator)
+        self._ratings, order = noisy_ratings()
         self._observed, self._held_out = order[:OBSERVED], order[OBSERVED : OBSERVED + 4000]
-        self._ratings = ratings.flatten()
 
     def initial(self, seed: int) -> Weights:
         """Return the initial parameters."""

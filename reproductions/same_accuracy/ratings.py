@@ -10,14 +10,14 @@ from torch.nn import functional
 
 from paceline.core.model_spec import HyperParameters
 
+from ..evidence.factors import ITEMS, USERS, noisy_ratings
 from .problems import Data, Orders, Weights, sgd
 from .schedules import Batch
 
 __all__ = ["Ratings"]
 
-USERS, ITEMS, RANK, WIDTH = 200, 300, 5, 8
+WIDTH = 8
 TESTED = 6000
-NOISE = 0.3
 REGULARIZATION = 0.01
 INITIAL = 0.7
 
@@ -35,14 +35,8 @@ class Ratings:
     epochs = 10
 
     def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        users = torch.randn(USERS, RANK, generator=generator)
-        items = torch.randn(ITEMS, RANK, generator=generator)
-        ratings = users @ items.T / RANK**0.5
-        ratings += NOISE * torch.randn(ratings.shape, generator=generator)
-        order = torch.randperm(USERS * ITEMS, generator=generator)
+        self._ratings, order = noisy_ratings()
         self._observed, self._tested = order[: self.samples], order[self.samples : self.samples + TESTED]
-        self._ratings = ratings.flatten()
         self._orders = Orders(self.samples)
 
     def settings(self, rate: float, progress: float) -> HyperParameters:
