@@ -1,0 +1,36 @@
+"""Train a network with one hidden layer on scikit-learn's handwritten digits, with momentum.
+
+    paceline run --workers 4 --servers 1 --pace 0.07,0.07,0.07,0.21 --sync asp examples/perceptron.py
+
+The learning rate and the momentum come from a single process. The README shows what they reach under several
+synchronization models. This script needs scikit-learn: pip install 'paceline[demo]'
+"""
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+
+digits = load_digits()
+images = torch.tensor(digits.data / 16, dtype=torch.float32)
+labels = torch.tensor(digits.target)
+order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+train, test = order[:1437], order[1437:]
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+loader = paceline.distribute(DataLoader(TensorDataset(images[train], labels[train]), 32, shuffle=True))
+
+for _ in paceline.epochs(10):
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+with paceline.evaluating(model):
+    if paceline.is_main():
+        right = model(images[test]).argmax(dim=1) == labels[test]
+        print(f"test accuracy: {right.float().mean():.1%}")
