@@ -18,8 +18,8 @@ from rich.console import Console
 from .. import __version__
 from ..errors import ConfigurationError, PeerLostError
 from ..launcher.output import ForgivingStream, print_sentence
-from ..launcher.progress import counted
 from ..report.job_status import LONG_LINE, status_view
+from ..report.words import counted
 from ..wire.addresses import listen_tcp, seen_from
 from ..wire.secret import VARIABLE, new_secret, take_secret, write_secret
 from .job_settings import JobSettings, takes_job_settings

@@ -15,6 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.job_status import worker_state
+from ..report.job_status import COLORS
+from ..report.words import counted
 from ..runtime.job import Job
 from .output import ForgivingStream, print_line, print_sentence
 from .terminal import left_behind
@@ -22,25 +24,11 @@ from .terminal import left_behind
 if TYPE_CHECKING:
     from ..runtime.coordinator import CoordinatorHost  # imports torch
 
-__all__ = ["COLORS", "Progress", "announce", "counted"]
+__all__ = ["Progress", "announce"]
 
 REFRESH_PER_S = 8
 PLAIN_INTERVAL_S = 5.0
 TAIL_BYTES = 16  # longer than any sequence that changes a mode of a terminal
-COLORS = {
-    "computing": "green",
-    "waiting": "yellow",
-    "pulling": "cyan",
-    "starting": "dim",
-    "before its first forward pass": "dim",
-    "waiting for the others to start": "yellow",
-    "paused": "yellow",
-    "finished": "blue",
-    "left": "blue",
-    "lost": "red",
-    "stopped by a signal": "red",
-    "held by a debugger": "magenta",
-}
 
 
 def announce(job: Job, console: Console) -> None:
@@ -201,8 +189,3 @@ def _write(data: bytes) -> None:
     """Write all of the data to standard output."""
     while data:
         data = data[os.write(1, data) :]
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number of things in words, such as "2 workers"."""
-    return f"{count} {noun}{'s' if count != 1 else ''}"

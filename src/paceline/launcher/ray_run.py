@@ -28,10 +28,10 @@ from safetensors.torch import load_file
 
 from ..errors import ConfigurationError, RunFailedError
 from ..files import Unfinished
+from ..report.words import counted
 from ..runtime.job import Job, claim_run_dir
 from .interruption import Interruption
 from .output import print_sentence
-from .progress import counted
 from .ray_host import END_TIMEOUT_S, RayHost
 from .ray_program import Ended, JoinOrder, Report, Served, ServeOrder
 from .rejoining import Rejoins

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from ..report.words import counted
 from ..runtime.coordinator import CoordinatorHost
-from .progress import counted
 
 __all__ = ["Vacancies"]
 

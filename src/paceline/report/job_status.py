@@ -9,11 +9,27 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.job_status import JobStatus, LinkStatus, MachineStatus, WorkerStatus
-from ..launcher.progress import COLORS, counted
+from .words import counted
 
-__all__ = ["LONG_LINE", "status_view"]
+__all__ = ["COLORS", "LONG_LINE", "status_view"]
 
 UNKNOWN = "-"
+
+COLORS = {
+    "computing": "green",
+    "waiting": "yellow",
+    "pulling": "cyan",
+    "starting": "dim",
+    "before its first forward pass": "dim",
+    "waiting for the others to start": "yellow",
+    "paused": "yellow",
+    "finished": "blue",
+    "left": "blue",
+    "lost": "red",
+    "stopped by a signal": "red",
+    "held by a debugger": "magenta",
+}
+"""State of a worker -> its color. Any other state is a call in which the worker waits."""
 
 
 def status_view(status: JobStatus) -> RenderableType:

@@ -1,0 +1,263 @@
+"""What the report of a run says, as plain values. The page (`report.page`) shows them; `report.reading` finds them.
+
+All times are in seconds since the run began, on the coordinator's clock. Durations are in seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from ..core.history import Metric
+from ..core.job_status import JobStatus
+
+__all__ = [
+    "KINDS",
+    "Cause",
+    "LinkTotal",
+    "Mark",
+    "ModelInForce",
+    "RunReport",
+    "Setting",
+    "Spans",
+    "TimelineReport",
+    "WaitingFor",
+    "WorkerReport",
+]
+
+KINDS = ("computing", "transfer", "waiting", "wasted", "paused", "outside", "idle")
+"""What a worker can spend its time on, as in `trace.time_use`. Absent workers do nothing."""
+
+
+class Cause(msgspec.Struct, frozen=True):
+    """One thing that took time, and what would help. The report begins with these, largest loss first.
+
+    Attributes:
+        words: what happened, in one or two sentences.
+        lost_s: time that was lost, summed over the workers; None if the sentence is about something else.
+        share: the same as a share of the workers' time, from 0 to 1.
+        remedies: what would help, in sentences, most effective first.
+    """
+
+    words: str
+    lost_s: float | None = None
+    share: float | None = None
+    remedies: tuple[str, ...] = ()
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """A setting of the run, in the words of the command line.
+
+    Attributes:
+        name: name of the option, such as "--sync".
+        value: its value as text.
+        default: True if this is the default value.
+    """
+
+    name: str
+    value: str
+    default: bool = False
+
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker in figures.
+
+    Attributes:
+        worker: its index.
+        machine: name of its machine; "" if all workers ran on one machine.
+        device: name of its device; "" for the CPU.
+        fate: "finished", "left", "lost", or "" while it takes part in the run.
+        why: why it has left or was lost; "" if it has not.
+        iterations: number of its iterations.
+        samples: number of samples that it has used; 0 if unknown.
+        samples_per_s: its speed while it computes; None if unknown.
+        time_s: kind (see `KINDS`) -> seconds.
+        awaited_s: seconds for which other workers have waited for it, summed over them.
+        mean_batch: mean number of samples per iteration; None if unknown.
+    """
+
+    worker: int
+    machine: str = ""
+    device: str = ""
+    fate: str = ""
+    why: str = ""
+    iterations: int = 0
+    samples: int = 0
+    samples_per_s: float | None = None
+    time_s: dict[str, float] = {}
+    awaited_s: float = 0.0
+    mean_batch: float | None = None
+
+
+class Spans(msgspec.Struct, frozen=True):
+    """The exact iterations of one worker, or the last ones. All numbers are in units of 0.1 ms.
+
+    Attributes:
+        worker: its index.
+        begun: when each iteration began.
+        lengths: for each iteration: wasted, computing, transfer to the shards, waiting, transfer back.
+        awaited: for each iteration: the worker whose event ended the wait; -1 for nobody, or for several shards that
+            differ.
+    """
+
+    worker: int
+    begun: tuple[int, ...]
+    lengths: tuple[tuple[int, int, int, int, int], ...]
+    awaited: tuple[int, ...]
+
+
+class TimelineReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What each worker did over time, in buckets of equal width, and exactly where this is still known.
+
+    Attributes:
+        width_s: width of a bucket in seconds.
+        buckets: number of buckets. Bucket i begins at i * width_s.
+        workers: the workers, in the order of the rows.
+        shares: for each worker, base64 of buckets * len(KINDS) bytes, kinds of one bucket side by side: the share of
+            the bucket that the worker has spent on this kind, from 0 to 255. The rest of a bucket, it was absent.
+        awaited: for each worker, base64 of buckets little-endian int16: the worker for which it has waited longest in
+            this bucket; -1 for none.
+        spans: the exact iterations, for each worker.
+        exact_from_s: from this time on, the exact iterations of all workers are in `spans`.
+        barriers_s: times at which held pushes were applied together; at most 10,000, the last ones.
+        error_s: maximum error of a time, because clocks of machines differ.
+    """
+
+    width_s: float
+    buckets: int
+    workers: tuple[int, ...]
+    shares: tuple[str, ...]
+    awaited: tuple[str, ...]
+    spans: tuple[Spans, ...] = ()
+    exact_from_s: float = 0.0
+    barriers_s: tuple[float, ...] = ()
+    error_s: float = 0.0
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """Something that happened once: a worker joined, left or was lost, the model changed, the guard spoke.
+
+    Attributes:
+        time_s: when.
+        kind: what kind of thing.
+        words: what happened, in a sentence.
+        worker: the worker, or -1.
+    """
+
+    time_s: float
+    kind: Literal["joined", "left", "finished", "lost", "model", "guard", "paused", "note"]
+    words: str
+    worker: int = -1
+
+
+class WaitingFor(msgspec.Struct, frozen=True):
+    """How long workers have waited for one reason under one model, summed over the workers.
+
+    Attributes:
+        reason: what ended the wait, in words, such as "a push of worker 3", "a timer", "worker 2 was lost".
+        total_s: seconds.
+        count: number of waits.
+        awaited: the worker that was awaited, or -1.
+    """
+
+    reason: str
+    total_s: float
+    count: int
+    awaited: int = -1
+
+
+class ModelInForce(msgspec.Struct, frozen=True, kw_only=True):
+    """Staleness and waiting while one sync model was in force at shard 0.
+
+    Attributes:
+        sync: the model in the notation of the command line.
+        from_s: when it came into force.
+        to_s: when another one did, or the run ended.
+        staleness: (staleness in updates, number of pushes), ascending, counted at all shards.
+        waiting: the reasons for waiting, longest first.
+        wait_lengths: (upper end of a class of lengths in seconds, number of waits), ascending.
+        updates: number of updates in this time.
+    """
+
+    sync: str
+    from_s: float
+    to_s: float
+    staleness: tuple[tuple[int, int], ...] = ()
+    waiting: tuple[WaitingFor, ...] = ()
+    wait_lengths: tuple[tuple[float, int], ...] = ()
+    updates: int = 0
+
+
+class LinkTotal(msgspec.Struct, frozen=True):
+    """The traffic from one machine to another.
+
+    Attributes:
+        sender: name of the machine that sends.
+        receiver: name of the machine that receives.
+        total_bytes: number of bytes.
+        bytes_per_s: mean rate while the run trained; None if unknown.
+    """
+
+    sender: str
+    receiver: str
+    total_bytes: int
+    bytes_per_s: float | None = None
+
+
+class RunReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the report of one run shows. See the classes above.
+
+    Attributes:
+        name: name of the run: that of its directory.
+        run_dir: path of its directory.
+        version: version of Paceline that ran it; "" if unknown.
+        begun_at: date and time when it began, in ISO 8601 with the offset from UTC; "" if unknown.
+        state: what became of the run. "cut off" if its launcher was killed, so that it left no summary.
+        failure: why it failed, in words; "" if it did not.
+        duration_s: how long it trained so far: from when the first worker joined until the last one left.
+        headline: one sentence: what was trained how fast, and what held the run back most.
+        causes: what took the time and what would help; empty if nothing stands out.
+        settings: the settings, in the order in which people look for them.
+        command: the command that repeats the run; "" if unknown.
+        emulated: how unequal machines were emulated; "" if they were not.
+        figures: name -> text, as in the summary that `paceline run` prints.
+        metrics: what the script has logged.
+        progress: (time_s, samples, updates) of all workers together, at most 2,000 points.
+        workers: one entry per worker.
+        timeline: what each worker did over time; None if no trace tells.
+        models: one entry for each time in which a model was in force.
+        links: the traffic between machines; empty if the run was on one machine.
+        pushes: what became of the pushes: name -> count.
+        samples: what became of the samples: name -> count.
+        marks: what happened once, in order of time.
+        notes: what the reader should know about this report, such as what is missing and why.
+        live: the state of the job, while it is in progress; None afterwards.
+        now_s: the time of a live report, in seconds since the run began; None afterwards.
+    """
+
+    name: str
+    run_dir: str
+    version: str = ""
+    begun_at: str = ""
+    state: Literal["running", "finished", "interrupted", "failed", "cut off"]
+    failure: str = ""
+    duration_s: float = 0.0
+    headline: str = ""
+    causes: tuple[Cause, ...] = ()
+    settings: tuple[Setting, ...] = ()
+    command: str = ""
+    emulated: str = ""
+    figures: dict[str, str] = {}
+    metrics: tuple[Metric, ...] = ()
+    progress: tuple[tuple[float, int, int], ...] = ()
+    workers: tuple[WorkerReport, ...] = ()
+    timeline: TimelineReport | None = None
+    models: tuple[ModelInForce, ...] = ()
+    links: tuple[LinkTotal, ...] = ()
+    pushes: dict[str, int] = {}
+    samples: dict[str, int] = {}
+    marks: tuple[Mark, ...] = ()
+    notes: tuple[str, ...] = ()
+    live: JobStatus | None = None
+    now_s: float | None = None
