@@ -67,6 +67,7 @@ from paceline.core.messages import (
     IterationFinished,
     IterationStarted,
     KeepStates,
+    LoopLimits,
     LoopPosition,
     Message,
     ModelExtended,
@@ -568,8 +569,8 @@ class Attacker:
             HyperParametersReported(0, iteration, choice.choice((b"\x90", b"?")), 0, "loader"),
             StoodIn(),
             StopRequested(0),
-            EntryRequested(0),
-            EpochReached(self.position(), choice.random() < 0.5, choice.random() < 0.5),
+            EntryRequested(0, self.limits()),
+            EpochReached(self.position(), choice.random() < 0.5, choice.random() < 0.5, self.limits()),
             DataRequested(0, "loader", 0, Order(100, 4, False, "auto", ""), 0, 0),
         ]
         return [(word, 0) for word in words]
@@ -629,6 +630,10 @@ class Attacker:
 
     def position(self) -> LoopPosition:
         return LoopPosition(self.choice.randrange(2), self.choice.randrange(3), passes=(("loader", 1),))
+
+    def limits(self) -> LoopLimits | None:
+        limit = self.choice.choice((None, 1, 2**53))
+        return self.choice.choice((None, LoopLimits(limit, limit, limit, limit)))
 
     def groups(self, puppet: Puppet) -> bytes:
         groups: list[dict[str, Any]] = [dict(group) for group in puppet.bench.model.optimizer.groups]

@@ -162,6 +162,7 @@ class Coordinator:
         board: worker -> the last status that the worker reported.
         waits: server -> the last list of waiting workers that the server sent.
         data: the ledger of the data that the workers use.
+        loops: how far the workers have come in their training loops.
         collectives: the barrier, the reduction or the extension in which workers wait.
         time_ledger: what the workers have spent their time on.
         guard: judges what the workers report of their pushes.
@@ -212,7 +213,7 @@ class Coordinator:
         self.auto = Auto(self._may_use, stale=relaxes) if schedule.auto else None
         # loader -> the last epoch that a worker has begun, if there is `auto`
         self._begun: dict[str, int] = {}
-        self._loops = LoopPositions()
+        self.loops = LoopPositions()
         self._workers = workers
         self._servers = servers
         self._late_servers = len(late_servers)
@@ -504,9 +505,9 @@ class Coordinator:
             case ModelRequested():
                 return [Send(sender, ModelDescribed(self.model, self.slices, self.addresses))]
             case EntryRequested():
-                return [Send(sender, self._enter(message.loop, now_ticks))]
+                return [Send(sender, self._enter(message, now_ticks))]
             case EpochReached():
-                return self._loops.reached(worker, message, self.members.present, now_ticks)
+                return self.loops.reached(worker, message, self.members.present, now_ticks)
             case StoodIn():
                 return self._allow_stand_ins()
             case GradientHashed():
@@ -964,12 +965,12 @@ class Coordinator:
         stopped = TrainingStopped(loop)
         return [Send(worker_peer(worker), stopped) for worker in sorted(self.members.live)]
 
-    def _enter(self, loop: int, now_ticks: int) -> LoopEntered:
+    def _enter(self, message: EntryRequested, now_ticks: int) -> LoopEntered:
         """Return the answer to a worker that begins a training loop and has not trained yet."""
-        self._loops.begun(loop, now_ticks)
+        self.loops.begun(message.loop, now_ticks, message.limits)
         if self.model is None:
             return LoopEntered()
-        return self._loops.entry(loop, self.addresses[0], now_ticks, self._ticks_per_s)
+        return self.loops.entry(message.loop, self.addresses[0], now_ticks, self._ticks_per_s)
 
     def _report(self, server: int, message: PushesReported) -> list[Request]:
         """Handle a server's report of a lost worker's pushes. After the last report, take back the unused data."""

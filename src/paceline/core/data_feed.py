@@ -25,6 +25,7 @@ from .messages import (
     EntryRequested,
     EpochReached,
     LoopEntered,
+    LoopLimits,
     LoopPosition,
     StatesDecided,
 )
@@ -75,6 +76,9 @@ class DataFeed:
         self.newest: DrawnBatch | None = None
         self._loaders: list[_LoaderFeed] = []
         self._asks = False  # True while a question about a training loop has not been answered
+        self._loop = -1  # the training loop that the script has begun last
+        self._epoch: int | None = None  # the epoch of this loop that the script has reached
+        self._trained: _LoaderFeed | None = None  # the loader of the last push with data
         self._last: _LoaderFeed | None = None  # the loader from which the script has drawn last
         self._samples: int | None = None  # number of samples in the next push, if the script has set it
         # the loader from which the script had drawn last when it accumulated a gradient for the next push
@@ -117,6 +121,14 @@ class DataFeed:
         """True if the script has drawn a batch since its last push."""
         return self._last is not None
 
+    @property
+    def place(self) -> tuple[int | None, float | None]:
+        """The epoch in which the script is, and the part of it whose data has been drawn. See `Status`."""
+        trained = self._trained
+        if self._epoch is None:
+            return (None, None) if trained is None else (trained.epoch, trained.part)
+        return self._epoch, None if trained is None else trained.part
+
     def begin(self, loader: int, name: str, epoch: int, order: Order) -> list[Request]:
         """Begin an epoch of a loader. The loaders are numbered, but may begin in any order."""
         self.used = True
@@ -145,7 +157,12 @@ class DataFeed:
         return self._loaders[loader].exhaust(epoch, size)
 
     def draw(
-        self, loader: int, positions: int, samples: int | None, is_held: Callable[[], bool] = lambda: False
+        self,
+        loader: int,
+        positions: int,
+        samples: int | None,
+        is_held: Callable[[], bool] = lambda: False,
+        part: float | None = None,
     ) -> None:
         """Record that the loader has passed a batch to the script.
 
@@ -154,10 +171,13 @@ class DataFeed:
             positions: number of positions in the batch.
             samples: number of samples in the batch; None if it is unknown.
             is_held: function that returns True if the script may still use the batch.
+            part: the part of the epoch's order up to the end of the batch; None if it is unknown.
         """
         self._last = feed = self._loaders[loader]
         self.newest = DrawnBatch(positions, samples, is_held)
         feed.draw(self.newest)
+        if part is not None:
+            feed.part = max(part, feed.part or 0.0)
         self._decided = False
 
     def accumulate(self) -> None:
@@ -181,6 +201,7 @@ class DataFeed:
                 None if it is unknown.
         """
         feed, accumulated = self._last, self._accumulated is not None
+        self._trained = feed or self._trained
         self._last = self._accumulated = self._samples = None
         for loader in self._loaders:
             loader.push(busy_s if loader is feed else None, accumulated=accumulated)
@@ -196,15 +217,20 @@ class DataFeed:
         """Return `pushed` when the script ends. Batches that it has used in no push by now are skipped."""
         return tuple(loader.drawn.end().packed for loader, _ in zip(self._loaders, self.pushed, strict=False))
 
-    def enter(self, loop: int) -> list[Request]:
+    def enter(self, loop: int, limits: LoopLimits | None = None) -> list[Request]:
         """Begin a training loop, although the worker has not trained yet: ask how far the job has come."""
-        self._asks = True
-        return [Send(COORDINATOR, EntryRequested(loop))]
+        self._asks, self._loop, self._epoch = True, loop, 0
+        return [Send(COORDINATOR, EntryRequested(loop, limits))]
 
-    def reach(self, position: LoopPosition, *, over: bool, tracks: bool) -> list[Request]:
+    def reach(
+        self, position: LoopPosition, *, over: bool, tracks: bool, limits: LoopLimits | None = None
+    ) -> list[Request]:
         """Report that the script has reached a position. If it tracks objects, ask whether to send their states."""
         self._asks, self.states_wanted = tracks, False
-        return [Send(COORDINATOR, EpochReached(position, over, tracks))]
+        self._loop, self._epoch = position.loop, position.epoch
+        if self._trained is not None and self._trained.part is not None:
+            self._trained.part = 0.0
+        return [Send(COORDINATOR, EpochReached(position, over, tracks, limits))]
 
     def handle(self, message: DataGranted | LoopEntered | StatesDecided) -> None:
         """Receive leases, or the answer to a question about a training loop."""
@@ -214,6 +240,8 @@ class DataFeed:
                     self._loaders[message.loader].receive(message)
             case LoopEntered():
                 self._asks, self.entered = False, message
+                if (position := message.position) is not None and position.loop == self._loop:
+                    self._epoch = position.epoch
             case StatesDecided():
                 self._asks, self.states_wanted = False, message.wanted
 
@@ -226,9 +254,10 @@ class _LoaderFeed:
         self.committed: PackedPushed = 0
         self.ended = False
         self.requested = False  # True while a request has not been answered
+        self.epoch = -1
+        self.part: float | None = None  # the part of the epoch that has been drawn; None if it is unknown
         self._feed = feed
         self._number = number
-        self._epoch = -1
         self._name: str
         self._order: Order
         self._leases: deque[Lease] = deque()  # leases with batches that the worker has not taken
@@ -253,7 +282,8 @@ class _LoaderFeed:
         return not self.has_batches and not self._last
 
     def begin(self, name: str, epoch: int, order: Order) -> list[Request]:
-        self._name, self._epoch, self._order = name, epoch, order
+        self._name, self.epoch, self._order = name, epoch, order
+        self.part = None if order.size is None else 0.0
         self._clear()
         self._last = self.ended = self.requested = False
         return self.request()
@@ -294,7 +324,7 @@ class _LoaderFeed:
         return [] if self.requested or self._last else [self._request()]
 
     def exhaust(self, epoch: int, size: int) -> list[Request]:
-        if epoch == self._epoch:
+        if epoch == self.epoch:
             self._clear()
         return [self._request((epoch, size))]
 
@@ -305,7 +335,7 @@ class _LoaderFeed:
         request = DataRequested(
             self._number,
             self._name,
-            self._epoch,
+            self.epoch,
             self._order,
             self.drawn.count,
             self.committed,
@@ -320,7 +350,7 @@ class _LoaderFeed:
         self._taken = 0
 
     def receive(self, message: DataGranted) -> None:
-        if message.epoch != self._epoch:
+        if message.epoch != self.epoch:
             return  # the script has begun a later epoch; the coordinator takes these leases back
         self.requested = False
         self._leases.extend(message.leases)

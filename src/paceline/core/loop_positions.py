@@ -13,26 +13,52 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from .messages import EpochReached, LoopEntered, LoopPosition, StatesDecided
+from .messages import EpochReached, LoopEntered, LoopLimits, LoopPosition, StatesDecided
 from .requests import Request, Send, worker_peer
 
 __all__ = ["LoopPositions"]
 
 
 class LoopPositions:
-    """The position of the job, and the worker that keeps the states of tracked objects."""
+    """The position of the job, and the worker that keeps the states of tracked objects.
+
+    Attributes:
+        limits: the limits of the last loop that has begun; None if they are unknown.
+        start: number of updates, and of samples, at the beginning of this loop.
+    """
 
     def __init__(self) -> None:
+        self.limits: LoopLimits | None = None
+        self.start = (0, 0)
         self._newest: LoopPosition | None = None
         # number of the last loop that has begun, and the time at which it began, in ticks
         self._begun = (-1, 0)
         # number of the last loop that has ended, and the worker whose states were sent last
         self._ended = (-1, 0)
 
-    def begun(self, loop: int, now_ticks: int) -> None:
-        """Record that a worker has begun a loop."""
+    @property
+    def loop(self) -> int:
+        """Number of the last loop that has begun; -1 for none."""
+        return self._begun[0]
+
+    @property
+    def begun_ticks(self) -> int:
+        """Time at which this loop began."""
+        return self._begun[1]
+
+    def begun(
+        self, loop: int, now_ticks: int, limits: LoopLimits | None = None, start: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Record that a worker has begun a loop.
+
+        Args:
+            loop: number of the loop.
+            now_ticks: current time.
+            limits: the limits of the loop; None if they are unknown.
+            start: number of updates, and of samples, at its beginning.
+        """
         if loop > self._begun[0]:
-            self._begun = loop, now_ticks
+            self._begun, self.limits, self.start = (loop, now_ticks), limits, start
 
     def entry(self, loop: int, address: str, now_ticks: int, ticks_per_s: int) -> LoopEntered:
         """Return the answer to a worker that joins a run in progress and begins a loop.
@@ -52,7 +78,7 @@ class LoopPositions:
     ) -> list[Request]:
         """Handle a worker that has reached the beginning of an epoch or the end of a loop."""
         position = message.position
-        self.begun(position.loop, now_ticks)
+        self.begun(position.loop, now_ticks, message.limits, (position.updates, position.samples))
         wanted = self._takes(worker, message, present)
         if wanted:
             self._newest = position

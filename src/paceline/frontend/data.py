@@ -198,7 +198,9 @@ class DistributedLoader(Generic[T]):
                     return
                 taken = part.taken.popleft()
                 self.position.draw(taken.batch)
-                self._session.data.draw(part.number, taken.positions, taken.samples, _held(loaded))
+                self._session.data.draw(
+                    part.number, taken.positions, taken.samples, _held(loaded), part.share_until(taken.batch)
+                )
                 drawn += 1
                 for bar in bars:
                     bar.total = expected_batches(drawn, self.position.joint_batches, len(self))
@@ -331,6 +333,11 @@ class Part:
         """True if each batch of an epoch that begins now is handed out when a worker needs it."""
         split = self._division.split
         return split == "dynamic" or (split == "auto" and not self._session.lockstep)
+
+    def share_until(self, batch: Batch) -> float | None:
+        """Return the part of the current epoch up to the end of a batch; None if it is unknown."""
+        size = self._source.size
+        return min((batch.start + batch.size) / size, 1.0) if size and batch.epoch == self._epoch else None
 
     def _take(self) -> Batch | None:
         """Return the next batch of positions; None at the end of the epoch."""

@@ -150,7 +150,7 @@ class Epochs:
         if session.weights:
             self._reach(0)
             return 0
-        session.exchange(lambda: session.data.enter(self._number))
+        session.exchange(lambda: session.data.enter(self._number, self.limits.told))
         entered = session.data.entered
         position = entered.position
         if position is None:  # the run is only beginning
@@ -175,7 +175,8 @@ class Epochs:
         begun = self._begun or Progress()
         position = LoopPosition(self._number, epoch, begun.updates, begun.samples, streams_of(session).passes)
         tracks = has_tracked(session)
-        session.exchange(lambda: session.data.reach(position, over=over, tracks=tracks))
+        limits = self.limits.told
+        session.exchange(lambda: session.data.reach(position, over=over, tracks=tracks, limits=limits))
         if tracks and session.data.states_wanted:
             session.keep_states(position, encoded_states(session))
 

@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
+from ..core.messages import LoopLimits
 from .progress import Progress
 from .session import Session
 
@@ -26,6 +27,21 @@ class Limits(NamedTuple):
     time_s: float = math.inf
     updates: float = math.inf
     samples: float = math.inf
+
+    @property
+    def told(self) -> LoopLimits:
+        """The limits as the coordinator is told, which shows how long the loop will take."""
+        return LoopLimits(
+            _most(self.epochs),
+            self.time_s if self.time_s < math.inf else None,
+            _most(self.updates),
+            _most(self.samples),
+        )
+
+
+def _most(limit: float | None) -> int | None:
+    """Return a limit that may be sent; None for no limit."""
+    return None if limit is None or math.isinf(limit) else min(int(limit), 2**53)
 
 
 class Loop(Protocol):

@@ -1069,4 +1069,8 @@ class WorkerSession:
         if not self._shown:
             return
         spent = self._stopwatch.read(self._job.now_ticks())
-        self._send(self._coordinator, Status(self.iteration, self._loss, self._shown, spent))
+        core = self._core
+        status = Status(
+            self.iteration, self._loss, self._shown, spent, core.updates, core.samples, *self.data.place
+        )
+        self._send(self._coordinator, status)

@@ -18,6 +18,7 @@ __all__ = [
     "EntryRequested",
     "EpochReached",
     "LoopEntered",
+    "LoopLimits",
     "LoopPosition",
     "StatesDecided",
     "StopRequested",
@@ -117,14 +118,35 @@ class LoopPosition(msgspec.Struct, frozen=True):
     ] = ()
 
 
+Limit = Annotated[int, msgspec.Meta(ge=1, le=2**53)] | None
+
+
+class LoopLimits(msgspec.Struct, frozen=True):
+    """The limits of a training loop, counted from its beginning. The first one that is reached ends the loop.
+
+    Attributes:
+        epochs: number of epochs; None for no limit.
+        time_s: time in seconds; None for no limit.
+        updates: number of updates of the weights; None for no limit.
+        samples: number of samples that all workers together use; None for no limit.
+    """
+
+    epochs: Limit = None
+    time_s: Annotated[float, msgspec.Meta(gt=0.0)] | None = None
+    updates: Limit = None
+    samples: Limit = None
+
+
 class EntryRequested(Message, frozen=True, tag=True):
     """A worker that has not trained yet begins a training loop, and waits for a `LoopEntered`.
 
     Attributes:
         loop: number of the loop, in the order in which the script begins its loops.
+        limits: the limits of the loop.
     """
 
     loop: Number
+    limits: LoopLimits | None = None
 
 
 class LoopEntered(Message, frozen=True, tag=True):
@@ -148,11 +170,13 @@ class EpochReached(Message, frozen=True, tag=True):
         position: the position.
         over: True at the end of the loop.
         tracks: True if the script tracks objects. The worker then waits for a `StatesDecided`.
+        limits: the limits of the loop.
     """
 
     position: LoopPosition
     over: bool = False
     tracks: bool = False
+    limits: LoopLimits | None = None
 
 
 class StatesDecided(Message, frozen=True, tag=True):

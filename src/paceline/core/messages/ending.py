@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from ...sync.events import Number
 from ..lease import PackedPushed
@@ -23,12 +25,28 @@ __all__ = [
 
 
 class Status(Message, frozen=True, tag=True):
-    """The state of a worker, for the progress display, and what it has spent its time on."""
+    """The state of a worker, for the progress display, and what it has spent its time on.
+
+    Attributes:
+        iteration: label of its latest iteration.
+        loss: the loss of this iteration; None if it is unknown.
+        state: what the worker is doing.
+        spent: what the worker has spent its time on; None if it is unknown.
+        updates: number of updates in the latest weights that it has received, at shard 0.
+        samples: number of samples that all workers together had used by then.
+        epoch: number of the epoch of the training loop that it is in, counted from 0. Without such a loop, number of
+            its pass over the loader that it trains on; None without such a loader.
+        part: the part of this epoch whose data has been drawn, as far as the worker knows; None if it is unknown.
+    """
 
     iteration: Number
     loss: float | None
     state: Literal["computing", "waiting", "pulling", "paused"]
     spent: TimeSpent | None = None
+    updates: Number = 0
+    samples: Number = 0
+    epoch: Number | None = None
+    part: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
 
 
 class Warned(Message, frozen=True, tag=True):
