@@ -11,6 +11,7 @@ import msgspec
 
 from ..core.history import Metric
 from ..core.job_status import JobStatus
+from ..trace.cells import KINDS
 
 __all__ = [
     "KINDS",
@@ -25,9 +26,6 @@ __all__ = [
     "WaitingFor",
     "WorkerReport",
 ]
-
-KINDS = ("computing", "transfer", "waiting", "wasted", "paused", "outside", "idle")
-"""What a worker can spend its time on, as in `trace.time_use`. Absent workers do nothing."""
 
 
 class Cause(msgspec.Struct, frozen=True):

@@ -10,8 +10,7 @@ import msgspec
 
 from ..sync.actions import AnswerPull, ApplyMean
 from ..sync.events import PullRepeated, PushReceived
-from ..sync.ticks import TICKS_PER_S, in_ticks
-from ..trace.clocks import MachineClock, clock_of, read_clocks
+from ..trace.clocks import Converter, MachineClock, read_clocks
 from ..trace.recording import AnyTrace, trace_files
 from ..trace.records import IterationRecord, read_records
 from .colors_of_time import COMPUTING, TRANSFER, WAITING, WASTED
@@ -80,7 +79,7 @@ def timeline_of(
     Raises:
         ConfigurationError: the offset of the clock of a machine is unknown.
     """
-    converter = _Converter(clocks or {0: MachineClock()})
+    converter = Converter(clocks or {0: MachineClock()})
     # for each record, the time that must be added to its times
     added_s = {
         (worker, number): converter.added_s(record.begun_s, record.machine)
@@ -131,26 +130,6 @@ def timeline_of(
         barriers_s=tuple(barriers_s),
         bound_s=converter.bound_s,
     )
-
-
-class _Converter:
-    """Converts times to the coordinator's clock.
-
-    Attributes:
-        bound_s: maximum error of the times that were converted, in seconds.
-    """
-
-    def __init__(self, clocks: Mapping[int, MachineClock]) -> None:
-        self._clocks = clocks
-        self.bound_s = 0.0
-
-    def added_s(self, at_s: float, machine: int | msgspec.UnsetType) -> float:
-        """Return the time in seconds that must be added when the clock of a machine shows `at_s`."""
-        machine = 0 if machine is msgspec.UNSET else machine
-        at_ticks = in_ticks(at_s)
-        moment = clock_of(machine, self._clocks).on_coordinator(at_ticks)
-        self.bound_s = max(self.bound_s, moment.bound_ticks / TICKS_PER_S)
-        return (moment.ticks - at_ticks) / TICKS_PER_S
 
 
 def draw_timeline(axes: Axes, timeline: Timeline, until_s: float) -> None:

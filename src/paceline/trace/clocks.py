@@ -23,7 +23,7 @@ from ..errors import ConfigurationError
 from ..sync.ticks import TICKS_PER_S, in_ticks
 from .recording import Entry, Sink, Trace
 
-__all__ = ["ClockRecorder", "MachineClock", "Moment", "clock_of", "read_clocks", "timeline"]
+__all__ = ["ClockRecorder", "Converter", "MachineClock", "Moment", "clock_of", "read_clocks", "timeline"]
 
 RECORD_INTERVAL_S = Fraction(3, 4)
 """Least time between two records of an offset. With two heartbeats per second, every other estimate is recorded."""
@@ -127,6 +127,46 @@ def clock_of(machine: int, clocks: Mapping[int, MachineClock]) -> MachineClock:
             f"clock-{machine}.jsonl."
         )
     return clocks[machine]
+
+
+class Converter:
+    """Converts times in seconds to the coordinator's clock.
+
+    Args:
+        clocks: machine -> its clock, as `read_clocks` returns it.
+        strict: False to leave the times of a machine as they are if the offset of its clock is unknown.
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
+
+    Attributes:
+        clocks: see above.
+        bound_s: maximum error of the times that were converted, in seconds.
+        unknown: the machines of which the offset is unknown, but times were converted.
+    """
+
+    def __init__(
+        self, clocks: Mapping[int, MachineClock], *, strict: bool = True, ticks_per_s: int = TICKS_PER_S
+    ) -> None:
+        self.clocks = clocks
+        self.bound_s = 0.0
+        self.unknown: set[int] = set()
+        self._strict = strict
+        self._ticks_per_s = ticks_per_s
+
+    def added_s(self, at_s: float, machine: int | msgspec.UnsetType) -> float:
+        """Return the time in seconds that must be added when the clock of a machine shows `at_s`.
+
+        Raises:
+            ConfigurationError: the offset of the clock is unknown, and the converter is strict.
+        """
+        if machine is msgspec.UNSET or machine == 0:
+            return 0.0
+        if not self._strict and machine not in self.clocks:
+            self.unknown.add(machine)
+            return 0.0
+        at_ticks = in_ticks(at_s, self._ticks_per_s)
+        moment = clock_of(machine, self.clocks).on_coordinator(at_ticks)
+        self.bound_s = max(self.bound_s, moment.bound_ticks / self._ticks_per_s)
+        return (moment.ticks - at_ticks) / self._ticks_per_s
 
 
 def timeline(

@@ -1,0 +1,594 @@
+"""What each worker of a run did over time, and whom it waited for, in bounded memory.
+
+An `Activity` is fed with the entries of the shards' traces and with the records of the workers' iterations. An
+iteration has five parts:
+
+    wasted      from its begin until it was restarted, if its computation was aborted
+    computing   until the push began. The sleep that emulates a slower machine counts as computing
+    transfer    until the push had arrived at all shards
+    waiting     until all shards had answered the pull
+    transfer    until the new weights had arrived at the worker
+
+The worker measures its begin, restart, push and end; the shards measure what lies in between. A worker on a machine
+that has joined the run keeps its records. Without them, an iteration begins when all shards have answered the pull
+before, and everything until the push has arrived counts as computing.
+
+A pull that is answered in the entry of another worker's event has waited for that worker. Over all shards, only the
+longest wait of a pull counts.
+
+All times are in seconds since the run began, on the coordinator's clock (see `clocks`). The traces and the records
+may be interleaved in any way, but memory is bounded only if they are fed about in the order of their times: an
+iteration is kept until everything about it is known, or too many others are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+import msgspec
+
+from ..core.entry import Entry, EntryRecorder
+from ..sync.actions import AnswerPull, ApplyMean
+from ..sync.events import (
+    OfShard,
+    PullRepeated,
+    PullRequested,
+    PushReceived,
+    RateTempered,
+    RecordedEvent,
+    TimerFired,
+    WorkerFenced,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
+from ..sync.ticks import TICKS_PER_S
+from .cells import KINDS, NOBODY, Cells, decoded, encoded
+from .clocks import Converter, MachineClock
+from .eras import Boundary, Era
+from .records import IterationRecord
+
+__all__ = ["SPAN_UNITS_PER_S", "Activity", "Happening", "Reason", "Span", "WorkerActivity"]
+
+COMPUTING, TRANSFER, WAITING, WASTED, PAUSED, OUTSIDE, IDLE = range(len(KINDS))
+
+SPAN_UNITS_PER_S = 10_000
+MOST_SPANS = 50_000  # number of iterations, over all workers, whose times are kept exactly
+MOST_BARRIERS = 10_000
+MOST_PROGRESS = 2_000
+MOST_HAPPENINGS = 2_000
+MOST_ERAS = 200
+MOST_OPEN = 1_000  # maximum number of iterations of one worker that are kept because something is unknown
+
+Reason = Literal["push", "timer", "change", "joined", "finished", "lost"]
+"""What ends a wait: a push or pull of the awaited worker, a timer, the end of a change of the model, or that the
+awaited worker joined, finished or was lost."""
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """One iteration. All numbers but the worker indices are in units of 0.1 ms.
+
+    Attributes:
+        worker: the worker.
+        begun: when the iteration began.
+        lengths: wasted, computing, transfer to the shards, waiting, transfer back.
+        awaited: the worker that was awaited; -1 for nobody.
+    """
+
+    worker: int
+    begun: int
+    lengths: tuple[int, int, int, int, int]
+    awaited: int
+
+
+class Happening(msgspec.Struct, frozen=True, array_like=True):
+    """Something that happened once at shard 0.
+
+    Attributes:
+        time_s: when.
+        kind: a worker joined a run in progress, finished (or left) or was lost; the model changed to `text`; or the
+            guard multiplied the learning rate by the factor `text`.
+        worker: the worker, or -1.
+        text: see above.
+    """
+
+    time_s: float
+    kind: Literal["joined", "finished", "lost", "model", "rate"]
+    worker: int = NOBODY
+    text: str = ""
+
+
+class Exchange(msgspec.Struct):
+    """What is known about the exchange of one iteration: a push to all shards, and the pull after it."""
+
+    pushed: int = 0  # number of shards at which the push has arrived
+    answered: int = 0  # number of shards that have answered the pull
+    arrived_s: float = -1.0  # time of the last arrival so far
+    released_s: float = -1.0  # time of the last answer so far
+    longest_s: float = 0.0  # longest wait at a shard so far
+    reason: Reason = "push"  # why the pull waited there
+    awaited: int = NOBODY
+    era: int = 0
+    empty: bool = False
+    # Begin, restart (or begin), push and end of the iteration according to the worker's record.
+    record: tuple[float, float, float, float] | None = None
+
+
+class WorkerActivity(msgspec.Struct):
+    """What one worker did, summed over all incarnations of its index.
+
+    Attributes:
+        times_s: seconds for each of the `KINDS`.
+        iterations: number of pushes at shard 0.
+        samples: number of samples in these pushes; 0 if unknown.
+        computations: number of pushes with a gradient.
+        awaited_s: seconds for which other workers have waited for this one, summed over them.
+        fate: "finished" or "lost", or "" while the worker is live.
+        joined_s: when it joined for the last time.
+        left_s: when it left for the last time.
+        last_push_s: when its last push arrived.
+        asked_s: when the pull with which it left had arrived at shard 0, unanswered; -1 if there was none.
+        since_s: until when it is known what it did; -1 before its first answer.
+        open: the exchanges of the iterations about which something is unknown.
+    """
+
+    times_s: list[float] = msgspec.field(default_factory=lambda: [0.0] * len(KINDS))
+    iterations: int = 0
+    samples: int = 0
+    computations: int = 0
+    awaited_s: float = 0.0
+    fate: str = ""
+    joined_s: float = 0.0
+    left_s: float = -1.0
+    last_push_s: float = -1.0
+    asked_s: float = -1.0
+    since_s: float = -1.0
+    open: dict[int, Exchange] = {}
+
+
+class ShardState(msgspec.Struct):
+    """What is known about one shard."""
+
+    now_s: float = 0.0
+    version: int = 0
+    boundary: Boundary = msgspec.field(default_factory=Boundary)
+    asked: dict[int, float] = {}  # worker -> arrival of its pull, which is not answered yet
+
+
+class State(msgspec.Struct):
+    """The whole state of an `Activity`, from which it can be restored."""
+
+    shards: list[ShardState]
+    ticks_per_s: int
+    cells: Cells = msgspec.field(default_factory=Cells)
+    workers: dict[int, WorkerActivity] = {}
+    eras: dict[int, Era] = {}  # number of a change -> the era after it
+    recorded: set[int] = set()
+    spans: list[Span] = []
+    exact_from_s: float = 0.0
+    barriers_s: list[float] = []
+    progress: list[tuple[float, int, int]] = []
+    progress_gap_s: float = 0.0
+    samples: int = 0
+    happenings: list[Happening] = []
+    bound_s: float = 0.0
+
+
+class Activity:
+    """What each worker did over time. See the description of this module.
+
+    Args:
+        shards: number of shards.
+        sync: the first sync model, in the notation of the command line.
+        clocks: machine -> its clock. Default: only the coordinator's clock. The times of a machine with an unknown
+            clock are used as they are.
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
+
+    Attributes:
+        cells: what each worker did, in buckets.
+        workers: worker -> its figures.
+        spans: the last iterations of all workers, in the order in which they became known.
+        exact_from_s: from this time on, `spans` is complete.
+        barriers_s: the last times at which shard 0 has applied held pushes.
+        progress: (time in seconds, samples, updates of shard 0), at most 2,000 points.
+        happenings: what happened once, the last ones.
+        converter: converts the times of other machines; its attribute `clocks` may be replaced by a newer one.
+    """
+
+    def __init__(
+        self,
+        shards: int,
+        sync: str = "",
+        clocks: Mapping[int, MachineClock] | None = None,
+        ticks_per_s: int = TICKS_PER_S,
+    ) -> None:
+        state = State([ShardState() for _ in range(shards)], ticks_per_s, eras={0: Era(sync, 0.0, 0)})
+        self._begin(state, clocks)
+
+    @classmethod
+    def restored(cls, state: bytes, clocks: Mapping[int, MachineClock] | None = None) -> Activity:
+        """Return an activity in a state that `state` has returned.
+
+        Raises:
+            msgspec.DecodeError: the bytes are no such state.
+        """
+        activity = cls.__new__(cls)
+        activity._begin(msgspec.msgpack.decode(state, type=State, dec_hook=decoded), clocks)
+        return activity
+
+    def state(self) -> bytes:
+        """Return the whole state, for `restored`."""
+        self._state.bound_s = self.converter.bound_s
+        parts = {"spans": list(self.spans), "barriers_s": list(self.barriers_s)}
+        parts |= {"happenings": list(self.happenings)}
+        return msgspec.msgpack.encode(msgspec.structs.replace(self._state, **parts), enc_hook=encoded)
+
+    def _begin(self, state: State, clocks: Mapping[int, MachineClock] | None) -> None:
+        self._state = state
+        self.converter = Converter(clocks or {}, strict=False, ticks_per_s=state.ticks_per_s)
+        self.converter.bound_s = state.bound_s
+        self.cells = state.cells
+        self.workers = state.workers
+        self.spans = deque(state.spans, MOST_SPANS)
+        self.barriers_s = deque(state.barriers_s, MOST_BARRIERS)
+        self.happenings = deque(state.happenings, MOST_HAPPENINGS)
+
+    # -- what is known so far -----------------------------------------------------------------------------
+
+    @property
+    def eras(self) -> list[Era]:
+        """The eras in order, each with the sync model that was in force."""
+        return list(self._state.eras.values())
+
+    @property
+    def progress(self) -> list[tuple[float, int, int]]:
+        """(time in seconds, samples, updates of shard 0) of all workers together."""
+        first = self._state.shards[0]
+        return [*self._state.progress, (first.now_s, self._state.samples, first.version)]
+
+    @property
+    def exact_from_s(self) -> float:
+        """From this time on, `spans` is complete."""
+        return self._state.exact_from_s
+
+    @property
+    def now_s(self) -> float:
+        """Time of the last entry of any shard."""
+        return max((shard.now_s for shard in self._state.shards), default=0.0)
+
+    @property
+    def updates(self) -> int:
+        """Number of updates of shard 0."""
+        return self._state.shards[0].version
+
+    @property
+    def recorded(self) -> Collection[int]:
+        """The workers whose records are, or will be, known."""
+        return self._state.recorded
+
+    def closed(self, now_s: float | None = None, left: Collection[int] = ()) -> Activity:
+        """Return a copy that ends now: what the workers are doing counts until now.
+
+        Args:
+            now_s: the time. Default: that of the last entry.
+            left: workers that left before their scripts had ended. They are not idle afterwards.
+        """
+        end_s = self.now_s if now_s is None else now_s
+        copy = Activity.restored(self.state(), self.converter.clocks)
+        copy.converter.unknown = set(self.converter.unknown)
+        for worker, own in copy.workers.items():
+            copy._finish_all(worker, own)
+            if not own.fate:
+                copy._end(worker, own, COMPUTING, self._state.shards[0].asked.get(worker, -1.0), end_s)
+        departed = [own.left_s for own in copy.workers.values() if own.fate]
+        last_s = max(departed, default=0.0) if len(departed) == len(copy.workers) else end_s
+        for worker, own in copy.workers.items():
+            copy._depart(worker, own, last_s if worker not in left else own.left_s)
+        return copy
+
+    # -- what it is fed with ------------------------------------------------------------------------------
+
+    def at_shard(self, index: int, machine: int = 0) -> EntryRecorder:
+        """Return the recorder that processes the entries of one shard's trace.
+
+        Args:
+            index: index of the shard.
+            machine: the machine whose clock the times are on.
+        """
+        return _AtShard(self, index, machine)
+
+    def expect_records(self, worker: int) -> None:
+        """Wait for the record of each iteration of this worker. Without this, the iterations end without one."""
+        self._state.recorded.add(worker)
+
+    def record(self, worker: int, record: IterationRecord) -> None:
+        """Process the record of an iteration."""
+        begun_s, restarted_s, pushed_s, answered_s = (
+            record.begun_s,
+            record.begun_s if record.restarted_s is None else record.restarted_s,
+            record.pushed_s,
+            record.answered_s,
+        )
+        if record.machine:
+            added_s = self.converter.added_s(begun_s, record.machine)
+            begun_s, restarted_s, pushed_s, answered_s = (
+                max(0.0, at_s + added_s) for at_s in (begun_s, restarted_s, pushed_s, answered_s)
+            )
+        own = self._worker(worker)
+        exchange = own.open.get(record.iteration)
+        if exchange is None:
+            exchange = self._opened(worker, own, record.iteration)
+        exchange.record = begun_s, restarted_s, pushed_s, answered_s
+        if exchange.answered >= len(self._state.shards) or own.fate:
+            self._finish(worker, own, record.iteration)
+
+    def _worker(self, worker: int) -> WorkerActivity:
+        own = self.workers.get(worker)
+        if own is None:
+            own = self.workers[worker] = WorkerActivity()
+            self.cells.row(worker)
+        return own
+
+    def _opened(self, worker: int, own: WorkerActivity, iteration: int) -> Exchange:
+        """Begin the exchange of an iteration."""
+        if len(own.open) >= MOST_OPEN:
+            self._finish(worker, own, next(iter(own.open)))
+        exchange = own.open[iteration] = Exchange()
+        return exchange
+
+    def _answered(
+        self, worker: int, iteration: int, at_s: float, wait_s: float, reason: Reason, awaited: int, era: int
+    ) -> None:
+        """Process the answer of one shard. `wait_s` is 0 if the pull was answered at once."""
+        own = self._worker(worker)
+        exchange = own.open.get(iteration)
+        if exchange is None:
+            exchange = self._opened(worker, own, iteration)
+        exchange.answered += 1
+        if at_s > exchange.released_s:
+            exchange.released_s = at_s
+        if wait_s > exchange.longest_s:
+            exchange.longest_s, exchange.reason = wait_s, reason
+            exchange.awaited, exchange.era = awaited, era
+        if exchange.answered < len(self._state.shards):
+            return
+        if exchange.longest_s > 0.0:
+            self._waited(exchange)
+        if exchange.record is not None or not exchange.pushed or worker not in self._state.recorded:
+            self._finish(worker, own, iteration)
+
+    def _waited(self, exchange: Exchange) -> None:
+        """Count the wait of a pull that all shards have answered."""
+        self._era(exchange.era).waited(exchange.reason, exchange.awaited, exchange.longest_s)
+        if exchange.awaited != NOBODY:
+            self._worker(exchange.awaited).awaited_s += exchange.longest_s
+
+    def _finish(self, worker: int, own: WorkerActivity, iteration: int) -> None:
+        """Add what is known about an iteration, and forget its exchange."""
+        exchange = own.open.pop(iteration)
+        if exchange.record is not None:
+            begun_s, restarted_s, pushed_s, answered_s = exchange.record
+            if 0.0 <= own.since_s < begun_s:
+                self._spend(worker, own, OUTSIDE, own.since_s, begun_s)
+            # The shards may be on other machines, whose clocks are known only up to an error.
+            released_s = min(max(exchange.released_s, pushed_s), answered_s)
+            arrived_s = min(max(exchange.arrived_s, pushed_s), released_s)
+        elif exchange.pushed:
+            begun_s = restarted_s = own.since_s if own.since_s >= 0.0 else own.joined_s
+            pushed_s = arrived_s = max(begun_s, exchange.arrived_s)
+            released_s = answered_s = max(arrived_s, exchange.released_s)
+        else:  # a worker that has joined pulls without a push
+            if exchange.longest_s > 0.0:
+                self._spend(
+                    worker, own, WAITING, exchange.released_s - exchange.longest_s, exchange.released_s
+                )
+            own.since_s = max(own.since_s, exchange.released_s)
+            return
+        own.since_s = max(own.since_s, answered_s)
+        computing = OUTSIDE if exchange.empty else COMPUTING
+        if restarted_s > begun_s:
+            self._spend(worker, own, WASTED, begun_s, restarted_s)
+        self._spend(worker, own, computing, restarted_s, pushed_s)
+        self._spend(worker, own, TRANSFER, pushed_s, arrived_s)
+        self._spend(worker, own, TRANSFER, released_s, answered_s)
+        if released_s > arrived_s:
+            self._spend(worker, own, WAITING, arrived_s, released_s)
+            self.cells.await_worker(worker, exchange.awaited, arrived_s, released_s)
+        if len(self.spans) == MOST_SPANS:
+            first = self.spans[0]
+            ended_s = (first.begun + sum(first.lengths)) / SPAN_UNITS_PER_S
+            self._state.exact_from_s = max(self._state.exact_from_s, ended_s)
+        times = (begun_s, restarted_s, pushed_s, arrived_s, released_s, answered_s)
+        begun, restarted, pushed, arrived, released, answered = (
+            round(at_s * SPAN_UNITS_PER_S) for at_s in times
+        )
+        lengths = (
+            restarted - begun,
+            pushed - restarted,
+            arrived - pushed,
+            released - arrived,
+            answered - released,
+        )
+        self.spans.append(Span(worker, begun, lengths, exchange.awaited))
+
+    def _spend(self, worker: int, own: WorkerActivity, kind: int, start_s: float, stop_s: float) -> None:
+        if stop_s > start_s:
+            own.times_s[kind] += stop_s - start_s
+            self.cells.add(worker, kind, start_s, stop_s)
+
+    def _finish_all(self, worker: int, own: WorkerActivity) -> None:
+        for iteration in list(own.open):
+            self._finish(worker, own, iteration)
+
+    def _end(self, worker: int, own: WorkerActivity, kind: int, asked_s: float, end_s: float) -> None:
+        """Add what a worker did after its last iteration. `asked_s` is when its pull had arrived, or negative."""
+        computed_s = end_s if asked_s < 0.0 else min(max(asked_s, own.since_s), end_s)
+        if own.since_s >= 0.0:
+            self._spend(worker, own, kind, own.since_s, computed_s)
+        self._spend(worker, own, WAITING, computed_s, end_s)
+
+    def _depart(self, worker: int, own: WorkerActivity, until_s: float) -> None:
+        """Add the time from the last iteration of a worker that has left until the worker's index is used again."""
+        if own.fate:
+            self._end(worker, own, WASTED if own.fate == "lost" else OUTSIDE, own.asked_s, own.left_s)
+        if own.fate == "finished":
+            self._spend(worker, own, IDLE, own.left_s, until_s)
+
+    def _era(self, number: int) -> Era:
+        """Return the era after a change. Another shard may be the first one to complete it."""
+        eras = self._state.eras
+        if number in eras:
+            return eras[number]
+        return next(reversed(eras.values()))
+
+    # -- membership and changes, as shard 0 sees them -----------------------------------------------------
+
+    def _joined(self, worker: int, at_s: float, event: WorkerJoined) -> None:
+        own = self._worker(worker)
+        self._finish_all(worker, own)
+        self._depart(worker, own, at_s)
+        own.fate, own.joined_s, own.since_s = "", at_s, -1.0
+        if event.pulls:
+            self.happenings.append(Happening(at_s, "joined", worker))
+        else:
+            own.since_s = at_s
+
+    def _departed(
+        self, worker: int, at_s: float, fate: Literal["finished", "lost"], asked_s: float | None
+    ) -> None:
+        own = self._worker(worker)
+        own.fate, own.left_s, own.asked_s = fate, at_s, -1.0 if asked_s is None else asked_s
+        self.happenings.append(Happening(at_s, fate, worker))
+
+    def _changed(self, number: int, sync: str, at_s: float, updates: int) -> None:
+        """Begin the next era."""
+        eras = self._state.eras
+        if len(eras) < MOST_ERAS:
+            eras[number] = Era(sync, at_s, updates)
+        else:
+            next(reversed(eras.values())).sync = "several models"
+        self.happenings.append(Happening(at_s, "model", NOBODY, sync))
+
+    def _advance(self, at_s: float, updates: int) -> None:
+        """Record the progress of the run."""
+        state = self._state
+        progress = state.progress
+        if progress and at_s - progress[-1][0] < state.progress_gap_s:
+            return
+        progress.append((at_s, state.samples, updates))
+        if len(progress) >= MOST_PROGRESS:
+            state.progress_gap_s = 2 * (progress[-1][0] - progress[0][0]) / MOST_PROGRESS
+            del progress[1::2]
+
+
+class _AtShard:
+    """Processes the entries of the trace of one shard."""
+
+    def __init__(self, activity: Activity, index: int, machine: int) -> None:
+        self._activity = activity
+        self._first = index == 0
+        self._machine = machine
+        self._ticks_per_s = activity._state.ticks_per_s
+        self._state = activity._state.shards[index]
+
+    def record(self, entry: Entry) -> None:
+        """Process one entry."""
+        if entry.refused is not None:
+            return
+        activity, state, event = self._activity, self._state, entry.event
+        kind = type(event)
+        at_s = event.now_ticks / self._ticks_per_s
+        if self._machine:
+            at_s = max(0.0, at_s + activity.converter.added_s(at_s, self._machine))
+        state.now_s = at_s
+        if entry.version is not None:
+            state.version = entry.version
+        if kind is PullRequested:
+            state.asked[event.worker] = at_s  # type: ignore[union-attr]
+        elif kind is PushReceived:
+            self._receive(event, at_s)  # type: ignore[arg-type]
+        elif isinstance(event, OfShard):
+            if self._first and isinstance(event, RateTempered):
+                activity.happenings.append(Happening(at_s, "rate", text=f"{event.factor:g}"))
+            return
+        elif kind in (WorkerJoined, WorkerLost, WorkerFinished, WorkerFenced):
+            self._change(event, at_s)
+        for action in entry.actions:
+            if type(action) is AnswerPull:
+                if kind is not PullRepeated:
+                    self._answer(action, event, at_s)
+            elif type(action) is ApplyMean and self._first:
+                activity.barriers_s.append(at_s)
+        if entry.staleness:
+            staleness = activity._era(state.boundary.changed).staleness
+            for _, _, updates in entry.staleness:
+                staleness[updates] = staleness.get(updates, 0) + 1
+            if self._first:
+                activity._advance(at_s, state.version)
+        if (
+            kind is not PullRequested
+            and kind is not TimerFired
+            and state.boundary.note(event)
+            and self._first
+        ):
+            activity._changed(state.boundary.changed, state.boundary.sync, at_s, state.version)
+
+    def _receive(self, push: PushReceived, at_s: float) -> None:
+        activity = self._activity
+        own = activity._worker(push.worker)
+        exchange = own.open.get(push.iteration)
+        if exchange is None:
+            exchange = activity._opened(push.worker, own, push.iteration)
+        exchange.pushed += 1
+        if at_s > exchange.arrived_s:
+            exchange.arrived_s = at_s
+        if self._first:
+            exchange.empty = push.empty
+            own.iterations += 1
+            own.computations += not push.empty
+            own.last_push_s = at_s
+            if push.samples is not None and not push.repeated:
+                own.samples += push.samples
+                activity._state.samples += push.samples
+
+    def _answer(self, action: AnswerPull, event: RecordedEvent, at_s: float) -> None:
+        worker, kind = action.worker, type(event)
+        wait_s = at_s - self._state.asked.pop(worker, at_s)
+        reason, awaited = _reason(event)
+        if kind is not TimerFired and awaited == worker:  # the pull did not wait
+            wait_s, awaited = 0.0, NOBODY
+        self._activity._answered(
+            worker, action.iteration, at_s, wait_s, reason, awaited, self._state.boundary.changed
+        )
+
+    def _change(self, event: RecordedEvent, at_s: float) -> None:
+        activity = self._activity
+        if isinstance(event, WorkerJoined):
+            if self._first:
+                activity._joined(event.worker, at_s, event)
+        elif isinstance(event, WorkerLost | WorkerFinished):
+            asked_s = self._state.asked.pop(event.worker, None)
+            if self._first:
+                fate: Literal["finished", "lost"] = "lost" if isinstance(event, WorkerLost) else "finished"
+                activity._departed(event.worker, at_s, fate, asked_s)
+
+
+def _reason(event: RecordedEvent) -> tuple[Reason, int]:
+    """Return why a pull is answered in the entry of this event, and the worker that it has waited for."""
+    match event:
+        case TimerFired():
+            return "timer", NOBODY
+        case PushReceived(worker=worker, change=change):
+            return "push" if change is None else "change", worker
+        case WorkerJoined(worker=worker):
+            return "joined", worker
+        case WorkerFinished(worker=worker):
+            return "finished", worker
+        case WorkerLost(worker=worker):
+            return "lost", worker
+        case PullRequested(worker=worker):
+            return "push", worker
+        case _:
+            return "push", NOBODY
