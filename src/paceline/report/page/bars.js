@@ -1,0 +1,59 @@
+// Bars of the workers' time, and the legend of its colors.
+
+let kinds = []; // {name, color}, from the data of the page, in the order of the stacks
+
+const KIND_WORDS = {
+  computing: "computing",
+  transfer: "transferring data",
+  waiting: "waiting for others",
+  wasted: "computing in vain (aborted)",
+  paused: "paused: too few workers",
+  outside: "not training (evaluation, barriers)",
+  idle: "finished before the others",
+};
+
+function sumOf(timeS) {
+  return kinds.reduce((sum, kind) => sum + (timeS[kind.name] ?? 0), 0);
+}
+
+// The kinds of time that occur, largest first.
+function partsOf(timeS) {
+  const total = sumOf(timeS);
+  return kinds
+    .map((kind) => ({ ...kind, s: timeS[kind.name] ?? 0, share: total ? (timeS[kind.name] ?? 0) / total : 0 }))
+    .filter((part) => part.s > 0);
+}
+
+// One stacked bar; `whole` is the time that fills it.
+function stackedBar(timeS, whole = sumOf(timeS)) {
+  const parts = partsOf(timeS);
+  const words = parts.map((part) => `${part.name} ${duration(part.s)} (${percent(part.share)})`).join(", ");
+  return make(
+    "div",
+    { class: "stack", role: "img", "aria-label": words || "no time", title: words },
+    parts.map((part) => make("span", { style: { width: `${(100 * part.s) / (whole || 1)}%`, background: part.color } })),
+  );
+}
+
+function swatch(color) {
+  return make("span", { class: "swatch", style: { background: color } });
+}
+
+// The kinds of time that occur, each with its color, and with its share.
+function legend(timeS, shares = true) {
+  const parts = partsOf(timeS);
+  return make("ul", { class: "legend" }, parts.map((part) => make(
+    "li",
+    { title: KIND_WORDS[part.name] },
+    swatch(part.color),
+    shares ? [part.name, " ", make("b", {}, percent(part.share)), ` ${duration(part.s)}`] : part.name,
+  )));
+}
+
+function totalTime(workers) {
+  const total = {};
+  for (const worker of workers) {
+    for (const [kind, s] of Object.entries(worker.time_s)) total[kind] = (total[kind] ?? 0) + s;
+  }
+  return total;
+}

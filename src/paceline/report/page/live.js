@@ -1,0 +1,101 @@
+// A page that follows a run: fetches its report again and again, and says how old it is.
+
+const INTERVAL_S = 2;
+const PATIENCE = 20; // wait for so many times as long as the last report took
+const MOST_FAILURES = 3; // after so many, the connection counts as lost
+
+// What each worker does now.
+function livePanel() {
+  const facts = make("p", { class: "note" });
+  const workers = table("What each worker does now", [
+    { title: "worker", value: (row) => row.worker, text: (row) => String(row.worker), number: true },
+    { title: "machine", text: (row) => row.machine },
+    { title: "does", text: (row) => row.state },
+    { title: "since", value: (row) => row.state_s, text: (row) => duration(row.state_s), number: true },
+    { title: "iteration", value: (row) => row.iteration, text: (row) => (row.iteration === null ? MISSING : whole(row.iteration)), number: true },
+    { title: "loss", value: (row) => row.loss, text: (row) => short(row.loss), number: true, needed: (row) => known(row.loss) },
+    { title: "samples/s", value: (row) => row.samples_per_s, text: (row) => short(row.samples_per_s), number: true, needed: (row) => known(row.samples_per_s) },
+    { title: "staleness", value: (row) => row.staleness, text: (row) => whole(row.staleness), number: true, needed: (row) => known(row.staleness) },
+    { title: "waits for", text: waitWords, wide: true, needed: (row) => row.waits_for },
+    { title: "was lost", text: (row) => row.losses.at(-1) ?? "", needed: (row) => row.losses.length > 0 },
+  ], { tall: true });
+  const root = section("What the workers do now", facts, workers.root);
+  return {
+    root,
+    show: (report) => {
+      root.hidden = !report.live;
+      if (root.hidden) return;
+      fill(facts, [report.live.sync && `Sync model ${report.live.sync}, ${plural(report.live.servers, "server")}.`, report.live.shortage].filter(Boolean).join(" "));
+      workers.show(report.live.workers);
+    },
+  };
+}
+
+function waitWords(row) {
+  if (!row.last.length) return row.waits_for;
+  return `${row.waits_for}; last: worker${row.last.length > 1 ? "s" : ""} ${row.last.join(", ")}`;
+}
+
+// Fetch the report from `path` until the run has ended, and pass each to `show`. Returns the element that says how
+// old the shown report is.
+function follow(path, first, show) {
+  const root = make("p", { class: "live" });
+  const words = make("span", { role: "status" });
+  const age = make("span", {});
+  root.append(words, age);
+  let [shownAt, failures, ended] = [performance.now(), 0, false];
+  let timer = null;
+
+  const state = (text, kind) => {
+    if (words.textContent !== text) fill(words, text);
+    root.className = `live ${kind}`;
+  };
+  const tell = () => fill(age, ended ? "" : `, updated ${duration(Math.round((performance.now() - shownAt) / 1000))} ago`);
+
+  async function poll() {
+    timer = null;
+    const begun = performance.now();
+    try {
+      const answer = await fetch(path, { cache: "no-store", credentials: "same-origin" });
+      if (!answer.ok) throw new Error(`status ${answer.status}`);
+      const report = await answer.json();
+      failures = 0;
+      shownAt = performance.now();
+      show(report);
+      if (report.state !== "running") return end(report.state);
+      state("live", "on");
+    } catch (error) {
+      failures += 1;
+      console.debug(`paceline: no report from ${path}: ${error.message}`);
+      if (failures >= MOST_FAILURES) state("The connection to the run is lost; this is its last known state", "lost");
+    }
+    tell();
+    plan(Math.max(INTERVAL_S * 1000 * Math.min(8, 2 ** Math.max(0, failures - 1)), PATIENCE * (performance.now() - begun)));
+  }
+
+  function plan(wait) {
+    if (!ended && !document.hidden && timer === null) timer = setTimeout(poll, wait);
+  }
+
+  function end(how) {
+    ended = true;
+    clearInterval(clockwork);
+    state(how === "finished" ? "The run has finished." : `The run has ended: ${STATE_WORDS[how]}.`, "ended");
+    tell();
+  }
+
+  const clockwork = setInterval(tell, 1000);
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) {
+      clearTimeout(timer);
+      timer = null;
+    } else {
+      plan(0);
+    }
+  });
+  state("live", "on");
+  tell();
+  if (first.state === "running") plan(INTERVAL_S * 1000);
+  else end(first.state);
+  return root;
+}

@@ -1,0 +1,65 @@
+// What curves show, computed from a report.
+//
+// A curve is {name, color, dash, dots, points}; a point is {x, y, words}. y is null where the value is not finite.
+
+const AXES = [["time", "time"], ["samples", "samples"], ["updates", "updates"]];
+const AT_AXIS = { time: (point) => point.time_s, samples: (point) => point.samples, updates: (point) => point.updates };
+
+// The axes on which at least one point of the metrics and the progress differs from zero.
+function possibleAxes(reports) {
+  const points = reports.flatMap((report) => [
+    ...report.metrics.flatMap((metric) => metric.points.slice(-1)),
+    ...report.progress.slice(-1).map(([time_s, samples, updates]) => ({ time_s, samples, updates })),
+  ]);
+  const possible = AXES.map(([axis]) => axis).filter((axis) => points.some((point) => AT_AXIS[axis](point) > 0));
+  return possible.length ? possible : ["time"];
+}
+
+function metricPoints(metric, axis) {
+  return metric.points.map((point) => ({ x: AT_AXIS[axis](point), y: point.value }));
+}
+
+// An exponential moving average, corrected at its beginning. Gaps stay gaps.
+function smoothed(points, keep) {
+  let [sum, weight] = [0, 0];
+  return points.map((point) => {
+    if (!known(point.y)) return point;
+    sum = keep * sum + (1 - keep) * point.y;
+    weight = keep * weight + (1 - keep);
+    return { ...point, y: sum / weight };
+  });
+}
+
+// The speed between points of the progress: [name of the unit, points], over at most `most` equal parts of the run.
+function speedOf(progress, axis, most = 120) {
+  const last = progress.at(-1);
+  if (!last || !(last[0] > 0)) return ["samples/s", []];
+  const column = last[1] > 0 ? 1 : 2;
+  const places = { time: 0, samples: 1, updates: 2 };
+  const widthS = (last[0] - progress[0][0]) / Math.min(most, progress.length);
+  const points = [];
+  let from = progress[0];
+  for (const point of progress) {
+    if (point[0] - from[0] < widthS * 0.999 || point[0] <= from[0]) continue;
+    points.push({ x: point[places[axis]], y: (point[column] - from[column]) / (point[0] - from[0]) });
+    from = point;
+  }
+  return [column === 1 ? "samples/s" : "updates/s", points];
+}
+
+// The least and the largest finite y (and x) of all curves; null if there is none.
+function extent(curves, { log = false } = {}) {
+  let [left, right, low, high] = [Infinity, -Infinity, Infinity, -Infinity];
+  for (const { points } of curves) {
+    for (const { x, y } of points) {
+      left = Math.min(left, x);
+      right = Math.max(right, x);
+      if (!known(y) || (log && y <= 0)) continue;
+      low = Math.min(low, y);
+      high = Math.max(high, y);
+    }
+  }
+  return low <= high ? { left, right, low, high } : null;
+}
+
+const notFinite = (curves) => curves.reduce((sum, { points }) => sum + points.filter(({ y }) => !known(y)).length, 0);
