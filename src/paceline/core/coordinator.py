@@ -294,6 +294,11 @@ class Coordinator:
         return self._sync.sync
 
     @property
+    def job_sync(self) -> JobSync:
+        """The coordinator's part of the sync model, which alone decides about the events that are recorded."""
+        return self._sync
+
+    @property
     def shortage(self) -> str:
         """How many workers and servers the run has and needs, if it has too few to begin or to continue; else ""."""
         if self.model is None:

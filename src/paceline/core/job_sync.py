@@ -12,6 +12,7 @@ postpones requests for changes while a worker joins.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from ..errors import InternalError, InvalidEventError
 from ..plugins.failures import blaming
@@ -82,6 +83,11 @@ class JobSync:
     def next_superstep(self) -> int:
         """The first superstep for a worker that joins now; 0 if the model plans no barriers."""
         return self._machine.next_superstep if self._machine is not None else 0
+
+    @property
+    def live(self) -> Iterable[int]:
+        """The live workers, as far as this part of the run knows."""
+        return self._order.live
 
     @property
     def changing(self) -> bool:

@@ -11,6 +11,11 @@ Times are whole numbers of ticks (see `paceline.sync.ticks`). In version 3 of th
 When such a trace is read, they are rounded to whole numbers of nanoseconds. Its decisions can then be replayed unless
 they depended on the rounding errors of the floats.
 
+A long run writes its traces in segments, of which the oldest may be deleted (see `trace.segments`). Each segment has a
+header of its own. From the second one on, the header contains the state of the core when the segment began, so that
+what is left can be replayed (see `trace.keyframes`). Such a segment is in version 5 of the format. Where a trace is
+read, its first header is that of the first segment that is left, and the other headers are left out.
+
 Traces in earlier versions of the format are rejected. For example, version 2 does not contain the gaps of the
 workers, which only the state machine can compute. Statistics that depend on these gaps would be wrong without any
 warning. See `replay` for the main use of traces.
@@ -28,6 +33,8 @@ import msgspec
 from ..core.entry import Entry, EntryRecorder
 from ..errors import ConfigurationError
 from ..sync.ticks import TICKS_PER_S, in_ticks
+from .keyframes import Keyframe
+from .segments import Follower, first_segment
 
 __all__ = [
     "AnyTrace",
@@ -44,6 +51,7 @@ __all__ = [
 ]
 
 FORMAT = 4
+FORMAT_CONTINUED = 5  # the format of segments that continue a trace
 FORMAT_IN_SECONDS = 3  # the last format in which times were numbers of seconds; `read` converts it
 
 
@@ -67,6 +75,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         imports: names of the modules that define the user's own models of the run. Unset if there are none.
         hyperparameters: "translated" if the hyper-parameters of each update are translated (see
             `paceline.sync.translation`). Unset if they are used as they are.
+        keyframe: the state of the core before the first entry of a segment that continues a trace. Unset for the
+            beginning of a trace.
     """
 
     sync: str
@@ -80,6 +90,21 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     machine: int | msgspec.UnsetType = msgspec.UNSET
     imports: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     hyperparameters: str | msgspec.UnsetType = msgspec.UNSET
+    keyframe: Keyframe | msgspec.UnsetType = msgspec.UNSET
+
+    def continued(self, keyframe: Keyframe) -> Header:
+        """Return the header of a segment that continues the trace, given the state of the core."""
+        return msgspec.structs.replace(self, format=FORMAT_CONTINUED, keyframe=keyframe)
+
+    @property
+    def is_whole(self) -> bool:
+        """True unless the trace continues another one, whose entries were deleted."""
+        return self.keyframe is msgspec.UNSET
+
+    @property
+    def recorded_by(self) -> str:
+        """The core that recorded the trace, for messages."""
+        return f"shard {self.index}" if self.host == "shard" else "the coordinator"
 
     @property
     def translated(self) -> bool:
@@ -150,6 +175,10 @@ class Recorder:
         """Write one entry."""
         self._write(entry)
 
+    def begin_segment(self, header: Header) -> None:
+        """Write the header of a segment, which the file has just begun."""
+        self._write(header)
+
     def close(self) -> None:
         """Write the buffered lines and close the file."""
         self._file.close()
@@ -164,10 +193,10 @@ class TraceFile:
     """A trace in a file. Its entries are read one by one, so a trace of any length needs little memory.
 
     Args:
-        path: path of the file.
+        path: path of the file, which is its newest segment.
 
     Attributes:
-        header: the header.
+        header: the header of the first segment that is left.
 
     Raises:
         ConfigurationError: the file is not a trace, or it is in another version of the format.
@@ -175,11 +204,11 @@ class TraceFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with path.open("rb") as file, self._checked():
+        with first_segment(path).open("rb") as file, self._checked():
             line = file.readline()
             version = msgspec.json.decode(line)["format"]
             self._convert = version == FORMAT_IN_SECONDS
-            if version not in (FORMAT, FORMAT_IN_SECONDS):
+            if version not in (FORMAT, FORMAT_CONTINUED, FORMAT_IN_SECONDS):
                 raise ConfigurationError(
                     f"{path} is a trace of format {version}; this version of Paceline reads format {FORMAT}. Repeat "
                     "the run, or read the trace with the version of Paceline that wrote it."
@@ -194,11 +223,9 @@ class TraceFile:
             ConfigurationError: the file is not a trace.
         """
         decode = msgspec.json.Decoder(Entry).decode
-        with self._path.open("rb") as file, self._checked():
-            file.readline()  # the header
-            for line in file:
-                if line.endswith(b"\n"):
-                    yield decode(_converted(line) if self._convert else line)
+        with self._checked():
+            for line in Follower(self._path, headed=True).lines():
+                yield decode(_converted(line) if self._convert else line)
 
     @contextlib.contextmanager
     def _checked(self) -> Iterator[None]:
@@ -229,7 +256,10 @@ def trace_files(run_dir: Path) -> list[TraceFile]:
 
 
 def read_run(run_dir: Path) -> list[Trace]:
-    """Read all traces in a run directory into memory, in the order of `trace_files`."""
+    """Read all traces in a run directory into memory, in the order of `trace_files`.
+
+    Of a trace whose beginning was deleted, this is what is left.
+    """
     return [Trace(file.header, list(file.entries)) for file in trace_files(run_dir)]
 
 

@@ -1,4 +1,7 @@
-"""Records of the times of each worker's iterations, stored in `worker-<index>.jsonl` in the run directory."""
+"""Records of the times of each worker's iterations, stored in `worker-<index>.jsonl` in the run directory.
+
+A long run writes these files in segments (see `trace.segments`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+
+from .segments import Follower
 
 __all__ = ["IterationRecord", "read_records", "record_files", "records_in"]
 
@@ -53,15 +58,12 @@ def record_files(run_dir: Path) -> list[Path]:
 
 
 def records_in(path: Path) -> Iterator[IterationRecord]:
-    """Yield the records in a file, one by one.
+    """Yield the records in a file, one by one: those that are left, if the run has deleted the oldest ones.
 
     An incomplete last line, which a killed worker may leave behind, is ignored.
     """
     decode = msgspec.json.Decoder(IterationRecord).decode
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield decode(line)
+    yield from map(decode, Follower(path, headed=False).lines())
 
 
 def read_records(run_dir: Path) -> list[list[IterationRecord]]:

@@ -1,7 +1,7 @@
 """Replays a trace: passes the recorded events to a new core, which must return the recorded actions.
 
 Live runs use the same cores (see `paceline.core`). The decisions of a core depend only on its events, so a replay is
-exact.
+exact. If the beginning of a trace was deleted, the replay begins with the state of the core in the header.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import msgspec
 from ..core.coordinator import Coordinator
 from ..core.entry import Entry
 from ..core.shard import Shard
-from ..errors import InvalidEventError
+from ..errors import ConfigurationError, InvalidEventError
 from ..plugins import load_models
 from ..sync.events import RecordedEvent
 from ..sync.schedule import read_schedule
+from .keyframes import fill
 from .recording import Header, Memory, Trace
 
 __all__ = ["Replay", "replay"]
@@ -30,16 +31,29 @@ class Replay:
     Args:
         header: header of the trace.
 
+    Attributes:
+        core: the core.
+
     Raises:
-        ConfigurationError: the sync model is unknown, or the module that defines it cannot be imported.
+        ConfigurationError: the sync model is unknown, the module that defines it cannot be imported, or the beginning
+            of the trace was deleted and nothing says what the core's state was at the first entry that is left.
     """
 
     def __init__(self, header: Header) -> None:
-        load_models(header.sync, () if header.imports is msgspec.UNSET else header.imports)
-        schedule = read_schedule(header.sync)
+        imports = () if header.imports is msgspec.UNSET else header.imports
+        keyframe = None if header.keyframe is msgspec.UNSET else header.keyframe
+        if keyframe is not None and keyframe.why:
+            raise ConfigurationError(
+                f"the trace of {header.recorded_by} cannot be replayed: its beginning was deleted, and the state of "
+                f"the sync model at the first entry that is left was not kept ({keyframe.why}). Run with --traces "
+                "full to keep the whole trace."
+            )
+        sync = header.sync if keyframe is None or not keyframe.sync else keyframe.sync
+        load_models(sync, imports)
+        schedule = read_schedule(sync)
         self._memory = Memory(header)
         if header.host == "shard":
-            shard = Shard(
+            self.core: Shard | Coordinator = Shard(
                 header.index,
                 schedule.first,
                 header.seed,
@@ -47,9 +61,9 @@ class Replay:
                 ticks_per_s=header.ticks_per_s,
                 translated=header.translated,
             )
-            self._take: Callable[[Any], object] = shard.handle
+            self._take: Callable[[Any], object] = self.core.handle
         else:
-            coordinator = Coordinator(
+            self.core = Coordinator(
                 schedule,
                 workers=0,
                 servers=0,
@@ -58,7 +72,9 @@ class Replay:
                 recorder=self._memory,
                 ticks_per_s=header.ticks_per_s,
             )
-            self._take = coordinator.take
+            self._take = self.core.take
+        if keyframe is not None:
+            fill(self.core, keyframe, imports)
 
     def take(self, event: RecordedEvent) -> Entry:
         """Pass an event to the core and return the entry that the core records."""

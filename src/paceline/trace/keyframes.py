@@ -1,0 +1,237 @@
+"""Keyframes: the state of a core as plain values, from which the replay of a trace can begin.
+
+The decisions of a core depend only on its state and its events. So a trace whose beginning was deleted can be
+replayed from a keyframe: a description of the core's state that was taken between two events.
+
+A keyframe is written when a segment of a trace begins (see `trace.segments`), and becomes a part of its header. It
+consists of plain values, and reading one executes no code of the objects in it: it fills a new core, which the
+constructor of the core has created for the model in force. Functions, such as the conditions of a model, are not
+written. The new core has its own. A sync model is written in the notation of the command line.
+
+Only objects of Paceline's pure packages, and of the modules that define the user's own models, are written. If a
+user's model keeps anything else in its state, such as an open file, no keyframe can be made, and the segment says so.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from fractions import Fraction
+from typing import Any, cast
+
+import msgspec
+
+from ..core.coordinator import Coordinator
+from ..core.shard import Shard
+from ..errors import ConfigurationError
+from ..sync import SyncModel
+from ..sync.notation import parse
+
+__all__ = ["Keyframe", "fill", "keyframe_of"]
+
+PURE = ("paceline.core.", "paceline.sync.", "paceline.zipline.", "paceline.plugins.conditions")
+
+MOST_BITS = 63  # integers with more bits are written as text
+
+FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+
+COLLECTIONS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
+COLLECTION_OF = {name: kind for kind, name in COLLECTIONS.items()}
+
+
+class Keyframe(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a core between two events.
+
+    Attributes:
+        sync: the sync model in force, in the notation of the command line.
+        workers: the live workers.
+        state: the state as plain values; None if it cannot be written.
+        why: why the state cannot be written, as a clause; "" if it is there.
+    """
+
+    sync: str
+    workers: tuple[int, ...]
+    state: Any = None
+    why: str = ""
+
+
+def keyframe_of(core: Shard | Coordinator, imports: Collection[str] = ()) -> Keyframe:
+    """Return the state of a core, which must not be handling an event.
+
+    Args:
+        core: the core.
+        imports: names of the modules that define the user's own models of the run.
+    """
+    own, sync, workers = _described(core)
+    try:
+        state = _Writer(imports).attributes(own)
+        msgspec.json.encode(state)
+    except Exception as error:  # whatever a user's object does when it is read, the run goes on
+        return Keyframe(sync=sync, workers=workers, why=str(error) or type(error).__name__)
+    return Keyframe(sync=sync, workers=workers, state=state)
+
+
+def fill(core: Shard | Coordinator, keyframe: Keyframe, imports: Collection[str] = ()) -> None:
+    """Give a new core the state of a keyframe.
+
+    Args:
+        core: a core that was created for the model in force, `keyframe.sync`.
+        keyframe: the keyframe, which has a state.
+        imports: names of the modules that define the user's own models of the run, which have been imported.
+
+    Raises:
+        ConfigurationError: the keyframe is not one of such a core.
+    """
+    try:
+        _Reader(imports).fill(_described(core)[0], keyframe.state)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise ConfigurationError(f"a state in the trace cannot be restored: {error}") from error
+
+
+def _described(core: Shard | Coordinator) -> tuple[object, str, tuple[int, ...]]:
+    """Return what decides about the events of a core, the model in force, and the live workers."""
+    if isinstance(core, Shard):
+        return core, str(core.sync.sync), tuple(sorted(core.sync.order.phase))
+    return core.job_sync, core.sync, tuple(sorted(core.job_sync.live))
+
+
+def _attributes(thing: object) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an object, except for a recorder: what is recorded affects no decision."""
+    names = list(getattr(thing, "__dict__", ()))
+    for kind in type(thing).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    for name in names:
+        if name != "_recorder" and not name.startswith("__") and hasattr(thing, name):
+            yield name, getattr(thing, name)
+
+
+class _Writer:
+    """Turns objects into plain values. An object that is met twice is written once."""
+
+    def __init__(self, imports: Collection[str]) -> None:
+        self._imports = imports
+        self._numbers: dict[int, int] = {}  # id of an object -> its number
+        self._met: list[object] = []  # keeps these objects, so that no other one has the same id
+
+    def attributes(self, thing: object) -> dict[str, Any]:
+        """Return the attributes of an object, except for functions."""
+        return {
+            name: self.value(value) for name, value in _attributes(thing) if not isinstance(value, FUNCTIONS)
+        }
+
+    def value(self, value: Any) -> Any:
+        """Return a plain value for a value of any kind.
+
+        Raises:
+            TypeError: the value cannot be written.
+        """
+        kind = type(value)
+        if value is None or kind is bool or kind is str:
+            return value
+        if kind is int:
+            return value if value.bit_length() <= MOST_BITS else ["int", str(value)]
+        if kind is float:
+            return value if math.isfinite(value) else ["float", str(value)]
+        if kind is Fraction:
+            return ["fraction", str(value)]
+        if kind is random.Random:
+            return ["random", self.value(value.getstate())]
+        if kind in COLLECTIONS:
+            return [COLLECTIONS[kind], *map(self.value, value)]
+        if kind is dict:
+            return ["dict", *([self.value(key), self.value(each)] for key, each in value.items())]
+        if (number := self._numbers.get(id(value))) is not None:
+            return ["met", number]
+        if isinstance(value, SyncModel):
+            return ["model", self._meet(value), str(value)]
+        name = self._name(kind)
+        if isinstance(value, tuple):
+            return ["named", name, *map(self.value, value)]
+        if isinstance(value, msgspec.Struct) and kind.__struct_config__.frozen:
+            return ["struct", name, {key: self.value(getattr(value, key)) for key in kind.__struct_fields__}]
+        return ["object", self._meet(value), name, self.attributes(value)]
+
+    def _meet(self, thing: object) -> int:
+        self._met.append(thing)
+        return self._numbers.setdefault(id(thing), len(self._numbers))
+
+    def _name(self, kind: type) -> str:
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        if _class_of(name, self._imports) is not kind:
+            raise TypeError(f"it contains a {kind.__module__}.{kind.__qualname__}")
+        return name
+
+
+class _Reader:
+    """Restores objects from plain values."""
+
+    def __init__(self, imports: Collection[str]) -> None:
+        self._imports = imports
+        self._met: dict[int, object] = {}
+
+    def fill(self, thing: object, attributes: dict[str, Any]) -> None:
+        """Set the attributes of an object.
+
+        An object in an attribute is filled, too, if it is of the right class: a function may refer to it.
+        """
+        for name, plain in attributes.items():
+            object.__setattr__(thing, name, self.value(plain, getattr(thing, name, None)))
+
+    def value(self, plain: Any, present: object = None) -> Any:
+        """Return the value that is described by a plain value. If `present` is such an object, fill it."""
+        if not isinstance(plain, list):
+            return plain
+        tag, *rest = plain
+        if tag in COLLECTION_OF:
+            return COLLECTION_OF[tag](map(self.value, rest))
+        match tag:
+            case "dict":
+                return {self.value(key): self.value(each) for key, each in rest}
+            case "met":
+                return self._met[rest[0]]
+            case "model":
+                self._met[rest[0]] = parse(rest[1])
+                return self._met[rest[0]]
+            case "object":
+                number, name, attributes = rest
+                kind = self._class(name)
+                thing = self._met[number] = present if type(present) is kind else object.__new__(kind)
+                self.fill(thing, attributes)
+                return thing
+            case "struct":
+                fields = {key: self.value(each) for key, each in rest[1].items()}
+                return self._class(rest[0], msgspec.Struct)(**fields)
+            case "named":
+                return tuple.__new__(self._class(rest[0], tuple), tuple(map(self.value, rest[1:])))
+            case "random":
+                generator = random.Random()
+                generator.setstate(self.value(rest[0]))
+                return generator
+            case "int" | "float" | "fraction":
+                read: dict[str, Callable[[str], object]] = {"int": int, "float": float, "fraction": Fraction}
+                return read[tag](rest[0])
+        raise ValueError(f"it contains {tag!r}, which is not known")
+
+    def _class(self, name: str, base: type = object) -> Any:
+        kind = _class_of(name, self._imports)
+        if kind is None or not issubclass(kind, base):
+            raise ValueError(f"it contains a {name.replace(':', '.')}, which is not part of a core")
+        return kind
+
+
+def _class_of(name: str, imports: Collection[str]) -> type | None:
+    """Return a class that may be part of a core, by its module and its name; None for any other name."""
+    module, _, path = name.partition(":")
+    if not (module.startswith(PURE) or module in imports):
+        return None
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = vars(found).get(part) if isinstance(found, type | types.ModuleType) else None
+    if isinstance(found, type) and found.__module__ == module and found.__qualname__ == path:
+        return cast(type, found)
+    return None
