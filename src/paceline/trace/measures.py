@@ -52,7 +52,9 @@ from ..sync.events import (
 from ..sync.ticks import TICKS_PER_S
 from .recording import AnyTrace, Entry, EntryRecorder, Trace
 
-__all__ = ["Measures", "Meter", "Presence", "PushCounts", "Wait", "measure", "meter_of", "waits"]
+__all__ = ["Measures", "Meter", "MeterState", "Presence", "PushCounts", "Wait", "measure", "meter_of", "waits"]
+
+MOST_PLANS = 1000  # number of plans whose barriers have not ended; only a few of them may still end
 
 LOOK_INTERVAL = 1000  # number of entries after which `meter_of` looks whether it is hurried
 
@@ -264,18 +266,31 @@ class Meter:
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
         left: the workers that left before their scripts had ended. To a shard, they have finished, but they are not
             idle afterwards.
+        state: the state of another meter, from which this one goes on. Default: nothing has been recorded.
 
     Attributes:
+        state: what has been recorded. It can be encoded as MessagePack.
         staleness: staleness in updates -> number of pushes with this staleness, counted separately at each shard.
     """
 
-    def __init__(self, shards: int, ticks_per_s: int = TICKS_PER_S, left: Collection[int] = ()) -> None:
-        self.staleness: dict[int, int] = defaultdict(int)
+    def __init__(
+        self,
+        shards: int,
+        ticks_per_s: int = TICKS_PER_S,
+        left: Collection[int] = (),
+        state: MeterState | None = None,
+    ) -> None:
+        self.state = state or MeterState(
+            waiting=_Waiting(shards),
+            plans=_Plans(ticks_per_s),
+            shards=[_ShardMeter() for _ in range(shards)],
+        )
+        self.staleness = self.state.staleness
         self._ticks_per_s = ticks_per_s
         self._left = left
-        self._waiting = _Waiting(shards)
-        self._plans = _Plans(ticks_per_s)
-        self._shards = [_ShardMeter(self._waiting, self.staleness) for _ in range(shards)]
+        self._waiting, self._plans, self._shards = self.state.waiting, self.state.plans, self.state.shards
+        for shard in self._shards:
+            shard.join(self._waiting, self.staleness)
         self._shards[0].plans = self._plans
 
     def at_shard(self, index: int) -> EntryRecorder:
@@ -353,7 +368,7 @@ class Meter:
             last_push_s=last_push_s,
             samples=first.samples,
             samples_per_s=first.samples / duration_s if duration_s else 0.0,
-            worker_samples={worker: first.worker_samples[worker] for worker in iterations},
+            worker_samples={worker: first.worker_samples.get(worker, 0) for worker in iterations},
             dropped_samples=first.dropped_samples,
             mean_staleness=total_staleness / applied if applied else 0.0,
             max_staleness=max(self.staleness, default=0),
@@ -390,75 +405,57 @@ class Meter:
         return PushCounts(**counts, refused=first.refused, lost=lost)
 
 
-class _Membership:
+class _Membership(msgspec.Struct):
     """One period in which a worker takes part in the run, from joining to leaving. A lost worker may join again.
 
     All times are in ticks.
     """
 
-    __slots__ = (
-        "again",
-        "asked",
-        "fate",
-        "finished",
-        "iteration",
-        "iterations",
-        "joined",
-        "left",
-        "lost",
-        "pulls",
-        "pushed",
-        "superstep",
-        "worker",
-    )
-
-    def __init__(self, worker: int, joined: int) -> None:
-        self.worker = worker
-        self.joined = joined
-        self.left: int | None = None
-        self.again: int | None = None  # time at which a worker with the same index joined afterwards
-        self.finished = self.lost = False  # why the worker left
-        self.iterations = 0
-        self.iteration = -1  # label of the worker's last push
-        self.fate = ""  # category of this push in `PushCounts`; "" while the shard holds the push
-        self.asked = 0  # time at which the worker's last pull arrived
-        self.pulls: int | None = None  # label of this pull; None once it is answered
-        self.pushed: int | None = None  # time at which the worker's last push arrived
-        # superstep for whose barrier the worker has stopped with its last push
-        self.superstep: int | None = None
+    worker: int
+    joined: int
+    left: int | None = None
+    again: int | None = None  # time at which a worker with the same index joined afterwards
+    finished: bool = False  # why the worker left
+    lost: bool = False
+    iterations: int = 0
+    iteration: int = -1  # label of the worker's last push
+    fate: str = ""  # category of this push in `PushCounts`; "" while the shard holds the push
+    asked: int = 0  # time at which the worker's last pull arrived
+    pulls: int | None = None  # label of this pull; None once it is answered
+    pushed: int | None = None  # time at which the worker's last push arrived
+    superstep: int | None = None  # superstep for whose barrier the worker has stopped with its last push
 
     def until(self, end: int) -> int:
         """Return the time at which the worker left, or `end` if it has not left."""
         return end if self.left is None else self.left
 
 
-class _Waiting:
+class _Waiting(msgspec.Struct):
     """Adds up the waiting times of each worker. For each pull, only the longest waiting time at any shard counts."""
 
-    def __init__(self, shards: int) -> None:
-        self._shards = shards
-        # Worker -> total waiting time of the pulls that all shards have answered, in ticks.
-        self._total: dict[int, int] = defaultdict(int)
-        # (worker, iteration) of a pull that only some shards have answered -> (number of these shards, longest wait).
-        self._open: dict[tuple[int, int], tuple[int, int]] = {}
+    shards: int
+    # Worker -> total waiting time of the pulls that all shards have answered, in ticks.
+    total: dict[int, int] = msgspec.field(default_factory=dict)
+    # (worker, iteration) of a pull that only some shards have answered -> (number of these shards, longest wait).
+    open: dict[tuple[int, int], tuple[int, int]] = msgspec.field(default_factory=dict)
 
     def ended(self, worker: int, iteration: int, wait: int) -> None:
         """Record that a shard has answered a pull after `wait` ticks, or that its worker was lost after this time."""
-        if self._shards == 1:
-            self._total[worker] += wait
+        if self.shards == 1:
+            self._add(worker, wait)
             return
         key = worker, iteration
-        answered, longest = self._open.pop(key, (0, 0))
+        answered, longest = self.open.pop(key, (0, 0))
         longest = max(longest, wait)
-        if answered + 1 == self._shards:
-            self._total[worker] += longest
+        if answered + 1 == self.shards:
+            self._add(worker, longest)
         else:
-            self._open[key] = answered + 1, longest
+            self.open[key] = answered + 1, longest
 
     def forget(self, worker: int) -> None:
         """End all pulls of a worker that was lost. Its index is used again, and its iteration numbers may be, too."""
-        for key in [key for key in self._open if key[0] == worker]:
-            self._total[worker] += self._open.pop(key)[1]
+        for key in [key for key in self.open if key[0] == worker]:
+            self._add(worker, self.open.pop(key)[1])
 
     def totals(self, unanswered: Iterable[tuple[Mapping[tuple[int, int], int], int]]) -> dict[int, int]:
         """Return the total waiting time of each worker in ticks; 0 for a worker that has not waited.
@@ -467,74 +464,90 @@ class _Waiting:
             unanswered: for each shard, the pulls that it has not answered, (worker, iteration) -> time of arrival,
                 and the end of the measured time.
         """
-        longest = {key: wait for key, (_, wait) in self._open.items()}
+        longest = {key: wait for key, (_, wait) in self.open.items()}
         for pulls, end in unanswered:
             for key, asked in pulls.items():
                 longest[key] = max(longest.get(key, 0), end - asked)
-        totals = defaultdict(int, self._total)
+        totals = defaultdict(int, self.total)
         for (worker, _), wait in longest.items():
             totals[worker] += wait
         return totals
 
+    def _add(self, worker: int, wait: int) -> None:
+        self.total[worker] = self.total.get(worker, 0) + wait
 
-class _Plans:
+
+class _Plans(msgspec.Struct):
     """Adds up the waiting times that were predicted for the barriers.
 
     Attributes:
         predicted_s: sum of the predictions for the barriers that have ended; None if no plan was published.
     """
 
-    def __init__(self, ticks_per_s: int) -> None:
-        self._ticks_per_s = ticks_per_s
-        self.predicted_s: float | None = None
-        # Superstep -> prediction for its barrier, which has not ended. The supersteps of the next model with plans
-        # are counted from 0 again, and its plans replace those that were never reached.
-        self._open: dict[int, float] = {}
+    ticks_per_s: int
+    predicted_s: float | None = None
+    # Superstep -> prediction for its barrier, which has not ended. The supersteps of the next model with plans are
+    # counted from 0 again, and its plans replace those that were never reached. A barrier at which nobody waits does
+    # not end, so only the last `MOST_PLANS` are kept.
+    open: dict[int, float] = msgspec.field(default_factory=dict)
 
     def record(self, entry: Entry) -> None:
         """Process one entry of the coordinator's trace."""
         for action in entry.actions:
             if type(action) is PublishPlan:
                 self.predicted_s = self.predicted_s or 0.0
-                self._open[action.plan.superstep] = action.plan.wait_ticks / self._ticks_per_s
+                self.open.pop(action.plan.superstep, None)
+                self.open[action.plan.superstep] = action.plan.wait_ticks / self.ticks_per_s
+                if len(self.open) > MOST_PLANS:
+                    del self.open[next(iter(self.open))]
 
     def ended(self, superstep: int) -> None:
         """Record that a worker that waited at the barrier of a superstep continues."""
         if self.predicted_s is not None:
-            self.predicted_s += self._open.pop(superstep, 0.0)
+            self.predicted_s += self.open.pop(superstep, 0.0)
 
 
-class _ShardMeter:
+class _ShardMeter(msgspec.Struct, dict=True):
     """Computes the statistics of one shard. It adds waiting times and staleness to those of the other shards."""
 
-    def __init__(self, waiting: _Waiting, staleness: dict[int, int]) -> None:
+    now: int = 0  # time of the last entry in ticks
+    updates: int = 0
+    gradients: int = 0
+    max_gap: int = 0
+    delayed_pulls: int = 0
+    dropped_pushes: int = 0
+    barriers: int = 0
+    sync_cost: int = 0  # in ticks
+    restarts: int = 0
+    # push counts
+    received: int = 0
+    applied: int = 0
+    averaged: int = 0
+    refused: int = 0
+    largest_update: int = 0  # largest number of pushes in one update
+    samples: int = 0
+    sampled_gradients: int = 0
+    worker_samples: dict[int, int] = msgspec.field(default_factory=dict)
+    dropped_samples: int = 0
+    clipped_alone: int = 0
+    # Of the pushes that are neither applied nor dropped: the edits, those that were clipped alone, and
+    # (worker, iteration) -> number of samples.
+    edits: set[tuple[int, int]] = msgspec.field(default_factory=set)
+    clipped: set[tuple[int, int]] = msgspec.field(default_factory=set)
+    pending: dict[tuple[int, int], int] = msgspec.field(default_factory=dict)
+    # all memberships, in the order in which the workers joined
+    ordered: list[_Membership] = msgspec.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # The memberships of all workers, and of those that have not left. They follow from `ordered`.
+        self._latest = {member.worker: member for member in self.ordered}
+        self.current = {worker: member for worker, member in self._latest.items() if member.left is None}
+        self.plans: _Plans | None = None  # set for shard 0 only
+
+    def join(self, waiting: _Waiting, staleness: dict[int, int]) -> None:
+        """Set the objects to which the meters of all shards add."""
         self._waiting = waiting
         self._staleness = staleness
-        self.now = 0  # time of the last entry in ticks
-        self.updates = 0
-        self.gradients = 0
-        self.max_gap = 0
-        self.delayed_pulls = 0
-        self.dropped_pushes = 0
-        self.barriers = 0
-        self.sync_cost = 0  # in ticks
-        self.plans: _Plans | None = None  # set for shard 0 only
-        self.restarts = 0
-        self.received = self.applied = self.averaged = self.refused = 0  # push counts
-        self.largest_update = 0  # largest number of pushes in one update
-        self.samples = 0
-        self.sampled_gradients = 0
-        self.worker_samples: dict[int, int] = defaultdict(int)
-        self.dropped_samples = 0
-        self.clipped_alone = 0
-        # Of the pushes that are neither applied nor dropped: the edits, those that were clipped alone, and
-        # (worker, iteration) -> number of samples.
-        self._edits: set[tuple[int, int]] = set()
-        self._clipped: set[tuple[int, int]] = set()
-        self._pending: dict[tuple[int, int], int] = {}
-        self.ordered: list[_Membership] = []  # all memberships, in the order in which the workers joined
-        self.current: dict[int, _Membership] = {}  # of the workers that have not left
-        self._latest: dict[int, _Membership] = {}  # of all workers
 
     @property
     def unanswered(self) -> dict[tuple[int, int], int]:
@@ -605,17 +618,17 @@ class _ShardMeter:
             elif type(action) is DropPush:
                 self.dropped_pushes += 1
                 key = action.worker, action.iteration
-                self.gradients -= key not in self._edits
+                self.gradients -= key not in self.edits
                 dropped = self._decide(key, "dropped")
                 self.samples -= dropped
                 self.sampled_gradients -= dropped > 0
-                self.worker_samples[action.worker] -= dropped
+                self.worker_samples[action.worker] = self.worker_samples.get(action.worker, 0) - dropped
                 self.dropped_samples += dropped
         if longest >= 0:
             self.barriers += 1
             self.sync_cost += longest
         for _, _, updates in entry.staleness:
-            self._staleness[updates] += 1
+            self._staleness[updates] = self._staleness.get(updates, 0) + 1
 
     def _receive(self, push: PushReceived) -> None:
         member = self.current[push.worker]
@@ -626,14 +639,14 @@ class _ShardMeter:
         self.received += 1
         self.gradients += push.edit is None  # decremented in `record` if the push is dropped
         if push.edit is not None:
-            self._edits.add((push.worker, push.iteration))
+            self.edits.add((push.worker, push.iteration))
         if push.clipped:
-            self._clipped.add((push.worker, push.iteration))
+            self.clipped.add((push.worker, push.iteration))
         if push.samples is not None and not push.repeated:
             self.samples += push.samples
             self.sampled_gradients += push.samples > 0
-            self.worker_samples[push.worker] += push.samples
-            self._pending[push.worker, push.iteration] = push.samples
+            self.worker_samples[push.worker] = self.worker_samples.get(push.worker, 0) + push.samples
+            self.pending[push.worker, push.iteration] = push.samples
 
     def _change(self, event: AnyEvent) -> None:
         """Process a restart, or the arrival or departure of a worker."""
@@ -661,11 +674,20 @@ class _ShardMeter:
         Only the fate of the last push of each membership matters.
         """
         worker, iteration = push
-        if push in self._clipped:
-            self._clipped.remove(push)
+        if push in self.clipped:
+            self.clipped.remove(push)
             self.clipped_alone += fate == "averaged"
-        self._edits.discard(push)
+        self.edits.discard(push)
         member = self._latest.get(worker)
         if member is not None and member.iteration == iteration:
             member.fate = fate
-        return self._pending.pop(push, 0) if self._pending else 0
+        return self.pending.pop(push, 0) if self.pending else 0
+
+
+class MeterState(msgspec.Struct):
+    """What a `Meter` has recorded. Its size does not depend on the number of entries."""
+
+    waiting: _Waiting
+    plans: _Plans
+    shards: list[_ShardMeter]
+    staleness: dict[int, int] = msgspec.field(default_factory=dict)
