@@ -16,6 +16,7 @@ from paceline.core.shard import Shard
 from paceline.errors import ConfigurationError
 from paceline.sim import Cluster, Presence, simulate
 from paceline.sync import Conditions, PullState, ShardMachine, SyncModel, register
+from paceline.sync.actions import AnswerPull, ApplyPush, DropPush
 from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 from paceline.sync.model import Handover
 from paceline.trace import Entry, Header, Replay, Trace, replay
@@ -57,7 +58,7 @@ def traces_of(sync: str | SyncModel, seed: int = 0) -> list[Trace]:
     """The traces of a run with a worker that is lost and comes back, and one that is preempted."""
     cluster = Cluster(
         compute_s=[0.9, 1.0, 1.1, 3.0],
-        servers=1 if "r" == str(sync)[0] else 2,
+        servers=1 if str(sync)[0] == "r" else 2,
         latency_s=0.001,
         presence={
             1: Presence(lost_at_s=9.0, back_after_s=5.0),
@@ -135,8 +136,6 @@ class OddShard(ShardMachine):
         self.kept = sys.stdout if kept == "file" else {(1, 2): [{3}, frozenset({4})]}
 
     def handle(self, event: object) -> list[object]:  # type: ignore[override]
-        from paceline.sync.actions import AnswerPull, ApplyPush, DropPush
-
         match event:
             case WorkerJoined():
                 self.counts.joined(event.worker, event.count or 0)
@@ -169,8 +168,10 @@ def entries_of(header: Header, count: int) -> list[Entry]:
     host = Replay(header)
     entries = [host.take(WorkerJoined(now_ticks=0, worker=0))]
     for iteration in range(count):
-        for kind in (PushReceived, PullRequested):
-            entries.append(host.take(kind(now_ticks=iteration, worker=0, iteration=iteration)))
+        entries += [
+            host.take(kind(now_ticks=iteration, worker=0, iteration=iteration))
+            for kind in (PushReceived, PullRequested)
+        ]
     return entries
 
 
@@ -188,7 +189,9 @@ def test_a_users_model_with_a_state_that_cannot_be_written_is_named_when_it_is_r
     rest, keyframe = continued(Trace(header, entries_of(header, 5)), 4)
     assert keyframe.state is None
     assert keyframe.workers == (0,)
-    with pytest.raises(ConfigurationError, match="the trace of shard 2 cannot be replayed: its beginning was") as e:
+    with pytest.raises(
+        ConfigurationError, match="the trace of shard 2 cannot be replayed: its beginning was"
+    ) as e:
         replay(rest)
     assert "it contains a " in str(e.value)
 

@@ -21,7 +21,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from fractions import Fraction
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -39,7 +39,13 @@ MOST_BITS = 63  # integers with more bits are written as text
 
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
-COLLECTIONS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
+COLLECTIONS: dict[type, str] = {
+    list: "list",
+    tuple: "tuple",
+    set: "set",
+    frozenset: "frozenset",
+    deque: "deque",
+}
 COLLECTION_OF = {name: kind for kind, name in COLLECTIONS.items()}
 
 
@@ -233,5 +239,5 @@ def _class_of(name: str, imports: Collection[str]) -> type | None:
     for part in path.split("."):
         found = vars(found).get(part) if isinstance(found, type | types.ModuleType) else None
     if isinstance(found, type) and found.__module__ == module and found.__qualname__ == path:
-        return cast(type, found)
+        return found
     return None

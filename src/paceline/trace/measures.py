@@ -52,7 +52,17 @@ from ..sync.events import (
 from ..sync.ticks import TICKS_PER_S
 from .recording import AnyTrace, Entry, EntryRecorder, Trace
 
-__all__ = ["Measures", "Meter", "MeterState", "Presence", "PushCounts", "Wait", "measure", "meter_of", "waits"]
+__all__ = [
+    "Measures",
+    "Meter",
+    "MeterState",
+    "Presence",
+    "PushCounts",
+    "Wait",
+    "measure",
+    "meter_of",
+    "waits",
+]
 
 MOST_PLANS = 1000  # number of plans whose barriers have not ended; only a few of them may still end
 

@@ -11,10 +11,10 @@ Times are whole numbers of ticks (see `paceline.sync.ticks`). In version 3 of th
 When such a trace is read, they are rounded to whole numbers of nanoseconds. Its decisions can then be replayed unless
 they depended on the rounding errors of the floats.
 
-A long run writes its traces in segments, of which the oldest may be deleted (see `trace.segments`). Each segment has a
-header of its own. From the second one on, the header contains the state of the core when the segment began, so that
-what is left can be replayed (see `trace.keyframes`). Such a segment is in version 5 of the format. Where a trace is
-read, its first header is that of the first segment that is left, and the other headers are left out.
+A long run writes its traces in segments, of which the oldest may be deleted (see `trace.segments`). Each segment has
+a header of its own. From the second one on, the header contains the state of the core when the segment began, so that
+what is left can be replayed (see `trace.keyframes`). Such a segment is in version 5 of the format. When a trace is
+read, its header is that of the first segment that is left.
 
 Traces in earlier versions of the format are rejected. For example, version 2 does not contain the gaps of the
 workers, which only the state machine can compute. Statistics that depend on these gaps would be wrong without any

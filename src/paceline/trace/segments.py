@@ -41,9 +41,9 @@ def earlier_segments(path: Path) -> dict[int, Path]:
     """
     found = {}
     for segment in (path.parent / EARLIER).glob(f"{path.stem}.*{path.suffix}"):
-        number = segment.name[len(path.stem) + 1 : -len(path.suffix)]
-        if number.isdecimal():
-            found[int(number)] = segment
+        digits = segment.name[len(path.stem) + 1 : -len(path.suffix)]
+        if digits.isdecimal():
+            found[int(digits)] = segment
     held: list[int] = []
     for number in sorted(found, reverse=True):
         if held and number != held[-1] - 1:
