@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from paceline.core.messages import TracePart
 from paceline.errors import UsageError
 from paceline.files import SYNC_BYTES, PatientWriter, Unfinished, write_json
 from paceline.launcher.results import save_weights, write_summary
+from paceline.runtime import best_effort
 from paceline.runtime.reader import WeightsSnapshot
 from paceline.runtime.traces import PART_BYTES, TraceFiles
 from paceline.wire.secret import new_secret, write_secret
@@ -154,3 +156,21 @@ def test_a_large_file_is_reported_part_by_part(tmp_path: Path) -> None:
 
     assert path.stat().st_size == 3 * SYNC_BYTES + 5
     assert parts == [SYNC_BYTES + 5, 2 * SYNC_BYTES + 5, 3 * SYNC_BYTES + 5]
+
+
+def test_an_optional_file_is_written_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(best_effort, "time", SimpleNamespace(monotonic=lambda: now_s))
+    file = best_effort.BestEffortFile(tmp_path / "log", pytest.fail)
+    file.write(b"a")
+    now_s = 100.9
+    file.write(b"b")
+    assert (tmp_path / "log").read_bytes() == b""
+    now_s = 101.0
+    file.write(b"c")
+    assert (tmp_path / "log").read_bytes() == b"abc"
+    now_s = 101.9
+    file.write(b"d")
+    assert (tmp_path / "log").read_bytes() == b"abc"
+    file.close()
+    assert (tmp_path / "log").read_bytes() == b"abcd"

@@ -1,8 +1,13 @@
-"""Optional output files of a run: logs and traces. Training continues even if these files cannot be written."""
+"""Optional output files of a run: logs and traces. Training continues even if these files cannot be written.
+
+Data is buffered, but not for long, because others read these files while the run goes on, and because a process that
+is killed loses what is buffered.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -10,6 +15,8 @@ from typing import IO
 from ..wire.forks import close_in_forks
 
 __all__ = ["BestEffortFile"]
+
+FLUSH_INTERVAL_S = 1.0
 
 
 class BestEffortFile:
@@ -25,6 +32,7 @@ class BestEffortFile:
         self._path = path
         self._failed = failed
         self._file: IO[bytes] | None = None
+        self._flushed_s = time.monotonic()
         try:
             self._file = path.open("ab" if append else "wb")
         except OSError as error:
@@ -32,10 +40,16 @@ class BestEffortFile:
         close_in_forks(self)
 
     def write(self, data: bytes | bytearray) -> None:
-        """Write data, unless an earlier operation has failed."""
+        """Write data, unless an earlier operation has failed.
+
+        The data is buffered, unless the last flush was more than a second ago.
+        """
         if self._file is not None:
             try:
                 self._file.write(data)
+                if (now_s := time.monotonic()) - self._flushed_s >= FLUSH_INTERVAL_S:
+                    self._flushed_s = now_s
+                    self._file.flush()
             except OSError as error:
                 self._give_up(error)
 
