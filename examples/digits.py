@@ -44,7 +44,7 @@ optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr
 
 # The loss of the last batch. A worker that joins a run in progress may have no batch in its first epoch.
 loss = float("nan")
-for epoch in range(options.epochs):
+for epoch in paceline.epochs(options.epochs):
     for x, y in paceline.distribute(loader):
 
         def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> float:

@@ -18,7 +18,7 @@ from rich.console import Console
 from .. import __version__
 from ..errors import ConfigurationError, PeerLostError
 from ..launcher.output import ForgivingStream, print_sentence
-from ..report.job_status import LONG_LINE, status_view
+from ..report.job_status import LONG_LINE, StatusView
 from ..report.words import counted
 from ..wire.addresses import listen_tcp, seen_from
 from ..wire.secret import VARIABLE, new_secret, take_secret, write_secret
@@ -327,7 +327,7 @@ def _watch(observer: Observer, state: JobStatus) -> None:
     with live or contextlib.nullcontext():
         while True:
             if live is not None:
-                live.update(status_view(state), refresh=True)
+                live.update(StatusView(state, lines=console.height - 1), refresh=True)
             else:
                 _print_status(state)
             if isinstance(sys.stdout, ForgivingStream) and sys.stdout.failed:
@@ -344,7 +344,7 @@ def _print_status(state: JobStatus) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=LONG_LINE)
-    console.print(status_view(state))
+    console.print(StatusView(state), crop=False)
 
 
 def _secret(file: Path | None) -> str:

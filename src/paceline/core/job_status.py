@@ -6,17 +6,20 @@ its host has observed. Computing it changes nothing and asks nobody.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections import Counter
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 import msgspec
 
 from ..sync.ticks import TICKS_PER_S
+from .awaited import Awaited, last_workers, still_waiting, waiting_for
 from .coordinator import Coordinator
-from .messages import Waits
+from .job_progress import JobProgress
 from .requests import worker_peer
 from .traffic import Link, LinkTraffic
 
 __all__ = [
+    "HELD",
     "LOCAL",
     "JobStatus",
     "LinkStatus",
@@ -26,12 +29,14 @@ __all__ = [
     "WorkerStatus",
     "held_state",
     "job_status",
-    "waiting_for",
     "worker_state",
 ]
 
 LOCAL = "this machine"
 """The name of the coordinator's machine, on which the servers run unless other machines bring them."""
+
+LONG_S = 1.0
+"""Time after which a wait is stated by its length. Shorter ones are stated by how often they occur."""
 
 HELD = {"stopped": "stopped by a signal", "traced": "held by a debugger"}
 """The states of processes that are shown in place of the state that the worker has reported last."""
@@ -114,6 +119,16 @@ class JobStatus(msgspec.Struct, frozen=True):
         links: one entry per pair of machines with traffic, in the order of the names.
         shortage: how many workers and servers the run has and needs, if it waits for machines to join; else "".
         main_worker: the main worker (see `core.main_worker`); -1 for nobody.
+        progress: the part of the training loop in progress that is done, from 0 to 1; None if its length is unknown.
+        left_s: the time in seconds that the loop will take from now on; None if unknown.
+        samples_per_s: number of samples per second that all workers together use; None if unknown.
+        loss: the mean of the workers' losses, a moving mean over some seconds; None if unknown.
+        epoch: number of the epoch in progress, counted from 1; None if unknown.
+        epochs: number of epochs of the loop; None if unknown.
+        epoch_progress: the part of the epoch in progress that is done, from 0 to 1; None if unknown.
+        awaited: the workers for which others wait; () for none.
+        awaited_s: for how many seconds others have been waiting for them; None if nobody waits at this moment.
+        awaited_share: the part of the last seconds in which others have waited for them; None if unknown.
     """
 
     sync: str
@@ -124,6 +139,16 @@ class JobStatus(msgspec.Struct, frozen=True):
     links: tuple[LinkStatus, ...] = ()
     shortage: str = ""
     main_worker: int = 0
+    progress: float | None = None
+    left_s: float | None = None
+    samples_per_s: float | None = None
+    loss: float | None = None
+    epoch: int | None = None
+    epochs: int | None = None
+    epoch_progress: float | None = None
+    awaited: tuple[int, ...] = ()
+    awaited_s: float | None = None
+    awaited_share: float | None = None
 
 
 class Observed(msgspec.Struct, frozen=True):
@@ -139,6 +164,8 @@ class Observed(msgspec.Struct, frozen=True):
         processes: worker -> state of its process according to its agent.
         machines: the heartbeats of the machines.
         traffic: the traffic between the machines.
+        progress: how far the job has come.
+        awaited: for whom others have waited most often in the last seconds.
     """
 
     servers: int
@@ -150,6 +177,8 @@ class Observed(msgspec.Struct, frozen=True):
     processes: Mapping[int, str] = {}
     machines: tuple[MachineStatus, ...] = ()
     traffic: Mapping[Link, LinkTraffic] = {}
+    progress: JobProgress = JobProgress()
+    awaited: Awaited = Awaited()
 
 
 class StateTimes:
@@ -195,7 +224,8 @@ def job_status(core: Coordinator, observed: Observed, local: str = LOCAL) -> Job
         local: name of the coordinator's machine.
     """
     waits = dict(sorted(core.waits.items()))
-    reasons = waiting_for(waits.values())
+    waiting = still_waiting(core)
+    reasons = {worker: why for worker, why in waiting_for(waits.values()).items() if worker in waiting}
     staleness: dict[int, int] = {}
     for answer in waits.values():
         for shard in answer.shards:
@@ -203,7 +233,7 @@ def job_status(core: Coordinator, observed: Observed, local: str = LOCAL) -> Job
                 staleness[worker] = max(updates, staleness.get(worker, 0))
     gathered = core.collectives.waiting
     uncalled = tuple(sorted(core.members.live - gathered.keys()))
-    last = _last(core, core.members.live - reasons.keys() - gathered.keys())
+    last = last_workers(core, core.members.live - reasons.keys() - gathered.keys())
     losses: dict[int, list[str]] = {}
     for departure in core.members.departures:
         if departure.fate == "lost":
@@ -239,6 +269,7 @@ def job_status(core: Coordinator, observed: Observed, local: str = LOCAL) -> Job
         for link, traffic in sorted(observed.traffic.items())
     )
     machines = tuple(sorted(observed.machines, key=lambda machine: machine.machine))
+    awaited, awaited_s = _awaited_now(rows)
     return JobStatus(
         core.sync,
         observed.servers,
@@ -248,7 +279,26 @@ def job_status(core: Coordinator, observed: Observed, local: str = LOCAL) -> Job
         links,
         core.shortage,
         core.main.worker,
+        **msgspec.structs.asdict(observed.progress),
+        awaited=awaited or observed.awaited.workers,
+        awaited_s=awaited_s,
+        awaited_share=None if awaited else observed.awaited.share,
     )
+
+
+def _awaited_now(rows: Sequence[WorkerStatus]) -> tuple[tuple[int, ...], float | None]:
+    """Return the workers that keep most others waiting, and for how long one of those has waited, at least `LONG_S`.
+
+    They are named only if they are not more than those that wait: the first worker at the end of a round waits for
+    all others, and none of these is slow.
+    """
+    waiting = [row for row in rows if row.last and row.state_s is not None and row.state_s >= LONG_S]
+    if not waiting:
+        return (), None
+    [(last, count)] = Counter(row.last for row in waiting).most_common(1)
+    if count < len(last):
+        return (), None
+    return last, max(row.state_s or 0.0 for row in waiting if row.last == last)
 
 
 def worker_state(core: Coordinator, worker: int, connected: bool) -> str:
@@ -279,31 +329,3 @@ def held_state(core: Coordinator, worker: int, processes: Mapping[int, str]) -> 
         processes: worker -> state of its process.
     """
     return "" if core.members.fate(worker) else HELD.get(processes.get(worker, ""), "")
-
-
-def waiting_for(answers: Collection[Waits]) -> dict[int, str]:
-    """Return, for each worker that waits at a shard, whom it waits for and why.
-
-    The shards are named only if the worker waits for something else at some of them.
-    """
-    shards = [shard for answer in answers for shard in answer.shards]
-    found: dict[int, dict[str, list[int]]] = {}
-    for shard in shards:
-        for (worker, _), reason in zip(shard.pulls, shard.reasons, strict=True):
-            found.setdefault(worker, {}).setdefault(reason, []).append(shard.shard)
-    return {worker: "; ".join(_named(at, len(shards))) for worker, at in sorted(found.items())}
-
-
-def _named(reasons: Mapping[str, list[int]], shards: int) -> list[str]:
-    """Return the reasons, each with the shards for which it holds unless it holds for all."""
-    return [
-        reason if len(where) == shards else f"{reason} (shard {', '.join(map(str, sorted(where)))})"
-        for reason, where in reasons.items()
-    ]
-
-
-def _last(core: Coordinator, workers: Collection[int]) -> tuple[int, ...]:
-    """Return those of the workers that are in the earliest iteration, according to their last reports."""
-    iterations = {worker: core.board[worker].iteration for worker in workers if worker in core.board}
-    earliest = min(iterations.values(), default=0)
-    return tuple(sorted(worker for worker, iteration in iterations.items() if iteration == earliest))

@@ -7,13 +7,13 @@ Training may take hours. Its result must be kept even if the reader of the outpu
 from __future__ import annotations
 
 import logging
-import textwrap
 from typing import IO, Any
 
 from rich.console import Console
 from rich.text import Text
 
 from ..errors import InternalError
+from ..report.sentences import wrapped
 
 __all__ = ["ForgivingStream", "PlainScreen", "print_line", "print_sentence"]
 
@@ -80,12 +80,7 @@ def print_sentence(console: Console, text: str, style: str = "") -> None:
     not be printed by this function, because a wrapped one cannot be copied.
     """
     if console.is_terminal:
-        text = "\n".join(
-            wrapped
-            for line in text.split("\n")
-            for wrapped in textwrap.wrap(line, console.width, break_long_words=False, break_on_hyphens=False)
-            or [""]
-        )
+        text = "\n".join(wrapped(text, console.width))
     console.print(Text(text, style=style), soft_wrap=True)
 
 

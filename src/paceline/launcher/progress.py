@@ -1,21 +1,22 @@
-"""The progress display of a run: a live table in a terminal; elsewhere, a line of text every few seconds."""
+"""The progress display of a run: a live table in a terminal; elsewhere, a line in words every few seconds."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, cast
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from ..core.job_status import worker_state
-from ..report.job_status import COLORS
+from ..core.job_status import JobStatus
+from ..report.job_status import StatusView
+from ..report.job_words import progress_line
 from ..report.words import counted
 from ..runtime.job import Job
 from .output import ForgivingStream, print_line, print_sentence
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["Progress", "announce"]
 
 REFRESH_PER_S = 8
+REFRESH_S_PER_WORKER = 0.001  # a table of many workers is refreshed less often
 PLAIN_INTERVAL_S = 5.0
+LEAST_HEIGHT = 12  # number of lines that the table may have in a low terminal
 TAIL_BYTES = 16  # longer than any sequence that changes a mode of a terminal
 
 
@@ -57,6 +60,8 @@ class Progress:
         # Without this wrapper, a write error would end this process or the thread that draws the table.
         console.file = cast(IO[str], ForgivingStream(console.file, "the progress"))
         self._plain_s = time.monotonic()
+        self._refreshed_s = -math.inf
+        self._shown: JobStatus | None = None  # the state that the table shows
         self._live: Live | None = None
         # What worker 0 has drawn: the last bytes, and the modes of the terminal that it has set.
         self._drawn = b""
@@ -128,61 +133,39 @@ class Progress:
 
     def update(self) -> None:
         """Show the current state of the run."""
-        if self._drawn:
+        if self._drawn or self._console.quiet:
             return
+        now_s, coordinator = time.monotonic(), self._coordinator
+        if now_s - self._refreshed_s >= max(
+            1 / REFRESH_PER_S, REFRESH_S_PER_WORKER * coordinator.job.workers
+        ):
+            self._refreshed_s = now_s
+            coordinator.refresh()
+        status, job = coordinator.status, coordinator.job
+        if status is None:
+            return
+        most = job.workers if job.joined else None
         if self._live is not None:
-            self._live.update(Group(self._title(), self._table()))
-        elif time.monotonic() - self._plain_s >= PLAIN_INTERVAL_S:
-            self._plain_s = time.monotonic()
-            cells = [
-                f"{name} {state}, iteration {iteration}, loss {loss}"
-                for name, iteration, loss, state in self._rows()
-            ]
-            if not cells:
-                return  # no machine has joined the run yet
-            self._console.print(
-                f"{self._title().plain.splitlines()[0]}: {'; '.join(cells)}",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+            if status is not self._shown:
+                self._shown = status
+                self._live.update(
+                    StatusView(status, most=most, notes=self._notes, lines=self._height, links=False)
+                )
+        elif now_s - self._plain_s >= PLAIN_INTERVAL_S:
+            self._plain_s = now_s
+            if status.workers:  # otherwise, no machine has joined the run yet
+                print_sentence(self._console, progress_line(status, most))
 
-    def _title(self) -> Text:
-        job = self._coordinator.job
-        workers = f"{self._coordinator.core.members.live_count} of " if job.joined else ""
-        counts = f"{workers}{counted(job.workers, 'worker')}, {counted(job.servers, 'server')}"
-        core = self._coordinator.core
-        pause = f", paused: {core.shortage}" if core.paused else ""
-        lines = [f"{core.sync}, {counts}, {job.now_s():.0f} s{pause}"]
-        if job.emulated:
-            lines.append(f"emulated: {job.emulated}")
-        return Text("\n".join(lines))
+    @property
+    def _notes(self) -> list[str]:
+        emulated = self._coordinator.job.emulated
+        return [f"emulated: {emulated}"] if emulated else []
 
-    def _table(self) -> Table:
-        table = Table.grid(padding=(0, 2))
-        for name, iteration, loss, state in self._rows():
-            table.add_row(
-                name,
-                f"iteration {iteration}",
-                f"loss {loss}",
-                Text(state, COLORS.get(state, COLORS["waiting"])),
-            )
-        return table
-
-    def _rows(self) -> list[tuple[str, str, str, str]]:
-        """Return the name, the iteration, the loss and the state of each worker, as text."""
-        rows = []
-        core = self._coordinator.core
-        for worker in sorted({*core.members.live, *core.members.finished, *core.members.lost}):
-            status = self._coordinator.core.board.get(worker)
-            loss = "-" if status is None or status.loss is None else f"{status.loss:.4f}"
-            iteration = str(status.iteration) if status else "-"
-            rows.append((f"worker {worker}", iteration, loss, self._state(worker)))
-        return rows
-
-    def _state(self, worker: int) -> str:
-        """Return what a worker is doing: one of the keys of `COLORS`, or a call in which the worker waits."""
-        return worker_state(self._coordinator.core, worker, ("worker", worker) in self._coordinator.heard_s)
+    @property
+    def _height(self) -> int:
+        """The number of lines of the terminal that the table may have. The others are for the script's output."""
+        height = self._console.height
+        return max(min(height - 1, LEAST_HEIGHT), height // 2)
 
 
 def _write(data: bytes) -> None:

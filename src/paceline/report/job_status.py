@@ -1,17 +1,18 @@
-"""The state of a job as tables for the terminal: the view of `paceline status`."""
+"""The state of a job in the terminal: the view of `paceline status`, and the live table of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-from ..core.job_status import JobStatus, LinkStatus, MachineStatus, WorkerStatus
-from .words import counted
+from ..core.job_status import HELD, JobStatus, LinkStatus, MachineStatus, WorkerStatus
+from .fitted_table import Cell, Column, FittedTable
+from .job_words import GONE, progress_words, state_counts, title
+from .sentences import Sentence
+from .words import counted, duration, named_workers
 
-__all__ = ["COLORS", "LONG_LINE", "status_view"]
+__all__ = ["COLORS", "LONG_LINE", "StatusView"]
 
 UNKNOWN = "-"
 
@@ -31,105 +32,142 @@ COLORS = {
 }
 """State of a worker -> its color. Any other state is a call in which the worker waits."""
 
+LONG_LINE = 1000  # number of characters; longer than any line
+LEAST_ROWS = 4  # number of workers that are shown even in a terminal that is too low for them
+LEAST_REASON = 20  # number of characters of a reason for waiting that are shown at least
 
-def status_view(status: JobStatus) -> RenderableType:
-    """Return the tables of workers, machines and links. Empty tables are left out.
+MACHINE = Column("machine", rank=7, least=LONG_LINE)  # never shortened
+WORKER_COLUMNS = (
+    Column("worker"),
+    Column("state", least=19, reserved=12),
+    Column("for", "number", rank=5),
+    Column("iteration", "number", rank=8),
+    Column("loss", "number", rank=6),
+    Column("samples/s", "number", rank=4),
+    Column("staleness", "number", rank=1),
+    Column("waits for", rank=2, least=LEAST_REASON, reserved=LEAST_REASON),
+)
+"""The columns of the table of workers. That of the machines is added if there are several."""
 
-    No line is longer than the console is wide: less important columns are left out, and long texts are cut.
+
+class StatusView:
+    """What is said about a job in a terminal: a few sentences, and tables of workers, machines and links.
+
+    Sentences are wrapped between words. Tables have as many columns as there is room for, and tables without rows are
+    left out.
+
+    Args:
+        status: the state of the job.
+        most: number of workers that the run may have, if it may have more than it has.
+        notes: sentences that follow the first one.
+        lines: number of lines to which the view is limited, if possible: the workers that are awaited, stopped, lost
+            or slowest are shown, and the others are counted. None to show all workers.
+        links: False to leave out the tables of machines and links.
     """
-    counts = f"{counted(len(status.workers), 'worker')}, {counted(status.servers, 'server')}"
-    pause = f", waits for others to join: {status.shortage}" if status.shortage else ""
-    main = f", worker {status.main_worker} is the main worker" if status.main_worker > 0 else ""
-    title = f"{status.sync}, {counts}, {status.elapsed_s:.0f} s{main}{pause}"
-    parts: list[RenderableType] = [_cut(title)]
-    parts.append(WorkerTable(status.workers))
-    parts += [_cut(loss) for worker in status.workers if (loss := _loss(worker))]
-    if status.machines:
-        parts.append(_machines(status.machines))
-    if status.links:
-        parts.append(_links(status.links))
-    return Group(*parts)
 
-
-class WorkerTable:
-    """The table of the workers, with as many columns as the console has room for."""
-
-    def __init__(self, workers: tuple[WorkerStatus, ...]) -> None:
-        self._workers = workers
+    def __init__(
+        self,
+        status: JobStatus,
+        *,
+        most: int | None = None,
+        notes: Sequence[str] = (),
+        lines: int | None = None,
+        links: bool = True,
+    ) -> None:
+        self._status = status
+        self._sentences = [title(status, most), *notes, *filter(None, [progress_words(status)])]
+        self._lines = lines
+        self._links = links
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        columns = dict(COLUMNS)
-        for name in EXPENDABLE:
-            if self._least_width(columns, console, options) <= options.max_width:
-                break
-            del columns[name]
-        yield self._table(columns)
-
-    def _least_width(self, columns: Mapping[str, Column], console: Console, options: ConsoleOptions) -> int:
-        """Return the width of a table in which no more than the reasons for waiting are cut."""
-        table = self._table({name: column for name, column in columns.items() if name != "waits for"})
-        reasons = (min(len(_wait(worker)), LEAST_REASON) for worker in self._workers)
-        least = max([len("waits for"), *reasons])
-        return table.__rich_measure__(console, options.update(width=LONG_LINE)).maximum + least
-
-    def _table(self, columns: Mapping[str, Column]) -> Table:
-        table = _table([(name, number) for name, (number, _) in columns.items()])
-        for worker in self._workers:
-            table.add_row(*(text(worker) for _, text in columns.values()))
-        return table
-
-
-Column = tuple[bool, Callable[[WorkerStatus], str | Text]]
-"""True for a column of numbers, which are never cut, and the function that returns what it says about a worker."""
+        status = self._status
+        above = [Sentence(sentence) for sentence in self._sentences]
+        below: list[RenderableType] = [Sentence(loss) for worker in status.workers if (loss := _loss(worker))]
+        if status.machines and self._links:
+            below.append(_machines(status.machines))
+        if status.links and self._links:
+            below.append(_links(status.links))
+        rows = len(status.workers)
+        if self._lines is not None:
+            taken = sum(len(console.render_lines(part, options, pad=False)) for part in (*above, *below))
+            rows = self._lines - taken - 1  # one for the heading
+            if rows < len(status.workers):
+                rows = max(rows - 1, LEAST_ROWS)  # one for those that are not shown
+        shown = _most_telling(status, rows)
+        named = {worker.worker for worker in shown}
+        yield from above
+        if shown:
+            yield _workers(status, shown)
+        if others := [worker.state for worker in status.workers if worker.worker not in named]:
+            yield Sentence(f"{counted(len(others), 'more worker')}: {state_counts(others)}")
+        yield from below
 
 
-def _cut(text: str, style: str = "") -> Text:
-    """Return a text that is cut if there is too little room for it."""
-    return Text(text, style, no_wrap=True, overflow="ellipsis")
+def _most_telling(status: JobStatus, count: int) -> list[WorkerStatus]:
+    """Return at most `count` workers: first those that are awaited, then those that do not run, then the slowest."""
+
+    def rank(worker: WorkerStatus) -> tuple[object, ...]:
+        iteration = -1 if worker.iteration is None else worker.iteration
+        unusual = worker.state in HELD.values() or worker.state == "lost"
+        done = worker.state in GONE
+        return worker.worker not in status.awaited, not unusual, done, iteration, -(worker.state_s or 0.0)
+
+    telling = sorted(status.workers, key=rank)[: max(count, 0)]
+    return sorted(telling, key=lambda worker: worker.worker)
 
 
-COLUMNS: dict[str, Column] = {
-    "worker": (False, lambda worker: str(worker.worker)),
-    "machine": (False, lambda worker: _cut(worker.machine)),
-    "state": (False, lambda worker: _cut(worker.state, COLORS.get(worker.state, COLORS["waiting"]))),
-    "for": (True, lambda worker: _duration(worker.state_s)),
-    "iteration": (True, lambda worker: _number(worker.iteration, "d")),
-    "loss": (True, lambda worker: _number(worker.loss, ".4f")),
-    "samples/s": (True, lambda worker: _number(worker.samples_per_s, ".1f")),
-    "staleness": (True, lambda worker: _number(worker.staleness, "d")),
-    "waits for": (False, lambda worker: _cut(_wait(worker))),
-}
-EXPENDABLE = ("staleness", "samples/s", "loss")  # the columns that are left out, the first one first
-LEAST_REASON = 20  # number of characters of a reason for waiting that are shown at least
-LONG_LINE = 1000  # number of characters; longer than any line
+def _workers(status: JobStatus, shown: Sequence[WorkerStatus]) -> FittedTable:
+    """Return the table of the workers. It names their machines only if there are several."""
+    several = bool(status.machines) or len({worker.machine for worker in status.workers}) > 1
+    columns, rows = list(WORKER_COLUMNS), [_cells(worker) for worker in shown]
+    if several:
+        columns.insert(1, MACHINE)
+        for row, worker in zip(rows, shown, strict=True):
+            row.insert(1, (worker.machine, ""))
+    return FittedTable(columns, rows)
 
 
-def _table(columns: Sequence[tuple[str, bool]]) -> Table:
-    """Return an empty table. The second part of a column is True if it contains numbers."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name, number in columns:
-        table.add_column(_cut(name), justify="right" if number else "left", no_wrap=number)
-    return table
+def _cells(worker: WorkerStatus) -> list[Cell]:
+    """Return what the columns say about a worker, without its machine."""
+    return [
+        (str(worker.worker), ""),
+        (worker.state, COLORS.get(worker.state, COLORS["waiting"])),
+        (UNKNOWN if worker.state_s is None else duration(worker.state_s), ""),
+        (_number(worker.iteration, "d"), ""),
+        (_number(worker.loss, ".4f"), ""),
+        (_number(worker.samples_per_s, ",.1f"), ""),
+        (_number(worker.staleness, "d"), ""),
+        (_wait(worker), ""),
+    ]
 
 
-def _machines(machines: tuple[MachineStatus, ...]) -> Table:
-    bring = any(machine.servers for machine in machines)
-    columns = [("machine", False), ("last heartbeat", True), ("suspicion", True)]
-    table = _table([*columns, ("servers", False)] if bring else columns)
-    for machine in machines:
-        servers = [_cut(", ".join(map(str, machine.servers)))] if bring else []
-        heard, suspicion = f"{machine.silent_s:.1f} s ago", f"{machine.suspicion:.1f}"
-        table.add_row(_cut(machine.machine), heard, suspicion, *servers)
-    return table
+def _machines(machines: Sequence[MachineStatus]) -> FittedTable:
+    columns = [Column("machine"), Column("last heartbeat", "number"), Column("suspicion", "number", rank=2)]
+    rows = [
+        [
+            (machine.machine, ""),
+            (f"{machine.silent_s:.1f} s ago", ""),
+            (f"{machine.suspicion:.1f}", ""),
+            (", ".join(map(str, machine.servers)), ""),
+        ]
+        for machine in machines
+    ]
+    if any(machine.servers for machine in machines):
+        return FittedTable([*columns, Column("servers", rank=1)], rows)
+    return FittedTable(columns, [row[:3] for row in rows])
 
 
-def _links(links: tuple[LinkStatus, ...]) -> Table:
-    table = _table([("link", False), ("MB/s", True), ("MB in total", True)])
-    for link in links:
-        rate = None if link.bytes_per_s is None else link.bytes_per_s / 1e6
-        route = _cut(f"{link.sender} -> {link.receiver}")
-        table.add_row(route, _number(rate, ".2f"), _number(link.total_bytes / 1e6, ".1f"))
-    return table
+def _links(links: Sequence[LinkStatus]) -> FittedTable:
+    columns = [Column("link"), Column("MB/s", "number"), Column("MB in total", "number", rank=1)]
+    rows = [
+        [
+            (f"{link.sender} -> {link.receiver}", ""),
+            (_number(None if link.bytes_per_s is None else link.bytes_per_s / 1e6, ".2f"), ""),
+            (_number(link.total_bytes / 1e6, ".1f"), ""),
+        ]
+        for link in links
+    ]
+    return FittedTable(columns, rows)
 
 
 def _wait(worker: WorkerStatus) -> str:
@@ -138,10 +176,7 @@ def _wait(worker: WorkerStatus) -> str:
     >>> _wait(WorkerStatus(0, "", "waiting", waits_for="round 3", last=(1, 2)))
     'round 3; last: workers 1, 2'
     """
-    if not worker.last:
-        return worker.waits_for
-    workers = f"worker{'s' * (len(worker.last) > 1)} {', '.join(map(str, worker.last))}"
-    return f"{worker.waits_for}; last: {workers}"
+    return f"{worker.waits_for}; last: {named_workers(worker.last)}" if worker.last else worker.waits_for
 
 
 def _loss(worker: WorkerStatus) -> str:
@@ -160,17 +195,3 @@ def _loss(worker: WorkerStatus) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return UNKNOWN if value is None else format(value, form)
-
-
-def _duration(seconds: float | None) -> str:
-    """Return a duration with two units at most.
-
-    >>> _duration(0.84), _duration(75), _duration(7260), _duration(None)
-    ('0.8 s', '1 min 15 s', '2 h 1 min', '-')
-    """
-    if seconds is None:
-        return UNKNOWN
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest_s = divmod(int(seconds), 60)
-    return f"{minutes} min {rest_s} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -24,6 +24,7 @@ from ..core import coordinator as core
 from ..core.auto import Prospect, Situation
 from ..core.guard import Guard
 from ..core.heartbeats import answer
+from ..core.job_progress import ProgressMeter
 from ..core.job_status import LOCAL, JobStatus, Observed, StateTimes, held_state, job_status, worker_state
 from ..core.liveness import Verdict
 from ..core.messages import (
@@ -101,6 +102,7 @@ STOP_POLL_S = 0.05
 MOST_OBSERVERS = 32
 NOTE_INTERVAL_TICKS = TICKS_PER_S // 5  # minimum time between two records of the workers' states
 DRAIN_SILENCE_S = 1.0  # maximum time for which a peer reads none of its earlier messages before a descriptor
+LOOK_INTERVAL_TICKS = TICKS_PER_S // 2  # minimum time between two questions to the servers for `refresh`
 PACE_SPAN = 8  # approximate number of recent iterations over which a worker's iteration time is averaged
 
 
@@ -140,6 +142,7 @@ class CoordinatorHost:
         asked_s: server -> time on the monotonic clock at which the server was asked which workers are waiting.
             Contains only servers that have not answered yet.
         crashed: workers on other machines whose processes have crashed.
+        status: the state of the job when it was computed last for `refresh`; None before.
     """
 
     def __init__(self, job: Job, listener: Source, address: str, rehearse: Rehearsal | None = None) -> None:
@@ -157,6 +160,10 @@ class CoordinatorHost:
         self.asked_s: dict[int, float] = {}
         self.crashed: set[int] = set()
         self._observers: set[Caller] = set()
+        self.status: JobStatus | None = None
+        self._refreshing = False  # True from a call of `refresh` until it has been performed
+        self._looked_ticks = -LOOK_INTERVAL_TICKS
+        self._meter = ProgressMeter()
         self._state_times = StateTimes()
         self._noted_ticks = 0
         # worker -> (its latest iteration, time at which this iteration was first reported)
@@ -314,6 +321,26 @@ class CoordinatorHost:
         self.core.waits.clear()
         self._call(self._ask_servers)
 
+    def refresh(self) -> None:
+        """Compute the state of the job again. The result appears in `status`, at once or after a short time.
+
+        This also asks the servers who waits, at most twice per second, for the next states.
+        """
+
+        def compute() -> None:
+            self._refreshing = False
+            if self._stopping:
+                return
+            now_ticks = self.job.now_ticks()
+            if now_ticks >= self._looked_ticks + LOOK_INTERVAL_TICKS:
+                self._looked_ticks = now_ticks
+                self._ask_servers()
+            self.status = self._status()
+
+        if not self._refreshing:
+            self._refreshing = True
+            self._call(compute)
+
     def stop(self, hurried: Callable[[], bool] = lambda: False) -> None:
         """Order the servers to write their traces and exit, and end the thread when the servers have disconnected.
 
@@ -382,6 +409,7 @@ class CoordinatorHost:
     def _status(self) -> JobStatus:
         """Return the state of the job, for observers."""
         now_ticks = self.job.now_ticks()
+        self._meter.note(self.core, now_ticks)
         observed = Observed(
             servers=self.job.servers,
             elapsed_s=now_ticks / TICKS_PER_S,
@@ -392,6 +420,8 @@ class CoordinatorHost:
             processes=self._machines.liveness.states(),
             machines=self._machines.statuses(now_ticks),
             traffic=self._traffic.links(now_ticks),
+            progress=self._meter.read(self.core, now_ticks),
+            awaited=self._meter.awaited(now_ticks),
         )
         return job_status(self.core, observed)
 
@@ -442,6 +472,7 @@ class CoordinatorHost:
                 None if reported is None else reported.iteration,
             )
         self._state_times.note(states, now_ticks)
+        self._meter.note(self.core, now_ticks)
 
     def _patience_s(self) -> float | None:
         """Return the maximum time to wait for messages; None for no limit."""
@@ -603,6 +634,8 @@ class CoordinatorHost:
                 self.registered_s[peer.index] = time.monotonic()
             case Waits():
                 self.asked_s.pop(peer.index, None)
+                if not self.asked_s and len(self.core.waits) == self.job.servers:
+                    self._meter.look(self.core, self.job.now_ticks())
             case Status():
                 self._note_pace(peer.index, message)
                 if not self.started.is_set():

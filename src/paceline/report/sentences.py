@@ -1,0 +1,52 @@
+"""Sentences in the terminal: they are wrapped between words, in the width that there is."""
+
+from __future__ import annotations
+
+import textwrap
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+__all__ = ["Sentence", "wrapped"]
+
+
+def wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """Return the lines of a text for a terminal of this width, divided between words.
+
+    A word that is longer than a line, such as a path, is left whole, so that it can be copied.
+
+    Args:
+        text: the text. Its line ends are kept.
+        width: number of characters in a line.
+        indent: what each line begins with, except for the first one.
+
+    >>> wrapped("the run is in /a/very/long/path now", 12)
+    ['the run is', 'in', '/a/very/long/path', 'now']
+    """
+    return [
+        part
+        for line in text.split("\n")
+        for part in textwrap.wrap(
+            line, max(width, 1), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+        or [""]
+    ]
+
+
+class Sentence:
+    """A text that is wrapped between words where it is shown.
+
+    Args:
+        text: the text.
+        style: its style.
+        indent: what each line begins with, except for the first one.
+    """
+
+    def __init__(self, text: str, style: str = "", indent: str = "") -> None:
+        self._text = text
+        self._style = style
+        self._indent = indent
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in wrapped(self._text, options.max_width, self._indent):
+            yield Text(line, self._style, no_wrap=True, overflow="ignore")
