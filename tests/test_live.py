@@ -156,6 +156,7 @@ def test_the_run_directory_holds_the_results_and_what_each_process_printed(the_r
     run_dir = the_run().run_dir
 
     assert sorted(path.name for path in run_dir.iterdir()) == [
+        "run.json",
         "server-0.log",
         "server-1.log",
         "summary.json",
@@ -282,7 +283,8 @@ def test_a_killed_server_ends_the_run_which_names_it(mark: str, tmp_path: Path) 
     assert caught.value.process == "server 1"
     assert str(caught.value) == "server 1 failed: it was terminated by signal SIGKILL"
     assert processes(mark) == {}
-    assert not (tmp_path / "run" / "summary.json").exists()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["ended"], summary["failure"]) == ("failed", str(caught.value))
 
 
 def test_a_gradient_with_nan_stops_the_run_naming_worker_iteration_and_parameter(tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ def serve(
     announce_to: Annotated[
         int | None, whole_number_option("--announce", hidden=True)
     ] = None,  # for `launcher.serving`
+    command: Annotated[str, typer.Option("--command", hidden=True)] = "",  # for `launcher.scheduled`
     **settings: Unpack[JobSettings],
 ) -> None:
     """Start a run that machines can join: its coordinator and its servers run on this machine.
@@ -145,6 +146,7 @@ def serve(
             placement=placement,
             listening=lambda address, job: _tell_how_to_join(address, job, announce_to, is_new=is_new),
             patience_s=wait,
+            command=command,
         )
     report(result)
 

@@ -54,6 +54,7 @@ class TrafficMeter:
         self._forget_ticks = in_ticks(FORGET_S, ticks_per_s)
         # (connection, link) -> (time, total) of the last few totals
         self._totals: dict[tuple[Hashable, Link], deque[tuple[int, int]]] = {}
+        self._closed: dict[Link, int] = {}  # bytes of connections that have been replaced or forgotten
 
     def note(self, connection: Hashable, link: Link, total_bytes: int, now_ticks: int) -> None:
         """Record the number of bytes that a connection has carried in one direction since it was opened.
@@ -61,7 +62,10 @@ class TrafficMeter:
         If the number has become smaller, the connection has been replaced by another one.
         """
         totals = self._totals.setdefault((connection, link), deque())
-        if totals and (total_bytes < totals[-1][1] or now_ticks - totals[-1][0] > self._forget_ticks):
+        if totals and total_bytes < totals[-1][1]:
+            self._close(link, totals[-1][1])
+            totals.clear()
+        elif totals and now_ticks - totals[-1][0] > self._forget_ticks:
             totals.clear()
         totals.append((now_ticks, total_bytes))
         while len(totals) > 2 and now_ticks - totals[1][0] >= self._window_ticks:
@@ -70,10 +74,9 @@ class TrafficMeter:
     def links(self, now_ticks: int) -> dict[Link, LinkTraffic]:
         """Return the traffic of each link, sorted by the names of the machines."""
         found: dict[Link, LinkTraffic] = {}
-        for (connection, link), totals in list(self._totals.items()):
+        for (_, link), totals in list(self._totals.items()):
             (first_ticks, first_bytes), (last_ticks, last_bytes) = totals[0], totals[-1]
             if now_ticks - last_ticks > self._forget_ticks:
-                del self._totals[connection, link]
                 continue
             before = found.get(link, LinkTraffic(0, None))
             rate = before.bytes_per_s
@@ -82,3 +85,20 @@ class TrafficMeter:
                 rate = own + (rate or 0.0)
             found[link] = LinkTraffic(before.total_bytes + last_bytes, rate)
         return dict(sorted(found.items()))
+
+    def totals(self) -> dict[Link, int]:
+        """Return the number of bytes of each link since the run began, sorted by the names of the machines.
+
+        >>> meter = TrafficMeter()
+        >>> for total_bytes in (500, 800, 200):  # the last one is that of a new connection
+        ...     meter.note("connection", Link("a", "b"), total_bytes, 0)
+        >>> meter.totals()
+        {Link(sender='a', receiver='b'): 1000}
+        """
+        found = dict(self._closed)
+        for (_, link), totals in list(self._totals.items()):
+            found[link] = found.get(link, 0) + totals[-1][1]
+        return dict(sorted(found.items()))
+
+    def _close(self, link: Link, total_bytes: int) -> None:
+        self._closed[link] = self._closed.get(link, 0) + total_bytes

@@ -49,12 +49,14 @@ class ServeOrder(msgspec.Struct, frozen=True, tag="serve"):
         host: address on which this machine listens.
         quiet: True if no messages are printed.
         snapshot_every_s: see `launch`.
+        command: the command line that repeats the run.
     """
 
     job: Job
     host: str
     quiet: bool
     snapshot_every_s: float | None
+    command: str = ""
 
 
 class JoinOrder(msgspec.Struct, frozen=True, tag="join"):
@@ -214,6 +216,7 @@ def _serve(
             placement=Placement(order.host, (HostMachine(order.host),) * job.servers, ()),
             starter=starter,
             listening=lambda address, job: served(address),
+            command=order.command,
         )
     except (Interrupted, Terminated) as end:
         return Ended("interrupted", end.words, result=pickle.dumps((end.summary, [], ())))

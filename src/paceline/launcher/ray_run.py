@@ -30,6 +30,7 @@ from ..errors import ConfigurationError, RunFailedError
 from ..files import Unfinished
 from ..report.words import counted
 from ..runtime.job import Job, claim_run_dir
+from .description import command_line
 from .interruption import Interruption
 from .output import print_sentence
 from .ray_host import END_TIMEOUT_S, RayHost
@@ -287,7 +288,7 @@ class RayRun:
         """Send the order to an actor that has been created, if it can be carried out."""
         if place is self._server:
             quiet = self._console.quiet
-            order = ServeOrder(self._job, place.address, quiet, self._snapshot_every_s)
+            order = ServeOrder(self._job, place.address, quiet, self._snapshot_every_s, command_line())
             place.actor.order.remote(msgspec.msgpack.encode(order), self._server_payload)
             self._ask(place, "hear")
         elif self._coordinator and place.node and not place.joining:

@@ -110,8 +110,9 @@ def summarize(
     coordinator: CoordinatorHost,
     faults: Sequence[str],
     crashed: Sequence[int],
-    weights: Path,
+    weights: Path | None,
     ended: str,
+    failure: str = "",
     program: Sequence[str] = (),
     hurried: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
@@ -121,8 +122,9 @@ def summarize(
         coordinator: the coordinator of the run.
         faults: messages about problems that did not end the run.
         crashed: indices of the workers that have crashed.
-        weights: path of the saved weights.
-        ended: "finished", or "interrupted" if a signal ended the run.
+        weights: path of the saved weights; None if no weights were saved.
+        ended: "finished", "interrupted" if a signal ended the run, or "failed".
+        failure: why the run failed.
         program: what each worker ran, as in `Order.arguments`; () if machines that joined the run have chosen it.
         hurried: called repeatedly. If it returns True, the statistics are left out.
     """
@@ -174,6 +176,7 @@ def summarize(
         faults.append(f"the run's traces cannot be read, so the summary has no statistics: {error}")
     return {
         "ended": ended,
+        **({"failure": failure} if failure else {}),
         "sync": job.sync,
         "hyperparameters": job.hyperparameters,
         "program": list(program),
@@ -202,11 +205,12 @@ def summarize(
         "crashed_workers": list(crashed),
         "faults": faults,
         "findings": found,
-        "weights": str(weights),
+        "weights": "" if weights is None else str(weights),
         "ledger": {
             "samples": _samples(coordinator.core.data, figures.get("dropped_samples", 0)),
             "pushes": pushes,
         },
+        "links": [[*link, total_bytes] for link, total_bytes in coordinator.traffic_totals().items()],
         **figures,
     }
 

@@ -23,6 +23,7 @@ from ..core.main_worker import NOBODY
 from ..core.members import Departure
 from ..errors import ConfigurationError, RunFailedError
 from ..plugins.conditions import local_conditions
+from ..report.run_file import write_run_file
 from ..runtime.coordinator import CoordinatorHost
 from ..runtime.job import Job, claim_run_dir
 from ..runtime.listener import Listener
@@ -31,6 +32,7 @@ from ..sync import Conditions
 from ..wire.passing import PassedSockets
 from ..wire.preface import COORDINATOR
 from .channels import Channels, Streams
+from .description import description_of
 from .interruption import Interruption
 from .local import LocalEngine, Placement
 from .orders import payload_of_server
@@ -75,6 +77,7 @@ def start(
     streams: Streams | None = None,
     listening: Callable[[str, Job], None] = lambda address, job: None,
     patience_s: float | None = None,
+    command: str = "",
 ) -> RunResult:
     """Start the processes of a run, wait until all of them have ended, and return the result. See `launch`.
 
@@ -91,6 +94,7 @@ def start(
         listening: called with the address of the coordinator and the configuration of the run, once both are known.
         patience_s: if machines can join the run: number of seconds for which it may have too few workers; None for
             no limit.
+        command: the command line that repeats the run. Default: that of this process.
     """
     if placement is None:
         placement = Placement.on_loopback(job)
@@ -103,6 +107,7 @@ def start(
     except ConfigurationError:
         sock.close()
         raise
+    _describe(job, worker_arguments, command)
     listener = Listener(sock, bytes.fromhex(job.mark)) if job.secure else None
     # Whoever knows the address may connect at once, so the listener must know the coordinator before it begins.
     source = sock if listener is None else PassedSockets(listener.receiver(COORDINATOR))
@@ -131,6 +136,14 @@ def start(
             listener,
         )
         return run.carry_out(worker_arguments, worker_payload, server_payload)
+
+
+def _describe(job: Job, program: Sequence[str], command: str) -> None:
+    """Write `run.json`. A run whose directory cannot be written goes on."""
+    try:
+        write_run_file(description_of(job, program, command), Path(job.run_dir))
+    except OSError as error:
+        log.warning("run.json cannot be written to %s: %s", job.run_dir, error.strerror or error)
 
 
 def server_payload_of(job: Job, path: Sequence[str]) -> bytes:
@@ -261,7 +274,7 @@ class LiveRun:
         for process in left:
             self._notes.append(f"{process.name} (process {process.id}) was killed, but has not ended yet")
         if failure is not None:
-            raise self._explained(failure)
+            raise self._failed(failure)
         if self._interruption.asked:
             raise self._interrupted()
         return self._result()
@@ -441,7 +454,7 @@ class LiveRun:
     def _result(self) -> RunResult:
         coordinator = self._coordinator
         if fault := self._weights_fault():
-            raise self._explained(RunFailedError("the run", fault))
+            raise self._failed(RunFailedError("the run", fault))
         assert self._weights is not None
         assert self._weights_path is not None
         core = coordinator.core
@@ -452,23 +465,35 @@ class LiveRun:
                     f"worker {departure.worker} was lost: {core.cause(departure)}. The other workers continued "
                     f"without it.{again}"
                 )
-        summary = self._summary(self._weights_path, "finished")
+        summary = self._summary("finished")
+        for fault in summary["faults"]:
+            self._say(f"note: {fault}")
         snapshots = self._sampler.taken if self._sampler is not None else []
         return RunResult(self._weights.state_dict, summary, self._run_dir, snapshots, tuple(self._notes))
 
-    def _summary(self, weights: Path, ended: str) -> dict[str, Any]:
-        """Write the summary, and print the problems that it lists. Return the summary."""
+    def _summary(self, ended: str, failure: str = "") -> dict[str, Any]:
+        """Write the summary, and return it."""
         here = {index for index, process in self._engine.workers.items() if process.crashed}
         crashed = sorted(here | self._coordinator.crashed)
         faults = [*self._coordinator.core.faults, *self._notes]
         hurried = self._interruption.hurried
-        summary = summarize(self._coordinator, faults, crashed, weights, ended, self._program, hurried)
+        summary = summarize(
+            self._coordinator, faults, crashed, self._weights_path, ended, failure, self._program, hurried
+        )
         if problem := write_summary(summary, self._run_dir):
             self._notes.append(problem)
             summary["faults"].append(problem)
-        for fault in summary["faults"]:
-            self._say(f"note: {fault}")
         return summary
+
+    def _failed(self, failure: RunFailedError) -> RunFailedError:
+        """Write the summary of a run that has failed, and return the failure with its notes."""
+        explained = self._explained(failure)
+        if not self._interruption.hurried():
+            try:
+                self._summary("failed", str(failure))
+            except Exception as error:  # what has made the run fail is more important
+                failure.add_note(f"the summary of the run could not be written: {error!r}")
+        return explained
 
     def _explained(self, failure: RunFailedError) -> RunFailedError:
         """Return the failure, with notes that state all problems and the paths of the log and the weights."""
@@ -495,11 +520,13 @@ class LiveRun:
     def _interrupted(self) -> BaseException:
         """Write the summary, and return the exception for the signal that ended the run."""
         summary: dict[str, Any] = {}
-        if self._weights_path is not None and not self._interruption.hurried():
-            summary = self._summary(self._weights_path, "interrupted")
-        else:
-            for note in self._notes:
-                self._say(f"note: {note}")
+        faults = self._notes
+        if not self._interruption.hurried():
+            written = self._summary("interrupted")
+            if self._weights_path is not None:
+                summary, faults = written, written["faults"]
+        for fault in faults:
+            self._say(f"note: {fault}")
         if self._weights_path is not None:
             self._say(f"the weights at the time of the signal were saved to {self._weights_path}")
         alive = [p for p in self._engine.processes if p.exit_code is None]

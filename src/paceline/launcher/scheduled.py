@@ -21,6 +21,7 @@ from ..errors import ConfigurationError, PeerLostError, RunFailedError
 from ..wire.addresses import interface_to, is_local, seen_from
 from ..wire.secret import VARIABLE, read_secret
 from .channels import Streams
+from .description import command_line
 from .environments import Place, Store
 from .interruption import Interruption, Terminated
 from .joining import join
@@ -129,7 +130,7 @@ def join_job(
             print_sentence(console, f"left the run: {end.words}")
         return 0
     reached = listening_address(place, listen)
-    where = [f"--listen={listen or reached}", f"--port={port}"]
+    where = [f"--listen={listen or reached}", f"--port={port}", f"--command={command_line()}"]
     if folder := run_dir or (None if place.store else f"runs/{place.name}"):
         where.append(f"--run-dir={folder}")
     with Serving([*serve_arguments, *where], {VARIABLE: token} if token else {}) as serving:

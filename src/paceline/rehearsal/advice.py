@@ -317,6 +317,10 @@ def _summary(run_dir: Path) -> dict[str, Any]:
     try:
         summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
         read_schedule(summary["sync"])
+        if summary.get("ended") == "failed":
+            raise ConfigurationError(
+                f"{run_dir} does not contain a finished run: the run has failed. Give the directory of another one."
+            )
         missing = {"workers", "servers", "seed", "iterations"} - summary.keys()
         if missing:
             raise KeyError(*sorted(missing))

@@ -36,12 +36,14 @@ class Cause(msgspec.Struct, frozen=True):
         lost_s: time that was lost, summed over the workers; None if the sentence is about something else.
         share: the same as a share of the workers' time, from 0 to 1.
         remedies: what would help, in sentences, most effective first.
+        brief: what happened, as a clause for the headline; "" if the sentence is not about time.
     """
 
     words: str
     lost_s: float | None = None
     share: float | None = None
     remedies: tuple[str, ...] = ()
+    brief: str = ""
 
 
 class Setting(msgspec.Struct, frozen=True):

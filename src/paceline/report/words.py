@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from rich.cells import cell_len
 
-__all__ = ["counted", "duration", "named_workers", "rough_duration", "shortened"]
+__all__ = [
+    "counted",
+    "duration",
+    "length",
+    "listed",
+    "named_workers",
+    "percent",
+    "rough_duration",
+    "shortened",
+    "size",
+]
 
 MOST_NAMED = 4  # number of workers that are named in a sentence
 
@@ -65,3 +75,57 @@ def shortened(text: str, width: int) -> str:
             break
         kept = longer
     return kept.rstrip(",;:") + "…"
+
+
+def length(seconds: float) -> str:
+    """Return a duration in one unit, from milliseconds to hours.
+
+    >>> length(0.0123), length(4.26), length(148.4), length(3000), length(90000)
+    ('12 ms', '4.3 s', '148 s', '50 min', '25 h')
+    """
+    if seconds < 0.1:
+        return f"{seconds * 1e3:.2g} ms"
+    if seconds < 600:
+        return f"{seconds:.{1 if seconds < 10 else 0}f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 36_000 else f"{seconds / 3600:.0f} h"
+
+
+def percent(share: float) -> str:
+    """Return a share from 0 to 1 in percent.
+
+    >>> percent(0.614), percent(0.004)
+    ('61 %', '0.4 %')
+    """
+    return f"{share * 100:.0f} %" if share >= 0.01 or not share else f"{share * 100:.1g} %"
+
+
+def size(number_of_bytes: float) -> str:
+    """Return a number of bytes in words.
+
+    >>> size(512), size(12_300_000), size(4.56e9)
+    ('512 bytes', '12.3 MB', '4.56 GB')
+    """
+    for unit, least in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number_of_bytes >= least:
+            return f"{number_of_bytes / least:.3g} {unit}"
+    return f"{number_of_bytes:.0f} bytes"
+
+
+def listed(workers: Sequence[int]) -> str:
+    """Return all of some workers in words, given in ascending order.
+
+    >>> listed([3]), listed([0, 1, 2]), listed([0, 1, 5]), listed([1, 2, 4, 5, 6, 9])
+    ('worker 3', 'workers 0 to 2', 'workers 0, 1 and 5', 'workers 1, 2, 4 to 6 and 9')
+    """
+    if len(workers) == 1:
+        return f"worker {workers[0]}"
+    spans: list[list[int]] = []
+    for worker in workers:
+        if spans and worker == spans[-1][-1] + 1:
+            spans[-1].append(worker)
+        else:
+            spans.append([worker])
+    parts: list[str] = []
+    for span in spans:
+        parts += [f"{span[0]} to {span[-1]}"] if len(span) > 2 else [str(worker) for worker in span]
+    return f"workers {', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else f"workers {parts[0]}"

@@ -287,12 +287,19 @@ class CoordinatorHost:
         collection = Collection(self.core.model, self.core.slices, self._master)
 
         def begin() -> None:
+            self._note_own_traffic()
+            if self.job.joined:  # what the servers have exchanged with the machines
+                self._ask_servers()
             self._collection = collection
             for server in range(self.job.servers):
                 self._collect_from(server)
 
         self._call(begin)
         return collection
+
+    def traffic_totals(self) -> dict[Link, int]:
+        """Return the number of bytes of each link, as they were when the weights were collected."""
+        return self._traffic.totals()
 
     def end_collection(self, why: str) -> None:
         """End the collection. If it is not finished, give up the servers that are still awaited, because of `why`."""

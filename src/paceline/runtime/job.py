@@ -580,11 +580,22 @@ def require_usable(path: str | os.PathLike[str]) -> None:
             "the name of the run directory is empty; give a name, or omit this option to create a new directory."
         )
     run_dir = Path(path).absolute()
-    if (run_dir / "summary.json").exists() or any(run_dir.glob("trace-*.jsonl")):
+    if _has_ended(run_dir / "summary.json") or any(run_dir.glob("trace-*.jsonl")):
         raise ConfigurationError(f"the run directory {path} already contains a run; choose another.")
     nearest = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigurationError(f"the run directory {path} cannot be written; choose another one.")
+
+
+def _has_ended(summary: Path) -> bool:
+    """Return True if there is a summary, unless it is that of a run that has ended before training began."""
+    try:
+        ended: dict[str, object] = msgspec.json.decode(summary.read_bytes(), type=dict)
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):
+        return True
+    return ended.get("ended") not in ("failed", "interrupted") or "duration_s" in ended
 
 
 def _make_run_dir(path: str | os.PathLike[str] | None) -> Path:

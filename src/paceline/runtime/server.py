@@ -94,7 +94,7 @@ from ..wire.memory import MASTER, Inbox, Region
 from ..wire.passing import PassedSockets, Source
 from ..wire.ring import Ring
 from ..wire.stream import Stream
-from ..wire.traffic import traffic_of
+from ..wire.traffic import Traffic, traffic_of
 from .best_effort import BestEffortFile
 from .footprint import available_bytes, served_shortage, vectors_of
 from .hub import Caller, Hub
@@ -153,6 +153,7 @@ class ServerHost:
         self._machine = place.machine or msgspec.UNSET
         self._coordinator = ServerCaller.coordinator(coordinator)
         self._workers: dict[int, ServerCaller] = {}  # connected workers
+        self._carried: dict[int, Traffic] = {}  # worker -> traffic of its last connection that has ended
         self._recorders: list[Recorder] = []
         self._core = core.Server(
             place.job.seed, place.job.read_sync, self._recorder_of, translated=place.job.translated
@@ -338,6 +339,8 @@ class ServerHost:
             self._running = False  # the run is over, although no `Shutdown` has arrived
         elif self._workers.get(peer.index) is peer:
             del self._workers[peer.index]
+            if (traffic := traffic_of(peer.stream.sock)) is not None:
+                self._carried[peer.index] = traffic
             self._perform(self._core.disconnected(peer.index, self._job.now_ticks()))
 
     # -- messages -----------------------------------------------------------------------------------------
@@ -397,9 +400,12 @@ class ServerHost:
             raise ConfigurationError(reason)
 
     def _traffic(self) -> tuple[ConnectionTraffic, ...]:
-        """Return the traffic of the TCP connections to the workers."""
-        found = [(worker, traffic_of(peer.stream.sock)) for worker, peer in self._workers.items()]
-        return tuple(ConnectionTraffic(worker, *traffic) for worker, traffic in found if traffic is not None)
+        """Return the traffic of the TCP connections to the workers, also of those that have ended."""
+        found: dict[int, Traffic | None] = {**self._carried}
+        found |= {worker: traffic_of(peer.stream.sock) for worker, peer in self._workers.items()}
+        return tuple(
+            ConnectionTraffic(worker, *traffic) for worker, traffic in found.items() if traffic is not None
+        )
 
     def _expect_end(self, worker: int) -> None:
         """Let the connection to a worker end, if it is open, because the worker has left the run."""

@@ -23,7 +23,16 @@ from ..sync.accuracy import EFFECTS, backup_quorum
 from .measures import Measures
 from .unapplied import unapplied_pushes
 
-__all__ = ["Handout", "find", "find_moved", "how_to_check"]
+__all__ = [
+    "LEAST_S",
+    "LEAST_SHARE",
+    "Handout",
+    "find",
+    "find_moved",
+    "hints_for",
+    "how_to_check",
+    "in_python",
+]
 
 OPTION = re.compile(r"--(\w+) ([\w-]+(?::\w+=\w+)?)")
 
@@ -123,7 +132,7 @@ def find(
     sentences, equal_shares = _idle(measures, handout)
     waiting, slow = _waiting(measures, lockstep)
     python = program[:1] == ["function"]
-    hints = _hints(
+    hints = hints_for(
         lockstep,
         handout,
         overlap,
@@ -140,7 +149,7 @@ def find(
         advice = [f"To compare the sync models on these machines, run: {command}"]
     unapplied = unapplied_pushes(measures.pushes, measures.unapplied)
     if python:
-        hints = [OPTION.sub(r"\1='\2'", hint) for hint in hints]
+        hints = [in_python(hint) for hint in hints]
     all_found = [unapplied, *found, *_clipping(measures, clippable), *sentences, *waiting, *hints, *advice]
     return [sentence for sentence in all_found if sentence]
 
@@ -162,7 +171,7 @@ def find_moved(moved: int, *, python: bool = False) -> list[str]:
         f"Workers that were lost, or left early, had not used {moved} of their samples, which the others received in "
         "later epochs. So not all epochs had the same samples: with a static split, as under bsp, the shares of an "
         "epoch are final when it begins.",
-        OPTION.sub(r"\1='\2'", hint) if python else hint,
+        in_python(hint) if python else hint,
     ]
 
 
@@ -203,7 +212,16 @@ def how_to_check(
     )
 
 
-def _hints(
+def in_python(hint: str) -> str:
+    """Return a sentence in which options are named as arguments of `paceline.launch`.
+
+    >>> in_python("Try --batch balanced.")
+    "Try batch='balanced'."
+    """
+    return OPTION.sub(r"\1='\2'", hint)
+
+
+def hints_for(
     lockstep: bool,
     handout: Handout,
     overlap: bool,
