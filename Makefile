@@ -5,11 +5,12 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PORTING := .venv-porting
 SCHEDULERS := .venv-schedulers
+LOOK := .venv-look
 
 FUZZ   ?= 500000
 NAMES  ?= all
 
-.PHONY: help install demo check test check-models stress chaos fuzz siege clusters porting ray bench bench-overlap paper tune docs clean
+.PHONY: help install demo check test check-models stress chaos fuzz siege clusters porting ray look bench bench-overlap paper tune docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -71,6 +72,17 @@ $(SCHEDULERS)/.ready: pyproject.toml constraints.txt
 ray: $(SCHEDULERS)/.ready  ## create .venv-schedulers with Ray and Kubernetes' schemas, and test runs on Ray clusters and the manifests (4 minutes after the installation)
 	OMP_NUM_THREADS=1 $(SCHEDULERS)/bin/python -m pytest -p no:cacheprovider tests/test_ray.py tests/test_kubernetes.py
 
+# Debian's packages: chromium npm
+$(LOOK)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(LOOK)
+	$(LOOK)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(LOOK)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,look]'
+	npm install --silent --no-fund --no-audit --prefix $(LOOK) axe-core@4
+	@touch $@
+
+look: $(LOOK)/.ready  ## create .venv-look with playwright and axe-core, and look at the report page in Chromium: themes, widths, keyboard, accessibility (needs chromium and npm; 4 minutes after the installation)
+	PACELINE_LOOK=1 OMP_NUM_THREADS=1 $(LOOK)/bin/python -m pytest -s -p no:cacheprovider tests/test_page_in_browser.py
+
 bench: $(READY)  ## measure a training step against plain copies, plain sockets and gloo all-reduce (about 11 minutes, idle machine)
 	$(BIN)/python -m benchmarks transport
 
@@ -92,4 +104,4 @@ docs: $(READY)  ## regenerate pages and pictures of the documentation, and run i
 	$(BIN)/python -m pytest docs README.md
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(PORTING) $(SCHEDULERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PORTING) $(SCHEDULERS) $(LOOK) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -44,6 +44,19 @@ function subsection(title, ...children) {
   return make("div", { class: "sub" }, make("h3", {}, title), ...children);
 }
 
+// A box that scrolls if its content is larger; only then can it have the focus.
+function scrollBox(label, kind, ...children) {
+  const root = make("div", { class: kind }, ...children);
+  new ResizeObserver(() => {
+    const scrolls = root.scrollWidth > root.clientWidth + 1 || root.scrollHeight > root.clientHeight + 1;
+    for (const [name, value] of [["tabindex", "0"], ["role", "group"], ["aria-label", label]]) {
+      if (scrolls) root.setAttribute(name, value);
+      else root.removeAttribute(name);
+    }
+  }).observe(root);
+  return root;
+}
+
 // Content that is made only when the reader opens it, and again with each later report while it is open.
 function details(title, content) {
   const body = make("div");

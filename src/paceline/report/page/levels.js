@@ -6,7 +6,14 @@
 const FACTOR = 4; // so many buckets become one in the next level
 const COARSE = 512; // a level with at most so many buckets has no coarser one
 
+const levelsOfTimelines = new WeakMap();
+
 function levelsOf(timeline) {
+  if (!levelsOfTimelines.has(timeline)) levelsOfTimelines.set(timeline, madeLevels(timeline));
+  return levelsOfTimelines.get(timeline);
+}
+
+function madeLevels(timeline) {
   const levels = [{
     widthS: timeline.width_s,
     buckets: timeline.buckets,
@@ -58,6 +65,15 @@ function levelFor(levels, widthS) {
   return levels.findLast((level) => level.widthS <= widthS) ?? levels[0];
 }
 
+// The time from the first bucket in which a worker did something to the last one.
+function extentOf({ widthS, buckets, shares }) {
+  const used = (bucket) => shares.some((row) => row.subarray(bucket * kinds.length, (bucket + 1) * kinds.length).some(Boolean));
+  let [first, last] = [0, buckets - 1];
+  while (first < last && !used(first)) first += 1;
+  while (last > first && !used(last)) last -= 1;
+  return { startS: first * widthS, endS: Math.max((last + 1) * widthS, first * widthS + 1e-3) };
+}
+
 // The mean shares of all workers, in one row, at the coarsest level.
 function meanLevel(levels) {
   const level = levels.at(-1);
@@ -87,16 +103,17 @@ function waitsBetween(timeline, level, fromS, toS) {
   const waiting = kinds.findIndex((kind) => kind.name === "waiting");
   const first = Math.max(0, Math.floor(fromS / level.widthS));
   const end = Math.min(level.buckets, Math.ceil(toS / level.widthS));
-  const found = [];
+  const [found, count] = [[], kinds.length];
+  const spent = new Float64Array(1 + Math.max(0, ...timeline.workers)); // by the awaited worker
   timeline.workers.forEach((worker, row) => {
-    const spentS = new Map();
+    const [shares, awaited] = [level.shares[row], level.awaited[row]];
+    spent.fill(0);
     for (let bucket = first; bucket < end; bucket += 1) {
-      const awaited = level.awaited[row][bucket];
-      if (awaited < 0) continue;
-      const waitedS = (level.shares[row][bucket * kinds.length + waiting] / 255) * level.widthS;
-      spentS.set(awaited, (spentS.get(awaited) ?? 0) + waitedS);
+      if (awaited[bucket] >= 0) spent[awaited[bucket]] += shares[bucket * count + waiting];
     }
-    for (const [awaited, waitedS] of spentS) if (waitedS > 0) found.push({ worker, awaited, waitedS });
+    spent.forEach((sum, other) => {
+      if (sum > 0) found.push({ worker, awaited: other, waitedS: (sum / 255) * level.widthS });
+    });
   });
   return found.sort((a, b) => b.waitedS - a.waitedS);
 }

@@ -36,6 +36,16 @@ function waitWords(row) {
   return `${row.waits_for}; last: worker${row.last.length > 1 ? "s" : ""} ${row.last.join(", ")}`;
 }
 
+// The report that is fetched from a path, or the problem in words.
+async function fetched(path) {
+  try {
+    const answer = await fetch(path, { cache: "no-store", credentials: "same-origin" });
+    return answer.ok ? { report: await answer.json() } : { problem: `the answer has status ${answer.status}` };
+  } catch (error) {
+    return { problem: error.message };
+  }
+}
+
 // Fetch the report from `path` until the run has ended, and pass each to `show`. Returns the element that says how
 // old the shown report is.
 function follow(path, first, show) {
@@ -53,24 +63,22 @@ function follow(path, first, show) {
   const tell = () => fill(age, ended ? "" : `, updated ${duration(Math.round((performance.now() - shownAt) / 1000))} ago`);
 
   async function poll() {
-    timer = null;
     const begun = performance.now();
-    try {
-      const answer = await fetch(path, { cache: "no-store", credentials: "same-origin" });
-      if (!answer.ok) throw new Error(`status ${answer.status}`);
-      const report = await answer.json();
+    const { report, problem } = await fetched(path);
+    const tookMs = performance.now() - begun;
+    timer = null;
+    if (report) {
       failures = 0;
       shownAt = performance.now();
       show(report);
       if (report.state !== "running") return end(report.state);
       state("live", "on");
-    } catch (error) {
+    } else {
       failures += 1;
-      console.debug(`paceline: no report from ${path}: ${error.message}`);
-      if (failures >= MOST_FAILURES) state("The connection to the run is lost; this is its last known state", "lost");
+      if (failures >= MOST_FAILURES) state(`The connection to the run is lost (${problem}); this is its last known state`, "lost");
     }
     tell();
-    plan(Math.max(INTERVAL_S * 1000 * Math.min(8, 2 ** Math.max(0, failures - 1)), PATIENCE * (performance.now() - begun)));
+    plan(Math.max(INTERVAL_S * 1000 * Math.min(8, 2 ** Math.max(0, failures - 1)), PATIENCE * tookMs));
   }
 
   function plan(wait) {

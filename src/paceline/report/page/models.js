@@ -84,8 +84,7 @@ function waitSquare(workers, pairs) {
     make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "waits ↓  for →"), workers.map((each) => make("th", { scope: "col", class: "number" }, String(each))))),
     make("tbody", {}, workers.map((worker) => make("tr", {}, make("th", { scope: "row" }, `worker ${worker}`), workers.map((each) => cell(worker, each))))),
   );
-  const scroll = make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Who waits for whom" }, square);
-  return subsection("Who waits for whom, in seconds", scroll);
+  return subsection("Who waits for whom, in seconds", scrollBox("Who waits for whom", "scroll", square));
 }
 
 function waitPairs(pairs) {

@@ -3,17 +3,24 @@
 const MISSING = "–";
 const known = (value) => value !== null && value !== undefined && Number.isFinite(value);
 
-// A number with a given number of decimals, or with about three significant digits.
+const formats = new Map(); // making one takes long
+
+function formatted(value, options) {
+  const key = JSON.stringify(options);
+  if (!formats.has(key)) formats.set(key, new Intl.NumberFormat("en-US", options));
+  return formats.get(key).format(value);
+}
+
+// A number with a given number of decimals, or with about four significant digits.
 function fixed(value, decimals) {
-  if (!known(value)) return MISSING;
-  return value.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
+  return known(value) ? formatted(value, { minimumFractionDigits: decimals, maximumFractionDigits: decimals }) : MISSING;
 }
 
 function short(value) {
   if (!known(value)) return MISSING;
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2).replace("e+", "e");
-  return value.toLocaleString("en-US", size >= 1000 ? { maximumFractionDigits: 0 } : { maximumSignificantDigits: 4 });
+  return formatted(value, size >= 1000 ? { maximumFractionDigits: 0 } : { maximumSignificantDigits: 4 });
 }
 
 const whole = (value) => fixed(value, 0);

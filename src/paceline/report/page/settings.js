@@ -1,7 +1,7 @@
 // The settings of the run, the command that repeats it, and its figures.
 
 function settingsPanel() {
-  const command = make("pre", { tabindex: 0, "aria-label": "Command" });
+  const command = make("code", { class: "pre" });
   const copied = make("span", { role: "status", class: "note" });
   const copy = button("Copy", async () => fill(copied, (await copyText(command)) ? "copied" : "selected: press ctrl (cmd) C"));
   const commandPart = subsection("The command that repeats this run", command, make("div", { class: "tools" }, copy, copied));

@@ -19,7 +19,8 @@ function headerPanel(...tools) {
   const title = make("h1");
   const facts = make("p", { class: "facts" });
   const headline = make("p", { class: "headline" });
-  const failure = make("div", { class: "failure", hidden: true });
+  const why = make("code");
+  const failure = make("div", { class: "failure", hidden: true }, make("b", {}, "Why it failed"), scrollBox("Why it failed", "pre", why));
   const root = make("header", {}, make("div", { class: "titles" }, title, make("div", { class: "corner" }, tools)), facts, headline, failure);
   return {
     root,
@@ -36,7 +37,7 @@ function headerPanel(...tools) {
       );
       fill(headline, report.headline);
       failure.hidden = !report.failure;
-      fill(failure, make("b", {}, "Why it failed"), make("pre", { tabindex: 0 }, report.failure));
+      if (why.textContent !== report.failure) fill(why, report.failure);
     },
   };
 }

@@ -12,11 +12,7 @@ function table(caption, columns, { tall = false } = {}) {
   const body = make("tbody");
   const foot = make("tfoot");
   const element = make("table", {}, make("caption", { class: "spoken" }, caption), make("thead", {}, head), body, foot);
-  const root = make(
-    "div",
-    { class: tall ? "scroll tall" : "scroll", tabindex: 0, role: "region", "aria-label": caption },
-    element,
-  );
+  const root = scrollBox(caption, tall ? "scroll tall" : "scroll", element);
   let [rows, total, shown] = [[], null, []];
 
   const headers = columns.map((column) => {
@@ -46,7 +42,9 @@ function table(caption, columns, { tall = false } = {}) {
 
   function draw() {
     shown = columns.filter((column) => !column.needed || rows.some(column.needed));
-    fill(head, columns.map((column, i) => shown.includes(column) && headers[i]));
+    const wanted = headers.filter((_, i) => shown.includes(columns[i]));
+    // headers that stay keep the focus
+    if (wanted.length !== head.children.length || wanted.some((each, i) => each !== head.children[i])) fill(head, wanted);
     headers.forEach((header, i) => {
       if (columns[i] === sorted.column) header.setAttribute("aria-sort", sorted.down ? "descending" : "ascending");
       else header.removeAttribute("aria-sort");

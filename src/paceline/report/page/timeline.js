@@ -33,6 +33,7 @@ function timelinePanel() {
     onpointerdown: (event) => { map.setPointerCapture(event.pointerId); centre(event); },
     onpointermove: (event) => { if (event.buttons & 1) centre(event); },
   }, overview.canvas);
+  overview.label("The mean of all workers over the whole run; the shown time is outlined.");
   const where = make("output", { class: "where" });
   const tools = make(
     "div",
@@ -50,11 +51,12 @@ function timelinePanel() {
   const root = section("Timeline", colors, tools, map, frame, note, data.root);
 
   function set(fromS, toS) {
-    const { endS } = state.content;
-    const spanS = Math.min(endS, Math.max(toS - fromS, Math.min(endS, 2e-3)));
-    const startS = Math.min(endS - spanS, Math.max(0, fromS));
-    state.view = { fromS: startS, toS: startS + spanS };
-    state.whole = spanS >= endS * 0.9999;
+    const { startS, endS } = state.content;
+    const wholeS = endS - startS;
+    const spanS = Math.min(wholeS, Math.max(toS - fromS, Math.min(wholeS, 2e-3)));
+    const begunS = Math.min(endS - spanS, Math.max(startS, fromS));
+    state.view = { fromS: begunS, toS: begunS + spanS };
+    state.whole = spanS >= wholeS * 0.9999;
     refresh();
   }
 
@@ -69,12 +71,12 @@ function timelinePanel() {
     data.show();
   }
 
-  const showWhole = () => set(0, state.content.endS);
+  const showWhole = () => set(state.content.startS, state.content.endS);
   const pan = (share) => set(state.view.fromS + share * span(), state.view.toS + share * span());
   const span = () => state.view.toS - state.view.fromS;
 
   function zoom(factor, aroundS = (state.view.fromS + state.view.toS) / 2) {
-    const spanS = Math.min(state.content.endS, span() * factor);
+    const spanS = Math.min(state.content.endS - state.content.startS, span() * factor);
     const share = (aroundS - state.view.fromS) / span();
     set(aroundS - share * spanS, aroundS - share * spanS + spanS);
   }
@@ -91,7 +93,7 @@ function timelinePanel() {
     if (x < GUTTER || y < 0 || y > box.height) return null;
     if (y < STRIP) {
       const pixels = (box.width - GUTTER) / span();
-      const near = (mark) => Math.abs((mark.time_s - state.view.fromS) * pixels - (x - GUTTER));
+      const near = (mark) => Math.abs((mark.atS - state.view.fromS) * pixels - (x - GUTTER));
       const mark = state.content.marks.reduce((best, each) => (best && near(best) <= near(each) ? best : each), null);
       return mark && near(mark) < 8 ? { mark, x, y } : null;
     }
@@ -143,7 +145,8 @@ function timelinePanel() {
   function centre(event) {
     const box = overview.canvas.getBoundingClientRect();
     const share = (event.clientX - box.left - GUTTER) / (box.width - GUTTER);
-    const middleS = Math.min(1, Math.max(0, share)) * state.content.endS;
+    const { startS, endS } = state.content;
+    const middleS = startS + Math.min(1, Math.max(0, share)) * (endS - startS);
     set(middleS - span() / 2, middleS + span() / 2);
   }
 
@@ -198,14 +201,16 @@ function timelinePanel() {
 function contentOf(report) {
   const { timeline } = report;
   const levels = levelsOf(timeline);
+  const extent = extentOf(levels[0]);
   return {
     timeline,
     levels,
     mean: meanLevel(levels),
     rows: exactRows(timeline),
     rowHeight: rowHeight(timeline.workers.length),
-    marks: report.marks,
-    endS: Math.max(report.now_s ?? 0, report.duration_s, 1e-3),
+    // a worker joins shortly before it does anything
+    marks: report.marks.map((mark) => ({ ...mark, atS: Math.min(extent.endS, Math.max(extent.startS, mark.time_s)) })),
+    ...extent,
   };
 }
 
@@ -230,7 +235,7 @@ function drawTimeline(context, width, height, state, scrollTop) {
   const rows = Array.from({ length: end - first }, (_, i) => first + i);
   const place = { left: GUTTER, top: STRIP + first * tall - scrollTop, width: width - GUTTER, height: tall, gap: tall > 20 ? 4 : 2 };
   if (state.exact) drawIterations(context, content, rows, view, place);
-  else drawBuckets(context, levelFor(content.levels, ((view.toS - view.fromS) / place.width) * LEAST_COLUMN / 2), rows, view, place);
+  else drawBuckets(context, levelFor(content.levels, ((view.toS - view.fromS) / place.width) * LEAST_COLUMN), rows, view, place);
   context.textAlign = "right";
   context.textBaseline = "middle";
   rows.forEach((row, i) => {
@@ -259,12 +264,12 @@ function drawOverview(context, width, height, state) {
   const { content, view } = state;
   if (!content) return;
   const place = { left: GUTTER, top: 0, width: width - GUTTER, height, gap: 0 };
-  drawBuckets(context, content.mean, [0], { fromS: 0, toS: content.endS }, place);
+  drawBuckets(context, content.mean, [0], { fromS: content.startS, toS: content.endS }, place);
   context.fillStyle = ink("--quiet");
   context.textAlign = "right";
   context.textBaseline = "middle";
   context.fillText("overview", GUTTER - 8, height / 2);
-  const x = (timeS) => GUTTER + (timeS / content.endS) * (width - GUTTER);
+  const x = (timeS) => GUTTER + ((timeS - content.startS) / (content.endS - content.startS)) * (width - GUTTER);
   context.fillStyle = ink("--veil");
   context.fillRect(GUTTER, 0, x(view.fromS) - GUTTER, height);
   context.fillRect(x(view.toS), 0, width - x(view.toS), height);

@@ -21,17 +21,15 @@ function showsIterations({ timeline, rows }, view, width) {
   return most > 0 && width / most >= LEAST_ITERATION;
 }
 
-// Fill the rows of a picture from a level. `buffer` is a Uint32Array of columns * pixels per row * rows; `stride`
-// columns show the same shares, so that iterations that are hardly wider do not flicker.
-function fillBuckets(buffer, columns, stride, tall, level, rows, view) {
+// Fill the rows of a picture from a level. `buffer` is a Uint32Array of columns * pixels per row * rows.
+function fillBuckets(buffer, columns, tall, level, rows, view) {
   const count = kinds.length;
   const colors = kinds.map((kind) => pixelOf(kind.color));
   const [spanS, widthS] = [view.toS - view.fromS, level.widthS];
   const sums = new Float64Array(count);
-  for (let column = 0; column < columns; column += stride) {
-    const stop = Math.min(columns, column + stride);
+  for (let column = 0; column < columns; column += 1) {
     const first = Math.floor((view.fromS + (spanS * column) / columns) / widthS);
-    const end = Math.max(first + 1, Math.floor((view.fromS + (spanS * stop) / columns) / widthS));
+    const end = Math.max(first + 1, Math.floor((view.fromS + (spanS * (column + 1)) / columns) / widthS));
     if (end <= 0 || first >= level.buckets) continue;
     for (let i = 0; i < rows.length; i += 1) {
       const shares = level.shares[rows[i]];
@@ -46,7 +44,7 @@ function fillBuckets(buffer, columns, stride, tall, level, rows, view) {
         spent += sums[kind];
         const above = Math.min(tall, Math.round(spent * unit));
         let at = (i * tall + tall - 1 - below) * columns + column;
-        for (; below < above; below += 1, at -= columns) buffer.fill(colors[kind], at, at + stop - column);
+        for (; below < above; below += 1, at -= columns) buffer[at] = colors[kind];
       }
     }
   }
@@ -60,17 +58,25 @@ function pixelOf(color) {
   return ((255 << 24) | (mixed[2] << 16) | (mixed[1] << 8) | mixed[0]) >>> 0;
 }
 
-// Draw buckets at a place of the canvas, in CSS pixels. `gap` is the space between two rows.
+const raster = document.createElement("canvas");
+
+// Draw buckets at a place of the canvas, in CSS pixels. `gap` is the space between two rows. The picture has few
+// columns and is then stretched, which is faster, and iterations that are hardly wider do not flicker.
 function drawBuckets(context, level, rows, view, { left, top, width, height, gap }) {
+  if (!rows.length) return;
   const scale = context.getTransform().a;
-  const [columns, pitch] = [Math.round(width * scale), height * scale];
+  const columns = Math.max(1, Math.round(width / LEAST_COLUMN));
   const tall = Math.max(1, Math.round((height - gap) * scale));
-  const image = context.createImageData(columns, tall * rows.length);
-  const stride = Math.max(1, Math.round(LEAST_COLUMN * scale));
-  fillBuckets(new Uint32Array(image.data.buffer), columns, stride, tall, level, rows, view);
+  const painter = raster.getContext("2d", { willReadFrequently: true });
+  if (raster.width !== columns || raster.height !== tall * rows.length) {
+    Object.assign(raster, { width: columns, height: tall * rows.length });
+  }
+  const image = painter.createImageData(columns, tall * rows.length);
+  fillBuckets(new Uint32Array(image.data.buffer), columns, tall, level, rows, view);
+  painter.putImageData(image, 0, 0);
+  context.imageSmoothingEnabled = false;
   rows.forEach((_, i) => {
-    const target = Math.round(top * scale + i * pitch);
-    context.putImageData(image, Math.round(left * scale), target - i * tall, 0, i * tall, columns, tall);
+    context.drawImage(raster, 0, i * tall, columns, tall, left, top + i * height, width, height - gap);
   });
 }
 
@@ -140,11 +146,13 @@ function drawStrip(context, content, view, width, height, rowsTop) {
   const barriers = content.timeline.barriers_s.filter((timeS) => timeS >= view.fromS && timeS <= view.toS);
   if (barriers.length <= (right - left) / 8) {
     context.strokeStyle = ink("--text");
+    context.globalAlpha = 0.6;
     for (const timeS of barriers) line(context, Math.round(x(timeS)) + 0.5, STRIP - 5, Math.round(x(timeS)) + 0.5, height);
+    context.globalAlpha = 1;
   }
   for (const mark of content.marks) {
-    if (mark.time_s < view.fromS || mark.time_s > view.toS) continue;
-    const at = Math.min(right - 5, Math.max(left + 5, x(mark.time_s)));
+    if (mark.atS < view.fromS || mark.atS > view.toS) continue;
+    const at = Math.min(right - 5, Math.max(left + 5, x(mark.atS)));
     context.fillStyle = mark.kind === "lost" || mark.kind === "guard" ? ink("--bad") : ink("--text");
     context.font = `bold ${FONT}`;
     context.fillText(MARK_SIGNS[mark.kind] ?? "•", at, STRIP - 8);
@@ -152,7 +160,7 @@ function drawStrip(context, content, view, width, height, rowsTop) {
     if (mark.kind !== "model") continue;
     context.strokeStyle = ink("--text");
     context.setLineDash([4, 3]);
-    line(context, Math.round(x(mark.time_s)) + 0.5, rowsTop, Math.round(x(mark.time_s)) + 0.5, height);
+    line(context, Math.round(x(mark.atS)) + 0.5, rowsTop, Math.round(x(mark.atS)) + 0.5, height);
     context.setLineDash([]);
   }
 }
