@@ -25,7 +25,7 @@ function chart(title) {
   }, picture.canvas);
   const words = tip(frame);
   const note = make("p", { class: "note" });
-  const data = details("Data", () => chartTable(title, content));
+  const data = details("Data", () => chartTable(title, () => content));
   const heading = make("figcaption", {}, title);
   const root = make("figure", { class: "chart" }, heading, frame, note, data.root);
 
@@ -80,15 +80,16 @@ function chartWords(title, content) {
   return `Chart of ${title} over ${content.axis}, ${places}: ${each.join("; ")}.`;
 }
 
-function chartTable(title, { curves, axis }) {
-  const rows = curves.flatMap(({ name, points }) => points.map(({ x, y }) => ({ name, x, y })));
-  const found = table(`Data of ${title}`, [
-    { title: axis === "time" ? "time, s" : axis, value: (row) => row.x, text: (row) => (axis === "time" ? fixed(row.x, 3) : whole(row.x)), number: true },
-    { title: "curve", text: (row) => row.name, needed: () => curves.length > 1 },
+// The points of the curves as a table. `now` returns the content of the chart.
+function chartTable(title, now) {
+  const inTime = () => now().axis === "time";
+  const { root, show } = table(`Data of ${title}`, [
+    { title: () => (inTime() ? "time, s" : now().axis), value: (row) => row.x, text: (row) => (inTime() ? fixed(row.x, 3) : whole(row.x)), number: true },
+    { title: "curve", text: (row) => row.name, needed: () => now().curves.length > 1 },
     { title: "value", value: (row) => row.y, text: (row) => (known(row.y) ? short(row.y) : "NaN or infinite"), number: true },
   ], { tall: true });
-  found.show(rows);
-  return found.root;
+  const rows = () => now().curves.flatMap(({ name, points }) => points.map(({ x, y }) => ({ name, x, y })));
+  return { root, show: () => show(rows()) };
 }
 
 function scaleOf({ curves, axis, log, from0 }, width, height) {

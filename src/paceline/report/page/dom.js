@@ -57,11 +57,19 @@ function scrollBox(label, kind, ...children) {
   return root;
 }
 
-// Content that is made only when the reader opens it, and again with each later report while it is open.
-function details(title, content) {
-  const body = make("div");
-  const root = make("details", { ontoggle: () => root.open && fill(body, content()) }, make("summary", {}, title), body);
-  return { root, show: () => root.open && fill(body, content()) };
+// A panel that is made only when the reader opens it, and shows what is new only while it is open.
+function details(title, makePanel) {
+  let panel = null;
+  const root = make("details", { ontoggle: () => show() }, make("summary", {}, title));
+  function show() {
+    if (!root.open) return;
+    if (!panel) {
+      panel = makePanel();
+      root.append(panel.root);
+    }
+    panel.show();
+  }
+  return { root, show };
 }
 
 // One of several options, each [value, words]. Options that are not possible are left out by `limit`.

@@ -27,12 +27,11 @@ function histogram(title, unit) {
   }, picture.canvas);
   const words = tip(frame);
   const data = details("Data", () => {
-    const found = table(title, [
+    const { root, show } = table(title, [
       { title: unit, text: (bar) => bar.words, sortable: false },
       { title: "number", value: (bar) => bar.count, text: (bar) => whole(bar.count), number: true },
     ], { tall: true });
-    found.show(bars);
-    return found.root;
+    return { root, show: () => show(bars) };
   });
   const root = make("figure", { class: "chart" }, make("figcaption", {}, title), frame, data.root);
 

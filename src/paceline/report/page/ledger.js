@@ -88,7 +88,7 @@ function countsTable(title) {
 function marksPanel() {
   const marks = table("What happened", [
     { title: "time", value: (row) => row.time_s, text: (row) => duration(row.time_s), number: true },
-    { title: "kind", text: (row) => `${MARK_SIGNS[row.kind] ?? "•"} ${row.kind}`, value: (row) => row.kind },
+    { title: "kind", text: (row) => `${MARK_SIGNS[row.kind] ?? "•"}\u00a0${row.kind}`, value: (row) => row.kind },
     { title: "worker", value: (row) => row.worker, text: (row) => (row.worker < 0 ? "" : String(row.worker)), number: true, needed: (row) => row.worker >= 0 },
     { title: "what happened", text: (row) => row.words, wide: true },
   ], { tall: true });

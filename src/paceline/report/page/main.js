@@ -42,10 +42,13 @@ async function main() {
     body.append(data.live ? follow(data.live, reports[0], show) : "", panel.root);
   } else {
     const place = make("div");
+    const panels = new Map();
     const open = (index) => {
-      const panel = runPanel();
-      panel.show(reports[index]);
-      fill(place, panel.root);
+      if (!panels.has(index)) {
+        panels.set(index, runPanel());
+        panels.get(index).show(reports[index]);
+      }
+      fill(place, panels.get(index).root);
     };
     const runs = choice("Show in full", reports.map((report, i) => [String(i), report.name]), "0", (value) => open(Number(value)));
     open(0);

@@ -10,9 +10,8 @@ function settingsPanel() {
   const defaults = make("div");
   let report = null;
   const rest = details("Settings with their default value", () => {
-    const found = settingsTable("Settings with their default value");
-    found.show(report.settings.filter((setting) => setting.default));
-    return found.root;
+    const { root, show } = settingsTable("Settings with their default value");
+    return { root, show: () => show(report.settings.filter((setting) => setting.default)) };
   });
   defaults.append(rest.root);
   const figures = table("Figures", [

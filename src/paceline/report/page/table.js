@@ -1,11 +1,15 @@
 // Tables whose rows can be sorted.
 
-// A column is {title, value(row), text(row), bar(row), number, sortable}:
+// A column is {title, needed(row), value(row), text(row), share(row), number, wide, sortable}:
+//   title   its heading; a function if this changes
+//   needed  the column is shown if this is true for any row
 //   value   what the rows are sorted by; its default is `text`
 //   text    what the cell shows, or an element
-//   number  true for right-aligned figures
 //   share   share of the cell, from 0 to 1, that a bar behind the text fills
-// `total`, if given, is a row that stays below the others.
+//   number  true for right-aligned figures
+//   wide    true if the column takes what is left of the width
+//   sortable  false if the rows cannot be sorted by it
+// `show(rows, total)` shows rows; `total`, if given, is a row that stays below them.
 function table(caption, columns, { tall = false } = {}) {
   const sorted = { column: null, down: true };
   const head = make("tr");
@@ -16,9 +20,9 @@ function table(caption, columns, { tall = false } = {}) {
   let [rows, total, shown] = [[], null, []];
 
   const headers = columns.map((column) => {
-    const title = column.sortable === false || !column.title
+    const title = column.sortable === false
       ? make("span", {}, column.title)
-      : button(column.title, () => sort(column), { class: "sort", title: `Sort by ${column.title}` });
+      : button(headingOf(column), () => sort(column), { class: "sort" });
     return make("th", { scope: "col", class: column.number && "number" }, title);
   });
 
@@ -46,6 +50,7 @@ function table(caption, columns, { tall = false } = {}) {
     // headers that stay keep the focus
     if (wanted.length !== head.children.length || wanted.some((each, i) => each !== head.children[i])) fill(head, wanted);
     headers.forEach((header, i) => {
+      if (typeof columns[i].title === "function") fill(header.firstChild, headingOf(columns[i]));
       if (columns[i] === sorted.column) header.setAttribute("aria-sort", sorted.down ? "descending" : "ascending");
       else header.removeAttribute("aria-sort");
     });
@@ -62,6 +67,8 @@ function table(caption, columns, { tall = false } = {}) {
     },
   };
 }
+
+const headingOf = ({ title }) => (typeof title === "function" ? title() : title);
 
 function ordered(rows, { column, down }) {
   if (!column) return rows;

@@ -46,7 +46,7 @@ function timelinePanel() {
     where,
   );
   const note = make("p", { class: "note" });
-  const data = details("Data of the shown time", () => shownTable(state));
+  const data = details("Data of the shown time", () => shownPanel(state));
   const colors = make("div");
   const root = section("Timeline", colors, tools, map, frame, note, data.root);
 
@@ -122,7 +122,8 @@ function timelinePanel() {
   }
 
   function onDown(event) {
-    if (event.button !== 0 || event.pointerType === "touch" || !placeAt(event)) return;
+    if (event.button !== 0 || !placeAt(event)) return;
+    if (event.pointerType === "touch") return point(placeAt(event), false); // dragging scrolls the page
     state.drag = { fromS: timeAt(event), toS: timeAt(event) };
     scroll.setPointerCapture(event.pointerId);
   }
@@ -278,10 +279,9 @@ function drawOverview(context, width, height, state) {
   context.strokeRect(x(view.fromS) + 0.75, 0.75, Math.max(2, x(view.toS) - x(view.fromS) - 1.5), height - 1.5);
 }
 
-function shownTable({ content, view }) {
-  const level = levelFor(content.levels, (view.toS - view.fromS) / 200);
-  const rows = content.timeline.workers.map((worker, row) => ({ worker, ...timeWithin(level, row, view.fromS, view.toS) }));
-  const most = Math.max(...rows.flatMap((row) => kinds.map((kind) => row[kind.name])));
+// Seconds of each kind in the shown time, as a table.
+function shownPanel(state) {
+  let most = 1;
   const found = table("Seconds of each kind in the shown time", [
     { title: "worker", value: (row) => row.worker, text: (row) => String(row.worker), number: true },
     ...kinds.map(({ name }) => ({
@@ -292,6 +292,14 @@ function shownTable({ content, view }) {
       needed: (row) => row[name] > 0,
     })),
   ], { tall: true });
-  found.show(rows);
-  return found.root;
+  return {
+    root: found.root,
+    show: () => {
+      const { content, view } = state;
+      const level = levelFor(content.levels, (view.toS - view.fromS) / 200);
+      const rows = content.timeline.workers.map((worker, row) => ({ worker, ...timeWithin(level, row, view.fromS, view.toS) }));
+      most = Math.max(...rows.flatMap((row) => kinds.map((kind) => row[kind.name])));
+      found.show(rows);
+    },
+  };
 }
