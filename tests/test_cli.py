@@ -587,7 +587,13 @@ NUMBERS = {
 }
 
 WRONG_PLACES = {
-    "an address without a port": (["status", "foo"], "error: the address is 'foo', expected HOST:PORT"),
+    "neither a run nor an address": (
+        ["status", "foo"],
+        "error: there is no directory 'foo'; name the directory",
+    ),
+    "a directory that is no run": (["status", "/"], "error: / is not the directory of a run; name one"),
+    "no run in progress": (["status"], "error: no run is in progress in ./runs; name the directory of a run"),
+    "an address without a port": (["status", "foo:"], "error: the address is 'foo:', expected HOST:PORT"),
     "an address to join without a port": (
         ["join", "foo", "train.py"],
         "error: the address is 'foo', expected HOST:PORT",

@@ -23,12 +23,13 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..errors import unknown_name
 from .checking import check
-from .joining import join, serve, status
+from .joining import join, serve
 from .options import ModelImports
 from .rehearsing import advise, simulate
 from .running import RunCommand, demo, run
 from .scheduled import SLURM, scheduled_join
 from .terminal import load_named_models, run_app
+from .watching import status
 
 __all__ = ["app", "main"]
 

@@ -1,31 +1,26 @@
-"""`paceline serve`, `paceline join` and `paceline status`: training on several machines."""
+"""`paceline serve` and `paceline join`: training on several machines."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Unpack
 
-import msgspec
 import typer
 from msgspec import structs
 from rich.console import Console
 
 from .. import __version__
 from ..errors import ConfigurationError, PeerLostError
-from ..launcher.output import ForgivingStream, print_sentence
-from ..report.job_status import LONG_LINE, StatusView
+from ..launcher.output import print_sentence
 from ..report.words import counted
 from ..wire.addresses import listen_tcp, seen_from
 from ..wire.secret import VARIABLE, new_secret, take_secret, write_secret
 from .job_settings import JobSettings, takes_job_settings
 from .numbers import number_option, whole_number_option
 from .options import (
-    AsJson,
     AsModule,
     Port,
     RemoteServers,
@@ -34,19 +29,13 @@ from .options import (
     ShowAll,
 )
 from .running import find_script, report
-from .terminal import interruptible, print_json
+from .terminal import interruptible
 
 if TYPE_CHECKING:
-    from ..core.job_status import JobStatus
     from ..runtime.job import Job
-    from ..runtime.observer import Observer
 
-__all__ = ["SecretFile", "join", "require_own_address", "serve", "status", "worker_range"]
+__all__ = ["SecretFile", "address_of", "join", "require_own_address", "secret_of", "serve", "worker_range"]
 
-
-SETTLED_S = 0.3  # time after which the servers have answered the coordinator
-RATE_S = 0.7  # time over which the first rates are averaged
-WATCH_INTERVAL_S = 1.0
 
 SecretFile = Annotated[
     Path | None,
@@ -238,7 +227,7 @@ def join(
     with interruptible("nothing was started"):
         from ..runtime.job import require_usable
 
-        place = _address(address)
+        place = address_of(address)
         require_processes(script, workers, servers, listen, port)
         require_own_address(listen)
         if str(script).startswith("-"):
@@ -254,7 +243,7 @@ def join(
         sys.path.append(os.getcwd())
         if run_dir is not None:
             require_usable(run_dir)
-        token = _secret(secret_file)
+        token = secret_of(secret_file)
     from ..launcher.channels import Streams
     from ..launcher.joining import ServerOffer
     from ..launcher.joining import join as join_run
@@ -279,77 +268,7 @@ def join(
         raise PeerLostError(f"no worker on this machine has finished its script ({joined.endings})")
 
 
-def status(
-    address: Annotated[
-        str,
-        typer.Argument(
-            metavar="HOST:PORT", help="Address that `paceline serve` has printed.", show_default=False
-        ),
-    ],
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Show the state again every second, until the run is over.")
-    ] = False,
-    secret_file: SecretFile = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show what the workers of a run are doing, and who waits for whom. The run is not disturbed.
-
-    paceline status 10.0.0.1:29600 --watch
-    """
-    from ..runtime.observer import Observer
-
-    if watch and as_json:
-        raise ConfigurationError(
-            "--watch and --json cannot be used together; call status again for each state."
-        )
-    place, token = _address(address), _secret(secret_file)
-    with interruptible("the run continues"), contextlib.closing(Observer(place, token)) as observer:
-        # Each call asks the servers for the answers that the next state contains; rates need two of them.
-        for pause_s in (RATE_S, SETTLED_S):
-            observer.fetch()
-            time.sleep(pause_s)
-        state = observer.fetch()
-        if as_json:
-            print_json(msgspec.to_builtins(state))
-        elif not watch:
-            _print_status(state)
-        else:
-            _watch(observer, state)
-
-
-def _watch(observer: Observer, state: JobStatus) -> None:
-    """Show the state of a run every second until the run is over or the reader of standard output has gone.
-
-    A terminal shows only the latest state. Anything else, such as a file, receives one after another.
-    """
-    from rich.live import Live
-
-    console = Console()
-    live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-    with live or contextlib.nullcontext():
-        while True:
-            if live is not None:
-                live.update(StatusView(state, lines=console.height - 1), refresh=True)
-            else:
-                _print_status(state)
-            if isinstance(sys.stdout, ForgivingStream) and sys.stdout.failed:
-                return
-            time.sleep(WATCH_INTERVAL_S)
-            try:
-                state = observer.fetch()
-            except PeerLostError:
-                return
-
-
-def _print_status(state: JobStatus) -> None:
-    """Print the state of a run; in a pipe or a file, without a limit of the length of a line."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=LONG_LINE)
-    console.print(StatusView(state), crop=False)
-
-
-def _secret(file: Path | None) -> str:
+def secret_of(file: Path | None) -> str:
     """Return the secret of the run that the user wants to join or to watch."""
     token = take_secret(os.environ, file)
     if not token:
@@ -424,7 +343,7 @@ def worker_range(text: str) -> tuple[int, int]:
     return int(least), int(most or least)
 
 
-def _address(text: str) -> str:
+def address_of(text: str) -> str:
     """Return the address "tls:HOST:PORT" of a coordinator."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:

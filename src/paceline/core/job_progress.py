@@ -134,10 +134,7 @@ class ProgressMeter:
         known = [loss for loss in losses if loss is not None]
         if not known:
             return
-        mean, before = (
-            math.fsum(known) / len(known) if all(map(math.isfinite, known)) else sum(known),
-            self._loss,
-        )
+        mean, before = sum(known) / len(known), self._loss
         if before is None or not math.isfinite(before) or not math.isfinite(mean):
             self._loss = mean
         else:
@@ -193,7 +190,7 @@ def _epochs(core: Coordinator, limit: int | None) -> tuple[float | None, bool]:
         by_data = by_data or status.part is not None
         reached = status.epoch + (status.part or 0.0)
         done.append(float(limit) if fate == "finished" and limit is not None else reached)
-    return math.fsum(done) / len(done) if done else None, by_data
+    return sum(done) / len(done) if done else None, by_data
 
 
 def _samples(core: Coordinator) -> int:

@@ -28,6 +28,7 @@ from ..runtime.coordinator import CoordinatorHost
 from ..runtime.job import Job, claim_run_dir
 from ..runtime.listener import Listener
 from ..runtime.reader import WeightsSnapshot
+from ..runtime.run_file import published
 from ..sync import Conditions
 from ..wire.passing import PassedSockets
 from ..wire.preface import COORDINATOR
@@ -117,6 +118,7 @@ def start(
     terminal = None if streams.show_all or job.joined else Terminal.here()
     with (
         Interruption() as interruption,
+        published(Path(job.run_dir), address, job.token),
         terminal or contextlib.nullcontext(),
         starter or Starter(placement.prefixes()) as starter,
         listener or contextlib.nullcontext(),

@@ -33,7 +33,7 @@ COLORS = {
 """State of a worker -> its color. Any other state is a call in which the worker waits."""
 
 LONG_LINE = 1000  # number of characters; longer than any line
-LEAST_ROWS = 4  # number of workers that are shown even in a terminal that is too low for them
+LEAST_ROWS = 3  # number of workers that are shown even in a terminal that is too low for them
 LEAST_REASON = 20  # number of characters of a reason for waiting that are shown at least
 
 MACHINE = Column("machine", rank=7, least=LONG_LINE)  # never shortened
@@ -87,23 +87,35 @@ class StatusView:
             below.append(_machines(status.machines))
         if status.links and self._links:
             below.append(_links(status.links))
-        rows = len(status.workers)
+        shown, rest = status.workers, None
         if self._lines is not None:
-            taken = sum(len(console.render_lines(part, options, pad=False)) for part in (*above, *below))
-            rows = self._lines - taken - 1  # one for the heading
-            if rows < len(status.workers):
-                rows = max(rows - 1, LEAST_ROWS)  # one for those that are not shown
-        shown = _most_telling(status, rows)
-        named = {worker.worker for worker in shown}
+            room = self._lines - _height((*above, *below), console, options) - 1  # one for the heading
+            if room < len(shown):
+                shown, rest = _divided(status, max(room - 1, LEAST_ROWS))
+                # The sentence about the others may have several lines.
+                shown, rest = _divided(status, max(room - _height([rest], console, options), LEAST_ROWS))
         yield from above
         if shown:
             yield _workers(status, shown)
-        if others := [worker.state for worker in status.workers if worker.worker not in named]:
-            yield Sentence(f"{counted(len(others), 'more worker')}: {state_counts(others)}")
+        if rest is not None:
+            yield rest
         yield from below
 
 
-def _most_telling(status: JobStatus, count: int) -> list[WorkerStatus]:
+def _height(parts: Sequence[RenderableType], console: Console, options: ConsoleOptions) -> int:
+    """Return the number of lines of some parts of the view."""
+    return sum(len(console.render_lines(part, options, pad=False)) for part in parts)
+
+
+def _divided(status: JobStatus, count: int) -> tuple[tuple[WorkerStatus, ...], Sentence]:
+    """Return the most telling workers, and a sentence that counts the others."""
+    shown = _most_telling(status, count)
+    named = {worker.worker for worker in shown}
+    others = [worker.state for worker in status.workers if worker.worker not in named]
+    return shown, Sentence(f"{counted(len(others), 'more worker')}: {state_counts(others)}")
+
+
+def _most_telling(status: JobStatus, count: int) -> tuple[WorkerStatus, ...]:
     """Return at most `count` workers: first those that are awaited, then those that do not run, then the slowest."""
 
     def rank(worker: WorkerStatus) -> tuple[object, ...]:
@@ -112,8 +124,8 @@ def _most_telling(status: JobStatus, count: int) -> list[WorkerStatus]:
         done = worker.state in GONE
         return worker.worker not in status.awaited, not unusual, done, iteration, -(worker.state_s or 0.0)
 
-    telling = sorted(status.workers, key=rank)[: max(count, 0)]
-    return sorted(telling, key=lambda worker: worker.worker)
+    telling = sorted(status.workers, key=rank)[:count]
+    return tuple(sorted(telling, key=lambda worker: worker.worker))
 
 
 def _workers(status: JobStatus, shown: Sequence[WorkerStatus]) -> FittedTable:

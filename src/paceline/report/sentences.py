@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -9,9 +10,13 @@ from rich.text import Text
 
 __all__ = ["Sentence", "wrapped"]
 
+NO_BREAK_SPACE = "\u00a0"
+UNIT = re.compile(r"(?<=\d) (?=(?:%|s|ms|min|h|MB|GB|Gbit/s|samples/s)(?!\w))")
+"""Matches the space between a number and its unit."""
+
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Return the lines of a text for a terminal of this width, divided between words.
+    """Return the lines of a text for a terminal of this width, divided between words, but not before a unit.
 
     A word that is longer than a line, such as a path, is left whole, so that it can be copied.
 
@@ -22,10 +27,12 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
     >>> wrapped("the run is in /a/very/long/path now", 12)
     ['the run is', 'in', '/a/very/long/path', 'now']
+    >>> wrapped("it waits for 12 s now", 16)
+    ['it waits for', '12 s now']
     """
     return [
-        part
-        for line in text.split("\n")
+        part.replace(NO_BREAK_SPACE, " ")
+        for line in UNIT.sub(NO_BREAK_SPACE, text).split("\n")
         for part in textwrap.wrap(
             line, max(width, 1), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         )

@@ -1,0 +1,138 @@
+"""The file by which a run in progress is found: who may read it, and what is said if there is no such run."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from paceline.errors import ConfigurationError, PacelineError, PeerLostError
+from paceline.runtime.process_states import RunningProcess
+from paceline.runtime.run_file import RUN_FILE, RunFile, newest_run, published, run_in, update
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, in which runs make their directories."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_dir(name: str, written_s: float | None = None, **others: object) -> Path:
+    """The directory of a run of this process that is in progress, unless its file says otherwise."""
+    path = Path("runs", name)
+    path.mkdir(parents=True)
+    process = RunningProcess.of(os.getpid())
+    assert process is not None
+    content = msgspec.structs.replace(RunFile("unix:x", "token", os.uname().nodename, process), **others)
+    file = path / RUN_FILE
+    file.write_bytes(msgspec.json.encode(content))
+    if written_s is not None:
+        os.utime(file, (written_s, written_s))
+        os.utime(path, (written_s, written_s))
+    return path
+
+
+ENDED = RunningProcess(os.getpid(), 1)  # an earlier process with our id
+
+
+def test_only_its_owner_may_read_the_file_which_is_gone_after_the_run(folder: Path) -> None:
+    with published(folder, "unix:/proc/1/fd/3", "secret"):
+        file = folder / RUN_FILE
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        found = run_in(folder)
+        assert (found.address, found.token, found.dashboard) == ("unix:/proc/1/fd/3", "secret", "")
+        update(folder, "http://127.0.0.1:8080")
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert run_in(folder).dashboard == "http://127.0.0.1:8080"
+        assert run_in(folder).token == "secret"
+    assert list(folder.iterdir()) == []
+
+
+def test_the_file_is_gone_after_a_run_that_fails(folder: Path) -> None:
+    with pytest.raises(ZeroDivisionError), published(folder, "unix:x", "secret"):
+        raise ZeroDivisionError
+    assert list(folder.iterdir()) == []
+
+
+def test_a_run_goes_on_if_the_file_cannot_be_written(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    missing = folder / "missing"
+    with published(missing, "unix:x", "secret"):
+        pass
+    [record] = caplog.records
+    assert re.fullmatch(
+        r"`paceline status` will not find the run, because \S+/missing/running.json cannot be written: .*",
+        record.getMessage(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "error", "said"),
+    {
+        "no directory of a run": ([], ConfigurationError, "run is not the directory of a run; name one that"),
+        "a run that has finished": (["summary.json"], PeerLostError, "the run in run has ended; its results"),
+        "a run that has failed": (
+            ["trace-coordinator.jsonl"],
+            PeerLostError,
+            "the run in run has ended without finishing its training; its logs are there",
+        ),
+    }.values(),
+)
+def test_a_directory_without_the_file_is_explained(
+    files: list[str], error: type[PacelineError], said: str, folder: Path
+) -> None:
+    Path("run").mkdir()
+    for name in files:
+        Path("run", name).touch()
+    with pytest.raises(error, match=said):
+        run_in(Path("run"))
+    Path("run", RUN_FILE).write_text('{"another": "file"}')
+    with pytest.raises(error, match=said):
+        run_in(Path("run"))
+
+
+def test_a_run_whose_launcher_was_killed_has_been_cut_off(folder: Path) -> None:
+    said = f"the run in runs/a was cut off: its launcher, process {os.getpid()}, has ended without"
+    with pytest.raises(PeerLostError, match=said):
+        run_in(run_dir("a", process=ENDED))
+
+
+def test_a_run_on_another_machine_is_watched_there(folder: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match="runs/a was started on the machine node7; call status there"
+    ):
+        run_in(run_dir("a", machine="node7", process=ENDED))
+
+
+def test_a_run_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = run_dir("a")
+
+    def refuse(file: Path) -> bytes:
+        raise PermissionError(file)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ConfigurationError, match="the run in runs/a belongs to another user"):
+        run_in(path)
+
+
+def test_the_newest_run_in_progress_is_found(folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"no run is in progress in ./runs; name the directory"):
+        newest_run()
+    run_dir("newer", 200.0)
+    run_dir("older", 100.0)
+    run_dir("cut-off", 300.0, process=ENDED)
+    run_dir("elsewhere", 400.0, machine="node7")
+    assert newest_run() == Path("runs/newer")
+
+
+def test_it_is_said_that_the_newest_run_was_cut_off_but_not_an_older_one(folder: Path) -> None:
+    run_dir("a", 100.0, process=ENDED)
+    with pytest.raises(PeerLostError, match="the run in runs/a was cut off"):
+        newest_run()
+    Path("runs", "b").mkdir()
+    with pytest.raises(ConfigurationError, match="no run is in progress"):
+        newest_run()
