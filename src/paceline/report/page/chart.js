@@ -1,6 +1,6 @@
 // A chart of curves, with the values under the pointer or the focus in words, and the same as a table.
 
-const MARGIN = { left: 50, right: 14, top: 10, bottom: 22 };
+const MARGIN = { left: 54, right: 14, top: 10, bottom: 22 };
 const CHART_HEIGHT = 190;
 
 // `show({curves, axis, log, unit, from0})`: `axis` is "time", "samples" or "updates".
@@ -53,7 +53,9 @@ function chart(title) {
         : 0;
       fill(note, [
         content.words,
-        gaps && `${plural(gaps, "value")} at × ${gaps === 1 ? "is" : "are"} NaN or infinite.`,
+        gaps > 0 && (extent(content.curves)
+          ? `${plural(gaps, "value")} at × ${gaps === 1 ? "is" : "are"} NaN or infinite.`
+          : "All values are NaN or infinite."),
         hidden && `${plural(hidden, "value")} that ${hidden === 1 ? "is" : "are"} not positive cannot be shown on a logarithmic scale.`,
       ].filter(Boolean).join(" "));
       picture.label(chartWords(title, content));
@@ -185,6 +187,7 @@ function drawCurve(context, { x, y }, curve, content) {
   context.lineJoin = "round";
   context.setLineDash(curve.dash ?? []);
   context.beginPath();
+  const alone = []; // points between two gaps
   let drawn = false; // true while the line goes on from the previous point
   curve.points.forEach((point, i) => {
     if (!visible(point.y, content)) {
@@ -193,17 +196,14 @@ function drawCurve(context, { x, y }, curve, content) {
     }
     if (drawn) context.lineTo(x(point.x), y(point.y));
     else context.moveTo(x(point.x), y(point.y));
-    // a point between two gaps would have no line
     const next = curve.points[i + 1];
-    if (!drawn && !(next && visible(next.y, content))) context.lineTo(x(point.x) + 0.1, y(point.y));
+    if (!drawn && !(next && visible(next.y, content))) alone.push(point);
     drawn = true;
   });
   context.stroke();
   context.setLineDash([]);
-  if (curve.dots || curve.points.length === 1) {
-    for (const point of curve.points) {
-      if (visible(point.y, content)) drawDot(context, x(point.x), y(point.y), 3, readable(curve.color));
-    }
+  for (const point of curve.dots ? curve.points : alone) {
+    if (visible(point.y, content)) drawDot(context, x(point.x), y(point.y), curve.dots ? 3 : 2, readable(curve.color));
   }
   context.globalAlpha = 1;
 }

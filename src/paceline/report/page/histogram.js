@@ -50,7 +50,7 @@ function histogram(title, unit) {
     root,
     show: (next) => {
       bars = next;
-      root.hidden = !bars.length;
+      root.hidden = !bars.some((bar) => bar.count);
       const most = bars.reduce((found, bar) => (bar.count > found.count ? bar : found), bars[0] ?? null);
       picture.label(most ? `Histogram: ${title}. Most often: ${most.words}, ${whole(most.count)} times.` : title);
       picture.redraw();

@@ -65,13 +65,13 @@ function levelFor(levels, widthS) {
   return levels.findLast((level) => level.widthS <= widthS) ?? levels[0];
 }
 
-// The time from the first bucket in which a worker did something to the last one.
+// The time from the first bucket in which a worker did something to the last one; null if there is none.
 function extentOf({ widthS, buckets, shares }) {
   const used = (bucket) => shares.some((row) => row.subarray(bucket * kinds.length, (bucket + 1) * kinds.length).some(Boolean));
   let [first, last] = [0, buckets - 1];
-  while (first < last && !used(first)) first += 1;
+  while (first <= last && !used(first)) first += 1;
   while (last > first && !used(last)) last -= 1;
-  return { startS: first * widthS, endS: Math.max((last + 1) * widthS, first * widthS + 1e-3) };
+  return first <= last ? { startS: first * widthS, endS: Math.max((last + 1) * widthS, first * widthS + 1e-3) } : null;
 }
 
 // The mean shares of all workers, in one row, at the coarsest level.

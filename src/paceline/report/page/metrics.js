@@ -3,7 +3,9 @@
 const SMOOTHING = [["0", "off"], ["0.6", "light"], ["0.9", "strong"]];
 const SPEED = Symbol("speed"); // the key of the chart of the speed
 
-// `reports` have one curve each in every chart. One report takes the colors in turn for its charts.
+const MOST_CHARTS = 12; // the others are shown when the reader opens them
+
+// `show(...reports)`: each report has one curve in every chart.
 function metricsPanel(title, axes = AXES) {
   const view = { axis: axes[0][0], log: false, keep: 0 };
   const charts = new Map(); // name of the metric, or SPEED -> chart
@@ -17,20 +19,35 @@ function metricsPanel(title, axes = AXES) {
     choice("Smoothing", SMOOTHING, "0", (value) => { view.keep = Number(value); draw(); }).root,
   );
   const grid = make("div", { class: "charts" });
+  let names = [];
+  const rest = details("More metrics", () => {
+    const others = make("div", { class: "charts" });
+    return { root: others, show: () => place(others, names.slice(MOST_CHARTS)) };
+  });
   const runs = make("ul", { class: "legend" });
   const nothing = make("p", { class: "note" }, "The script has logged no loss and no metrics. paceline.log(loss=loss) logs one.");
-  const root = section(title, tools, runs, nothing, grid);
+  const root = section(title, tools, runs, nothing, grid, rest.root);
+
+  // Show the charts of some metrics, or of the speed, in a grid. Charts that stay keep the focus.
+  function place(target, keys) {
+    for (const key of keys) if (!charts.has(key)) charts.set(key, chart(key === SPEED ? "speed" : key));
+    const roots = keys.map((key) => charts.get(key).root);
+    if (roots.length !== target.children.length || roots.some((each, i) => each !== target.children[i])) fill(target, roots);
+    for (const key of keys) {
+      const found = charts.get(key);
+      found.show(key === SPEED ? speedContent(shown, view, found.heading) : metricContent(shown, key, view));
+    }
+  }
 
   function draw() {
-    const names = [...new Set(shown.flatMap((report) => report.metrics.map((metric) => metric.name)))];
-    const wanted = [...names, ...(shown.some((report) => report.progress.length > 2) ? [SPEED] : [])];
-    for (const key of wanted) if (!charts.has(key)) charts.set(key, chart(key === SPEED ? "speed" : key));
-    const placed = wanted.map((key) => charts.get(key).root);
-    if (placed.length !== grid.children.length || placed.some((each, i) => each !== grid.children[i])) fill(grid, placed);
+    names = [...new Set(shown.flatMap((report) => report.metrics.map((metric) => metric.name)))];
+    const speed = shown.some((report) => report.progress.length > 2);
+    place(grid, [...names.slice(0, MOST_CHARTS), ...(speed ? [SPEED] : [])]);
+    fill(rest.root.firstChild, plural(names.length - MOST_CHARTS, "more metric"));
+    rest.root.hidden = names.length <= MOST_CHARTS;
+    rest.show();
     nothing.hidden = names.length > 0;
-    tools.hidden = !wanted.length;
-    names.forEach((name) => charts.get(name).show(metricContent(shown, name, view)));
-    if (charts.has(SPEED)) charts.get(SPEED).show(speedContent(shown, view, charts.get(SPEED).heading));
+    tools.hidden = !names.length && !speed;
   }
 
   return {

@@ -1,24 +1,48 @@
 // Staleness and waiting, for each time in which one sync model was in force.
 
+const MOST_MODELS = 3; // with more, the reader chooses one
 const MOST_CELLS = 16; // workers in the square of who waits for whom; with more, a list of pairs
 const MOST_PAIRS = 20;
 
 function modelsPanel() {
   const body = make("div");
-  const root = section("Staleness and waiting", body);
-  let panels = [];
+  const chosen = make("select", { onchange: () => draw() });
+  const choose = make("label", { class: "check" }, "Model in force", chosen);
+  const root = section("Staleness and waiting", choose, body);
+  let [panels, report] = [[], null];
+
+  // All models, or if there are many, the one that the reader has chosen.
+  function draw() {
+    const { models, timeline } = report;
+    const shown = models.length > MOST_MODELS ? [models[Number(chosen.value)]] : models;
+    if (panels.length !== shown.length) {
+      panels = shown.map(modelPanel);
+      fill(body, panels.map((panel) => panel.root));
+    }
+    const level = timeline?.workers.length ? levelsOf(timeline)[0] : null;
+    panels.forEach((panel, i) => panel.show(shown[i], report, level));
+  }
+
   return {
     root,
-    show: (report) => {
-      root.hidden = !report.models.length;
-      if (panels.length !== report.models.length) {
-        panels = report.models.map(modelPanel);
-        fill(body, panels.map((panel) => panel.root));
+    show: (next) => {
+      report = next;
+      const { models } = report;
+      root.hidden = !models.length;
+      choose.hidden = models.length <= MOST_MODELS;
+      if (chosen.children.length !== models.length) {
+        const before = chosen.value;
+        fill(chosen, models.map((model, i) => make("option", { value: i }, `${model.sync}, from ${duration(model.from_s)} on`)));
+        chosen.value = before || String(longestModel(models));
       }
-      const level = report.timeline?.workers.length ? levelsOf(report.timeline)[0] : null;
-      panels.forEach((panel, i) => panel.show(report.models[i], report, level));
+      draw();
     },
   };
+}
+
+function longestModel(models) {
+  const lasted = (model) => model.to_s - model.from_s;
+  return models.reduce((best, model, i) => (lasted(model) > lasted(models[best]) ? i : best), 0);
 }
 
 function modelPanel() {

@@ -83,10 +83,12 @@ const bytes = (value) => scaled(value, "B");
 function tickText(value, step) {
   if (value === 0) return "0";
   const size = Math.abs(value);
+  if (size >= 1e15 || step < 1e-6) {
+    return value.toExponential(Math.min(6, Math.max(0, Math.ceil(Math.log10(size / step) - 1e-9)))).replace("e+", "e");
+  }
   for (const [unit, prefix] of SIZES) {
     if (size >= unit && unit > 1) return `${Number((value / unit).toPrecision(6))}${prefix}`;
   }
-  if (size < 1e-4) return value.toExponential(0);
   return value.toFixed(Math.min(6, Math.max(0, Math.ceil(-Math.log10(step) - 1e-9))));
 }
 

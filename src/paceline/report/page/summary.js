@@ -20,7 +20,8 @@ function headerPanel(...tools) {
   const facts = make("p", { class: "facts" });
   const headline = make("p", { class: "headline" });
   const why = make("code");
-  const failure = make("div", { class: "failure", hidden: true }, make("b", {}, "Why it failed"), scrollBox("Why it failed", "pre", why));
+  const whyTitle = make("b");
+  const failure = make("div", { class: "failure", hidden: true }, whyTitle, scrollBox("Why it failed", "pre", why));
   const root = make("header", {}, make("div", { class: "titles" }, title, make("div", { class: "corner" }, tools)), facts, headline, failure);
   return {
     root,
@@ -37,6 +38,7 @@ function headerPanel(...tools) {
       );
       fill(headline, report.headline);
       failure.hidden = !report.failure;
+      fill(whyTitle, report.state === "failed" ? "Why it failed" : "Why it ended");
       if (why.textContent !== report.failure) fill(why, report.failure);
     },
   };

@@ -182,10 +182,10 @@ function timelinePanel() {
   return {
     root,
     show: (report) => {
-      root.hidden = !report.timeline || !report.timeline.workers.length;
-      if (root.hidden) return;
-      state.content = contentOf(report);
-      const { content } = state;
+      const content = contentOf(report);
+      root.hidden = !content;
+      if (!content) return;
+      state.content = content;
       const tall = STRIP + content.rowHeight * content.timeline.workers.length;
       spacer.style.height = `${tall}px`;
       scroll.style.height = `${Math.min(MOST_HEIGHT, tall)}px`;
@@ -199,11 +199,12 @@ function timelinePanel() {
   };
 }
 
+// What the timeline of a report shows; null if it shows nothing.
 function contentOf(report) {
   const { timeline } = report;
-  const levels = levelsOf(timeline);
-  const extent = extentOf(levels[0]);
-  return {
+  const levels = timeline ? levelsOf(timeline) : null;
+  const extent = levels ? extentOf(levels[0]) : null;
+  return extent && {
     timeline,
     levels,
     mean: meanLevel(levels),

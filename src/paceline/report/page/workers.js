@@ -21,7 +21,7 @@ function workersPanel() {
       const { workers } = report;
       root.hidden = !workers.length;
       longest = Math.max(...workers.map((row) => sumOf(row.time_s)), 1e-9);
-      digits = decimalsFor(longest);
+      digits = decimalsFor(Math.max(longest, ...workers.map((row) => row.awaited_s)));
       fill(colors, legend(totalTime(workers), false));
       speed = decimalsFor(Math.max(...workers.map((row) => row.samples_per_s ?? 0)));
       found ??= table("Workers", [
