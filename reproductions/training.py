@@ -360,7 +360,7 @@ def _run(run: TrainingRun) -> TrainingOutcome:
         restarts=measures.restarts,
         mean_staleness=measures.mean_staleness,
         bytes_by_kind=result.bytes_by_kind,
-        pushes_s=[loss.time_s for loss in result.history or []],
+        pushes_s=[loss.time_s for loss in result.losses or []],
     )
 
 

@@ -676,8 +676,8 @@ def test_what_a_closure_returns_is_passed_through_and_shown_if_it_is_a_number(
     assert all(type(record.loss) is type(shown) for record in records)
 
     simulated = simulate(Cluster(compute_s=[1.0]), sync="bsp", train_fn=train)
-    assert simulated.history is not None
-    assert [loss.loss for loss in simulated.history] == ([] if shown is None else [shown, shown])
+    assert simulated.losses is not None
+    assert [loss.loss for loss in simulated.losses] == ([] if shown is None else [shown, shown])
 
 
 def test_what_a_closure_returns_has_the_type_that_it_returned() -> None:

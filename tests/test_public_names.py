@@ -26,6 +26,7 @@ def test_the_package_exports_these_names_and_no_others() -> None:
         "evaluating",
         "is_main",
         "launch",
+        "log",
         "prepare",
         "reduce",
         "register_elementwise",
@@ -108,7 +109,7 @@ def test_the_solver_has_these_names_and_arguments() -> None:
 
 def test_the_result_of_a_run_has_these_attributes() -> None:
     names = {name for name, _ in inspect.getmembers(paceline.RunResult) if not name.startswith("_")}
-    assert {"state_dict", "summary", "run_dir", "trace"} <= names
+    assert {"state_dict", "summary", "run_dir", "trace", "history"} <= names
 
 
 def test_launch_takes_these_arguments() -> None:

@@ -109,13 +109,13 @@ def test_every_model_trains_replays_and_comes_out_the_same_twice(sync: str) -> N
         simulate(UNEQUAL, sync, train_fn=train, args=(4, 0.1), seed=3, record=True) for _ in range(2)
     )
     assert same_weights(one, other)
-    assert (one.trace, one.history, one.time_s) == (other.trace, other.history, other.time_s)
+    assert (one.trace, one.losses, one.time_s) == (other.trace, other.losses, other.time_s)
     for trace in one.trace:
         assert replay(trace) == []
         assert trace.header.computed_by.startswith("torch ")
-    assert one.history is not None
-    assert len(one.history) == 3 * 4 * 4
-    begin, end = one.history[:6], one.history[-6:]
+    assert one.losses is not None
+    assert len(one.losses) == 3 * 4 * 4
+    begin, end = one.losses[:6], one.losses[-6:]
     assert sum(loss.loss for loss in end) < 0.9 * sum(loss.loss for loss in begin)
 
 

@@ -22,6 +22,7 @@ _HOMES = {
     "evaluating": "frontend.evaluating",
     "is_main": "frontend.main_worker",
     "launch": "launcher.launch",
+    "log": "frontend.metrics",
     "prepare": "frontend.prepare",
     "reduce": "frontend.collectives",
     "register_elementwise": "shard.foreign",
@@ -46,6 +47,7 @@ __all__ = [
     "evaluating",
     "is_main",
     "launch",
+    "log",
     "prepare",
     "reduce",
     "register_elementwise",
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     from .frontend.epochs import epochs
     from .frontend.evaluating import evaluating
     from .frontend.main_worker import is_main
+    from .frontend.metrics import log
     from .frontend.optimizer import DistributedOptimizer
     from .frontend.prepare import prepare
     from .frontend.saving import save

@@ -9,6 +9,7 @@
               `core.joining`), it receives Started. Before that, it may send ModelRequested, and receives
               ModelDescribed, with which it reads the model from the servers
     data      a worker sends DataRequested when it needs data, and receives DataGranted
+    metrics   a worker sends MetricsLogged with what its script has logged
     main      the workers that take part receive MainChosen when another worker has become the main worker (see
               `core.main_worker`); a worker that sends MainRequested receives it, too
     loops     a worker sends EpochReached in its training loop, and StatesDecided tells it whether to send the states
@@ -52,6 +53,7 @@ from .entry import Entry, EntryRecorder
 from .extension import Extension
 from .fingerprints import Fingerprints
 from .guard import DIVERGED, Guard, Verdict
+from .history import MOST_METRICS, History, Kind
 from .job_sync import JobSync
 from .joining import Join
 from .joint_norms import JointNorms
@@ -78,12 +80,14 @@ from .messages import (
     GradientHashed,
     HyperParametersReported,
     JoinOffered,
+    LoggedValue,
     LoopEntered,
     MainChosen,
     MainRequested,
     MeanMeasured,
     MeanMissing,
     Message,
+    MetricsLogged,
     ModelDescribed,
     ModelRequested,
     PacesObserved,
@@ -166,6 +170,7 @@ class Coordinator:
         collectives: the barrier, the reduction or the extension in which workers wait.
         time_ledger: what the workers have spent their time on.
         guard: judges what the workers report of their pushes.
+        history: the metrics that the scripts of the workers have logged.
         auto: chooses the sync models of the run; None if the user has chosen them.
     """
 
@@ -210,6 +215,8 @@ class Coordinator:
         self.collectives = Collectives(self._extend)
         self.time_ledger = TimeLedger()
         self.guard = guard or Guard()
+        self.history = History()
+        self._crowded = False  # True once the scripts have logged more names than a job may have
         self.auto = Auto(self._may_use, stale=relaxes) if schedule.auto else None
         # loader -> the last epoch that a worker has begun, if there is `auto`
         self._begun: dict[str, int] = {}
@@ -524,6 +531,8 @@ class Coordinator:
                 return [Warn(finding)] if finding else []
             case PushesObserved():
                 return self._observe(worker, message)
+            case MetricsLogged():
+                return self._keep_metrics(worker, message, now_ticks)
             case Contributed(model=None) if worker in self.members.invited:
                 # The others have made the calls before their first step long ago, and do not make them again.
                 return [Send(sender, combine({worker: message}))]
@@ -941,6 +950,39 @@ class Coordinator:
             )
             requests += [request for verdict in verdicts for request in self._heed(verdict)]
         return requests
+
+    def _keep_metrics(self, worker: int, message: MetricsLogged, now_ticks: int) -> list[Request]:
+        """Add what a script has logged to the history."""
+        if worker in self.members.gone:
+            return []
+        requests: list[Request] = []
+        for logged in message.values:
+            kept = self.history.note(
+                logged.name,
+                self._kind_of(worker, logged),
+                logged.value,
+                logged.weight,
+                time_s=max(0.0, now_ticks / self._ticks_per_s - logged.age_s),
+                samples=logged.samples,
+                updates=logged.updates,
+                worker=worker,
+                count=logged.count,
+                source=logged.source,
+            )
+            if not kept and not self._crowded:
+                self._crowded = True
+                words = (
+                    f"The scripts have logged more than {MOST_METRICS} metrics. Those whose names came later, the "
+                    f"first of them {logged.name!r} of worker {worker}, are not kept."
+                )
+                self.faults.append(words)
+                requests.append(Warn(words))
+        return requests
+
+    def _kind_of(self, worker: int, logged: LoggedValue) -> Kind:
+        """Return the kind of a value. See `core.history`."""
+        alone = logged.source == "script" and self._workers > 1 and worker == self.main.worker
+        return "point" if logged.evaluating or alone else "mean"
 
     def _heed(self, verdict: Verdict) -> list[Request]:
         self.findings.append(verdict.words)

@@ -60,6 +60,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
         last: the workers that keep it waiting: in a call, those that have not made it; otherwise, of the workers that
             do not wait themselves, those in the earliest iteration. () if it does not wait.
         losses: why each of its incarnations that were lost was lost, in order; () if none was.
+        guessed: True if `loss` is a guess: the tensor on which the script has called `backward()`.
     """
 
     worker: int
@@ -73,6 +74,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     waits_for: str = ""
     last: tuple[int, ...] = ()
     losses: tuple[str, ...] = ()
+    guessed: bool = False
 
 
 class MachineStatus(msgspec.Struct, frozen=True):
@@ -262,6 +264,7 @@ def job_status(core: Coordinator, observed: Observed, local: str = LOCAL) -> Job
                 waits_for,
                 () if not waits_for else uncalled if call is not None else last,
                 tuple(losses.get(worker, ())),
+                reported is not None and reported.guessed,
             )
         )
     links = tuple(

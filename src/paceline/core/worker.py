@@ -73,6 +73,7 @@ from .messages import (
 from .model_spec import ModelSpec
 from .requests import COORDINATOR, PROCEED, Abort, Request, Send, server_peer
 from .time_spent import TimeSpent
+from .unsent_metrics import Noted, UnsentMetrics
 
 __all__ = ["Worker"]
 
@@ -166,6 +167,7 @@ class Worker:
         )
         self._edits_begun = 0  # number of edits that the script has begun
         self._observed: list[Observation] = []  # what the coordinator has not been told yet
+        self._unsent = UnsentMetrics()  # what the coordinator has not been told of the metrics
         self._relaxed = False  # True once workers have not been kept in lockstep
         self._follow(schedule.first)
 
@@ -271,6 +273,8 @@ class Worker:
             if samples is None and not data.has_drawn:
                 samples, repeated = self._batch_samples, self._batch_samples is not None
             self._batch_samples = samples
+        if not idle:
+            self._unsent.pushed(samples)
         ahead = data.push(None if empty else busy_s) if data.used and not idle else []
         # Every worker sends to the shards in descending order, because the last layers' gradients are ready first.
         for shard, server in self._last_first:
@@ -317,6 +321,20 @@ class Worker:
             return []
         observed, self._observed = tuple(self._observed), []
         return [Send(COORDINATOR, PushesObserved(observed))]
+
+    def log(
+        self, noted: Sequence[Noted], now_s: float, *, report: bool = True, ended: bool = False
+    ) -> list[Request]:
+        """Keep what the script has logged. Call this after the push that has followed.
+
+        Args:
+            noted: what the script has logged since the last call.
+            now_s: the current time in seconds, on the clock with which it was noted.
+            report: True to send the coordinator everything that is kept.
+            ended: True if no push has followed, because the script has ended.
+        """
+        self._unsent.take(noted, ended=ended)
+        return self._unsent.report(now_s) if report or self._unsent.fills_a_message else []
 
     def pull_again(self, *, restart: bool = True) -> list[Request]:
         """Pull the current weights again during an iteration. No shard delays its answer.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 from torch import nn
@@ -60,11 +60,13 @@ def evaluating(model: Model) -> Iterator[Model]:
     training = training_of(session) if session is not None else None
     if training is None:
         hold_job_model(session, newest=True)
-        yield copy.deepcopy(model).eval()
+        with session.metrics.evaluation(session) if session is not None else nullcontext():
+            yield copy.deepcopy(model).eval()
         return
     training.require_not_idle("evaluating()")
     training.refresh()
     snapshot = copy.deepcopy(model).eval()
     pool_buffers(training, model, snapshot)
-    with training.idle():
+    assert session is not None
+    with session.metrics.evaluation(session), training.idle():
         yield snapshot

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .session import Session, current
 
-__all__ = ["builds_graph", "can_compute_gradients", "may_look"]
+__all__ = ["builds_graph", "can_compute_gradients", "computes", "may_look"]
 
 
 def builds_graph(session: Session) -> bool:
     """Return True if operations of this session's worker are now recorded in a graph that `backward()` can use."""
-    return torch.is_grad_enabled() and _computes(session)
+    return torch.is_grad_enabled() and computes(session)
 
 
 def can_compute_gradients(session: Session, module: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
@@ -35,10 +35,10 @@ def can_compute_gradients(session: Session, module: nn.Module, parameters: Itera
 
 def may_look(session: Session, module: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
     """Return True if a module with one of the parameters is about to run in this worker, without gradients."""
-    return not torch.is_grad_enabled() and _computes(session) and _holds(module, parameters)
+    return not torch.is_grad_enabled() and computes(session) and _holds(module, parameters)
 
 
-def _computes(session: Session) -> bool:
+def computes(session: Session) -> bool:
     """Return True unless another worker computes, or torch only compiles, traces or intercepts operations."""
     if torch.compiler.is_compiling() or current() is not session:
         return False

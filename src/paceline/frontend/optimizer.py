@@ -142,7 +142,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Returns:
             The result of the closure; None if there is no closure. If the result is a number or a tensor of one
-            element, it is shown and recorded as the loss.
+            element, it is logged as the loss, unless the script logs a loss itself (see `paceline.log`).
 
         Raises:
             ConfigurationError: the model or its parameters are not supported. Only the first forward pass or step
@@ -194,7 +194,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         stale = self._set_index in self._training.stale and closure is None
         count_step(self._session, self._session.data.samples)
         self._training.stale.discard(self._set_index)
-        self._training.commit(self._set_index, groups, _as_number(loss), leave_out_gradient=stale, clip=clip)
+        self._training.commit(
+            self._set_index,
+            groups,
+            result=_as_number(loss),
+            has_closure=closure is not None,
+            leave_out_gradient=stale,
+            clip=clip,
+        )
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

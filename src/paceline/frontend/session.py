@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
@@ -19,11 +19,15 @@ from ..core.lease import BatchSizing, Split
 from ..core.messages import Combined, LoopPosition, Observation
 from ..core.model_spec import BufferSpec, ModelSpec
 from ..core.requests import Request
+from ..core.unsent_metrics import Noted, Settled
 from ..errors import ConfigurationError
 from ..shard.vectors import Vectors
 from ..sync import SyncModel
 from ..sync.events import Clip
 from ..sync.schedule import read_schedule
+
+if TYPE_CHECKING:
+    from .metrics import MetricLog  # imports this module
 
 __all__ = ["Session", "current", "install", "set_sync", "worker_count", "worker_index"]
 
@@ -55,6 +59,7 @@ class Session(Protocol):
         samples: number of samples that all workers together had used by that answer, as far as it is known.
         weights: dtype -> flat vector of the weights. Filled by `begin`.
         gradients: dtype -> flat vector of the gradients. Filled by `begin`.
+        metrics: what the script has logged since the last push.
         on_moved: function that the session calls after it has moved `weights` to other memory.
         on_finish: function that the session calls when the script ends. It returns a warning, or "".
         sends_early: True if `gradient_ready` must be called for each gradient as soon as it is computed.
@@ -68,6 +73,7 @@ class Session(Protocol):
     skips_nan: bool
     weights: Vectors
     gradients: Vectors
+    metrics: MetricLog
     on_moved: Callable[[], object]
     on_finish: Callable[[], str]
 
@@ -267,7 +273,7 @@ class Session(Protocol):
         empty: bool,
         significance: float | None,
         buffers: Mapping[int, torch.Tensor],
-        loss: float | None,
+        logged: Settled,
         clip: Clip | None = None,
         clipped: bool = False,
         set_index: int | None = None,
@@ -282,7 +288,7 @@ class Session(Protocol):
             significance: |g| / |w|: the L2 norm of the unscaled gradient divided by the L2 norm of the weights at
                 which it was computed; None if it is not needed.
             buffers: index -> buffer, for the buffers that have changed since the last call.
-            loss: the loss to show and record, if known.
+            logged: what the script has logged since the last push.
             clip: set if the script clips the gradient that is applied.
             clipped: True if the script has clipped this worker's own gradient.
             set_index: the parameter set that is pushed and pulled; None for all sets.
@@ -290,8 +296,8 @@ class Session(Protocol):
         """
         ...
 
-    def observe(self, observed: Observation) -> None:
-        """Report what was seen of a push that is not made, because its gradient is not finite."""
+    def observe(self, observed: Observation, noted: Sequence[Noted] = ()) -> None:
+        """Report at once what was seen of a push, and what the script has logged if no other push follows."""
         ...
 
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:

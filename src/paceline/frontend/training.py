@@ -22,6 +22,7 @@ from ..core.layout import of_set
 from ..core.messages import MOST_PARAMETER, Combined, GradientHashed, Observation, Warned
 from ..core.model_spec import BufferSpec, HyperParameters
 from ..core.requests import COORDINATOR, Send
+from ..core.unsent_metrics import Settled
 from ..errors import NonFiniteGradientError, UsageError
 from ..shard.optimizer_state import join_state
 from ..shard.vectors import Vectors, digest, sampled_norm, squared_norm, torch_dtype
@@ -30,6 +31,7 @@ from .clipping import take_clipped
 from .first_forward import builds_graph
 from .gradients import Gradients
 from .hooks import after_each_forward, before_each_load, remove_now
+from .metrics import MetricLog
 from .model import describe_parameter
 from .parameter_sets import ParameterSet, Trained
 from .restart import Restartable
@@ -88,6 +90,8 @@ class WorkerTraining:
         self._inside = ""  # the context that the script is in: `EVALUATING`, `EDITING` or ""
         # The sets whose last push had NaN in its gradient. The guard of the run must learn of the next one, too.
         self._had_nan: set[int] = set()
+        # what was seen of the last push, if the guard is told of it when the script has logged its loss
+        self._unobserved: Observation | None = None
         self.stale: set[int] = set()
         self.graph_begun = False
         trained = Trained.of(sets)
@@ -256,6 +260,10 @@ class WorkerTraining:
 
         If the session aborts the computation, the closure runs again with newly pulled weights.
         """
+        with self._session.metrics.closure():
+            return self._compute(closure)
+
+    def _compute(self, closure: Callable[[], Any]) -> Any:
         if not self._session.may_restart:
             result = closure()
             self._session.hold_back(droppable=False)
@@ -265,7 +273,7 @@ class WorkerTraining:
                 self._trained.model,
                 self._trained.parameters,
                 self._session,
-                partial(_restart, self._gradients, self._weights),
+                partial(_restart, self._gradients, self._weights, self._session.metrics),
             )
         return self._restartable.run(closure)
 
@@ -286,8 +294,9 @@ class WorkerTraining:
         self,
         set_index: int,
         groups: tuple[HyperParameters, ...],
-        loss: float | None,
         *,
+        result: float | None,
+        has_closure: bool,
         leave_out_gradient: bool,
         clip: Clip | None = None,
     ) -> None:
@@ -296,7 +305,8 @@ class WorkerTraining:
         Args:
             set_index: the parameter set.
             groups: the hyper-parameters of each parameter group.
-            loss: the loss to record, if known.
+            result: the number that the closure of the step has returned; None if there is none.
+            has_closure: True if the step has a closure.
             leave_out_gradient: True to push without a gradient. The iteration still counts as progress.
             clip: set if the script clips the gradient that is applied.
 
@@ -307,7 +317,9 @@ class WorkerTraining:
         session = self._session
         self._weights.require_unchanged(session)
         scale_gradients = self._trained.sets[set_index].scale_gradients
-        selected = set_index if len(self._trained.sets) > 1 else None
+        sets = len(self._trained.sets)
+        selected = set_index if sets > 1 else None
+        logged = session.metrics.settle(session, result=result, has_closure=has_closure, sets=sets)
         present = self._gradients.adopt_all(self._trained.members[set_index])
         empty = leave_out_gradient
         norm, name = (None, None) if empty else self._gradients.norm(selected)
@@ -315,8 +327,9 @@ class WorkerTraining:
         if session.observes or name is not None or set_index in self._had_nan:
             weights = sampled_norm(of_set(session.weights, selected).values())
             observed = Observation(
-                session.updates, loss, norm, weights, (name or "")[:MOST_PARAMETER], set_index
+                session.updates, logged.loss, norm, weights, (name or "")[:MOST_PARAMETER], set_index
             )
+        observed = self._in_turn(observed, logged, is_nan=name is not None)
         if name is None:
             self._had_nan.discard(set_index)
         else:
@@ -324,7 +337,7 @@ class WorkerTraining:
             error = NonFiniteGradientError(session.worker, session.iteration, name)
             if not session.skips_nan:
                 assert observed is not None
-                session.observe(observed)
+                session.observe(observed, logged.noted)
                 raise error
             log.warning(
                 "worker %d, iteration %d: gradients not pushed, because the gradient of %r contains NaN or inf",
@@ -353,7 +366,7 @@ class WorkerTraining:
             empty=empty,
             significance=significance,
             buffers=self._trained.buffers.changed(),
-            loss=loss,
+            logged=logged,
             clip=clip,
             clipped=take_clipped(session),
             set_index=selected,
@@ -362,6 +375,23 @@ class WorkerTraining:
         self._weights.mark_pulled(self._trained.members[set_index])
         self._gradients.begin_next()
         self.graph_begun = False
+
+    def _in_turn(self, observed: Observation | None, logged: Settled, *, is_nan: bool) -> Observation | None:
+        """Return the observation that is due now: the one before, if the loss of each push is known after it.
+
+        A gradient with NaN is reported at once.
+        """
+        before, self._unobserved = self._unobserved, None
+        if before is not None:
+            before = msgspec.structs.replace(before, loss=logged.earlier_loss)
+        if observed is None:
+            return before
+        if logged.follows and not is_nan:
+            self._unobserved = observed
+            return before
+        if before is not None:
+            self._session.observe(before)
+        return observed
 
     def refresh(self) -> None:
         """Pull the current weights between two iterations, without a push.
@@ -461,6 +491,8 @@ class WorkerTraining:
 
     def _after_forward(self, module: nn.Module, inputs: object, output: object) -> None:
         """Notice if the first output that is computed of a batch is a part of a gradient. See `core/drawn.py`."""
+        if torch.is_grad_enabled():
+            self._session.metrics.computes = True
         batch = self._session.data.newest
         if batch is None or batch.watched or not builds_graph(self._session):
             return
@@ -486,10 +518,11 @@ def training_of(session: Session) -> WorkerTraining | None:
 _trainings: WeakKeyDictionary[Session, ref[WorkerTraining]] = WeakKeyDictionary()
 
 
-def _restart(gradients: Gradients, weights: Weights) -> None:
+def _restart(gradients: Gradients, weights: Weights, metrics: MetricLog) -> None:
     """Continue after a computation was aborted, its gradients were dropped, and new weights were pulled."""
     gradients.begin_next()
     weights.mark_pulled()
+    metrics.restart()
 
 
 def _contribute(batch: DrawnBatch, gradient: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ import cloudpickle
 
 from ..errors import PacelineError, PeerLostError, ProtocolError, TakenOutError, first_line
 from ..frontend import session as sessions
+from ..frontend.backward import watch_backward
 from ..frontend.clipping import watch_torch
 from ..plugins import load_models
 from ..plugins.conditions import local_conditions
@@ -85,6 +86,7 @@ def main(order: Order, descriptors: Descriptors) -> int:
     if job.joined:
         leave_on_sigterm(session)
     watch_torch()
+    watch_backward()
     try:
         _train(kind, arguments, objects)
     except SystemExit as end:

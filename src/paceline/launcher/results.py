@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 
 from ..core.coordinator import Coordinator
 from ..core.data_ledger import DataLedger
+from ..core.history import MetricHistory
 from ..core.lease import Order
 from ..errors import ConfigurationError
 from ..files import write_json
@@ -34,6 +35,8 @@ from ..trace.time_use import time_shares, time_use
 
 __all__ = ["RunResult", "save_weights", "summarize", "write_summary"]
 
+NO_METRICS = MetricHistory()
+
 NAMED = 5  # maximum number of missing tensors that a message names
 
 
@@ -44,10 +47,11 @@ class RunResult(msgspec.Struct, frozen=True):
         state_dict: the final weights and buffers as plain tensors, with the names from the model's `state_dict`.
         summary: settings and statistics of the run, which are also written to `summary.json` in `run_dir`. The entry
             `findings` says in sentences how much time the workers lost, why, and what would help.
-        run_dir: the directory with the logs, the traces, `weights.safetensors` and `summary.json`.
+        run_dir: the directory with the logs, the traces, `weights.safetensors`, `metrics.jsonl` and `summary.json`.
         snapshots: pairs (seconds since training began, weights); empty if no snapshots were requested.
         problems: messages about problems at the end of the run, for example if the weights had to be saved to another
             directory.
+        history: what the script has logged (see `paceline.log`): name -> metric, such as `history["loss"].values`.
     """
 
     state_dict: dict[str, torch.Tensor]
@@ -55,6 +59,7 @@ class RunResult(msgspec.Struct, frozen=True):
     run_dir: Path
     snapshots: list[tuple[float, WeightsSnapshot]]
     problems: tuple[str, ...] = ()
+    history: MetricHistory = NO_METRICS
 
     @property
     def tracked(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from ..core.guard import DIVERGED
+from ..core.history import MetricHistory
 from ..core.main_worker import NOBODY
 from ..core.members import Departure
 from ..errors import ConfigurationError, RunFailedError
@@ -471,7 +472,10 @@ class LiveRun:
         for fault in summary["faults"]:
             self._say(f"note: {fault}")
         snapshots = self._sampler.taken if self._sampler is not None else []
-        return RunResult(self._weights.state_dict, summary, self._run_dir, snapshots, tuple(self._notes))
+        history = MetricHistory(core.history.metrics())
+        return RunResult(
+            self._weights.state_dict, summary, self._run_dir, snapshots, tuple(self._notes), history
+        )
 
     def _summary(self, ended: str, failure: str = "") -> dict[str, Any]:
         """Write the summary, and return it."""

@@ -164,7 +164,7 @@ def _run(task: _Task) -> Trained:
             )
         except RunFailedError as error:
             return Trained(failed(task.sync, error), [], float("nan"))
-    curve = smooth(result.history or [])
+    curve = smooth(result.losses or [])
     figures = figures_of(task.sync, result)
     lines = Path(task.log).read_text(errors="replace").split("\n")
     said = next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -90,6 +90,7 @@ from .footprint import available_bytes, footprint, served_shortage, shortage, ve
 from .hub import Caller, Hub
 from .job import LOOPBACK, Job, encode_job
 from .machines import Machines
+from .metrics_writer import MetricsWriter
 from .registration import require_sound
 from .timers import Timers
 from .traces import TraceFiles
@@ -195,6 +196,7 @@ class CoordinatorHost:
             guard=Guard(job.guard, skips_nan=job.on_nan == "skip"),
             relaxes=job.translated,
         )
+        self._metrics = MetricsWriter(self.core.history, Path(job.run_dir), self.core.faults.append)
         self._main = self.core.main.worker  # the main worker of which the agents know
         self._members: dict[tuple[str, int], Caller] = {}  # (role, index) -> its connection
         self._machines = Machines()
@@ -237,8 +239,9 @@ class CoordinatorHost:
     # -- for other threads --------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread of the event loop."""
+        """Start the thread of the event loop, and the one that writes the metrics."""
         self._thread.start()
+        self._metrics.start()
 
     def fail(self, failure: RunFailedError) -> None:
         """Report a failure that another thread has detected, such as a crash. Later failures are ignored."""
@@ -389,6 +392,7 @@ class CoordinatorHost:
             self.fail(RunFailedError("the coordinator", str(InternalError(repr(error)))))
         finally:
             self._recorder.close()
+            self._metrics.close()
             for clock in self._clocks.values():
                 clock.close()
             self._traces.close()

@@ -63,7 +63,9 @@ from ..core.messages import (
 from ..core.model_spec import BufferSpec, ModelSpec
 from ..core.requests import COORDINATOR, Request, Send
 from ..core.time_spent import Activity, Stopwatch
+from ..core.unsent_metrics import Noted, Settled
 from ..errors import DeadlineError, PeerLostError, ProtocolError, TakenOutError
+from ..frontend.metrics import MetricLog
 from ..shard.buffers import checksum, pack, packed_bytes, unpack
 from ..shard.store import Vectors
 from ..sync import SyncModel
@@ -100,6 +102,8 @@ LEAST_IDLE_S = 1e-3  # minimum time between two pushes while the script is not t
 # Minimum times between two pushes that are observed, and between two reports of what was seen. They bound the cost of
 # the guard: a push takes about 15 us to observe, and as long to judge (see `python -m benchmarks guard`).
 OBSERVING_INTERVAL_S, REPORTING_INTERVAL_S = 2e-3, 10e-3
+# Minimum time between two reports of what the script has logged.
+LOGGING_INTERVAL_S = 0.1
 
 # The payload of a commit need not be copied, because it does not change until the commit is answered.
 LENT: Final = "until the answer"
@@ -163,6 +167,7 @@ class WorkerSession:
         self.skips_nan = job.on_nan == "skip"
         self.weights: Vectors = {}
         self.gradients: Vectors = {}
+        self.metrics = MetricLog()
         self._job = job
         self._reached = place.coordinator
         self._incarnation = place.incarnation
@@ -209,10 +214,13 @@ class WorkerSession:
         self._fetching = -1  # the shard whose optimizer state is being received; -1 for none
         # The time at which the weights for the current iteration arrived; None before the first iteration.
         self._begun_s: float | None = None
-        self._status_s = self._heard_s = -math.inf
+        self._status_s = self._heard_s = self._logged_s = -math.inf
         # What was shown last; the state is "" before the first time.
         self._shown: Literal["", "computing", "waiting", "pulling", "paused"] = ""
-        self._loss: float | None = None
+        self._loss: float | None = None  # the last one that is known
+        self._guessed = False  # True if it is a guess
+        # the record of the last iteration, if the script logs the loss of an iteration after its step
+        self._unwritten: IterationRecord | None = None
         self._observed_s = (
             self._reported_s
         ) = -math.inf  # when a push was last observed, and reported to the guard
@@ -402,7 +410,7 @@ class WorkerSession:
         with self._doing("exchanging"):
             self._connect(model, self._core.extended.shards)
             self._core.await_extended_weights()
-            self._await_answers(None)
+            self._await_answers()
         # only now, because a server that sees no connection of a worker considers the worker as lost
         for stream in before:
             self._selector.unregister(stream)
@@ -411,10 +419,10 @@ class WorkerSession:
 
     @_exclusive
     def await_first_weights(self) -> None:
-        self._await_answers(None)
+        self._await_answers()
         self._stopwatch.enter("computing", self._job.now_ticks())
         self._begun_s = self._job.now_s()
-        self._show("computing", None)
+        self._show("computing")
 
     @property
     def iteration(self) -> int:
@@ -496,7 +504,7 @@ class WorkerSession:
         if self._outbox is not None:
             self._outbox.begin()
         self._perform(self._core.pull_again())
-        self._await_answers(None)
+        self._await_answers()
         self._stopwatch.enter("computing", self._job.now_ticks())
         self._restarted = dropped_s, self._job.now_s()
 
@@ -506,7 +514,7 @@ class WorkerSession:
             self._outbox.begin()
         with self._doing("exchanging"):
             self._perform(self._core.pull_again(restart=False))
-            self._await_answers(None)
+            self._await_answers()
         self._begun_s, self._restarted = self._job.now_s(), None
 
     @_exclusive
@@ -514,7 +522,7 @@ class WorkerSession:
         self._hear_coordinator()
         with self._doing("exchanging"):
             self._perform(self._core.begin_edit())
-            self._await_answers(None)
+            self._await_answers()
         return self._core.edits
 
     @_exclusive
@@ -526,11 +534,11 @@ class WorkerSession:
         self._computed_s = pushed_s = self._job.now_s()
         self._stopwatch.push(self._job.now_ticks())
         self._perform(self._core.push_edit(contents), payloads)
-        self._await_answers(None)
+        self._await_answers()
         self._stopwatch.enter("computing", self._job.now_ticks())
         if self._outbox is not None:
             self._outbox.begin()
-        self._end_iteration(pushed_s, None)
+        self._end_iteration(pushed_s)
 
     def cancel_edit(self) -> None:
         self._core.cancel_edit()
@@ -637,7 +645,7 @@ class WorkerSession:
         empty: bool,
         significance: float | None,
         buffers: Mapping[int, torch.Tensor],
-        loss: float | None,
+        logged: Settled,
         clip: Clip | None = None,
         clipped: bool = False,
         set_index: int | None = None,
@@ -649,6 +657,7 @@ class WorkerSession:
         if now_s - self._heard_s > HEARING_INTERVAL_S:
             self._heard_s = now_s
             self._hear_coordinator()
+        self._note_loss(logged)
         pushed_s = self._job.now_s()
         self._stopwatch.push(self._job.now_ticks())
         self._computing_s.append(pushed_s - self._begun_s)
@@ -676,18 +685,22 @@ class WorkerSession:
             due = pushed_s - self._reported_s >= REPORTING_INTERVAL_S or bool(observed.parameter)
             self._reported_s = pushed_s if due else self._reported_s
             self._perform(self._core.observe(observed, report=due))
+        due = pushed_s - self._logged_s >= LOGGING_INTERVAL_S
+        self._logged_s = pushed_s if due else self._logged_s
+        self._perform(self._core.log(logged.noted, pushed_s, report=due))
         self._leave_if_asked()
-        self._await_answers(loss)
-        self._wait_while_paused(loss)
+        self._await_answers()
+        self._wait_while_paused()
         self._stopwatch.enter("computing", self._job.now_ticks())
         self._pulls = None
         if self._outbox is not None:
             self._outbox.committed()
-        self._end_iteration(pushed_s, loss)
+        self._end_iteration(pushed_s, logged.loss, follows=logged.follows)
 
     @_exclusive
-    def observe(self, observed: Observation) -> None:
+    def observe(self, observed: Observation, noted: Sequence[Noted] = ()) -> None:
         self._perform(self._core.observe(observed))
+        self._perform(self._core.log(noted, self._job.now_s(), ended=True))
 
     def _watch_link(self, watch: SlowLink) -> None:
         """Report a link to the servers that is too slow for the model."""
@@ -732,11 +745,17 @@ class WorkerSession:
         self._computed_s = pushed_s = self._job.now_s()
         with self._doing("exchanging"):
             self._perform(self._core.stand_in([content] * len(self._shards)), payloads)
-            self._await_answers(None)
-        self._end_iteration(pushed_s, None)
+            self._await_answers()
+        self._end_iteration(pushed_s)
 
-    def _end_iteration(self, pushed_s: float, loss: float | None) -> None:
-        """Record the iteration that has ended, and begin the next one."""
+    def _end_iteration(self, pushed_s: float, loss: float | None = None, *, follows: bool = False) -> None:
+        """Record the iteration that has ended, and begin the next one.
+
+        Args:
+            pushed_s: when its push began.
+            loss: its loss, if that is known.
+            follows: True if the loss may become known before the next push. The record is then written after that.
+        """
         assert self._begun_s is not None
         answered_s = self._job.now_s()
         dropped_s, restarted_s = self._restarted or (None, None)
@@ -755,9 +774,32 @@ class WorkerSession:
             restarted_s=restarted_s,
             machine=self._machine,
         )
-        self._log.write(msgspec.json.encode(record) + b"\n")
+        self._write_record()
+        self._unwritten = record
+        if not follows:
+            self._write_record()
         self._begun_s, self._restarted = answered_s, None
-        self._show("computing", loss)
+        self._show("computing")
+
+    def _write_record(self, loss: float | None = None) -> None:
+        """Write the record that has waited for its loss, if there is one."""
+        record, self._unwritten = self._unwritten, None
+        if record is not None:
+            if loss is not None:
+                record = msgspec.structs.replace(record, loss=loss)
+            self._log.write(msgspec.json.encode(record) + b"\n")
+
+    def _note_loss(self, logged: Settled) -> None:
+        """Keep the last loss that is known."""
+        self._write_record(logged.earlier_loss)
+        if logged.shown is not None:
+            self._loss, self._guessed = logged.shown, logged.guessed
+
+    def _send_rest(self) -> None:
+        """Send what the script has logged since the last push, because no other push follows."""
+        logged = self.metrics.settle_rest()
+        self._note_loss(logged)
+        self._perform(self._core.log(logged.noted, self._job.now_s(), ended=True))
 
     @_exclusive
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
@@ -823,6 +865,8 @@ class WorkerSession:
             for dtype, target in self._region.weights.items():
                 target[:] = self._master.weights[dtype]
             self._move(in_place=False)
+        with contextlib.suppress(PeerLostError, DeadlineError):  # a lost coordinator keeps no metrics
+            self._send_rest()
         self._log.flush()
         spent = self._stopwatch.read(self._job.now_ticks())
         for request in self._core.finish(early=self.asked_to_leave, spent=spent):
@@ -850,6 +894,8 @@ class WorkerSession:
         This ends the run, unless the exception is only a `consequence` of the loss of another process.
         """
         with contextlib.suppress(PeerLostError, DeadlineError):  # a lost coordinator cannot be notified
+            with contextlib.suppress(RuntimeError):  # a device that has failed is no longer read
+                self._send_rest()
             self._coordinator.send(Failed(reason, traceback, consequence))
             self._coordinator.drain()
 
@@ -859,6 +905,7 @@ class WorkerSession:
 
     def close(self) -> None:
         """Close the connections."""
+        self._write_record()
         self._log.close()
         for stream in self._streams():
             stream.close()
@@ -898,16 +945,16 @@ class WorkerSession:
             return self._coordinator
         return self._servers[request.to.index] if self._servers else None
 
-    def _await_answers(self, loss: float | None) -> None:
+    def _await_answers(self) -> None:
         """Wait until every shard has answered."""
         while self._core.waiting_for:
             self._leave_if_asked()
             if not self._hear(timeout_s=STATUS_INTERVAL_S) and self._begun_s is not None:
-                self._show("pulling" if self._core.partly_served else "waiting", loss)
+                self._show("pulling" if self._core.partly_served else "waiting")
         if self._core.in_place != self._in_place:
             self._move(in_place=self._core.in_place)
 
-    def _wait_while_paused(self, loss: float | None) -> None:
+    def _wait_while_paused(self) -> None:
         """Wait while the run has too few workers."""
         if not self._core.paused:
             return
@@ -916,7 +963,7 @@ class WorkerSession:
             while self._core.paused:
                 self._leave_if_asked()
                 self._hear(timeout_s=STATUS_INTERVAL_S)
-                self._show("paused", loss)
+                self._show("paused")
         log.warning("the run continues")
 
     def _move(self, *, in_place: bool) -> None:
@@ -1053,7 +1100,7 @@ class WorkerSession:
         if self._selector.get_key(stream).events != wanted:
             self._selector.modify(stream, wanted)
 
-    def _show(self, state: Literal["computing", "waiting", "pulling", "paused"], loss: float | None) -> None:
+    def _show(self, state: Literal["computing", "waiting", "pulling", "paused"]) -> None:
         """Report the worker's state to the coordinator for display, at most once per `STATUS_INTERVAL_S`.
 
         A change to "computing" is always reported, so that the display does not keep showing "waiting".
@@ -1061,7 +1108,7 @@ class WorkerSession:
         now_s = self._job.now_s()
         due = now_s - self._status_s >= STATUS_INTERVAL_S
         if (state != self._shown and (due or state == "computing")) or (due and state == "computing"):
-            self._status_s, self._shown, self._loss = now_s, state, loss
+            self._status_s, self._shown = now_s, state
             self._report()
 
     def _report(self) -> None:
@@ -1069,8 +1116,16 @@ class WorkerSession:
         if not self._shown:
             return
         spent = self._stopwatch.read(self._job.now_ticks())
-        core = self._core
+        core, (epoch, part) = self._core, self.data.place
         status = Status(
-            self.iteration, self._loss, self._shown, spent, core.updates, core.samples, *self.data.place
+            self.iteration,
+            self._loss,
+            self._shown,
+            spent,
+            core.updates,
+            core.samples,
+            epoch,
+            part,
+            self._guessed,
         )
         self._send(self._coordinator, status)

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import msgspec
+
 from ..core.auto import Planner
 from ..core.coordinator import Coordinator
 from ..core.guard import Guard
@@ -53,6 +55,7 @@ from ..core.requests import (
 from ..core.server import Server
 from ..core.standstill import standstill
 from ..core.time_spent import Activity, Stopwatch
+from ..core.unsent_metrics import Settled
 from ..core.worker import Worker
 from ..errors import InternalError, RunFailedError
 from ..sync import SyncModel
@@ -74,6 +77,8 @@ from .virtual_worker import VirtualWorker
 __all__ = ["VirtualJob"]
 
 log = logging.getLogger("paceline.sim")
+
+NOTHING = Settled()
 
 HEADER_BYTES = 64  # size of the header of each message, approximately as in a live run
 
@@ -214,6 +219,8 @@ class VirtualJob:
         self.kernel.run(until_s)
         while self._stand_in():
             self.kernel.run(until_s)
+        for state in self.workers:
+            self._record(state)
         if self.coordinator.members.present and self.kernel.idle:
             raise RunFailedError("the run", self._standstill())
         if not self.kernel.idle:  # stopped early
@@ -264,7 +271,7 @@ class VirtualJob:
         shares: Sequence[float] = (),
         empty: bool = False,
         significance: float | None = None,
-        loss: float | None = None,
+        logged: Settled = NOTHING,
         clip: Clip | None = None,
         clipped: bool = False,
         set_index: int | None = None,
@@ -278,15 +285,16 @@ class VirtualJob:
             shares: for each shard, the share of its bytes that the push has; () if the push has all of them.
             empty: True to push without a gradient.
             significance: |g| / |w|, the ratio of the gradient's norm to the weights' norm; None if it is not needed.
-            loss: loss of the iteration, which is recorded; None if it is unknown.
+            logged: what the script has logged since the last push.
             clip: set if the script clips the gradient that is applied.
             clipped: True if the script has clipped this worker's own gradient.
             set_index: the parameter set that is pushed; None for all sets.
             observed: what was seen of the push, for the guard of the run.
         """
         state = self.workers[worker]
+        self._record(state, logged.earlier_loss)
         state.pushed_s = self.kernel.now_s
-        state.loss = loss
+        state.loss, state.loss_follows = logged.loss, logged.follows
         state.stopwatch.push(self.kernel.now_ticks)
         busy_s = (self.kernel.now_ticks - state.started_ticks) / self.kernel.ticks_per_s
         requests = state.core.push(
@@ -299,7 +307,25 @@ class VirtualJob:
         )
         if observed is not None:
             requests += state.core.observe(observed)
+        self.log(worker, logged)
         self._from_worker(worker, requests, pushes, shares)
+
+    def log(self, worker: int, logged: Settled, *, ended: bool = False) -> None:
+        """Tell the coordinator what a worker's script has logged, without a message.
+
+        Args:
+            worker: index of the worker.
+            logged: what its script has logged since its last push.
+            ended: True if no push has followed.
+        """
+        state = self.workers[worker]
+        if ended:
+            self._record(state, logged.earlier_loss)
+        for request in state.core.log(logged.noted, self.kernel.now_s, ended=ended):
+            assert type(request) is Send
+            self._from_coordinator(
+                self.coordinator.handle(state.peer, request.message, self.kernel.now_ticks)
+            )
 
     def pull_again(self, worker: int) -> None:
         """Pull again after an aborted computation. `Driver.answered` is called when every shard has answered."""
@@ -328,7 +354,8 @@ class VirtualJob:
         `Driver.answered` is called when every shard has answered.
         """
         state = self.workers[worker]
-        state.pushed_s, state.loss = self.kernel.now_s, None
+        state.pushed_s = self.kernel.now_s
+        state.loss, state.loss_follows = None, False
         self._from_worker(worker, state.core.push_edit(), pushes)
 
     def carry(self, worker: int, requests: Sequence[Request], *, at_once: bool) -> None:
@@ -495,6 +522,7 @@ class VirtualJob:
     def _remove(self, worker: int) -> None:
         """Continue without a worker, which is lost from now on."""
         state, now_ticks = self.workers[worker], self.kernel.now_ticks
+        self._record(state)
         self._report_time(worker, now_ticks)
         state.computing = False
         self._to_come -= state.joining
@@ -525,9 +553,10 @@ class VirtualJob:
         else:
             state.finished_s = now_s
             if self._recorders.takers:
-                record = state.record(now_s)
-                for take in self._recorders.takers:
-                    take(worker, record)
+                self._record(state)
+                state.unrecorded = state.record(now_s)
+                if not state.loss_follows:
+                    self._record(state)
             state.restarted, state.begun_s = None, now_s
         self._enter(worker, "exchanging")
         if not state.standing_in:
@@ -540,6 +569,16 @@ class VirtualJob:
             self._extend(worker)
         else:
             self._enter(worker, "outside")
+
+    def _record(self, state: VirtualWorker, loss: float | None = None) -> None:
+        """Pass on the record that has waited for its loss, if there is one."""
+        record, state.unrecorded = state.unrecorded, None
+        if record is None:
+            return
+        if loss is not None:
+            record = msgspec.structs.replace(record, loss=loss)
+        for take in self._recorders.takers:
+            take(state.peer.index, record)
 
     def _abort(self, worker: int) -> None:
         state = self.workers[worker]
@@ -727,7 +766,8 @@ class VirtualJob:
             if not state.standing_in and core.is_awaited and core.may_stand_in:
                 state.standing_in = standing_in = True
                 self._enter(worker, "exchanging")
-                state.pushed_s, state.loss = self.kernel.now_s, None
+                state.pushed_s = self.kernel.now_s
+                state.loss, state.loss_follows = None, False
                 self._from_worker(worker, core.stand_in())
         return standing_in
 

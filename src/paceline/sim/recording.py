@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ..core.history import MetricHistory
 from ..errors import ConfigurationError
 from ..files import write_json
 from ..runtime.job import require_usable
@@ -16,6 +17,7 @@ from ..sync.schedule import Schedule
 from ..sync.ticks import TICKS_PER_S
 from ..trace.kept_models import modules_of_models
 from ..trace.measures import Meter
+from ..trace.metrics_file import write_metrics
 from ..trace.recording import Entry, EntryRecorder, Header, Memory, Recorder, Trace
 from ..trace.records import IterationRecord
 
@@ -84,6 +86,11 @@ class RunFolder:
         self._pending_bytes += len(line)
         if self._pending_bytes > PENDING_BYTES:
             self._write_pending()
+
+    def keep_metrics(self, history: MetricHistory) -> None:
+        """Write what the training function has logged, if there is anything."""
+        if history:
+            write_metrics(self.path, history.values())
 
     def summarize(self, summary: dict[str, Any]) -> None:
         """Write the summary. Call this when the run has finished."""
@@ -202,6 +209,11 @@ class Recorders:
             imports=imports,
         )
         self.job = _together([self.meter.at_coordinator(), *self._recorders(header)])
+
+    def keep_metrics(self, history: MetricHistory) -> None:
+        """Write the metrics to the run directory, if there is one. Call this when the run has ended."""
+        if self._folder is not None:
+            self._folder.keep_metrics(history)
 
     def summarize(self, summary: dict[str, Any]) -> None:
         """Write the summary to the run directory, if there is one. Call this when the run has finished."""

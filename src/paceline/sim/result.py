@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..core.auto import Choice
+from ..core.history import MetricHistory
 from ..errors import UsageError
 from ..sync.schedule import read_schedule
 from ..trace.kept_models import folders_of, modules_of_models
@@ -28,6 +29,8 @@ else:  # `help(SimResult)` resolves the types of its fields, but importing torch
 
 __all__ = ["Loss", "SimResult"]
 
+NO_METRICS = MetricHistory()
+
 
 class Loss(msgspec.Struct, frozen=True):
     """The training loss that one worker computed in one iteration.
@@ -36,7 +39,7 @@ class Loss(msgspec.Struct, frozen=True):
         time_s: virtual time at which the push of the iteration began.
         worker: index of the worker.
         iteration: number of the iteration, from 0.
-        loss: the loss that the worker's closure returned.
+        loss: the loss that the worker's script has logged, or that its closure has returned.
     """
 
     time_s: float
@@ -72,7 +75,8 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         run_dir: directory with the traces and records that were written during the run; None if none were written.
         state_dict: final weights and buffers, with the names from the model's `state_dict`; None without a training
             function.
-        history: losses, ordered by time; None without a training function.
+        losses: the loss of each iteration, ordered by time; None without a training function.
+        history: what the training function has logged (see `paceline.log`), as in the result of a live run.
         snapshots: pairs (virtual time, weights); empty if no snapshots were requested.
     """
 
@@ -94,7 +98,8 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     recording: Recording | None = None
     run_dir: Path | None = None
     state_dict: dict[str, Tensor] | None = None
-    history: list[Loss] | None = None
+    losses: list[Loss] | None = None
+    history: MetricHistory = NO_METRICS
     snapshots: list[tuple[float, WeightsSnapshot]] = []
 
     @property
@@ -197,6 +202,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
             for record in kept:
                 folder.take(worker, record)
         folder.close()
+        folder.keep_metrics(self.history)
         folder.summarize(self.summary)
         return folder.path
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ..core.auto import Prospect, Situation
 from ..core.good_weights import GoodWeights
 from ..core.guard import DIVERGED, Guard, guard_mode
+from ..core.history import MetricHistory
 from ..core.layout import Layout
 from ..core.lease import BATCH_SIZINGS, BatchSizing
 from ..core.model_spec import ModelSpec, OptimizerSpec
@@ -136,7 +137,7 @@ def simulate(
     mode = guard_mode(guard, translated=hyperparameters == "translated")
     _require_compatible(cluster, schedule, train_fn, shard_bytes, snapshot_every_s, on_snapshot, data)
     first = [worker for worker in range(cluster.workers) if not cluster.joins_late(worker)]
-    history: list[Loss] = []
+    losses: list[Loss] = []
     snapshots: list[tuple[float, WeightsSnapshot]] = []
     final: WeightsSnapshot | None = None
     recorders = Recorders(
@@ -175,7 +176,7 @@ def simulate(
         else:
             from .training import Training, computed_by
 
-            recorders.takers.append(_loss_recorder(history, needs_losses))
+            recorders.takers.append(_loss_recorder(losses, needs_losses))
             training = Training(
                 lambda: train_fn(*args),
                 workers=cluster.workers,
@@ -247,9 +248,11 @@ def simulate(
         recording=recorders.recording,
         run_dir=Path(run_dir).absolute() if run_dir is not None else None,
         state_dict=final.state_dict if final is not None else None,
-        history=sorted(history, key=lambda loss: (loss.time_s, loss.worker)) if final is not None else None,
+        losses=sorted(losses, key=lambda loss: (loss.time_s, loss.worker)) if final is not None else None,
+        history=MetricHistory(job.coordinator.history.metrics()),
         snapshots=snapshots,
     )
+    recorders.keep_metrics(result.history)
     recorders.summarize(result.summary)
     return result
 
@@ -259,8 +262,8 @@ def _planner(situation: Situation) -> list[Prospect]:
     return prospects(situation, simulate)
 
 
-def _loss_recorder(history: list[Loss], required: bool) -> TakeRecord:
-    """Return a function that appends the loss of an iteration to `history`, if the iteration has a loss.
+def _loss_recorder(losses: list[Loss], required: bool) -> TakeRecord:
+    """Return a function that appends the loss of an iteration to `losses`, if the iteration has a loss.
 
     If losses are required, the function raises `UsageError` when a worker has finished five iterations, and no worker
     has reported a loss. A script with several optimizers may report a loss with only one of them.
@@ -268,8 +271,8 @@ def _loss_recorder(history: list[Loss], required: bool) -> TakeRecord:
 
     def take(worker: int, record: IterationRecord) -> None:
         if record.loss is not None:
-            history.append(Loss(record.pushed_s, worker, record.iteration, record.loss))
-        elif required and not history and record.iteration + 1 >= ITERATIONS_WITHOUT_LOSS:
+            losses.append(Loss(record.pushed_s, worker, record.iteration, record.loss))
+        elif required and not losses and record.iteration + 1 >= ITERATIONS_WITHOUT_LOSS:
             raise UsageError(
                 f"worker {worker} has reported no loss in its first {ITERATIONS_WITHOUT_LOSS} iterations. Call "
                 "optimizer.step(closure) with a closure that returns the loss."

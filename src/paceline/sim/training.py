@@ -27,10 +27,13 @@ from ..core.messages import Combined, Contributed, LoopPosition, Observation, Wa
 from ..core.model_spec import BufferSpec, HyperParameters, ModelSpec, first_difference
 from ..core.requests import COORDINATOR, Request, Send
 from ..core.standstill import unable_to_begin
+from ..core.unsent_metrics import Noted, Settled
 from ..core.worker import Worker
 from ..errors import RunFailedError, first_line
+from ..frontend.backward import unwatch_backward, watch_backward
 from ..frontend.clipping import unwatch_torch, watch_torch
 from ..frontend.generators import GeneratorStates
+from ..frontend.metrics import MetricLog
 from ..frontend.session import install
 from ..plugins.failures import script_traceback
 from ..runtime.reader import WeightsSnapshot, named_weights
@@ -116,6 +119,7 @@ class Training:
         self._main = sys.modules["__main__"]
         self._threads = torch.get_num_threads()
         watch_torch()
+        watch_backward()
         # Otherwise each worker would get its own pool of torch threads, and there would be more threads than cores.
         torch.set_num_threads(1)
         return self
@@ -129,6 +133,7 @@ class Training:
         self._running = None
         self.stores.clear()
         torch.set_num_threads(self._threads)
+        unwatch_backward()
         unwatch_torch()
         if self._outside is not None:
             self._outside.give_back()
@@ -219,7 +224,7 @@ class Training:
         session = self._sessions[worker]
         session.joined = True
         if session.strand.ended:
-            self.job.finish(worker)
+            self._finish(session)
             return
         assert session.model is not None
         if self.model.layout.parameters[-1].part:
@@ -344,7 +349,12 @@ class Training:
         if session.strand.ended and session.joined:
             if warning := session.on_finish():
                 self.job.carry(session.worker, [Send(COORDINATOR, Warned(warning))], at_once=False)
-            self.job.finish(session.worker)
+            self._finish(session)
+
+    def _finish(self, session: VirtualSession) -> None:
+        """Let a worker whose function has ended leave the run."""
+        self.job.log(session.worker, session.metrics.settle_rest(), ended=True)
+        self.job.finish(session.worker)
 
     def _swap_generators(self, session: VirtualSession) -> None:
         if self._running is not session:
@@ -371,6 +381,7 @@ class VirtualSession:
         self.observes = training.observes
         self.weights: Vectors = {}
         self.gradients: Vectors = {}
+        self.metrics = MetricLog()
         self.on_moved: Callable[[], object] = lambda: None
         self.on_finish: Callable[[], str] = str
         self.strand: Strand
@@ -580,7 +591,7 @@ class VirtualSession:
         empty: bool,
         significance: float | None,
         buffers: Mapping[int, torch.Tensor],
-        loss: float | None,
+        logged: Settled,
         clip: Clip | None = None,
         clipped: bool = False,
         set_index: int | None = None,
@@ -602,7 +613,7 @@ class VirtualSession:
                 shares=shares,
                 empty=empty,
                 significance=significance,
-                loss=loss,
+                logged=logged,
                 clip=clip,
                 clipped=clipped,
                 set_index=set_index,
@@ -616,8 +627,10 @@ class VirtualSession:
             training.job.compute(self.worker, droppable=False)
         self.strand.pause()
 
-    def observe(self, observed: Observation) -> None:
-        # The function is about to raise an exception, so no virtual time passes in which a message could arrive.
+    def observe(self, observed: Observation, noted: Sequence[Noted] = ()) -> None:
+        if noted:
+            self._training.job.log(self.worker, Settled(noted), ended=True)
+        # The function may be about to raise an exception, so no virtual time passes in which a message could arrive.
         self._training.job.carry(self.worker, self._core.observe(observed), at_once=True)
 
     def fetch_buffers(self) -> Mapping[str, torch.Tensor]:

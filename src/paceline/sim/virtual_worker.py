@@ -31,6 +31,8 @@ class VirtualWorker:
         begun_s: time at which the weights for the current iteration arrived.
         pushed_s: time at which the last push was sent.
         loss: loss that was reported with the last push.
+        loss_follows: True if the script logs this loss after the push.
+        unrecorded: the record of the last iteration, if it waits for its loss.
         dropped_s: time at which the current computation was aborted; None once the weights for its restart arrive.
         refreshing: True while the worker pulls without having pushed, because its script evaluates the model.
         standing_in: True from a push that the worker makes while its script waits in a barrier or a reduction, until
@@ -54,6 +56,7 @@ class VirtualWorker:
         "joining",
         "life",
         "loss",
+        "loss_follows",
         "peer",
         "pushed_s",
         "refreshing",
@@ -64,6 +67,7 @@ class VirtualWorker:
         "stopwatch",
         "to_coordinator",
         "to_server",
+        "unrecorded",
     )
 
     def __init__(self, index: int) -> None:
@@ -82,6 +86,8 @@ class VirtualWorker:
         self.begun_s = 0.0
         self.pushed_s = 0.0
         self.loss: float | None = None
+        self.loss_follows = False
+        self.unrecorded: IterationRecord | None = None
         self.dropped_s: float | None = None
         self.refreshing = False
         self.standing_in = False

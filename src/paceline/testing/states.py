@@ -523,6 +523,9 @@ IRRELEVANT: Set[str] = frozenset(
             "board",
             "waits",
             "time_ledger",
+            "history",
+            "_crowded",
+            "_unsent",
         ),
         *("main", "main_worker", "asks_for_main"),  # whose script writes files
         *("model", "slices", "addresses", "started", "_connected", "_registered", "_addresses"),

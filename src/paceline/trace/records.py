@@ -25,7 +25,8 @@ class IterationRecord(msgspec.Struct, frozen=True):
             time until `pushed_s`.
         pushed_s: time at which the push began.
         answered_s: time at which the new weights of all shards had arrived.
-        loss: the loss that the script's closure returned; None if the closure returned no loss.
+        loss: the loss that the script has logged for this iteration, or that its closure has returned; None if there
+            is neither.
         superstep: number of the superstep if the push was the worker's last one of that superstep, else None.
         change: number of the sync model change if the push was the worker's last one before the change, else None.
         dropped_s: time at which the computation was aborted in order to be restarted; None if it was not aborted.

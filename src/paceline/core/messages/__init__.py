@@ -12,8 +12,8 @@ a push event and, if it includes a pull, a pull event.
 
     worker -> coordinator   Hello, MainRequested, ModelRequested, Register, IterationFinished, IterationStarted,
                             AllCommitted, SyncRequested, DataRequested, StopRequested, EntryRequested, EpochReached,
-                            GradientHashed, HyperParametersReported, PushesObserved, Contributed, Status, Warned,
-                            WorkerFinished, Failed
+                            GradientHashed, HyperParametersReported, PushesObserved, MetricsLogged, Contributed,
+                            Status, Warned, WorkerFinished, Failed
     coordinator -> worker   MainChosen, ModelDescribed, Started, Refused, TakenOut, PlanPublished, RestartOrdered,
                             ChangePublished, PullAllowed, DataGranted, TrainingStopped, LoopEntered, StatesDecided,
                             Combined, StandInAllowed, Paused, Resumed, ModelExtended
@@ -112,6 +112,7 @@ from .machines import (
     StatusReported,
     TakenOut,
 )
+from .metrics import MOST_LOGGED, LoggedValue, MetricsLogged
 from .observation import MOST_OBSERVED, MOST_PARAMETER, Observation, PushesObserved, RateTempered
 from .paces import PacesObserved
 from .start import (
@@ -152,6 +153,7 @@ from .state import (
 
 __all__ = [
     "MOST_LOADERS",
+    "MOST_LOGGED",
     "MOST_OBSERVED",
     "MOST_PARAMETER",
     "MOST_PROCESSES",
@@ -208,6 +210,7 @@ __all__ = [
     "KeepStates",
     "KeptStates",
     "KillOrdered",
+    "LoggedValue",
     "LoopEntered",
     "LoopLimits",
     "LoopPosition",
@@ -224,6 +227,7 @@ __all__ = [
     "MemoryAttached",
     "MemoryPlace",
     "Message",
+    "MetricsLogged",
     "ModelDescribed",
     "ModelExtended",
     "ModelRequested",

@@ -59,6 +59,7 @@ from .machines import (
     ServerEnded,
     TakenOut,
 )
+from .metrics import MetricsLogged
 from .observation import PushesObserved, RateTempered
 from .paces import PacesObserved
 from .start import (
@@ -123,6 +124,7 @@ FromPeerToCoordinator = (
     | GradientHashed
     | HyperParametersReported
     | PushesObserved
+    | MetricsLogged
     | Contributed
     | PushesReported
     | MeanMeasured

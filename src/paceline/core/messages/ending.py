@@ -29,7 +29,7 @@ class Status(Message, frozen=True, tag=True):
 
     Attributes:
         iteration: label of its latest iteration.
-        loss: the loss of this iteration; None if it is unknown.
+        loss: the last loss that is known; None if none is.
         state: what the worker is doing.
         spent: what the worker has spent its time on; None if it is unknown.
         updates: number of updates in the latest weights that it has received, at shard 0.
@@ -37,6 +37,7 @@ class Status(Message, frozen=True, tag=True):
         epoch: number of the epoch of the training loop that it is in, counted from 0. Without such a loop, number of
             its pass over the loader that it trains on; None without such a loader.
         part: the part of this epoch whose data has been drawn, as far as the worker knows; None if it is unknown.
+        guessed: True if the loss is a guess: the tensor on which the script has called `backward()`.
     """
 
     iteration: Number
@@ -47,6 +48,7 @@ class Status(Message, frozen=True, tag=True):
     samples: Number = 0
     epoch: Number | None = None
     part: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
+    guessed: bool = False
 
 
 class Warned(Message, frozen=True, tag=True):

@@ -1,0 +1,110 @@
+"""A guess at the loss of a script that logs none: the tensor on which it calls `backward()`.
+
+The function `torch.autograd.backward` is wrapped during a run; `Tensor.backward` calls it as well. The wrapper
+changes nothing: it looks at the arguments after the gradients have been computed. What it sees is a guess, and is
+shown as one, because the tensor may be a scaled loss or one of several. A wrong loss is worse than none. So nothing
+is guessed any more, for the rest of the run, as soon as the script
+
+- calls `backward()` several times between two steps, as with gradient accumulation, whose losses are parts;
+- trains several parameter sets, or steps with a closure, whose value is the loss;
+- scales a loss with a `GradScaler`.
+
+A call inside of another one, as in activation checkpointing, belongs to the outer one.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+
+from .first_forward import computes
+from .readings import keep, read
+from .session import Session, current
+
+__all__ = ["Guess", "unwatch_backward", "watch_backward"]
+
+BACKWARD, SCALE = torch.autograd.backward, GradScaler.scale
+
+
+class Guess:
+    """What the script of one worker has called `backward()` on since its last step."""
+
+    def __init__(self) -> None:
+        self._off = False
+        self._thread = 0  # the thread that computes gradients now
+        self._calls = 0
+        self._loss: float | torch.Tensor | None = None  # of the last call, if it may be a loss
+
+    def give_up(self) -> None:
+        """Guess no loss any more."""
+        self._off, self._loss = True, None
+
+    def take(self, *, usable: bool) -> float | None:
+        """Return the loss of the step that follows; None if it cannot be guessed.
+
+        Args:
+            usable: False if the script trains in a way in which the tensor is not the loss.
+        """
+        calls, self._calls = self._calls, 0
+        loss, self._loss = self._loss, None
+        if calls > 1 or not usable:
+            self.give_up()
+        return None if loss is None or self._off else read(loss)
+
+    def watch(self, session: Session, *arguments: Any, **options: Any) -> None:
+        """Call torch's function for a session's worker, and note the loss."""
+        thread = threading.get_ident()
+        if self._thread == thread:
+            BACKWARD(*arguments, **options)
+            return
+        self._thread = thread
+        try:
+            BACKWARD(*arguments, **options)
+        finally:
+            self._thread = 0
+        if computes(session):
+            session.metrics.computes = True
+            self._calls += 1
+            self._loss = None if self._off else _loss_of(*arguments, **options)
+
+
+def watch_backward() -> None:
+    """Wrap the functions of torch, so that the losses of scripts that log none are guessed."""
+    torch.autograd.backward = _backward
+    GradScaler.scale = _scale  # type: ignore[method-assign]
+
+
+def unwatch_backward() -> None:
+    """Restore the functions of torch."""
+    torch.autograd.backward = BACKWARD
+    GradScaler.scale = SCALE  # type: ignore[method-assign]
+
+
+def _loss_of(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> float | torch.Tensor | None:
+    """Return the loss if the arguments of `torch.autograd.backward` are those for one; else None."""
+    if isinstance(tensors, Sequence) and len(tensors) == 1:
+        tensors = tensors[0]
+    if type(tensors) is not torch.Tensor or grad_tensors is not None or tensors.numel() != 1:
+        return None
+    return keep(tensors)
+
+
+@functools.wraps(BACKWARD)
+def _backward(*arguments: Any, **options: Any) -> None:
+    session = current()
+    if session is None or torch.compiler.is_compiling():
+        BACKWARD(*arguments, **options)
+    else:
+        session.metrics.guess.watch(session, *arguments, **options)
+
+
+@functools.wraps(SCALE)
+def _scale(self: GradScaler, outputs: Any) -> Any:
+    if self.is_enabled() and (session := current()) is not None:
+        session.metrics.guess.give_up()
+    return SCALE(self, outputs)

@@ -1,0 +1,288 @@
+"""`log`, with which a script logs metrics, and what it has logged since the worker's last push.
+
+A value is read when the script calls `log` if it is in the memory of the CPU. If it is on another device, reading it
+would wait for this device, so a copy is kept there and read at the next push. A push waits for the device anyway,
+because the gradient must have been computed.
+
+Most scripts log the loss of an iteration either before its `step()` or right after it. Which of these a script does
+is known from what it has done since the last step: if it has drawn a batch or has begun to compute, the value belongs
+to the coming step; else to the last one.
+"""
+
+from __future__ import annotations
+
+import numbers
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.history import LONGEST_NAME, MOST_METRICS, Source
+from ..core.unsent_metrics import Noted, Settled, merge
+from ..errors import UsageError
+from .backward import Guess
+from .readings import keep, read
+from .session import Session, current
+
+__all__ = ["MetricLog", "log"]
+
+LOSS = "loss"
+"""The metric that is shown as the loss of a worker."""
+
+MOST_UNREAD = 1000
+"""Number of values after which those of the same progress are merged, so that the memory stays bounded."""
+
+LONGEST_REPR = 60
+"""Maximum number of characters of a value in an error message."""
+
+
+def log(**metrics: Any) -> None:
+    """Log metrics, such as `paceline.log(loss=loss, accuracy=0.9)`.
+
+    Any worker may call this function at any time: in each iteration or sometimes, before the first step, during an
+    evaluation, and after the last step. The values of all workers are merged over the progress of the job: within a
+    bucket of its samples, the mean counts, weighted by the numbers of samples of the workers' steps. A metric that
+    was logged only inside `paceline.evaluating()`, or only by the main worker, is not merged with those of others.
+    The result is in `history` of the run's result, and in `metrics.jsonl` in the run directory.
+
+    The metric `loss` is shown as the loss of the worker. Log the loss of the iteration, either before `step()` or
+    between `step()` and the next batch: the guard of the run looks at it. What a closure of `step()` returns is
+    logged as `loss` by itself, unless the script logs `loss`.
+
+    The call does not wait for a device. A tensor is copied, so it may be changed afterwards. Outside a run, the call
+    only checks its arguments.
+
+    Args:
+        metrics: numbers, which may be NaN or infinite, or tensors of one number. A name has at most 100 characters,
+            and a script may log at most 200 names.
+
+    Raises:
+        UsageError: a value is not a real number, or there are too many names, or a name is too long.
+
+    Example:
+        >>> import paceline, torch
+        >>> paceline.log(loss=torch.tensor(0.25), accuracy=0.9)
+        >>> paceline.log(loss="low")
+        Traceback (most recent call last):
+            ...
+        paceline.errors.UsageError: log() got 'loss' = 'low', expected a real number or a tensor of one real number.
+    """
+    session = current()
+    if session is None:
+        _checked(metrics, set())
+    else:
+        session.metrics.add(session, metrics)
+
+
+class _Entry(NamedTuple):
+    """A value that a script has logged since the last push.
+
+    Attributes:
+        value: the value, which may have yet to be read.
+        noted: where and when it was logged; without the value.
+        is_loss: True if it may be the loss of one iteration. What adapters log may be a mean over several.
+        repeats: True if it was logged by a closure, which logs it again if it is restarted.
+    """
+
+    value: float | torch.Tensor
+    noted: Noted
+    is_loss: bool
+    repeats: bool
+
+
+class MetricLog:
+    """What the script of one worker has logged since the worker's last push.
+
+    Any thread may add values. Only the thread that trains may call the other methods.
+
+    Attributes:
+        computes: True if the script has begun to compute the gradient of the coming step.
+        guess: notices the loss of scripts that log none.
+    """
+
+    def __init__(self) -> None:
+        self.computes = False
+        self.guess = Guess()
+        self._names: set[str] = set()
+        self._follows = False  # True if the script logs the loss of an iteration after its step
+        self._entries: deque[_Entry] = deque()
+        self._most = MOST_UNREAD  # number of entries after which they are merged
+        self._draining = threading.Lock()
+        self._in_closure = False  # True while a closure runs
+        # (samples, updates) at the beginning of the evaluation in progress; None if there is none
+        self._evaluated: tuple[int, int] | None = None
+
+    def add(self, session: Session, metrics: Mapping[str, Any], *, of_iteration: bool = True) -> None:
+        """Add what the script has logged. See `log`.
+
+        Args:
+            session: the session of the worker.
+            metrics: name -> value.
+            of_iteration: False if the loss may be a mean over several iterations.
+        """
+        values = _checked(metrics, self._names)
+        evaluated = self._evaluated
+        samples, updates = evaluated or (session.samples, session.updates)
+        late = not (self.computes or session.data.has_drawn)
+        now_s = session.now_s
+        for name, value in values.items():
+            noted = Noted(name, 0.0, now_s, samples, updates, "script", evaluated is not None, late)
+            is_loss = of_iteration and name == LOSS and evaluated is None
+            self._entries.append(_Entry(value, noted, is_loss, self._in_closure))
+        if len(self._entries) > self._most:
+            self._compact()
+
+    def add_legal(self, session: Session, metrics: Mapping[Any, Any]) -> None:
+        """Add what an adapter has logged, except for what is not legal: libraries also log texts and pictures."""
+        for name, value in metrics.items():
+            with suppress(UsageError):
+                self.add(session, {name: value}, of_iteration=False)
+
+    @contextmanager
+    def evaluation(self, session: Session) -> Iterator[None]:
+        """Return a context in which the script evaluates the weights that it has at its beginning."""
+        self._evaluated = session.samples, session.updates
+        try:
+            yield
+        finally:
+            self._evaluated = None
+
+    @contextmanager
+    def closure(self) -> Iterator[None]:
+        """Return a context in which a closure runs, which may be aborted and restarted."""
+        self._in_closure = True
+        try:
+            yield
+        finally:
+            self._in_closure = False
+
+    def restart(self) -> None:
+        """Drop what a closure has logged that was aborted and is restarted."""
+        with self._draining:
+            for _ in range(len(self._entries)):
+                if not (entry := self._entries.popleft()).repeats:
+                    self._entries.append(entry)
+
+    def settle(
+        self, session: Session, *, result: float | None = None, has_closure: bool = False, sets: int = 1
+    ) -> Settled:
+        """Read everything that was logged since the last push, before the next one.
+
+        Args:
+            session: the session of the worker.
+            result: the number that the closure of the step has returned; None if there is none.
+            has_closure: True if the step has a closure.
+            sets: number of parameter sets that the script trains.
+        """
+        entries = self._drain()
+        noted = [entry.noted for entry in entries]
+        losses = [entry.noted for entry in entries if entry.is_loss]
+        if losses:
+            self._follows = losses[-1].late
+        logged, earlier = (_mean([each for each in losses if each.late is late]) for late in (False, True))
+        shown = next(
+            (each.value for each in reversed(noted) if each.name == LOSS and not each.evaluating), None
+        )
+        guess = self.guess.take(usable=not has_closure and sets == 1)
+        self.computes = False
+        if result is None and shown is None and guess is not None:
+            return Settled([*noted, _automatic(session, guess, "guess")], shown=guess, guessed=True)
+        if result is not None:
+            noted.append(_automatic(session, result, "closure"))
+        loss = result if logged is None else logged
+        return Settled(
+            noted, loss, loss is None and self._follows, earlier, result if shown is None else shown
+        )
+
+    def settle_rest(self) -> Settled:
+        """Read everything that was logged since the last push, when no other push follows."""
+        entries = self._drain()
+        losses = [entry.noted for entry in entries if entry.is_loss and entry.noted.late]
+        return Settled([entry.noted for entry in entries], earlier_loss=_mean(losses))
+
+    def _drain(self) -> list[_Entry]:
+        """Take all entries, and read their values."""
+        with self._draining:
+            entries = [self._entries.popleft() for _ in range(len(self._entries))]
+            self._most = MOST_UNREAD
+        return [entry._replace(noted=entry.noted._replace(value=read(entry.value))) for entry in entries]
+
+    def _compact(self) -> None:
+        """Merge the values that belong together, because a script logs very much between two pushes."""
+        entries = self._drain()
+        for kind in sorted({entry[2:] for entry in entries}):
+            merged = merge(entry.noted for entry in entries if entry[2:] == kind)
+            self._entries.extend(_Entry(noted.value, noted, *kind) for noted in merged)
+        self._most = max(MOST_UNREAD, 2 * len(self._entries))
+
+
+def _automatic(session: Session, loss: float, source: Source) -> Noted:
+    """Return a loss that the script has not logged."""
+    return Noted(LOSS, loss, session.now_s, session.samples, session.updates, source)
+
+
+def _mean(noted: list[Noted]) -> float | None:
+    """Return the mean of the values; None if there are none."""
+    times = sum(each.times for each in noted)
+    return sum(each.value * (each.times / times) for each in noted) if noted else None
+
+
+def _checked(metrics: Mapping[Any, Any], names: set[str]) -> dict[str, float | torch.Tensor]:
+    """Return the values as numbers, or as tensors that have yet to be read. Add the names to `names`.
+
+    Raises:
+        UsageError: a name or a value is not legal. Nothing has changed.
+    """
+    values = {name: _number(name, value) for name, value in metrics.items()}
+    if not values.keys() <= names:
+        new = values.keys() - names
+        for name in new:
+            _require_name(name)
+        if len(names) + len(new) > MOST_METRICS:
+            raise UsageError(
+                f"log() got {next(reversed(values))!r}, but a script may log at most {MOST_METRICS} metrics, and has "
+                "logged others. Use the same names in all iterations."
+            )
+        names |= new
+    return values
+
+
+def _require_name(name: object) -> None:
+    if not isinstance(name, str) or not 1 <= len(name) <= LONGEST_NAME:
+        raise UsageError(
+            f"log() got a metric with the name {_short(name)}, expected a name of 1 to {LONGEST_NAME} characters."
+        )
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"log() got a metric with the name {name!r}, which is not valid Unicode.") from error
+
+
+def _number(name: object, value: Any) -> float | torch.Tensor:
+    """Return a value as a number, or as a tensor that has yet to be read."""
+    if type(value) is float:
+        return value
+    given = _short(value)
+    try:
+        if isinstance(value, torch.Tensor):
+            given = f"a tensor of shape {tuple(value.shape)} and {str(value.dtype).removeprefix('torch.')}"
+            if value.numel() == 1 and not value.is_complex() and not value.is_meta:
+                return keep(value)
+        else:
+            if getattr(value, "size", None) == 1 and hasattr(value, "item"):  # of NumPy
+                value = value.item()
+            if isinstance(value, numbers.Real):
+                return float(value)
+    except (RuntimeError, TypeError, OverflowError):
+        pass  # the message below says what is expected
+    raise UsageError(
+        f"log() got {_short(name)} = {given}, expected a real number or a tensor of one real number."
+    )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST_REPR else f"{text[:LONGEST_REPR]}..."
