@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.core.history import MetricHistory
 from paceline.core.loader_ledger import PositionCounts
 from paceline.frontend import session as sessions
 from paceline.plugins import loading
@@ -123,6 +124,7 @@ class ThreadedRun:
     results: dict[int, object] = field(default_factory=dict)  # worker -> what its function returned
     time_use: dict[int, TimeUse] = field(default_factory=dict)  # worker -> what it has spent its time on
     samples: dict[str, PositionCounts] = field(default_factory=dict)  # loader -> what became of its samples
+    history: MetricHistory = field(default_factory=MetricHistory)  # what the function has logged
 
     @property
     def shards(self) -> list[Trace]:
@@ -196,6 +198,7 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
         outcome.faults = coordinator.core.faults
         outcome.samples = coordinator.core.data.counts()
         outcome.traces = read_run(Path(job.run_dir))
+        outcome.history = MetricHistory(coordinator.core.history.metrics())
         if outcome.shards and len(outcome.shards) == job.shards:
             meter = meter_of(outcome.shards)
             assert meter is not None

@@ -125,7 +125,7 @@ class MetricLog:
         """
         values = _checked(metrics, self._names)
         evaluated = self._evaluated
-        samples, updates = evaluated or (session.samples, session.updates)
+        samples, updates = evaluated or _progress(session)
         late = not (self.computes or session.data.has_drawn)
         now_s = session.now_s
         for name, value in values.items():
@@ -144,7 +144,7 @@ class MetricLog:
     @contextmanager
     def evaluation(self, session: Session) -> Iterator[None]:
         """Return a context in which the script evaluates the weights that it has at its beginning."""
-        self._evaluated = session.samples, session.updates
+        self._evaluated = _progress(session)
         try:
             yield
         finally:
@@ -221,7 +221,16 @@ class MetricLog:
 
 def _automatic(session: Session, loss: float, source: Source) -> Noted:
     """Return a loss that the script has not logged."""
-    return Noted(LOSS, loss, session.now_s, session.samples, session.updates, source)
+    return Noted(LOSS, loss, session.now_s, *_progress(session), source)
+
+
+def _progress(session: Session) -> tuple[int, int]:
+    """Return the samples and the updates in the weights that the worker has.
+
+    Before the first update, a shard may have received pushes that these weights do not contain.
+    """
+    updates = session.updates
+    return session.samples if updates else 0, updates
 
 
 def _mean(noted: list[Noted]) -> float | None:

@@ -8,7 +8,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 from ..core.job_status import HELD, JobStatus, LinkStatus, MachineStatus, WorkerStatus
 from .fitted_table import Cell, Column, FittedTable
-from .job_words import GONE, progress_words, state_counts, title
+from .job_words import GONE, loss_name, progress_words, state_counts, title
 from .sentences import Sentence
 from .words import counted, duration, named_workers
 
@@ -37,12 +37,13 @@ LEAST_ROWS = 3  # number of workers that are shown even in a terminal that is to
 LEAST_REASON = 20  # number of characters of a reason for waiting that are shown at least
 
 MACHINE = Column("machine", rank=7, least=LONG_LINE)  # never shortened
+LOSS = Column("loss", "number", rank=6)
 WORKER_COLUMNS = (
     Column("worker"),
     Column("state", least=19, reserved=12),
     Column("for", "number", rank=5),
     Column("iteration", "number", rank=8),
-    Column("loss", "number", rank=6),
+    LOSS,
     Column("samples/s", "number", rank=4),
     Column("staleness", "number", rank=1),
     Column("waits for", rank=2, least=LEAST_REASON, reserved=LEAST_REASON),
@@ -131,7 +132,9 @@ def _most_telling(status: JobStatus, count: int) -> tuple[WorkerStatus, ...]:
 def _workers(status: JobStatus, shown: Sequence[WorkerStatus]) -> FittedTable:
     """Return the table of the workers. It names their machines only if there are several."""
     several = bool(status.machines) or len({worker.machine for worker in status.workers}) > 1
-    columns, rows = list(WORKER_COLUMNS), [_cells(worker) for worker in shown]
+    loss = LOSS._replace(name=loss_name(status))
+    columns = [loss if column is LOSS else column for column in WORKER_COLUMNS]
+    rows = [_cells(worker) for worker in shown]
     if several:
         columns.insert(1, MACHINE)
         for row, worker in zip(rows, shown, strict=True):

@@ -8,7 +8,16 @@ from collections.abc import Iterable
 from ..core.job_status import JobStatus
 from .words import counted, duration, named_workers, rough_duration
 
-__all__ = ["GONE", "awaited_words", "figures", "progress_line", "progress_words", "state_counts", "title"]
+__all__ = [
+    "GONE",
+    "awaited_words",
+    "figures",
+    "loss_name",
+    "progress_line",
+    "progress_words",
+    "state_counts",
+    "title",
+]
 
 FEW_WORKERS = 8
 """Number of workers up to which the line of progress says nothing about states that each iteration passes through."""
@@ -79,10 +88,15 @@ def figures(status: JobStatus) -> list[str]:
         speed = status.samples_per_s
         found.append(f"{speed:,.0f} samples/s" if speed >= 10 else f"{speed:.1f} samples/s")
     if status.loss is not None:
-        found.append(f"loss {status.loss:.3g}")
+        found.append(f"{loss_name(status)} {status.loss:.3g}")
     if status.left_s is not None:
         found.append(f"{rough_duration(status.left_s)} left")
     return found
+
+
+def loss_name(status: JobStatus) -> str:
+    """Return how the losses of a job are called: the script may have logged none, so that they are guessed."""
+    return "loss (guessed)" if any(worker.guessed for worker in status.workers) else "loss"
 
 
 def awaited_words(status: JobStatus) -> str:
