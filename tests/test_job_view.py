@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from paceline.core.job_status import JobStatus, WorkerStatus
 from paceline.report.job_status import LONG_LINE, StatusView
 from paceline.report.job_words import figures, progress_line, progress_words, title
+from paceline.report.models import ModelsTable, page_text, pages
 from paceline.report.words import shortened
 
 WIDTHS = (40, 60, 80, 120, 200)
@@ -55,8 +56,12 @@ def job(workers: int) -> JobStatus:
 
 
 def drawn(status: JobStatus, width: int, height: int = 24, lines: int | None = None) -> list[str]:
+    return printed(StatusView(status, lines=lines), width, height)
+
+
+def printed(shown: RenderableType, width: int, height: int = 24) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=height, record=True)
-    console.print(StatusView(status, lines=lines), crop=False)
+    console.print(shown, crop=False)
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
@@ -178,3 +183,23 @@ def test_what_is_unknown_is_left_out(known: dict[str, float], said: list[str]) -
 )
 def test_a_text_is_shortened_after_a_word(width: int, said: str) -> None:
     assert shortened("round 12; last: worker 1", width) == said
+
+
+# -- the descriptions of the sync models ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_descriptions_of_the_sync_models_are_divided_between_words(width: int) -> None:
+    every: list[RenderableType] = [ModelsTable(pages()), *map(page_text, pages())]
+    for shown in every:
+        narrow, wide = (printed(shown, each) for each in (width, LONG_LINE))
+        assert sorted(" ".join(narrow).split()) == sorted(" ".join(wide).split())
+        # Only a word that is longer than a line is not divided.
+        assert [line for line in narrow if len(line) > width and " " in line.strip()] == []
+
+
+def test_a_narrow_terminal_shows_the_description_of_a_model_below_it() -> None:
+    lines = printed(ModelsTable(pages()), 40)
+    place = lines.index("asp:push_scale=1")
+    assert lines[place + 1] == "    no worker waits."
+    assert "asp:push_scale=1            no worker waits." in printed(ModelsTable(pages()), 80)

@@ -88,13 +88,13 @@ def sync(
 
     paceline sync pssp
     """
-    from ..report.models import describe, models_table, page_text, pages
+    from ..report.models import ModelsTable, describe, page_text, pages
 
     load_named_models(name or "", imports)
     if name is None or every:
-        Console().print(models_table(pages()), highlight=False, markup=False)
+        Console().print(ModelsTable(pages()), highlight=False, markup=False, crop=False)
     else:
-        Console().print(page_text(describe(name)), highlight=False, markup=False)
+        Console().print(page_text(describe(name)), highlight=False, markup=False, crop=False)
 
 
 def _help(command: Callable[..., None]) -> str:

@@ -85,8 +85,8 @@ def _print(found: list[Mistake], script: Path, workers: int, iterations: int) ->
     console = Console(highlight=False)
     for mistake in found:
         place = f"{os.path.relpath(mistake.file)}:{mistake.line}: " if mistake.file else ""
-        console.print(f"{place}[{COLORS[mistake.severity]}]{mistake.severity}[/]: ", end="", soft_wrap=True)
-        print_sentence(console, f"{mistake.name}\n  {mistake.text}\n  Fix: {mistake.fix}")
+        said = f"{place}{mistake.severity}: {mistake.name}\n  {mistake.text}\n  Fix: {mistake.fix}"
+        print_sentence(console, said, marked=(mistake.severity, COLORS[mistake.severity]))
     if not found:
         seen = f"the first {iterations} iterations" if iterations > 1 else "the first iteration"
         print_sentence(console, f"{script}: nothing was found in {seen} with {workers} workers.")

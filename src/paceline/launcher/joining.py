@@ -522,10 +522,9 @@ class Agent:
                     case MainChosen(worker):
                         if worker in self._workers:
                             self._channels.show(f"worker {worker}")
-                            self._console.print(
+                            print_sentence(
+                                self._console,
                                 f"worker {worker} is the main worker from the next epoch on (see paceline.is_main)",
-                                markup=False,
-                                soft_wrap=True,
                             )
                     case RunEnded(failure, saved):
                         self._failure, self._saved = failure, saved

@@ -73,15 +73,26 @@ def print_line(line: str) -> None:
     print(f"{line}\n", end="", flush=True)
 
 
-def print_sentence(console: Console, text: str, style: str = "") -> None:
+def print_sentence(
+    console: Console, text: str, style: str = "", *, marked: tuple[str, str] = ("", "")
+) -> None:
     """Print text for people. A terminal wraps it between words; in a pipe or a file, it is never wrapped.
 
     A word that is longer than a line, such as a path, is left whole, so that it can be copied. A command line should
     not be printed by this function, because a wrapped one cannot be copied.
+
+    Args:
+        console: the console to write to.
+        text: the text.
+        style: the style of the text.
+        marked: a word whose first occurrence has a style of its own, and this style.
     """
     if console.is_terminal:
         text = "\n".join(wrapped(text, console.width))
-    console.print(Text(text, style=style), soft_wrap=True)
+    shown = Text(text, style=style)
+    word, word_style = marked
+    shown.stylize(word_style, start := text.find(word), start + len(word))
+    console.print(shown, soft_wrap=True)
 
 
 class PlainScreen:

@@ -10,18 +10,22 @@ import inspect
 import re
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import zip_longest
 
 import msgspec
-from rich.console import Group
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.text import Text
 
 from ..errors import unknown_name
 from ..sync import MODELS
+from .sentences import Sentence, wrapped
 
-__all__ = ["LABELS", "Page", "describe", "flowing", "models_table", "page_text", "pages"]
+__all__ = ["LABELS", "ModelsTable", "Page", "describe", "flowing", "page_text", "pages"]
 
 LABELS = ("Reference", "Admission", "State", "Guarantee", "Use", "Deviations")
+
+GAP = 2  # number of characters between two columns
+LEAST_DESCRIPTION = 30  # number of characters for descriptions below which they are put below the models
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -75,27 +79,48 @@ def pages() -> list[Page]:
     return [describe(name) for name in MODELS]
 
 
-def models_table(shown: Sequence[Page]) -> Table:
-    """Return the table that `paceline sync --list` prints."""
-    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
-    table.add_column("model with defaults", no_wrap=True)
-    table.add_column("description")
-    for page in shown:
-        description = page.title.partition(": ")[2] or page.title
-        table.add_row(page.notation.replace(",", ",\n  "), description)
-    return table
+class ModelsTable:
+    """The table that `paceline sync --list` prints. In a narrow terminal, each description is below its model.
+
+    Args:
+        shown: the documentation of the models, in order.
+    """
+
+    def __init__(self, shown: Sequence[Page]) -> None:
+        self._rows = [("model with defaults", "description", "bold")]
+        for page in shown:
+            description = page.title.partition(": ")[2] or page.title
+            self._rows.append((_divided(page.notation), description, ""))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        left = max(len(line) for names, _, _ in self._rows for line in names.split("\n")) + GAP
+        right = options.max_width - left
+        for names, description, style in self._rows:
+            lines = names.split("\n")
+            if right >= LEAST_DESCRIPTION:
+                pairs = zip_longest(lines, wrapped(description, right), fillvalue="")
+                lines = [f"{name:{left}}{part}".rstrip() for name, part in pairs]
+            else:
+                lines += [f"    {part}" for part in wrapped(description, options.max_width - 4)]
+            for line in lines:
+                yield Text(line, style, no_wrap=True, overflow="ignore")
+
+
+def _divided(notation: str) -> str:
+    """Return the notation of a model with each parameter on a line of its own."""
+    return notation.replace(",", ",\n  ")
 
 
 def page_text(page: Page) -> Group:
     """Return the text that `paceline sync NAME` prints."""
-    lines = [Text(page.notation, "bold"), Text(page.title)]
+    lines: list[Text | Sentence] = [Sentence(page.notation, "bold"), Sentence(page.title)]
     if page.theory:
-        lines += [Text(), Text(flowing(page.theory))]
+        lines += [Text(), Sentence(flowing(page.theory))]
     lines.append(Text())
-    lines += [Text.assemble((f"{label}: ", "bold"), flowing(part)) for label, part in page.parts.items()]
+    lines += [Sentence(flowing(part), label=f"{label}: ") for label, part in page.parts.items()]
     if page.parameters:
         lines += [Text(), Text("Parameters:", "bold")]
-        lines += [Text(f"  {key}: {description}") for key, description in page.parameters]
+        lines += [Sentence(f"  {key}: {description}", indent="    ") for key, description in page.parameters]
     return Group(*lines)
 
 

@@ -47,13 +47,18 @@ class Sentence:
         text: the text.
         style: its style.
         indent: what each line begins with, except for the first one.
+        label: words before the text, in bold.
     """
 
-    def __init__(self, text: str, style: str = "", indent: str = "") -> None:
-        self._text = text
+    def __init__(self, text: str, style: str = "", *, indent: str = "", label: str = "") -> None:
+        self._text = label + text
         self._style = style
         self._indent = indent
+        self._label = label
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for line in wrapped(self._text, options.max_width, self._indent):
-            yield Text(line, self._style, no_wrap=True, overflow="ignore")
+        for number, line in enumerate(wrapped(self._text, options.max_width, self._indent)):
+            shown = Text(line, self._style, no_wrap=True, overflow="ignore")
+            if number == 0:
+                shown.stylize("bold", 0, len(self._label))
+            yield shown
