@@ -2,15 +2,18 @@
 
 let kinds = []; // {name, color}, from the data of the page, in the order of the stacks
 
+// What the page calls the kinds of time, and what they mean.
 const KIND_WORDS = {
-  computing: "computing",
-  transfer: "transferring data",
-  waiting: "waiting for others",
-  wasted: "computing in vain (aborted)",
-  paused: "paused: too few workers",
-  outside: "not training (evaluation, barriers)",
-  idle: "finished before the others",
+  computing: ["computing", "computations that were pushed"],
+  transfer: ["transfer", "messages on their way"],
+  waiting: ["waiting", "pulls that were not answered at once"],
+  wasted: ["wasted", "computations that were aborted"],
+  paused: ["paused", "the run had too few workers"],
+  outside: ["outside training", "the script evaluated the model, or waited in a barrier"],
+  idle: ["idle at the end", "the worker had finished before the others"],
 };
+
+const kindWord = (name) => KIND_WORDS[name][0];
 
 function sumOf(timeS) {
   return kinds.reduce((sum, kind) => sum + (timeS[kind.name] ?? 0), 0);
@@ -27,7 +30,7 @@ function partsOf(timeS) {
 // One stacked bar; `whole` is the time that fills it.
 function stackedBar(timeS, whole = sumOf(timeS)) {
   const parts = partsOf(timeS);
-  const words = parts.map((part) => `${part.name} ${duration(part.s)} (${percent(part.share)})`).join(", ");
+  const words = parts.map((part) => `${kindWord(part.name)} ${duration(part.s)} (${percent(part.share)})`).join(", ");
   return make(
     "div",
     { class: "stack", role: "img", "aria-label": words || "no time", title: words },
@@ -44,9 +47,9 @@ function legend(timeS, shares = true) {
   const parts = partsOf(timeS);
   return make("ul", { class: "legend" }, parts.map((part) => make(
     "li",
-    { title: KIND_WORDS[part.name] },
+    { title: KIND_WORDS[part.name][1] },
     swatch(part.color),
-    shares ? [part.name, " ", make("b", {}, percent(part.share)), ` ${duration(part.s)}`] : part.name,
+    shares ? [kindWord(part.name), " ", make("b", {}, percent(part.share)), ` ${duration(part.s)}`] : kindWord(part.name),
   )));
 }
 

@@ -3,7 +3,8 @@
 const MARGIN = { left: 54, right: 14, top: 10, bottom: 22 };
 const CHART_HEIGHT = 190;
 
-// `show({curves, axis, log, unit, from0})`: `axis` is "time", "samples" or "updates".
+// `show({curves, axis, log, left, from0, words})`: `axis` is "time", "samples" or "updates"; `left` is where the axis of
+// time begins; `from0` is true if the values are shown from 0 on.
 function chart(title) {
   let content = { curves: [], axis: "time", log: false, from0: false };
   let place = null; // {curve, index} under the pointer or the focus
@@ -94,7 +95,7 @@ function chartTable(title, now) {
   return { root, show: () => show(rows()) };
 }
 
-function scaleOf({ curves, axis, log, from0 }, width, height) {
+function scaleOf({ curves, axis, log, from0, left: leftS = 0 }, width, height) {
   const range = extent(curves, { log });
   if (!range) return null;
   let { low, high } = range;
@@ -109,7 +110,7 @@ function scaleOf({ curves, axis, log, from0 }, width, height) {
     high += (high - low) * 0.04;
     if (!from0) low -= (high - low) * 0.04;
   }
-  const left = Math.min(0, range.left);
+  const left = Math.min(axis === "time" ? leftS : 0, range.left);
   const right = range.right > left ? range.right : left + 1;
   const count = Math.max(2, Math.floor((plot.right - plot.left) / 80));
   const at = log ? Math.log : (value) => value;

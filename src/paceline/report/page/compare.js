@@ -35,7 +35,7 @@ function keyFigures(reports) {
 
 function meanSpeed(report, column) {
   const last = report.progress.at(-1);
-  return last && last[0] > 0 && last[column] > 0 ? last[column] / last[0] : null;
+  return last && report.duration_s > 0 && last[column] > 0 ? last[column] / report.duration_s : null;
 }
 
 function shareOf(report, kind) {

@@ -77,7 +77,9 @@ function countsTable(title) {
   return {
     root,
     show: (counts) => {
-      const rows = Object.entries(counts).map(([name, count]) => ({ name, count }));
+      const rows = Object.entries(counts)
+        .filter(([, count]) => count)
+        .map(([name, count]) => ({ name: name.replaceAll("_", " "), count }));
       sum = rows.reduce((total, row) => total + row.count, 0) || 1;
       root.hidden = !rows.length;
       found.show(rows, rows.length > 1 ? { name: "all", count: rows.reduce((total, row) => total + row.count, 0), all: true } : null);

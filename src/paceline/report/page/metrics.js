@@ -5,9 +5,10 @@ const SPEED = Symbol("speed"); // the key of the chart of the speed
 
 const MOST_CHARTS = 12; // the others are shown when the reader opens them
 
-// `show(...reports)`: each report has one curve in every chart.
+// `show(...reports)`: each report has one curve in every chart. The times of several reports count from when each began
+// to train, so that the curves can be compared.
 function metricsPanel(title, axes = AXES) {
-  const view = { axis: axes[0][0], log: false, keep: 0 };
+  const view = { axis: axes[0][0], log: false, keep: 0, zeros: [], left: 0 };
   const charts = new Map(); // name of the metric, or SPEED -> chart
   let shown = [];
   const axis = choice("Over", axes, view.axis, (value) => { view.axis = value; draw(); });
@@ -25,8 +26,9 @@ function metricsPanel(title, axes = AXES) {
     return { root: others, show: () => place(others, names.slice(MOST_CHARTS)) };
   });
   const runs = make("ul", { class: "legend" });
-  const nothing = make("p", { class: "note" }, "The script has logged no loss and no metrics. paceline.log(loss=loss) logs one.");
-  const root = section(title, tools, runs, nothing, grid, rest.root);
+  const zero = make("p", { class: "note" }, "Times count from when each run began to train.");
+  const nothing = make("p", { class: "note" }, "The script has logged no metrics, such as the loss.");
+  const root = section(title, tools, runs, zero, nothing, grid, rest.root);
 
   // Show the charts of some metrics, or of the speed, in a grid. Charts that stay keep the focus.
   function place(target, keys) {
@@ -54,9 +56,12 @@ function metricsPanel(title, axes = AXES) {
     root,
     show: (...reports) => {
       shown = reports;
+      view.zeros = reports.map((report) => (reports.length > 1 ? trainedFrom(report) : 0));
+      view.left = reports.length > 1 ? 0 : trainedFrom(reports[0]);
       axis.limit(possibleAxes(reports));
-      fill(runs, reports.length > 1 && reports.map((report, i) => make("li", {}, swatch(readable(curveColor(i))), report.name)));
+      fill(runs, reports.map((report, i) => make("li", {}, swatch(readable(curveColor(i))), report.name)));
       runs.hidden = reports.length < 2;
+      zero.hidden = runs.hidden;
       root.hidden = !reports.some((report) => report.metrics.length || report.workers.length || report.progress.length);
       draw();
     },
@@ -68,24 +73,24 @@ const DASHES = [[], [6, 3], [2, 2], [8, 3, 2, 3]];
 const curveColor = (i) => curveColors[i % curveColors.length];
 const curveDash = (i) => DASHES[Math.floor(i / curveColors.length) % DASHES.length];
 
-function metricContent(reports, name, { axis, log, keep }) {
+function metricContent(reports, name, { axis, log, keep, zeros, left }) {
   const curves = [];
   const notes = [];
   reports.forEach((report, i) => {
     const metric = report.metrics.find((each) => each.name === name);
     if (!metric) return;
-    const points = metricPoints(metric, axis);
+    const points = metricPoints(metric, axis, zeros[i]);
     const curve = { name: reports.length > 1 ? report.name : name, color: curveColor(i), dash: curveDash(i) };
     const dots = metric.kind === "point";
     if (metric.guessed) notes.push("A guess: the values of the tensor on which the script called backward().");
     if (!keep || dots) return curves.push({ ...curve, points, dots });
     return curves.push({ ...curve, points, faint: true }, { ...curve, name: `${curve.name}, smoothed`, points: smoothed(points, keep) });
   });
-  return { curves, axis, log, words: notes[0] ?? "" };
+  return { curves, axis, log, left, words: notes[0] ?? "" };
 }
 
-function speedContent(reports, { axis, log }, heading) {
-  const found = reports.map((report) => speedOf(report.progress, axis));
+function speedContent(reports, { axis, log, zeros, left }, heading) {
+  const found = reports.map((report, i) => speedOf(report.progress, axis, zeros[i]));
   fill(heading, found[0][0]);
   const curves = found.map(([unit, points], i) => ({
     name: reports.length > 1 ? reports[i].name : unit,
@@ -93,5 +98,5 @@ function speedContent(reports, { axis, log }, heading) {
     dash: curveDash(i),
     points,
   }));
-  return { curves, axis, log, from0: !log, words: "Of all workers together." };
+  return { curves, axis, log, left, from0: !log, words: "Of all workers together." };
 }

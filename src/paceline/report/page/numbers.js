@@ -31,8 +31,8 @@ function plural(count, noun) {
 
 function percent(share) {
   if (!known(share)) return MISSING;
-  if (share > 0 && share < 0.005) return "< 1%";
-  return `${Math.round(100 * share)}%`;
+  if (share > 0 && share < 0.005) return "< 1\u00a0%";
+  return `${Math.round(100 * share)}\u00a0%`;
 }
 
 // Decimals such that the largest number of a column has about four digits.

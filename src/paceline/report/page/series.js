@@ -15,8 +15,16 @@ function possibleAxes(reports) {
   return possible.length ? possible : ["time"];
 }
 
-function metricPoints(metric, axis) {
-  return metric.points.map((point) => ({ x: AT_AXIS[axis](point), y: point.value }));
+// When a run began to train, as far as its points tell. Before, its processes started.
+function trainedFrom(report) {
+  const times = [report.progress[0]?.[0], ...report.metrics.map((metric) => metric.points[0]?.time_s)].filter(known);
+  return times.length ? Math.min(...times) : 0;
+}
+
+// The points of a metric; on the axis of time, from `zeroS` on.
+function metricPoints(metric, axis, zeroS) {
+  const zero = axis === "time" ? zeroS : 0;
+  return metric.points.map((point) => ({ x: AT_AXIS[axis](point) - zero, y: point.value }));
 }
 
 // An exponential moving average, corrected at its beginning. Gaps stay gaps.
@@ -31,20 +39,23 @@ function smoothed(points, keep) {
 }
 
 // The speed between points of the progress: [name of the unit, points], over at most `most` equal parts of the run.
-function speedOf(progress, axis, most = 120) {
+function speedOf(points, axis, zeroS, most = 120) {
+  // at the end, workers may only finish
+  const progress = points.filter((point, i) => i < 1 || point[1] > points[i - 1][1] || point[2] > points[i - 1][2]);
   const last = progress.at(-1);
   if (!last || !(last[0] > 0)) return ["samples/s", []];
   const column = last[1] > 0 ? 1 : 2;
   const places = { time: 0, samples: 1, updates: 2 };
   const widthS = (last[0] - progress[0][0]) / Math.min(most, progress.length);
-  const points = [];
+  const zero = axis === "time" ? zeroS : 0;
+  const speeds = [];
   let from = progress[0];
   for (const point of progress) {
     if (point[0] - from[0] < widthS * 0.999 || point[0] <= from[0]) continue;
-    points.push({ x: point[places[axis]], y: (point[column] - from[column]) / (point[0] - from[0]) });
+    speeds.push({ x: point[places[axis]] - zero, y: (point[column] - from[column]) / (point[0] - from[0]) });
     from = point;
   }
-  return [column === 1 ? "samples/s" : "updates/s", points];
+  return [column === 1 ? "samples/s" : "updates/s", speeds];
 }
 
 // The least and the largest finite y (and x) of all curves; null if there is none.

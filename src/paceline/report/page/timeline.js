@@ -286,7 +286,7 @@ function shownPanel(state) {
   const found = table("Seconds of each kind in the shown time", [
     { title: "worker", value: (row) => row.worker, text: (row) => String(row.worker), number: true },
     ...kinds.map(({ name }) => ({
-      title: `${name}, s`,
+      title: `${kindWord(name)}, s`,
       value: (row) => row[name],
       text: (row) => fixed(row[name], decimalsFor(most)),
       number: true,

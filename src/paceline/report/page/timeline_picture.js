@@ -144,7 +144,7 @@ function drawStrip(context, content, view, width, height, rowsTop) {
     context.fillText(text, Math.min(right - half, Math.max(left + half, x(value))), 11);
   }
   const barriers = content.timeline.barriers_s.filter((timeS) => timeS >= view.fromS && timeS <= view.toS);
-  if (barriers.length <= (right - left) / 8) {
+  if (barriers.length <= (right - left) / 16) {
     context.strokeStyle = ink("--text");
     context.globalAlpha = 0.6;
     for (const timeS of barriers) line(context, Math.round(x(timeS)) + 0.5, STRIP - 5, Math.round(x(timeS)) + 0.5, height);

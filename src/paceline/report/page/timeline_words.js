@@ -29,7 +29,7 @@ function placeWords(content, row, timeS, exact, pixelS) {
     .map((each) => {
       const awaited = each.name === "waiting" ? level.awaited[row][bucket] : -1;
       const whom = awaited >= 0 ? `, longest for worker ${awaited}` : "";
-      return `${each.name} ${percent(each.s / level.widthS)}${whom}`;
+      return `${kindWord(each.name)} ${percent(each.s / level.widthS)}${whom}`;
     });
   return [`Worker ${worker}, ${at(fromS, level.widthS)} to ${at(toS, level.widthS)}`, ...(lines.length ? lines : ["absent"])];
 }

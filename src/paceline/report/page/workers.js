@@ -9,7 +9,7 @@ function workersPanel() {
   let digits = 1;
   let speed = 1;
   const second = (kind) => ({
-    title: `${kind.name}, s`,
+    title: `${kindWord(kind.name)}, s`,
     value: (row) => row.time_s[kind.name] ?? 0,
     text: (row) => fixed(row.time_s[kind.name] ?? 0, digits),
     number: true,
@@ -32,7 +32,7 @@ function workersPanel() {
         { title: "iterations", value: (row) => row.iterations, text: (row) => whole(row.iterations), number: true },
         { title: "samples", value: (row) => row.samples, text: (row) => whole(row.samples), number: true, needed: (row) => row.samples > 0 },
         { title: "samples/s", value: (row) => row.samples_per_s, text: (row) => fixed(row.samples_per_s, speed), number: true, needed: (row) => known(row.samples_per_s) },
-        { title: "mean batch", value: (row) => row.mean_batch, text: (row) => short(row.mean_batch), number: true, needed: (row) => known(row.mean_batch) },
+        { title: "mean batch", value: (row) => row.mean_batch, text: (row) => fixed(row.mean_batch, 1), number: true, needed: (row) => known(row.mean_batch) },
         { title: "awaited by others, s", value: (row) => row.awaited_s, text: (row) => fixed(row.awaited_s, digits), number: true, needed: (row) => row.awaited_s > 0 },
         ...kinds.map(second),
         { title: "fate", text: fateWords, needed: (row) => row.fate && row.fate !== "finished" },
