@@ -23,18 +23,26 @@ function sumOf(timeS) {
 function partsOf(timeS) {
   const total = sumOf(timeS);
   return kinds
-    .map((kind) => ({ ...kind, s: timeS[kind.name] ?? 0, share: total ? (timeS[kind.name] ?? 0) / total : 0 }))
+    .map((kind) => ({
+      ...kind,
+      s: timeS[kind.name] ?? 0,
+      share: total ? (timeS[kind.name] ?? 0) / total : 0,
+    }))
     .filter((part) => part.s > 0);
 }
 
-// One stacked bar; `whole` is the time that fills it.
-function stackedBar(timeS, whole = sumOf(timeS)) {
+// One stacked bar; `filledS` is the time that fills it.
+function stackedBar(timeS, filledS = sumOf(timeS)) {
   const parts = partsOf(timeS);
-  const words = parts.map((part) => `${kindWord(part.name)} ${duration(part.s)} (${percent(part.share)})`).join(", ");
+  const words = parts
+    .map((part) => `${kindWord(part.name)} ${duration(part.s)} (${percent(part.share)})`)
+    .join(", ");
   return make(
     "div",
     { class: "stack", role: "img", "aria-label": words || "no time", title: words },
-    parts.map((part) => make("span", { style: { width: `${(100 * part.s) / (whole || 1)}%`, background: part.color } })),
+    parts.map((part) =>
+      make("span", { style: { width: `${(100 * part.s) / (filledS || 1)}%`, background: part.color } }),
+    ),
   );
 }
 
@@ -45,12 +53,20 @@ function swatch(color) {
 // The kinds of time that occur, each with its color, and with its share.
 function legend(timeS, shares = true) {
   const parts = partsOf(timeS);
-  return make("ul", { class: "legend" }, parts.map((part) => make(
-    "li",
-    { title: KIND_WORDS[part.name][1] },
-    swatch(part.color),
-    shares ? [kindWord(part.name), " ", make("b", {}, percent(part.share)), ` ${duration(part.s)}`] : kindWord(part.name),
-  )));
+  return make(
+    "ul",
+    { class: "legend" },
+    parts.map((part) =>
+      make(
+        "li",
+        { title: KIND_WORDS[part.name][1] },
+        swatch(part.color),
+        shares
+          ? [kindWord(part.name), " ", make("b", {}, percent(part.share)), ` ${duration(part.s)}`]
+          : kindWord(part.name),
+      ),
+    ),
+  );
 }
 
 function totalTime(workers) {

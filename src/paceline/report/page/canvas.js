@@ -11,7 +11,8 @@ function drawing(height, draw) {
     if (!width || !tall) return;
     const scale = devicePixelRatio || 1;
     const [columns, rows] = [Math.round(width * scale), Math.round(tall * scale)];
-    if (canvas.width !== columns || canvas.height !== rows) Object.assign(canvas, { width: columns, height: rows });
+    if (canvas.width !== columns || canvas.height !== rows)
+      Object.assign(canvas, { width: columns, height: rows });
     const context = canvas.getContext("2d");
     context.setTransform(scale, 0, 0, scale, 0, 0);
     context.clearRect(0, 0, width, tall);
@@ -28,7 +29,9 @@ function drawing(height, draw) {
     canvas,
     redraw,
     label: (text) => canvas.setAttribute("aria-label", text),
-    resize: (tall) => { canvas.style.height = `${tall}px`; },
+    resize: (tall) => {
+      canvas.style.height = `${tall}px`;
+    },
   };
 }
 
@@ -40,11 +43,16 @@ function tip(frame) {
   const spoken = make("div", { class: "spoken", role: "status" });
   frame.append(root, spoken);
   return {
-    hide: () => { root.hidden = true; },
+    hide: () => {
+      root.hidden = true;
+    },
     say: (lines) => fill(spoken, lines.join(" ")),
     at: (x, y, lines) => {
       root.hidden = false;
-      fill(root, lines.map((line) => make("div", {}, line)));
+      fill(
+        root,
+        lines.map((line) => make("div", {}, line)),
+      );
       const left = x + 14 + root.offsetWidth > frame.clientWidth ? x - 14 - root.offsetWidth : x + 14;
       root.style.left = `${Math.max(0, Math.min(left, frame.clientWidth - root.offsetWidth))}px`;
       root.style.top = `${Math.max(0, y - root.offsetHeight - 10)}px`;

@@ -3,27 +3,33 @@
 const MARGIN = { left: 54, right: 14, top: 10, bottom: 22 };
 const CHART_HEIGHT = 190;
 
-// `show({curves, axis, log, left, from0, words})`: `axis` is "time", "samples" or "updates"; `left` is where the axis of
-// time begins; `from0` is true if the values are shown from 0 on.
+// `show({curves, axis, log, left, from0, words})`: `axis` is "time", "samples" or "updates"; `left` is where the axis
+// of time begins; `from0` is true if the values are shown from 0 on.
 function chart(title) {
   let content = { curves: [], axis: "time", log: false, from0: false };
   let place = null; // {curve, index} under the pointer or the focus
-  const picture = drawing(CHART_HEIGHT, (context, width, height) => drawChart(context, width, height, content, place));
-  const frame = make("div", {
-    class: "frame",
-    tabindex: 0,
-    role: "group",
-    "aria-label": `${title}. The left and right arrows go from point to point.`,
-    onpointermove: (event) => point(nearestAt(content, picture.canvas, event), false),
-    onpointerleave: () => point(null, false),
-    onblur: () => point(null, false),
-    onkeydown: (event) => {
-      const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-      if (!step) return;
-      event.preventDefault();
-      point(stepped(content, place, step), true);
+  const picture = drawing(CHART_HEIGHT, (context, width, height) =>
+    drawChart(context, width, height, content, place),
+  );
+  const frame = make(
+    "div",
+    {
+      class: "frame",
+      tabindex: 0,
+      role: "group",
+      "aria-label": `${title}. The left and right arrows go from point to point.`,
+      onpointermove: (event) => point(nearestAt(content, picture.canvas, event), false),
+      onpointerleave: () => point(null, false),
+      onblur: () => point(null, false),
+      onkeydown: (event) => {
+        const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+        if (!step) return;
+        event.preventDefault();
+        point(stepped(content, place, step), true);
+      },
     },
-  }, picture.canvas);
+    picture.canvas,
+  );
   const words = tip(frame);
   const note = make("p", { class: "note" });
   const data = details("Data", () => chartTable(title, () => content));
@@ -36,7 +42,10 @@ function chart(title) {
     if (!found) return words.hide();
     const { curves, axis } = content;
     const { x, y } = curves[found.curve].points[found.index];
-    const lines = [`${curves[found.curve].name}: ${known(y) ? short(y) : "NaN or infinite"}`, `at ${axisText(x, axis)}`];
+    const lines = [
+      `${curves[found.curve].name}: ${known(y) ? short(y) : "NaN or infinite"}`,
+      `at ${axisText(x, axis)}`,
+    ];
     const scale = scaleOf(content, picture.canvas.clientWidth, picture.canvas.clientHeight);
     words.at(scale ? scale.x(x) : 0, scale && visible(y, content) ? scale.y(y) : MARGIN.top + 30, lines);
     if (spoken) words.say(lines);
@@ -48,22 +57,29 @@ function chart(title) {
     show: (next) => {
       content = next;
       if (place && !content.curves[place.curve]?.points[place.index]) place = null;
-      const gaps = notFinite(content.curves);
-      const hidden = content.log
-        ? content.curves.reduce((sum, { points }) => sum + points.filter(({ y }) => known(y) && y <= 0).length, 0)
-        : 0;
-      fill(note, [
-        content.words,
-        gaps > 0 && (extent(content.curves)
-          ? `${plural(gaps, "value")} at × ${gaps === 1 ? "is" : "are"} NaN or infinite.`
-          : "All values are NaN or infinite."),
-        hidden && `${plural(hidden, "value")} that ${hidden === 1 ? "is" : "are"} not positive cannot be shown on a logarithmic scale.`,
-      ].filter(Boolean).join(" "));
+      fill(note, noteOf(content));
       picture.label(chartWords(title, content));
       picture.redraw();
       data.show();
     },
   };
+}
+
+// What the reader should know about the curves.
+function noteOf({ curves, log, words }) {
+  const are = (count) => (count === 1 ? "is" : "are");
+  const count = (chosen) =>
+    curves.reduce((sum, { points }) => sum + points.filter(({ y }) => chosen(y)).length, 0);
+  const notes = words ? [words] : [];
+  const gaps = count((y) => !known(y));
+  const hidden = log ? count((y) => known(y) && y <= 0) : 0;
+  if (gaps && !extent(curves)) notes.push("All values are NaN or infinite.");
+  else if (gaps) notes.push(`${plural(gaps, "value")} at × ${are(gaps)} NaN or infinite.`);
+  if (hidden)
+    notes.push(
+      `${plural(hidden, "value")} that ${are(hidden)} not positive cannot be shown on a logarithmic scale.`,
+    );
+  return notes.join(" ");
 }
 
 const visible = (y, { log }) => known(y) && !(log && y <= 0);
@@ -77,7 +93,9 @@ function chartWords(title, content) {
   if (!range) return `${title}: no finite values.`;
   const each = content.curves.map(({ name, points }) => {
     const found = points.filter(({ y }) => known(y));
-    return found.length ? `${name} goes from ${short(found[0].y)} to ${short(found.at(-1).y)}` : `${name} has no finite values`;
+    return found.length
+      ? `${name} goes from ${short(found[0].y)} to ${short(found.at(-1).y)}`
+      : `${name} has no finite values`;
   });
   const places = `${axisText(range.left, content.axis)} to ${axisText(range.right, content.axis)}`;
   return `Chart of ${title} over ${content.axis}, ${places}: ${each.join("; ")}.`;
@@ -86,11 +104,25 @@ function chartWords(title, content) {
 // The points of the curves as a table. `now` returns the content of the chart.
 function chartTable(title, now) {
   const inTime = () => now().axis === "time";
-  const { root, show } = table(`Data of ${title}`, [
-    { title: () => (inTime() ? "time, s" : now().axis), value: (row) => row.x, text: (row) => (inTime() ? fixed(row.x, 3) : whole(row.x)), number: true },
-    { title: "curve", text: (row) => row.name, needed: () => now().curves.length > 1 },
-    { title: "value", value: (row) => row.y, text: (row) => (known(row.y) ? short(row.y) : "NaN or infinite"), number: true },
-  ], { tall: true });
+  const { root, show } = table(
+    `Data of ${title}`,
+    [
+      {
+        title: () => (inTime() ? "time, s" : now().axis),
+        value: (row) => row.x,
+        text: (row) => (inTime() ? fixed(row.x, 3) : whole(row.x)),
+        number: true,
+      },
+      { title: "curve", text: (row) => row.name, needed: () => now().curves.length > 1 },
+      {
+        title: "value",
+        value: (row) => row.y,
+        text: (row) => (known(row.y) ? short(row.y) : "NaN or infinite"),
+        number: true,
+      },
+    ],
+    { tall: true },
+  );
   const rows = () => now().curves.flatMap(({ name, points }) => points.map(({ x, y }) => ({ name, x, y })));
   return { root, show: () => show(rows()) };
 }
@@ -100,7 +132,12 @@ function scaleOf({ curves, axis, log, from0, left: leftS = 0 }, width, height) {
   if (!range) return null;
   let { low, high } = range;
   if (from0) low = Math.min(0, low);
-  const plot = { left: MARGIN.left, right: width - MARGIN.right, top: MARGIN.top, bottom: height - MARGIN.bottom };
+  const plot = {
+    left: MARGIN.left,
+    right: width - MARGIN.right,
+    top: MARGIN.top,
+    bottom: height - MARGIN.bottom,
+  };
   const lines = Math.max(2, Math.floor((plot.bottom - plot.top) / 36));
   if (log) {
     if (high / low < 1.05) [low, high] = [low / 1.5, high * 1.5];
@@ -149,7 +186,8 @@ function drawChart(context, width, height, content, place) {
     context.moveTo(Math.round(scale.x(x)) + 0.5, plot.top);
     context.lineTo(Math.round(scale.x(x)) + 0.5, plot.bottom);
     context.stroke();
-    if (visible(y, content)) drawDot(context, scale.x(x), scale.y(y), 4, readable(content.curves[place.curve].color));
+    if (visible(y, content))
+      drawDot(context, scale.x(x), scale.y(y), 4, readable(content.curves[place.curve].color));
   }
 }
 
@@ -170,7 +208,10 @@ function drawAxes(context, { plot, x, y, xTicks, yTicks, right }, axis) {
   for (const value of xTicks.values) {
     const text = axis === "time" ? clock(value, xTicks.step, right) : tickText(value, xTicks.step);
     const wide = context.measureText(text).width;
-    const middle = Math.min(Math.max(x(value), plot.left + wide / 2 - 8), plot.right + MARGIN.right - wide / 2);
+    const middle = Math.min(
+      Math.max(x(value), plot.left + wide / 2 - 8),
+      plot.right + MARGIN.right - wide / 2,
+    );
     if (middle - wide / 2 < free + 10) continue;
     free = middle + wide / 2;
     context.textAlign = "center";
@@ -204,7 +245,8 @@ function drawCurve(context, { x, y }, curve, content) {
   context.stroke();
   context.setLineDash([]);
   for (const point of curve.dots ? curve.points : alone) {
-    if (visible(point.y, content)) drawDot(context, x(point.x), y(point.y), curve.dots ? 3 : 2, readable(curve.color));
+    if (visible(point.y, content))
+      drawDot(context, x(point.x), y(point.y), curve.dots ? 3 : 2, readable(curve.color));
   }
   context.globalAlpha = 1;
 }
@@ -247,7 +289,12 @@ function nearestAt(content, canvas, event) {
 }
 
 function stepped({ curves }, place, step) {
-  const curve = place?.curve ?? Math.max(0, curves.findIndex((each) => !each.faint));
+  const curve =
+    place?.curve ??
+    Math.max(
+      0,
+      curves.findIndex((each) => !each.faint),
+    );
   const count = curves[curve]?.points.length ?? 0;
   if (!count) return null;
   return { curve, index: Math.min(count - 1, Math.max(0, (place?.index ?? (step > 0 ? -1 : count)) + step)) };

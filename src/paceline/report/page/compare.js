@@ -4,12 +4,16 @@
 function namedApart(reports) {
   const counts = new Map();
   for (const { name } of reports) counts.set(name, (counts.get(name) ?? 0) + 1);
-  return reports.map((report, i) => (counts.get(report.name) > 1 ? { ...report, name: `${report.name} (${i + 1})` } : report));
+  return reports.map((report, i) =>
+    counts.get(report.name) > 1 ? { ...report, name: `${report.name} (${i + 1})` } : report,
+  );
 }
 
 function differingSettings(reports) {
   const names = [...new Set(reports.flatMap((report) => report.settings.map((setting) => setting.name)))];
-  const values = reports.map((report) => new Map(report.settings.map((setting) => [setting.name, setting.value])));
+  const values = reports.map(
+    (report) => new Map(report.settings.map((setting) => [setting.name, setting.value])),
+  );
   return names
     .map((name) => ({ name, values: values.map((each) => each.get(name) ?? MISSING) }))
     .filter((row) => new Set(row.values).size > 1);
@@ -59,22 +63,43 @@ function lastValue(report, name) {
 function runsTable(title, first, reports, number = false) {
   return table(title, [
     { title: first, text: (row) => row.name, sortable: false },
-    ...reports.map((report, i) => ({ title: report.name, text: (row) => row.values[i], sortable: false, number })),
+    ...reports.map((report, i) => ({
+      title: report.name,
+      text: (row) => row.values[i],
+      sortable: false,
+      number,
+    })),
   ]);
 }
 
 function comparePanel(reports, ...tools) {
   const title = make("h1", {}, `${reports.length} runs side by side`);
-  const header = make("header", {}, make("div", { class: "titles" }, title, make("div", { class: "corner" }, tools)));
+  const header = make(
+    "header",
+    {},
+    make("div", { class: "titles" }, title, make("div", { class: "corner" }, tools)),
+  );
   const settings = runsTable("Settings that differ", "setting", reports);
   settings.show(differingSettings(reports));
-  const same = make("p", { class: "note", hidden: !settings.root.hidden }, "The runs have the same settings.");
+  const same = make(
+    "p",
+    { class: "note", hidden: !settings.root.hidden },
+    "The runs have the same settings.",
+  );
   const figures = runsTable("Key figures", "figure", reports, true);
   figures.show(keyFigures(reports));
-  const times = section("Time of the workers", legend(totalTime(reports.flatMap((report) => report.workers)), false), make("div", { class: "runs" }, reports.flatMap((report) => [
-    make("span", { class: "label" }, report.name),
-    stackedBar(totalTime(report.workers)),
-  ])));
+  const times = section(
+    "Time of the workers",
+    legend(totalTime(reports.flatMap((report) => report.workers)), false),
+    make(
+      "div",
+      { class: "runs" },
+      reports.flatMap((report) => [
+        make("span", { class: "label" }, report.name),
+        stackedBar(totalTime(report.workers)),
+      ]),
+    ),
+  );
   const curves = metricsPanel("Loss and metrics of all runs");
   curves.show(...reports);
   return make(

@@ -24,7 +24,9 @@ function fill(element, ...children) {
 }
 
 function present(children) {
-  return children.flat(2).filter((child) => child !== null && child !== undefined && child !== false && child !== "");
+  return children
+    .flat(2)
+    .filter((child) => child !== null && child !== undefined && child !== false && child !== "");
 }
 
 let lastId = 0;
@@ -49,7 +51,11 @@ function scrollBox(label, kind, ...children) {
   const root = make("div", { class: kind }, ...children);
   new ResizeObserver(() => {
     const scrolls = root.scrollWidth > root.clientWidth + 1 || root.scrollHeight > root.clientHeight + 1;
-    for (const [name, value] of [["tabindex", "0"], ["role", "group"], ["aria-label", label]]) {
+    for (const [name, value] of [
+      ["tabindex", "0"],
+      ["role", "group"],
+      ["aria-label", label],
+    ]) {
       if (scrolls) root.setAttribute(name, value);
       else root.removeAttribute(name);
     }
@@ -77,7 +83,13 @@ function choice(label, options, chosen, change) {
   const name = newId("choice");
   const labels = new Map();
   for (const [value, words] of options) {
-    const input = make("input", { type: "radio", name, value, checked: value === chosen, onchange: () => change(value) });
+    const input = make("input", {
+      type: "radio",
+      name,
+      value,
+      checked: value === chosen,
+      onchange: () => change(value),
+    });
     labels.set(value, make("label", {}, input, make("span", {}, words)));
   }
   const root = make("fieldset", { class: "choice" }, make("legend", {}, label), ...labels.values());

@@ -6,31 +6,39 @@ const MOST_BARS = 48;
 function histogram(title, unit) {
   let [bars, at] = [[], -1];
   const picture = drawing(150, (context, width, height) => drawBars(context, width, height, bars, at));
-  const frame = make("div", {
-    class: "frame",
-    tabindex: 0,
-    role: "group",
-    "aria-label": `${title}. The left and right arrows go from bar to bar.`,
-    onpointermove: (event) => {
-      const box = picture.canvas.getBoundingClientRect();
-      const share = (event.clientX - box.left - MARGIN.left) / (box.width - MARGIN.left - MARGIN.right);
-      point(share >= 0 && share < 1 ? Math.floor(share * bars.length) : -1, false);
+  const frame = make(
+    "div",
+    {
+      class: "frame",
+      tabindex: 0,
+      role: "group",
+      "aria-label": `${title}. The left and right arrows go from bar to bar.`,
+      onpointermove: (event) => {
+        const box = picture.canvas.getBoundingClientRect();
+        const share = (event.clientX - box.left - MARGIN.left) / (box.width - MARGIN.left - MARGIN.right);
+        point(share >= 0 && share < 1 ? Math.floor(share * bars.length) : -1, false);
+      },
+      onpointerleave: () => point(-1, false),
+      onblur: () => point(-1, false),
+      onkeydown: (event) => {
+        const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+        if (!step || !bars.length) return;
+        event.preventDefault();
+        point(Math.min(bars.length - 1, Math.max(0, at + step)), true);
+      },
     },
-    onpointerleave: () => point(-1, false),
-    onblur: () => point(-1, false),
-    onkeydown: (event) => {
-      const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-      if (!step || !bars.length) return;
-      event.preventDefault();
-      point(Math.min(bars.length - 1, Math.max(0, at + step)), true);
-    },
-  }, picture.canvas);
+    picture.canvas,
+  );
   const words = tip(frame);
   const data = details("Data", () => {
-    const { root, show } = table(title, [
-      { title: unit, text: (bar) => bar.words, sortable: false },
-      { title: "number", value: (bar) => bar.count, text: (bar) => whole(bar.count), number: true },
-    ], { tall: true });
+    const { root, show } = table(
+      title,
+      [
+        { title: unit, text: (bar) => bar.words, sortable: false },
+        { title: "number", value: (bar) => bar.count, text: (bar) => whole(bar.count), number: true },
+      ],
+      { tall: true },
+    );
     return { root, show: () => show(bars) };
   });
   const root = make("figure", { class: "chart" }, make("figcaption", {}, title), frame, data.root);
@@ -40,7 +48,10 @@ function histogram(title, unit) {
     picture.redraw();
     if (index < 0 || !bars[index]) return words.hide();
     const total = bars.reduce((sum, bar) => sum + bar.count, 0);
-    const lines = [bars[index].words, `${whole(bars[index].count)} of ${whole(total)} (${percent(bars[index].count / total)})`];
+    const lines = [
+      bars[index].words,
+      `${whole(bars[index].count)} of ${whole(total)} (${percent(bars[index].count / total)})`,
+    ];
     const wide = picture.canvas.clientWidth - MARGIN.left - MARGIN.right;
     words.at(MARGIN.left + (wide * (index + 0.5)) / bars.length, 60, lines);
     if (spoken) words.say(lines);
@@ -52,7 +63,9 @@ function histogram(title, unit) {
       bars = next;
       root.hidden = !bars.some((bar) => bar.count);
       const most = bars.reduce((found, bar) => (bar.count > found.count ? bar : found), bars[0] ?? null);
-      picture.label(most ? `Histogram: ${title}. Most often: ${most.words}, ${whole(most.count)} times.` : title);
+      picture.label(
+        most ? `Histogram: ${title}. Most often: ${most.words}, ${whole(most.count)} times.` : title,
+      );
       picture.redraw();
       data.show();
     },
@@ -60,7 +73,12 @@ function histogram(title, unit) {
 }
 
 function drawBars(context, width, height, bars, at) {
-  const plot = { left: MARGIN.left, right: width - MARGIN.right, top: MARGIN.top, bottom: height - MARGIN.bottom };
+  const plot = {
+    left: MARGIN.left,
+    right: width - MARGIN.right,
+    top: MARGIN.top,
+    bottom: height - MARGIN.bottom,
+  };
   const most = Math.max(1, ...bars.map((bar) => bar.count));
   const y = (count) => plot.bottom - (count / (most * 1.04)) * (plot.bottom - plot.top);
   context.lineWidth = 1;

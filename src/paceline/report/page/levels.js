@@ -14,12 +14,14 @@ function levelsOf(timeline) {
 }
 
 function madeLevels(timeline) {
-  const levels = [{
-    widthS: timeline.width_s,
-    buckets: timeline.buckets,
-    shares: timeline.shares.map(bytesOf),
-    awaited: timeline.awaited.map((text) => new Int16Array(bytesOf(text).buffer)),
-  }];
+  const levels = [
+    {
+      widthS: timeline.width_s,
+      buckets: timeline.buckets,
+      shares: timeline.shares.map(bytesOf),
+      awaited: timeline.awaited.map((text) => new Int16Array(bytesOf(text).buffer)),
+    },
+  ];
   while (levels.at(-1).buckets > COARSE) levels.push(coarser(levels.at(-1)));
   return levels;
 }
@@ -67,11 +69,14 @@ function levelFor(levels, widthS) {
 
 // The time from the first bucket in which a worker did something to the last one; null if there is none.
 function extentOf({ widthS, buckets, shares }) {
-  const used = (bucket) => shares.some((row) => row.subarray(bucket * kinds.length, (bucket + 1) * kinds.length).some(Boolean));
+  const used = (bucket) =>
+    shares.some((row) => row.subarray(bucket * kinds.length, (bucket + 1) * kinds.length).some(Boolean));
   let [first, last] = [0, buckets - 1];
   while (first <= last && !used(first)) first += 1;
   while (last > first && !used(last)) last -= 1;
-  return first <= last ? { startS: first * widthS, endS: Math.max((last + 1) * widthS, first * widthS + 1e-3) } : null;
+  return first <= last
+    ? { startS: first * widthS, endS: Math.max((last + 1) * widthS, first * widthS + 1e-3) }
+    : null;
 }
 
 // The mean shares of all workers, in one row, at the coarsest level.
@@ -92,7 +97,8 @@ function timeWithin(level, row, fromS, toS) {
   for (let bucket = first; bucket < end; bucket += 1) {
     const begun = bucket * level.widthS;
     const seconds = Math.min(toS, begun + level.widthS) - Math.max(fromS, begun);
-    for (let kind = 0; kind < sums.length; kind += 1) sums[kind] += (shares[bucket * kinds.length + kind] / 255) * seconds;
+    for (let kind = 0; kind < sums.length; kind += 1)
+      sums[kind] += (shares[bucket * kinds.length + kind] / 255) * seconds;
   }
   return Object.fromEntries(kinds.map((kind, i) => [kind.name, sums[i]]));
 }

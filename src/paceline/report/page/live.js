@@ -7,25 +7,60 @@ const MOST_FAILURES = 3; // after so many, the connection counts as lost
 // What each worker does now.
 function livePanel() {
   const facts = make("p", { class: "note" });
-  const workers = table("What each worker does now", [
-    { title: "worker", value: (row) => row.worker, text: (row) => String(row.worker), number: true },
-    { title: "machine", text: (row) => row.machine },
-    { title: "does", text: (row) => row.state },
-    { title: "since", value: (row) => row.state_s, text: (row) => duration(row.state_s), number: true },
-    { title: "iteration", value: (row) => row.iteration, text: (row) => (row.iteration === null ? MISSING : whole(row.iteration)), number: true },
-    { title: "loss", value: (row) => row.loss, text: (row) => short(row.loss), number: true, needed: (row) => known(row.loss) },
-    { title: "samples/s", value: (row) => row.samples_per_s, text: (row) => short(row.samples_per_s), number: true, needed: (row) => known(row.samples_per_s) },
-    { title: "staleness", value: (row) => row.staleness, text: (row) => whole(row.staleness), number: true, needed: (row) => known(row.staleness) },
-    { title: "waits for", text: waitWords, wide: true, needed: (row) => row.waits_for },
-    { title: "was lost", text: (row) => row.losses.at(-1) ?? "", needed: (row) => row.losses.length > 0 },
-  ], { tall: true });
+  const workers = table(
+    "What each worker does now",
+    [
+      { title: "worker", value: (row) => row.worker, text: (row) => String(row.worker), number: true },
+      { title: "machine", text: (row) => row.machine },
+      { title: "does", text: (row) => row.state },
+      { title: "since", value: (row) => row.state_s, text: (row) => duration(row.state_s), number: true },
+      {
+        title: "iteration",
+        value: (row) => row.iteration,
+        text: (row) => (row.iteration === null ? MISSING : whole(row.iteration)),
+        number: true,
+      },
+      {
+        title: "loss",
+        value: (row) => row.loss,
+        text: (row) => short(row.loss),
+        number: true,
+        needed: (row) => known(row.loss),
+      },
+      {
+        title: "samples/s",
+        value: (row) => row.samples_per_s,
+        text: (row) => short(row.samples_per_s),
+        number: true,
+        needed: (row) => known(row.samples_per_s),
+      },
+      {
+        title: "staleness",
+        value: (row) => row.staleness,
+        text: (row) => whole(row.staleness),
+        number: true,
+        needed: (row) => known(row.staleness),
+      },
+      { title: "waits for", text: waitWords, wide: true, needed: (row) => row.waits_for },
+      { title: "was lost", text: (row) => row.losses.at(-1) ?? "", needed: (row) => row.losses.length > 0 },
+    ],
+    { tall: true },
+  );
   const root = section("What the workers do now", facts, workers.root);
   return {
     root,
     show: (report) => {
       root.hidden = !report.live;
       if (root.hidden) return;
-      fill(facts, [report.live.sync && `Sync model ${report.live.sync}, ${plural(report.live.servers, "server")}.`, report.live.shortage].filter(Boolean).join(" "));
+      fill(
+        facts,
+        [
+          report.live.sync && `Sync model ${report.live.sync}, ${plural(report.live.servers, "server")}.`,
+          report.live.shortage,
+        ]
+          .filter(Boolean)
+          .join(" "),
+      );
       workers.show(report.live.workers);
     },
   };
@@ -40,7 +75,9 @@ function waitWords(row) {
 async function fetched(path) {
   try {
     const answer = await fetch(path, { cache: "no-store", credentials: "same-origin" });
-    return answer.ok ? { report: await answer.json() } : { problem: `the answer has status ${answer.status}` };
+    return answer.ok
+      ? { report: await answer.json() }
+      : { problem: `the answer has status ${answer.status}` };
   } catch (error) {
     return { problem: error.message };
   }
@@ -60,7 +97,8 @@ function follow(path, first, show) {
     if (words.textContent !== text) fill(words, text);
     root.className = `live ${kind}`;
   };
-  const tell = () => fill(age, ended ? "" : `, updated ${duration(Math.round((performance.now() - shownAt) / 1000))} ago`);
+  const tell = () =>
+    fill(age, ended ? "" : `, updated ${duration(Math.round((performance.now() - shownAt) / 1000))} ago`);
 
   async function poll() {
     const begun = performance.now();
@@ -75,7 +113,8 @@ function follow(path, first, show) {
       state("live", "on");
     } else {
       failures += 1;
-      if (failures >= MOST_FAILURES) state(`The connection to the run is lost (${problem}); this is its last known state`, "lost");
+      if (failures >= MOST_FAILURES)
+        state(`The connection to the run is lost (${problem}); this is its last known state`, "lost");
     }
     tell();
     plan(Math.max(INTERVAL_S * 1000 * Math.min(8, 2 ** Math.max(0, failures - 1)), PATIENCE * tookMs));

@@ -18,7 +18,11 @@ const PANELS = [
 function runPanel(...tools) {
   const panels = [headerPanel(...tools), ...PANELS.map((panel) => panel())];
   return {
-    root: make("article", {}, panels.map((panel) => panel.root)),
+    root: make(
+      "article",
+      {},
+      panels.map((panel) => panel.root),
+    ),
     show: (report) => panels.forEach((panel) => panel.show(report)),
   };
 }
@@ -50,7 +54,12 @@ async function main() {
       }
       fill(place, panels.get(index).root);
     };
-    const runs = choice("Show in full", reports.map((report, i) => [String(i), report.name]), "0", (value) => open(Number(value)));
+    const runs = choice(
+      "Show in full",
+      reports.map((report, i) => [String(i), report.name]),
+      "0",
+      (value) => open(Number(value)),
+    );
     open(0);
     body.append(comparePanel(reports, themeButton()), make("div", { class: "choose" }, runs.root), place);
   }

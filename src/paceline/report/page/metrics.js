@@ -1,23 +1,36 @@
 // Loss and metrics over the progress of the run, as small multiples; the speed beside them.
 
-const SMOOTHING = [["0", "off"], ["0.6", "light"], ["0.9", "strong"]];
+const SMOOTHING = [
+  ["0", "off"],
+  ["0.6", "light"],
+  ["0.9", "strong"],
+];
 const SPEED = Symbol("speed"); // the key of the chart of the speed
 
 const MOST_CHARTS = 12; // the others are shown when the reader opens them
 
-// `show(...reports)`: each report has one curve in every chart. The times of several reports count from when each began
-// to train, so that the curves can be compared.
+// `show(...reports)`: each report has one curve in every chart. The times of several reports count from when each
+// began to train, so that the curves can be compared.
 function metricsPanel(title, axes = AXES) {
   const view = { axis: axes[0][0], log: false, keep: 0, zeros: [], left: 0 };
   const charts = new Map(); // name of the metric, or SPEED -> chart
   let shown = [];
-  const axis = choice("Over", axes, view.axis, (value) => { view.axis = value; draw(); });
+  const axis = choice("Over", axes, view.axis, (value) => {
+    view.axis = value;
+    draw();
+  });
   const tools = make(
     "div",
     { class: "tools" },
     axis.root,
-    checkbox("logarithmic", (on) => { view.log = on; draw(); }),
-    choice("Smoothing", SMOOTHING, "0", (value) => { view.keep = Number(value); draw(); }).root,
+    checkbox("logarithmic", (on) => {
+      view.log = on;
+      draw();
+    }),
+    choice("Smoothing", SMOOTHING, "0", (value) => {
+      view.keep = Number(value);
+      draw();
+    }).root,
   );
   const grid = make("div", { class: "charts" });
   let names = [];
@@ -34,12 +47,22 @@ function metricsPanel(title, axes = AXES) {
   function place(target, keys) {
     for (const key of keys) if (!charts.has(key)) charts.set(key, chart(key === SPEED ? "speed" : key));
     const roots = keys.map((key) => charts.get(key).root);
-    if (roots.length !== target.children.length || roots.some((each, i) => each !== target.children[i])) fill(target, roots);
+    if (roots.length !== target.children.length || roots.some((each, i) => each !== target.children[i]))
+      fill(target, roots);
     for (const key of keys) {
       const found = charts.get(key);
       found.show(key === SPEED ? speedContent(shown, view, found.heading) : metricContent(shown, key, view));
     }
   }
+
+  function drawRuns() {
+    fill(
+      runs,
+      shown.map((report, i) => make("li", {}, swatch(readable(curveColor(i))), report.name)),
+    );
+  }
+
+  theme.changed.add(drawRuns); // which changes the colors of the curves
 
   function draw() {
     names = [...new Set(shown.flatMap((report) => report.metrics.map((metric) => metric.name)))];
@@ -59,10 +82,12 @@ function metricsPanel(title, axes = AXES) {
       view.zeros = reports.map((report) => (reports.length > 1 ? trainedFrom(report) : 0));
       view.left = reports.length > 1 ? 0 : trainedFrom(reports[0]);
       axis.limit(possibleAxes(reports));
-      fill(runs, reports.map((report, i) => make("li", {}, swatch(readable(curveColor(i))), report.name)));
+      drawRuns();
       runs.hidden = reports.length < 2;
       zero.hidden = runs.hidden;
-      root.hidden = !reports.some((report) => report.metrics.length || report.workers.length || report.progress.length);
+      root.hidden = !reports.some(
+        (report) => report.metrics.length || report.workers.length || report.progress.length,
+      );
       draw();
     },
   };
@@ -82,9 +107,13 @@ function metricContent(reports, name, { axis, log, keep, zeros, left }) {
     const points = metricPoints(metric, axis, zeros[i]);
     const curve = { name: reports.length > 1 ? report.name : name, color: curveColor(i), dash: curveDash(i) };
     const dots = metric.kind === "point";
-    if (metric.guessed) notes.push("A guess: the values of the tensor on which the script called backward().");
+    if (metric.guessed)
+      notes.push("A guess: the values of the tensor on which the script called backward().");
     if (!keep || dots) return curves.push({ ...curve, points, dots });
-    return curves.push({ ...curve, points, faint: true }, { ...curve, name: `${curve.name}, smoothed`, points: smoothed(points, keep) });
+    return curves.push(
+      { ...curve, points, faint: true },
+      { ...curve, name: `${curve.name}, smoothed`, points: smoothed(points, keep) },
+    );
   });
   return { curves, axis, log, left, words: notes[0] ?? "" };
 }

@@ -13,7 +13,9 @@ function formatted(value, options) {
 
 // A number with a given number of decimals, or with about four significant digits.
 function fixed(value, decimals) {
-  return known(value) ? formatted(value, { minimumFractionDigits: decimals, maximumFractionDigits: decimals }) : MISSING;
+  return known(value)
+    ? formatted(value, { minimumFractionDigits: decimals, maximumFractionDigits: decimals })
+    : MISSING;
 }
 
 function short(value) {
@@ -67,7 +69,12 @@ function clock(s, stepS, longestS) {
   return `${sign}${Math.floor(minutes / 60)}:${String(minutes % 60).padStart(2, "0")}:${rest}`;
 }
 
-const SIZES = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
+const SIZES = [
+  [1e12, "T"],
+  [1e9, "G"],
+  [1e6, "M"],
+  [1e3, "k"],
+];
 
 function scaled(value, unit) {
   if (!known(value)) return MISSING;
@@ -84,7 +91,9 @@ function tickText(value, step) {
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (size >= 1e15 || step < 1e-6) {
-    return value.toExponential(Math.min(6, Math.max(0, Math.ceil(Math.log10(size / step) - 1e-9)))).replace("e+", "e");
+    return value
+      .toExponential(Math.min(6, Math.max(0, Math.ceil(Math.log10(size / step) - 1e-9))))
+      .replace("e+", "e");
   }
   for (const [unit, prefix] of SIZES) {
     if (size >= unit && unit > 1) return `${Number((value / unit).toPrecision(6))}${prefix}`;

@@ -2,8 +2,16 @@
 //
 // A curve is {name, color, dash, dots, points}; a point is {x, y, words}. y is null where the value is not finite.
 
-const AXES = [["time", "time"], ["samples", "samples"], ["updates", "updates"]];
-const AT_AXIS = { time: (point) => point.time_s, samples: (point) => point.samples, updates: (point) => point.updates };
+const AXES = [
+  ["time", "time"],
+  ["samples", "samples"],
+  ["updates", "updates"],
+];
+const AT_AXIS = {
+  time: (point) => point.time_s,
+  samples: (point) => point.samples,
+  updates: (point) => point.updates,
+};
 
 // The axes on which at least one point of the metrics and the progress differs from zero.
 function possibleAxes(reports) {
@@ -11,13 +19,17 @@ function possibleAxes(reports) {
     ...report.metrics.flatMap((metric) => metric.points.slice(-1)),
     ...report.progress.slice(-1).map(([time_s, samples, updates]) => ({ time_s, samples, updates })),
   ]);
-  const possible = AXES.map(([axis]) => axis).filter((axis) => points.some((point) => AT_AXIS[axis](point) > 0));
+  const possible = AXES.map(([axis]) => axis).filter((axis) =>
+    points.some((point) => AT_AXIS[axis](point) > 0),
+  );
   return possible.length ? possible : ["time"];
 }
 
 // When a run began to train, as far as its points tell. Before, its processes started.
 function trainedFrom(report) {
-  const times = [report.progress[0]?.[0], ...report.metrics.map((metric) => metric.points[0]?.time_s)].filter(known);
+  const times = [report.progress[0]?.[0], ...report.metrics.map((metric) => metric.points[0]?.time_s)].filter(
+    known,
+  );
   return times.length ? Math.min(...times) : 0;
 }
 
@@ -41,7 +53,9 @@ function smoothed(points, keep) {
 // The speed between points of the progress: [name of the unit, points], over at most `most` equal parts of the run.
 function speedOf(points, axis, zeroS, most = 120) {
   // at the end, workers may only finish
-  const progress = points.filter((point, i) => i < 1 || point[1] > points[i - 1][1] || point[2] > points[i - 1][2]);
+  const progress = points.filter(
+    (point, i) => i < 1 || point[1] > points[i - 1][1] || point[2] > points[i - 1][2],
+  );
   const last = progress.at(-1);
   if (!last || !(last[0] > 0)) return ["samples/s", []];
   const column = last[1] > 0 ? 1 : 2;
@@ -72,5 +86,3 @@ function extent(curves, { log = false } = {}) {
   }
   return low <= high ? { left, right, low, high } : null;
 }
-
-const notFinite = (curves) => curves.reduce((sum, { points }) => sum + points.filter(({ y }) => !known(y)).length, 0);

@@ -3,8 +3,14 @@
 function settingsPanel() {
   const command = make("code", { class: "pre" });
   const copied = make("span", { role: "status", class: "note" });
-  const copy = button("Copy", async () => fill(copied, (await copyText(command)) ? "copied" : "selected: press ctrl (cmd) C"));
-  const commandPart = subsection("The command that repeats this run", command, make("div", { class: "tools" }, copy, copied));
+  const copy = button("Copy", async () =>
+    fill(copied, (await copyText(command)) ? "copied" : "selected: press ctrl (cmd) C"),
+  );
+  const commandPart = subsection(
+    "The command that repeats this run",
+    command,
+    make("div", { class: "tools" }, copy, copied),
+  );
   const changed = settingsTable("Settings that differ from the default");
   const changedPart = subsection("Settings that differ from the default", changed.root);
   const defaults = make("div");
@@ -20,7 +26,11 @@ function settingsPanel() {
   ]);
   const figuresPart = subsection("Figures", figures.root);
   const folder = make("p", { class: "note" });
-  const root = section("Settings and command", make("div", { class: "pair" }, make("div", {}, commandPart, changedPart, defaults), figuresPart), folder);
+  const root = section(
+    "Settings and command",
+    make("div", { class: "pair" }, make("div", {}, commandPart, changedPart, defaults), figuresPart),
+    folder,
+  );
   return {
     root,
     show: (next) => {

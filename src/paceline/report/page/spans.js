@@ -40,7 +40,8 @@ function partAt(row, timeS) {
   let fromS = row.begunS[i];
   for (let part = 0; part < PARTS.length; part += 1) {
     const toS = row.ends[i * PARTS.length + part];
-    if (timeS < toS) return { kind: PARTS[part], fromS, toS, awaited: PARTS[part] === "waiting" ? row.awaited[i] : -1 };
+    if (timeS < toS)
+      return { kind: PARTS[part], fromS, toS, awaited: PARTS[part] === "waiting" ? row.awaited[i] : -1 };
     fromS = toS;
   }
   return null;

@@ -21,8 +21,20 @@ function headerPanel(...tools) {
   const headline = make("p", { class: "headline" });
   const why = make("code");
   const whyTitle = make("b");
-  const failure = make("div", { class: "failure", hidden: true }, whyTitle, scrollBox("Why it failed", "pre", why));
-  const root = make("header", {}, make("div", { class: "titles" }, title, make("div", { class: "corner" }, tools)), facts, headline, failure);
+  const failure = make(
+    "div",
+    { class: "failure", hidden: true },
+    whyTitle,
+    scrollBox("Why it failed", "pre", why),
+  );
+  const root = make(
+    "header",
+    {},
+    make("div", { class: "titles" }, title, make("div", { class: "corner" }, tools)),
+    facts,
+    headline,
+    failure,
+  );
   return {
     root,
     show: (report) => {
@@ -31,7 +43,13 @@ function headerPanel(...tools) {
         facts,
         make("span", { class: `state ${report.state.replace(" ", "-")}` }, STATE_WORDS[report.state]),
         report.begun_at && make("span", {}, `begun ${begunWords(report.begun_at)}`),
-        make("span", {}, report.state === "running" ? `for ${duration(report.now_s ?? report.duration_s)}` : `took ${duration(report.duration_s)}`),
+        make(
+          "span",
+          {},
+          report.state === "running"
+            ? `for ${duration(report.now_s ?? report.duration_s)}`
+            : `took ${duration(report.duration_s)}`,
+        ),
         report.workers.length > 0 && make("span", {}, plural(report.workers.length, "worker")),
         report.version && make("span", {}, `Paceline ${report.version}`),
         report.emulated && make("span", {}, report.emulated),
@@ -53,14 +71,20 @@ function causesPanel() {
     show: (report) => {
       const total = totalTime(report.workers);
       const spent = sumOf(total);
-      fill(time, spent > 0 && [
-        make("p", { class: "label" }, `The time of all workers together, ${duration(spent)}`),
-        stackedBar(total),
-        legend(total),
-      ]);
-      fill(list, report.causes.length
-        ? report.causes.map(causeItem)
-        : make("li", { class: "nothing" }, nothingWords(report, spent)));
+      fill(
+        time,
+        spent > 0 && [
+          make("p", { class: "label" }, `The time of all workers together, ${duration(spent)}`),
+          stackedBar(total),
+          legend(total),
+        ],
+      );
+      fill(
+        list,
+        report.causes.length
+          ? report.causes.map(causeItem)
+          : make("li", { class: "nothing" }, nothingWords(report, spent)),
+      );
     },
   };
 }
@@ -79,17 +103,28 @@ function causeItem(cause) {
     "li",
     {},
     make("p", { class: "words" }, cause.words),
-    figures.length > 0 && make(
-      "div",
-      { class: "loss" },
-      known(cause.share) && make("span", { class: "track" }, make("span", { style: { width: `${100 * Math.min(1, cause.share)}%` } })),
-      make("span", {}, figures.join(", ")),
-    ),
-    cause.remedies.length > 0 && make(
-      "div",
-      { class: "remedies" },
-      make("b", {}, "What would help"),
-      make("ul", {}, cause.remedies.map((remedy) => make("li", {}, remedy))),
-    ),
+    figures.length > 0 &&
+      make(
+        "div",
+        { class: "loss" },
+        known(cause.share) &&
+          make(
+            "span",
+            { class: "track" },
+            make("span", { style: { width: `${100 * Math.min(1, cause.share)}%` } }),
+          ),
+        make("span", {}, figures.join(", ")),
+      ),
+    cause.remedies.length > 0 &&
+      make(
+        "div",
+        { class: "remedies" },
+        make("b", {}, "What would help"),
+        make(
+          "ul",
+          {},
+          cause.remedies.map((remedy) => make("li", {}, remedy)),
+        ),
+      ),
   );
 }

@@ -15,14 +15,22 @@ function table(caption, columns, { tall = false } = {}) {
   const head = make("tr");
   const body = make("tbody");
   const foot = make("tfoot");
-  const element = make("table", {}, make("caption", { class: "spoken" }, caption), make("thead", {}, head), body, foot);
+  const element = make(
+    "table",
+    {},
+    make("caption", { class: "spoken" }, caption),
+    make("thead", {}, head),
+    body,
+    foot,
+  );
   const root = scrollBox(caption, tall ? "scroll tall" : "scroll", element);
   let [rows, total, shown] = [[], null, []];
 
   const headers = columns.map((column) => {
-    const title = column.sortable === false
-      ? make("span", {}, column.title)
-      : button(headingOf(column), () => sort(column), { class: "sort" });
+    const title =
+      column.sortable === false
+        ? make("span", {}, column.title)
+        : button(headingOf(column), () => sort(column), { class: "sort" });
     return make("th", { scope: "col", class: column.number && "number" }, title);
   });
 
@@ -38,24 +46,33 @@ function table(caption, columns, { tall = false } = {}) {
     const bar = known(share)
       ? make("span", { class: "meter", style: { width: `${Math.max(0, Math.min(1, share)) * 100}%` } })
       : null;
-    const properties = { class: [column.number && "number", column.wide && "wide"].filter(Boolean).join(" ") || null };
+    const properties = {
+      class: [column.number && "number", column.wide && "wide"].filter(Boolean).join(" ") || null,
+    };
     return make(tag, tag === "th" ? { ...properties, scope: "row" } : properties, bar, content);
   }
 
-  const line = (row) => make("tr", {}, shown.map((column, i) => cell(i === 0 ? "th" : "td", column, row)));
+  const rowOf = (row) =>
+    make(
+      "tr",
+      {},
+      shown.map((column, i) => cell(i === 0 ? "th" : "td", column, row)),
+    );
 
   function draw() {
     shown = columns.filter((column) => !column.needed || rows.some(column.needed));
     const wanted = headers.filter((_, i) => shown.includes(columns[i]));
     // headers that stay keep the focus
-    if (wanted.length !== head.children.length || wanted.some((each, i) => each !== head.children[i])) fill(head, wanted);
+    if (wanted.length !== head.children.length || wanted.some((each, i) => each !== head.children[i]))
+      fill(head, wanted);
     headers.forEach((header, i) => {
       if (typeof columns[i].title === "function") fill(header.firstChild, headingOf(columns[i]));
-      if (columns[i] === sorted.column) header.setAttribute("aria-sort", sorted.down ? "descending" : "ascending");
+      if (columns[i] === sorted.column)
+        header.setAttribute("aria-sort", sorted.down ? "descending" : "ascending");
       else header.removeAttribute("aria-sort");
     });
-    fill(body, ordered(rows, sorted).map(line));
-    fill(foot, total && line(total));
+    fill(body, ordered(rows, sorted).map(rowOf));
+    fill(foot, total && rowOf(total));
     root.hidden = !rows.length;
   }
 
@@ -79,6 +96,8 @@ function ordered(rows, { column, down }) {
     if (a === b) return 0;
     if (a === null || a === undefined) return 1;
     if (b === null || b === undefined) return -1;
-    return sign * (typeof a === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true }));
+    return (
+      sign * (typeof a === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true }))
+    );
   });
 }

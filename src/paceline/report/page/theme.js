@@ -1,4 +1,5 @@
-// Light and dark. The colors of text and lines are in page.css; those of curves are made readable on either background.
+// Light and dark. The colors of text and lines are in page.css; those of curves are made readable on either
+// background.
 
 const darkSystem = matchMedia("(prefers-color-scheme: dark)");
 const theme = { chosen: "", printing: false, inks: new Map(), changed: new Set() };
@@ -16,17 +17,27 @@ function applyTheme() {
 
 function themeButton() {
   const words = () => (isDark() ? "Light" : "Dark");
-  const root = button(words(), () => {
-    theme.chosen = isDark() ? "light" : "dark";
-    applyTheme();
-  }, { class: "theme", title: "Switch between light and dark" });
+  const root = button(
+    words(),
+    () => {
+      theme.chosen = isDark() ? "light" : "dark";
+      applyTheme();
+    },
+    { class: "theme", title: "Switch between light and dark" },
+  );
   theme.changed.add(() => fill(root, words()));
   return root;
 }
 
 darkSystem.addEventListener("change", applyTheme);
-addEventListener("beforeprint", () => { theme.printing = true; applyTheme(); });
-addEventListener("afterprint", () => { theme.printing = false; applyTheme(); });
+addEventListener("beforeprint", () => {
+  theme.printing = true;
+  applyTheme();
+});
+addEventListener("afterprint", () => {
+  theme.printing = false;
+  applyTheme();
+});
 
 // The present value of a color in page.css, such as ink("--text").
 function ink(name) {
@@ -39,7 +50,7 @@ function ink(name) {
   return theme.inks.get(name);
 }
 
-// Red, green, blue and opacity of "#rrggbb", "#rrggbbaa", "rgb(...)" or "rgba(...)"; from 0 to 255, opacity from 0 to 1.
+// Red, green and blue from 0 to 255, and opacity from 0 to 1, of "#rrggbb", "#rrggbbaa", "rgb(...)" or "rgba(...)".
 function channels(color) {
   if (color.startsWith("#")) {
     const parts = [1, 3, 5, 7].map((at) => parseInt(color.slice(at, at + 2), 16));

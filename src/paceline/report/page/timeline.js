@@ -4,35 +4,63 @@ const MOST_HEIGHT = 470;
 const OVERVIEW = 36;
 
 function timelinePanel() {
-  const state = { content: null, view: { fromS: 0, toS: 1 }, whole: true, place: null, drag: null, exact: false };
+  const state = {
+    content: null,
+    view: { fromS: 0, toS: 1 },
+    whole: true,
+    place: null,
+    drag: null,
+    exact: false,
+  };
 
-  const picture = drawing(200, (context, width, height) => drawTimeline(context, width, height, state, scroll.scrollTop));
+  const picture = drawing(200, (context, width, height) =>
+    drawTimeline(context, width, height, state, scroll.scrollTop),
+  );
   const spacer = make("div", { class: "spacer" }, picture.canvas);
-  const scroll = make("div", {
-    class: "rows",
-    tabindex: 0,
-    role: "group",
-    "aria-label": "Timeline. The left and right arrows move the view, up and down go to another worker, with shift they "
-      + "move the place that is read out; plus and minus zoom, 0 shows the whole run.",
-    onscroll: () => picture.redraw(),
-    onwheel: onWheel,
-    onpointerdown: onDown,
-    onpointermove: onMove,
-    onpointerup: onUp,
-    onpointercancel: () => { state.drag = null; picture.redraw(); },
-    onpointerleave: () => { if (!state.drag) point(null, false); },
-    onkeydown: onKey,
-    onblur: () => point(null, false),
-    ondblclick: (event) => zoom(1 / 3, timeAt(event)),
-  }, spacer);
+  const scroll = make(
+    "div",
+    {
+      class: "rows",
+      tabindex: 0,
+      role: "group",
+      "aria-label":
+        "Timeline. The left and right arrows move the view, up and down go to another worker, with shift they " +
+        "move the place that is read out; plus and minus zoom, 0 shows the whole run.",
+      onscroll: () => picture.redraw(),
+      onwheel: onWheel,
+      onpointerdown: onDown,
+      onpointermove: onMove,
+      onpointerup: onUp,
+      onpointercancel: () => {
+        state.drag = null;
+        picture.redraw();
+      },
+      onpointerleave: () => {
+        if (!state.drag) point(null, false);
+      },
+      onkeydown: onKey,
+      onblur: () => point(null, false),
+      ondblclick: (event) => zoom(1 / 3, timeAt(event)),
+    },
+    spacer,
+  );
   const frame = make("div", { class: "frame" }, scroll);
   const words = tip(frame);
   const overview = drawing(OVERVIEW, (context, width, height) => drawOverview(context, width, height, state));
-  const map = make("div", {
-    class: "overview",
-    onpointerdown: (event) => { map.setPointerCapture(event.pointerId); centre(event); },
-    onpointermove: (event) => { if (event.buttons & 1) centre(event); },
-  }, overview.canvas);
+  const map = make(
+    "div",
+    {
+      class: "overview",
+      onpointerdown: (event) => {
+        map.setPointerCapture(event.pointerId);
+        centre(event);
+      },
+      onpointermove: (event) => {
+        if (event.buttons & 1) centre(event);
+      },
+    },
+    overview.canvas,
+  );
   overview.label("The mean of all workers over the whole run; the shown time is outlined.");
   const where = make("output", { class: "where" });
   const tools = make(
@@ -94,7 +122,10 @@ function timelinePanel() {
     if (y < STRIP) {
       const pixels = (box.width - GUTTER) / span();
       const near = (mark) => Math.abs((mark.atS - state.view.fromS) * pixels - (x - GUTTER));
-      const mark = state.content.marks.reduce((best, each) => (best && near(best) <= near(each) ? best : each), null);
+      const mark = state.content.marks.reduce(
+        (best, each) => (best && near(best) <= near(each) ? best : each),
+        null,
+      );
       return mark && near(mark) < 8 ? { mark, x, y } : null;
     }
     const row = Math.floor((y - STRIP + scroll.scrollTop) / state.content.rowHeight);
@@ -167,7 +198,8 @@ function timelinePanel() {
   // Go from the place that was read out last to one beside it, and read this out.
   function focusPlace(across, down) {
     const { content, view } = state;
-    const before = state.place?.row === undefined ? { row: 0, timeS: (view.fromS + view.toS) / 2 } : state.place;
+    const before =
+      state.place?.row === undefined ? { row: 0, timeS: (view.fromS + view.toS) / 2 } : state.place;
     const first = state.place?.row === undefined;
     const row = Math.min(content.timeline.workers.length - 1, Math.max(0, before.row + (first ? 0 : down)));
     const timeS = Math.min(view.toS, Math.max(view.fromS, before.timeS + (across * span()) / 100));
@@ -203,28 +235,35 @@ function timelinePanel() {
 function contentOf(report) {
   const { timeline } = report;
   const levels = timeline ? levelsOf(timeline) : null;
-  const extent = levels ? extentOf(levels[0]) : null;
-  return extent && {
-    timeline,
-    levels,
-    mean: meanLevel(levels),
-    rows: exactRows(timeline),
-    rowHeight: rowHeight(timeline.workers.length),
-    // a worker joins shortly before it does anything
-    marks: report.marks.map((mark) => ({ ...mark, atS: Math.min(extent.endS, Math.max(extent.startS, mark.time_s)) })),
-    ...extent,
-  };
+  const active = levels ? extentOf(levels[0]) : null;
+  return (
+    active && {
+      timeline,
+      levels,
+      mean: meanLevel(levels),
+      rows: exactRows(timeline),
+      rowHeight: rowHeight(timeline.workers.length),
+      // a worker joins shortly before it does anything
+      marks: report.marks.map((mark) => ({
+        ...mark,
+        atS: Math.min(active.endS, Math.max(active.startS, mark.time_s)),
+      })),
+      ...active,
+    }
+  );
 }
 
 function timelineNote(timeline) {
   const notes = [
     "Drag to select a time, or zoom with ctrl (cmd) and the wheel.",
     timeline.exact_from_s > 0
-      ? `Single iterations are known from ${duration(timeline.exact_from_s)} on; before, shares of ${duration(timeline.width_s)}.`
+      ? `Single iterations are known from ${duration(timeline.exact_from_s)} on.`
       : "Zoomed in, single iterations are shown.",
   ];
-  if (timeline.barriers_s.length) notes.push("Vertical lines are barriers, where they are not too close together.");
-  if (timeline.error_s > 0) notes.push(`Times of different machines may be wrong by ${duration(timeline.error_s)}.`);
+  if (timeline.barriers_s.length)
+    notes.push("Vertical lines are barriers, where they are not too close together.");
+  if (timeline.error_s > 0)
+    notes.push(`Times of different machines may be wrong by ${duration(timeline.error_s)}.`);
   return notes.join(" ");
 }
 
@@ -235,14 +274,31 @@ function drawTimeline(context, width, height, state, scrollTop) {
   const first = Math.max(0, Math.floor(scrollTop / tall));
   const end = Math.min(timeline.workers.length, Math.ceil((scrollTop + height - STRIP) / tall));
   const rows = Array.from({ length: end - first }, (_, i) => first + i);
-  const place = { left: GUTTER, top: STRIP + first * tall - scrollTop, width: width - GUTTER, height: tall, gap: tall > 20 ? 4 : 2 };
+  const place = {
+    left: GUTTER,
+    top: STRIP + first * tall - scrollTop,
+    width: width - GUTTER,
+    height: tall,
+    gap: tall > 20 ? 4 : 2,
+  };
   if (state.exact) drawIterations(context, content, rows, view, place);
-  else drawBuckets(context, levelFor(content.levels, ((view.toS - view.fromS) / place.width) * LEAST_COLUMN), rows, view, place);
+  else
+    drawBuckets(
+      context,
+      levelFor(content.levels, ((view.toS - view.fromS) / place.width) * LEAST_COLUMN),
+      rows,
+      view,
+      place,
+    );
   context.textAlign = "right";
   context.textBaseline = "middle";
   rows.forEach((row, i) => {
     context.fillStyle = state.place?.row === row ? ink("--text") : ink("--quiet");
-    context.fillText(`worker ${timeline.workers[row]}`, GUTTER - 8, place.top + i * tall + (tall - place.gap) / 2);
+    context.fillText(
+      `worker ${timeline.workers[row]}`,
+      GUTTER - 8,
+      place.top + i * tall + (tall - place.gap) / 2,
+    );
   });
   context.clearRect(0, 0, width, STRIP); // rows that are scrolled away
   drawStrip(context, content, view, width, height, STRIP);
@@ -271,34 +327,47 @@ function drawOverview(context, width, height, state) {
   context.textAlign = "right";
   context.textBaseline = "middle";
   context.fillText("overview", GUTTER - 8, height / 2);
-  const x = (timeS) => GUTTER + ((timeS - content.startS) / (content.endS - content.startS)) * (width - GUTTER);
+  const x = (timeS) =>
+    GUTTER + ((timeS - content.startS) / (content.endS - content.startS)) * (width - GUTTER);
   context.fillStyle = ink("--veil");
   context.fillRect(GUTTER, 0, x(view.fromS) - GUTTER, height);
   context.fillRect(x(view.toS), 0, width - x(view.toS), height);
   context.strokeStyle = ink("--text");
   context.lineWidth = 1.5;
-  context.strokeRect(x(view.fromS) + 0.75, 0.75, Math.max(2, x(view.toS) - x(view.fromS) - 1.5), height - 1.5);
+  context.strokeRect(
+    x(view.fromS) + 0.75,
+    0.75,
+    Math.max(2, x(view.toS) - x(view.fromS) - 1.5),
+    height - 1.5,
+  );
 }
 
 // Seconds of each kind in the shown time, as a table.
 function shownPanel(state) {
   let most = 1;
-  const found = table("Seconds of each kind in the shown time", [
-    { title: "worker", value: (row) => row.worker, text: (row) => String(row.worker), number: true },
-    ...kinds.map(({ name }) => ({
-      title: `${kindWord(name)}, s`,
-      value: (row) => row[name],
-      text: (row) => fixed(row[name], decimalsFor(most)),
-      number: true,
-      needed: (row) => row[name] > 0,
-    })),
-  ], { tall: true });
+  const found = table(
+    "Seconds of each kind in the shown time",
+    [
+      { title: "worker", value: (row) => row.worker, text: (row) => String(row.worker), number: true },
+      ...kinds.map(({ name }) => ({
+        title: `${kindWord(name)}, s`,
+        value: (row) => row[name],
+        text: (row) => fixed(row[name], decimalsFor(most)),
+        number: true,
+        needed: (row) => row[name] > 0,
+      })),
+    ],
+    { tall: true },
+  );
   return {
     root: found.root,
     show: () => {
       const { content, view } = state;
       const level = levelFor(content.levels, (view.toS - view.fromS) / 200);
-      const rows = content.timeline.workers.map((worker, row) => ({ worker, ...timeWithin(level, row, view.fromS, view.toS) }));
+      const rows = content.timeline.workers.map((worker, row) => ({
+        worker,
+        ...timeWithin(level, row, view.fromS, view.toS),
+      }));
       most = Math.max(...rows.flatMap((row) => kinds.map((kind) => row[kind.name])));
       found.show(rows);
     },

@@ -7,7 +7,14 @@ const LEAST_ITERATION = 5; // pixels; narrower iterations are shown in buckets
 const LEAST_COLUMN = 3; // pixels
 
 const MARK_SIGNS = {
-  joined: "+", left: "–", finished: "■", lost: "×", model: "◆", guard: "!", paused: "‖", note: "•",
+  joined: "+",
+  left: "–",
+  finished: "■",
+  lost: "×",
+  model: "◆",
+  guard: "!",
+  paused: "‖",
+  note: "•",
 };
 
 function rowHeight(rows) {
@@ -96,7 +103,11 @@ function drawIterations(context, content, rows, view, { left, top, width, height
       const kind = idleKind(content.levels[0], row, doneS, untilS);
       if (kind) boxes.get(kind).push(x(doneS), y, x(untilS) - x(doneS));
     };
-    for (let i = Math.max(0, iterationAt(exact, fromS)); i < exact.begunS.length && exact.begunS[i] < toS; i += 1) {
+    for (
+      let i = Math.max(0, iterationAt(exact, fromS));
+      i < exact.begunS.length && exact.begunS[i] < toS;
+      i += 1
+    ) {
       let begin = exact.begunS[i];
       rest(begin);
       if (begin > fromS) borders.push(x(begin), y);
@@ -112,7 +123,8 @@ function drawIterations(context, content, rows, view, { left, top, width, height
   for (const { name, color } of kinds) {
     context.fillStyle = color;
     const found = boxes.get(name);
-    for (let i = 0; i < found.length; i += 3) context.fillRect(found[i], found[i + 1], Math.max(0.5, found[i + 2]), height - gap);
+    for (let i = 0; i < found.length; i += 3)
+      context.fillRect(found[i], found[i + 1], Math.max(0.5, found[i + 2]), height - gap);
   }
   context.fillStyle = ink("--paper");
   for (let i = 0; i < borders.length; i += 2) context.fillRect(borders[i], borders[i + 1], 1, height - gap);
@@ -147,7 +159,8 @@ function drawStrip(context, content, view, width, height, rowsTop) {
   if (barriers.length <= (right - left) / 16) {
     context.strokeStyle = ink("--text");
     context.globalAlpha = 0.6;
-    for (const timeS of barriers) line(context, Math.round(x(timeS)) + 0.5, STRIP - 5, Math.round(x(timeS)) + 0.5, height);
+    for (const timeS of barriers)
+      line(context, Math.round(x(timeS)) + 0.5, STRIP - 5, Math.round(x(timeS)) + 0.5, height);
     context.globalAlpha = 1;
   }
   for (const mark of content.marks) {

@@ -17,11 +17,15 @@ function placeWords(content, row, timeS, exact, pixelS) {
   if (part) {
     const stepS = Math.max(1e-4, 10 ** Math.floor(Math.log10(Math.max(1e-4, part.toS - part.fromS))) / 10);
     const whom = part.awaited >= 0 ? ` for worker ${part.awaited}` : "";
-    return [`Worker ${worker} ${DID[part.kind]}${whom} for ${duration(part.toS - part.fromS)}`, `from ${at(part.fromS, stepS)} on`];
+    return [
+      `Worker ${worker} ${DID[part.kind]}${whom} for ${duration(part.toS - part.fromS)}`,
+      `from ${at(part.fromS, stepS)} on`,
+    ];
   }
   const level = levelFor(content.levels, pixelS);
   const bucket = Math.floor(timeS / level.widthS);
-  if (bucket < 0 || bucket >= level.buckets) return [`Worker ${worker} at ${at(timeS, pixelS)}: nothing is known`];
+  if (bucket < 0 || bucket >= level.buckets)
+    return [`Worker ${worker} at ${at(timeS, pixelS)}: nothing is known`];
   const [fromS, toS] = [bucket * level.widthS, (bucket + 1) * level.widthS];
   const spent = partsOf(timeWithin(level, row, fromS, toS)).filter((each) => each.s >= 0.005 * level.widthS);
   const lines = spent
@@ -31,7 +35,10 @@ function placeWords(content, row, timeS, exact, pixelS) {
       const whom = awaited >= 0 ? `, longest for worker ${awaited}` : "";
       return `${kindWord(each.name)} ${percent(each.s / level.widthS)}${whom}`;
     });
-  return [`Worker ${worker}, ${at(fromS, level.widthS)} to ${at(toS, level.widthS)}`, ...(lines.length ? lines : ["absent"])];
+  return [
+    `Worker ${worker}, ${at(fromS, level.widthS)} to ${at(toS, level.widthS)}`,
+    ...(lines.length ? lines : ["absent"]),
+  ];
 }
 
 function markWords(content, mark) {
@@ -41,5 +48,6 @@ function markWords(content, mark) {
 function timelineWords(content, view, exact) {
   const count = plural(content.timeline.workers.length, "worker");
   const span = `${clock(view.fromS, 0.1, content.endS)} to ${clock(view.toS, 0.1, content.endS)}`;
-  return `Timeline of ${count}, ${span}, ${exact ? "as exact iterations" : "as shares of time"}. The data below say the same in figures.`;
+  const how = exact ? "as exact iterations" : "as shares of time";
+  return `Timeline of ${count}, ${span}, ${how}. The data below say the same in figures.`;
 }

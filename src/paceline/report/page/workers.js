@@ -24,19 +24,63 @@ function workersPanel() {
       digits = decimalsFor(Math.max(longest, ...workers.map((row) => row.awaited_s)));
       fill(colors, legend(totalTime(workers), false));
       speed = decimalsFor(Math.max(...workers.map((row) => row.samples_per_s ?? 0)));
-      found ??= table("Workers", [
-        { title: "worker", value: (row) => row.worker, text: (row) => row.title ?? String(row.worker), number: true },
-        { title: "time by kind", value: (row) => sumOf(row.time_s), text: (row) => stackedBar(row.time_s, row.title ? undefined : longest), wide: true, sortable: false },
-        { title: "machine", text: (row) => row.machine ?? "", needed: (row) => row.machine },
-        { title: "device", text: (row) => row.device ?? "", needed: (row) => row.device },
-        { title: "iterations", value: (row) => row.iterations, text: (row) => whole(row.iterations), number: true },
-        { title: "samples", value: (row) => row.samples, text: (row) => whole(row.samples), number: true, needed: (row) => row.samples > 0 },
-        { title: "samples/s", value: (row) => row.samples_per_s, text: (row) => fixed(row.samples_per_s, speed), number: true, needed: (row) => known(row.samples_per_s) },
-        { title: "mean batch", value: (row) => row.mean_batch, text: (row) => fixed(row.mean_batch, 1), number: true, needed: (row) => known(row.mean_batch) },
-        { title: "awaited by others, s", value: (row) => row.awaited_s, text: (row) => fixed(row.awaited_s, digits), number: true, needed: (row) => row.awaited_s > 0 },
-        ...kinds.map(second),
-        { title: "fate", text: fateWords, needed: (row) => row.fate && row.fate !== "finished" },
-      ], { tall: true });
+      found ??= table(
+        "Workers",
+        [
+          {
+            title: "worker",
+            value: (row) => row.worker,
+            text: (row) => row.title ?? String(row.worker),
+            number: true,
+          },
+          {
+            title: "time by kind",
+            value: (row) => sumOf(row.time_s),
+            text: (row) => stackedBar(row.time_s, row.title ? undefined : longest),
+            wide: true,
+            sortable: false,
+          },
+          { title: "machine", text: (row) => row.machine ?? "", needed: (row) => row.machine },
+          { title: "device", text: (row) => row.device ?? "", needed: (row) => row.device },
+          {
+            title: "iterations",
+            value: (row) => row.iterations,
+            text: (row) => whole(row.iterations),
+            number: true,
+          },
+          {
+            title: "samples",
+            value: (row) => row.samples,
+            text: (row) => whole(row.samples),
+            number: true,
+            needed: (row) => row.samples > 0,
+          },
+          {
+            title: "samples/s",
+            value: (row) => row.samples_per_s,
+            text: (row) => fixed(row.samples_per_s, speed),
+            number: true,
+            needed: (row) => known(row.samples_per_s),
+          },
+          {
+            title: "mean batch",
+            value: (row) => row.mean_batch,
+            text: (row) => fixed(row.mean_batch, 1),
+            number: true,
+            needed: (row) => known(row.mean_batch),
+          },
+          {
+            title: "awaited by others, s",
+            value: (row) => row.awaited_s,
+            text: (row) => fixed(row.awaited_s, digits),
+            number: true,
+            needed: (row) => row.awaited_s > 0,
+          },
+          ...kinds.map(second),
+          { title: "fate", text: fateWords, needed: (row) => row.fate && row.fate !== "finished" },
+        ],
+        { tall: true },
+      );
       if (!place.firstChild) place.append(found.root);
       found.show(workers, workers.length > 1 ? totalRow(workers) : null);
     },
@@ -44,7 +88,7 @@ function workersPanel() {
 }
 
 function fateWords(row) {
-  return row.why ? `${row.fate}: ${row.why}` : row.fate ?? "";
+  return row.why ? `${row.fate}: ${row.why}` : (row.fate ?? "");
 }
 
 function totalRow(workers) {
