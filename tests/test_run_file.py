@@ -73,21 +73,35 @@ def test_a_run_goes_on_if_the_file_cannot_be_written(folder: Path, caplog: pytes
 @pytest.mark.parametrize(
     ("files", "error", "said"),
     {
-        "no directory of a run": ([], ConfigurationError, "run is not the directory of a run; name one that"),
-        "a run that has finished": (["summary.json"], PeerLostError, "the run in run has ended; its results"),
-        "a run that has failed": (
-            ["trace-coordinator.jsonl"],
+        "no directory of a run": ({}, ConfigurationError, "run is not the directory of a run; name one that"),
+        "a run that has finished": (
+            {"summary.json": '{"ended": "finished"}'},
             PeerLostError,
-            "the run in run has ended without finishing its training; its logs are there",
+            "the run in run has finished; its results are there",
+        ),
+        "a run that has failed": (
+            {"summary.json": '{"ended": "failed"}'},
+            PeerLostError,
+            "the run in run has failed; its results",
+        ),
+        "a summary of an earlier version": (
+            {"summary.json": "{}"},
+            PeerLostError,
+            "the run in run has ended; its",
+        ),
+        "a run without a summary": (
+            {"trace-coordinator.jsonl": ""},
+            PeerLostError,
+            "the run in run has ended without a summary; its logs are there",
         ),
     }.values(),
 )
 def test_a_directory_without_the_file_is_explained(
-    files: list[str], error: type[PacelineError], said: str, folder: Path
+    files: dict[str, str], error: type[PacelineError], said: str, folder: Path
 ) -> None:
     Path("run").mkdir()
-    for name in files:
-        Path("run", name).touch()
+    for name, content in files.items():
+        Path("run", name).write_text(content)
     with pytest.raises(error, match=said):
         run_in(Path("run"))
     Path("run", RUN_FILE).write_text('{"another": "file"}')

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.live import await_that, mark, run_program, start_program
+from tests.live import DEADLINE_S, await_that, mark, run_program, start_program
 from tests.test_terminal import Screen
 
 __all__ = ["mark"]
@@ -86,7 +86,7 @@ def test_a_run_in_a_terminal_shows_its_progress_and_can_be_watched_from_another_
         first_line = watching.stdout.readline()
         Path("enough").touch()
         assert shown.end() == 0, shown.text
-        watching.communicate(timeout=60)
+        watching.communicate(timeout=DEADLINE_S)
     finally:
         shown.close()
 
@@ -107,7 +107,7 @@ def test_a_run_in_a_terminal_shows_its_progress_and_can_be_watched_from_another_
     after = paceline("status", str(run))
     assert (after.returncode, after.stderr) == (
         1,
-        f"error: the run in {run} has ended; its results are there\n",
+        f"error: the run in {run} has finished; its results are there\n",
     )
     none = paceline("status")
     assert none.returncode == 2
@@ -141,7 +141,7 @@ def test_in_a_pipe_the_progress_is_a_line_in_words(script: str, monkeypatch: pyt
             if " left; waiting for worker 1 (" in line:
                 break
         Path("enough").touch()
-        program.communicate(timeout=60)
+        program.communicate(timeout=DEADLINE_S)
     words = (
         r"\d+ % \(epoch \d+ of 1000\), [\d,.]+ samples/s, loss [\d.e-]+, .* left; waiting for worker 1 \(.*\)"
     )

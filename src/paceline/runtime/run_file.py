@@ -29,6 +29,16 @@ RUNS = Path("runs")
 """The folder in which runs make their directories by default."""
 
 
+ENDS = {"finished": "has finished", "interrupted": "was interrupted", "failed": "has failed"}
+"""How a run has ended according to its summary, as a clause."""
+
+
+class _Summary(msgspec.Struct):
+    """The part of `summary.json` that is used here."""
+
+    ended: str = ""
+
+
 class RunFile(msgspec.Struct, frozen=True):
     """How to reach a run in progress.
 
@@ -163,12 +173,13 @@ def _read(run_dir: Path) -> RunFile | None:
 
 def _absence(run_dir: Path) -> PacelineError:
     """Return the error that says why a directory contains no run in progress."""
-    if (run_dir / "summary.json").exists():
-        return PeerLostError(f"the run in {run_dir} has ended; its results are there")
-    if any(run_dir.glob("trace-*.jsonl")):
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        summary = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=_Summary)
         return PeerLostError(
-            f"the run in {run_dir} has ended without finishing its training; its logs are there"
+            f"the run in {run_dir} {ENDS.get(summary.ended, 'has ended')}; its results are there"
         )
+    if (run_dir / "run.json").exists() or any(run_dir.glob("trace-*.jsonl")):
+        return PeerLostError(f"the run in {run_dir} has ended without a summary; its logs are there")
     return ConfigurationError(
         f"{run_dir} is not the directory of a run; name one that `paceline run` has made, such as runs/NAME."
     )
