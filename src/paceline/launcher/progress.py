@@ -30,6 +30,7 @@ __all__ = ["Progress", "announce"]
 REFRESH_PER_S = 8
 REFRESH_S_PER_WORKER = 0.001  # a table of many workers is refreshed less often
 PLAIN_INTERVAL_S = 5.0
+PLAIN_REFRESH_S = 0.5  # often enough to find out who is awaited
 LEAST_HEIGHT = 12  # number of lines that the table may have in a low terminal
 TAIL_BYTES = 16  # longer than any sequence that changes a mode of a terminal
 
@@ -136,9 +137,8 @@ class Progress:
         if self._drawn or self._console.quiet:
             return
         now_s, coordinator = time.monotonic(), self._coordinator
-        if now_s - self._refreshed_s >= max(
-            1 / REFRESH_PER_S, REFRESH_S_PER_WORKER * coordinator.job.workers
-        ):
+        interval_s = PLAIN_REFRESH_S if self._live is None else 1 / REFRESH_PER_S
+        if now_s - self._refreshed_s >= max(interval_s, REFRESH_S_PER_WORKER * coordinator.job.workers):
             self._refreshed_s = now_s
             coordinator.refresh()
         status, job = coordinator.status, coordinator.job
