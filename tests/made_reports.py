@@ -368,6 +368,45 @@ def failed() -> RunReport:
     )
 
 
+def extremes() -> RunReport:
+    """Return the report of a run with long texts, many models and metrics, and numbers of every size."""
+    made = made_report("x" * 100, computing_s=(300.0, 320.0), iterations=90, transfer_s=10.0)
+    values = {
+        "all NaN": (math.nan, math.nan),
+        "one value": (3.5,),
+        "no value": (),
+        "x" * 100: (1e-12, 2e-12),
+        "constant": (5.0, 5.0),
+        "zero": (0.0, 0.0),
+        "negative": (-3.0, -1e9),
+        "huge": (1e30, 1e-30),
+        "between gaps": tuple(math.nan if i % 2 else 1.0 + i for i in range(20)),
+    }
+    metrics = tuple(
+        Metric(name, "mean", tuple(MetricPoint(600.0 * i, 32 * i, i, value) for i, value in enumerate(each)))
+        for name, each in values.items()
+    )
+    return msgspec.structs.replace(
+        made,
+        state="interrupted",
+        failure="a line of the traceback\n" * 500,
+        command="paceline run " + "--option value " * 300,
+        settings=tuple(Setting(f"--setting-{i}", "v" * 30 * i, default=i % 2 == 0) for i in range(20)),
+        metrics=(*metrics, *(losses(f"more {i}", made.duration_s, 90, seed=i) for i in range(8))),
+        models=tuple(
+            msgspec.structs.replace(
+                made.models[0],
+                sync=f"ssp:staleness={i}",
+                from_s=1000.0 * i,
+                to_s=1000.0 * (i + 1) + i,
+                staleness=((0, 5), (10**6, 3)) if i % 2 else (),
+                wait_lengths=((0.001, 3), (math.inf, 4)),
+            )
+            for i in range(12)
+        ),
+    )
+
+
 def large(workers: int = 64, iterations: int = 10_000, buckets: int = 16_384) -> RunReport:
     """Return the report of a run of many workers."""
     speeds = tuple(0.08 + 0.002 * (worker % 7) + 0.03 * (worker == 11) for worker in range(workers))

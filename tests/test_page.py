@@ -22,7 +22,7 @@ from paceline.report.colors_of_time import COLOR_OF
 from paceline.report.page import PACKED_FROM, SCRIPTS, page_of
 from paceline.report.run_report import KINDS, RunReport
 
-from .made_reports import MARKUP, failed, losses, made_report, nothing, slow_link, straggler
+from .made_reports import MARKUP, extremes, failed, losses, made_report, nothing, slow_link, straggler
 
 HERE = files(page)
 
@@ -129,7 +129,7 @@ def test_markup_in_names_makes_no_elements(reports: list[RunReport]) -> None:
     assert text.count("</script>") == 2
 
 
-@pytest.mark.parametrize("report", [straggler(), failed(), nothing(), slow_link(), long_report()])
+@pytest.mark.parametrize("report", [straggler(), failed(), nothing(), extremes(), long_report()])
 def test_the_data_are_those_of_the_report(report: RunReport) -> None:
     text = page_of([report])
     encoded = msgspec.json.encode(report)

@@ -22,7 +22,7 @@ import pytest
 from paceline.report.page import page_of
 from paceline.report.run_report import RunReport
 
-from .made_reports import MARKUP, failed, large, nothing, running, slow_link, straggler
+from .made_reports import MARKUP, extremes, failed, large, nothing, running, slow_link, straggler
 
 if not os.environ.get("PACELINE_LOOK"):
     pytest.skip("only `make look` looks at the page in Chromium", allow_module_level=True)
@@ -39,6 +39,7 @@ MADE: dict[str, tuple[Callable[[], RunReport], ...]] = {
     "slow link": (slow_link,),
     "failed": (failed,),
     "nothing": (nothing,),
+    "extremes": (extremes,),
     "running": (lambda: running(straggler(), 70.0),),
     "side by side": (straggler, slow_link, failed),
     "large": (large,),
@@ -161,6 +162,20 @@ def test_a_run_of_which_nothing_is_known_has_a_report(visit: Callable[..., Page]
     page = visit("nothing")
     expect(page.get_by_text("cut off: it was killed, and left no summary")).to_be_visible()
     expect(page.get_by_text("Nothing is known about the workers' time.")).to_be_visible()
+
+
+def test_of_many_models_and_metrics_some_are_shown_at_first(visit: Callable[..., Page]) -> None:
+    page = visit("extremes")
+    models = page.get_by_label("Model in force")
+    shown = page.locator(".model > h3")
+    assert shown.all_inner_texts() == ["ssp:staleness=11"]  # the longest
+    models.select_option(label="ssp:staleness=3, from 50 min 0 s on")
+    assert shown.all_inner_texts() == ["ssp:staleness=3"]
+    charts = page.locator("section", has=page.get_by_text("Loss and metrics")).locator("canvas:visible")
+    first = charts.count()
+    page.get_by_text("5 more metrics").click()
+    assert charts.count() == first + 5
+    assert findings(page) == []
 
 
 def test_the_keyboard_zooms_and_reads_the_timeline(visit: Callable[..., Page]) -> None:

@@ -49,7 +49,7 @@ function subsection(title, ...children) {
 // A box that scrolls if its content is larger; only then can it have the focus.
 function scrollBox(label, kind, ...children) {
   const root = make("div", { class: kind }, ...children);
-  new ResizeObserver(() => {
+  const observer = new ResizeObserver(() => {
     const scrolls = root.scrollWidth > root.clientWidth + 1 || root.scrollHeight > root.clientHeight + 1;
     for (const [name, value] of [
       ["tabindex", "0"],
@@ -59,7 +59,8 @@ function scrollBox(label, kind, ...children) {
       if (scrolls) root.setAttribute(name, value);
       else root.removeAttribute(name);
     }
-  }).observe(root);
+  });
+  for (const each of [root, ...children]) observer.observe(each);
   return root;
 }
 

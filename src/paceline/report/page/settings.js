@@ -1,14 +1,14 @@
 // The settings of the run, the command that repeats it, and its figures.
 
 function settingsPanel() {
-  const command = make("code", { class: "pre" });
+  const command = make("code");
   const copied = make("span", { role: "status", class: "note" });
   const copy = button("Copy", async () =>
     fill(copied, (await copyText(command)) ? "copied" : "selected: press ctrl (cmd) C"),
   );
   const commandPart = subsection(
     "The command that repeats this run",
-    command,
+    scrollBox("The command", "pre", command),
     make("div", { class: "tools" }, copy, copied),
   );
   const changed = settingsTable("Settings that differ from the default");
