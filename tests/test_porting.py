@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import paceline
+from paceline.trace.metrics_file import read_metrics
 
 from . import live
 
@@ -99,6 +100,12 @@ def test_a_framework_under_bsp_equals_one_process_on_the_joint_batch(
 ) -> None:
     require(FRAMEWORKS[name])
     weights = run(tmp_path / "two", BLOCKS[name])
+    history = read_metrics(tmp_path / "two" / "run")
+    loss = history["loss"]
+    assert loss.guessed == (name == "train_trainer.py")  # the Trainer logs a loss only every 500 steps
+    assert {point.count for point in loss.points} == {2}
+    assert len(loss.values) == (16 if name == "train_trainer.py" else 48)
+    assert ("train_loss" in history) == (name == "train_trainer.py")
     whole = re.sub(r"batch_size=4", "batch_size=8", BLOCKS[name])
     assert whole != BLOCKS[name]
     process = start(tmp_path / "one", whole, "-m", "paceline", "run", "--workers", "1", "--run-dir", "run")
@@ -108,6 +115,20 @@ def test_a_framework_under_bsp_equals_one_process_on_the_joint_batch(
     assert weights.keys() == expected.keys()
     for key, tensor in expected.items():
         torch.testing.assert_close(weights[key], tensor, rtol=1e-4, atol=1e-5)
+    whole_loss = read_metrics(tmp_path / "one" / "run")["loss"]
+    assert loss.values == pytest.approx(whole_loss.values, rel=1e-3)
+    assert loss.samples == whole_loss.samples
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_lightning_logs_no_part_of_a_loss(steps: int, mark: str, tmp_path: Path) -> None:
+    require("lightning")
+    script = BLOCKS["train_lightning.py"].replace('self.log("loss", loss)', 'self.log("train", loss)')
+    accumulating = script.replace("gradient_clip_val=0.5", f"accumulate_grad_batches={steps}")
+    run(tmp_path / "run", accumulating)
+    history = read_metrics(tmp_path / "run" / "run")
+    assert ("loss" in history) == (steps == 1)  # Lightning's closure returns a part of the loss
+    assert sum(point.count for point in history["train"].points) == 96
 
 
 def run_cells() -> Any:

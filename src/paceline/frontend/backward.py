@@ -6,7 +6,7 @@ shown as one, because the tensor may be a scaled loss or one of several. A wrong
 is guessed any more, for the rest of the run, as soon as the script
 
 - calls `backward()` several times between two steps, as with gradient accumulation, whose losses are parts;
-- trains several parameter sets, or steps with a closure, whose value is the loss;
+- trains several parameter sets, or steps with a closure, whose result is the loss;
 - scales a loss with a `GradScaler`.
 
 A call inside of another one, as in activation checkpointing, belongs to the outer one.
@@ -38,11 +38,19 @@ class Guess:
         self._off = False
         self._thread = 0  # the thread that computes gradients now
         self._calls = 0
+        self._calls_outside = 0  # those outside of a closure
         self._loss: float | torch.Tensor | None = None  # of the last call, if it may be a loss
 
     def give_up(self) -> None:
         """Guess no loss any more."""
         self._off, self._loss = True, None
+
+    def accumulates(self) -> bool:
+        """Return True if the gradient of the step that follows is a sum to which its closure has only added.
+
+        Lightning, for example, divides each of the losses of which it accumulates gradients by their number.
+        """
+        return self._calls_outside > 0
 
     def take(self, *, usable: bool) -> float | None:
         """Return the loss of the step that follows; None if it cannot be guessed.
@@ -50,7 +58,7 @@ class Guess:
         Args:
             usable: False if the script trains in a way in which the tensor is not the loss.
         """
-        calls, self._calls = self._calls, 0
+        calls, self._calls, self._calls_outside = self._calls, 0, 0
         loss, self._loss = self._loss, None
         if calls > 1 or not usable:
             self.give_up()
@@ -70,6 +78,7 @@ class Guess:
         if computes(session):
             session.metrics.computes = True
             self._calls += 1
+            self._calls_outside += not session.metrics.in_closure
             self._loss = None if self._off else _loss_of(*arguments, **options)
 
 

@@ -100,18 +100,19 @@ class MetricLog:
 
     Attributes:
         computes: True if the script has begun to compute the gradient of the coming step.
+        in_closure: True while the closure of a step runs.
         guess: notices the loss of scripts that log none.
     """
 
     def __init__(self) -> None:
         self.computes = False
+        self.in_closure = False
         self.guess = Guess()
         self._names: set[str] = set()
         self._follows = False  # True if the script logs the loss of an iteration after its step
         self._entries: deque[_Entry] = deque()
         self._most = MOST_UNREAD  # number of entries after which they are merged
         self._draining = threading.Lock()
-        self._in_closure = False  # True while a closure runs
         # (samples, updates) at the beginning of the evaluation in progress; None if there is none
         self._evaluated: tuple[int, int] | None = None
 
@@ -131,7 +132,7 @@ class MetricLog:
         for name, value in values.items():
             noted = Noted(name, 0.0, now_s, samples, updates, "script", evaluated is not None, late)
             is_loss = of_iteration and name == LOSS and evaluated is None
-            self._entries.append(_Entry(value, noted, is_loss, self._in_closure))
+            self._entries.append(_Entry(value, noted, is_loss, self.in_closure))
         if len(self._entries) > self._most:
             self._compact()
 
@@ -153,11 +154,11 @@ class MetricLog:
     @contextmanager
     def closure(self) -> Iterator[None]:
         """Return a context in which a closure runs, which may be aborted and restarted."""
-        self._in_closure = True
+        self.in_closure = True
         try:
             yield
         finally:
-            self._in_closure = False
+            self.in_closure = False
 
     def restart(self) -> None:
         """Drop what a closure has logged that was aborted and is restarted."""
@@ -173,7 +174,8 @@ class MetricLog:
 
         Args:
             session: the session of the worker.
-            result: the number that the closure of the step has returned; None if there is none.
+            result: the number that the closure of the step has returned; None if there is none. If it belongs only to
+                a part of the gradient, it is no loss.
             has_closure: True if the step has a closure.
             sets: number of parameter sets that the script trains.
         """
@@ -186,6 +188,8 @@ class MetricLog:
         shown = next(
             (each.value for each in reversed(noted) if each.name == LOSS and not each.evaluating), None
         )
+        if has_closure and self.guess.accumulates():
+            result = None
         guess = self.guess.take(usable=not has_closure and sets == 1)
         self.computes = False
         if result is None and shown is None and guess is not None:

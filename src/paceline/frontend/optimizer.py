@@ -27,6 +27,7 @@ from ..shard.foreign import counters_of
 from ..shard.lars import LARS
 from ..shard.optimizers import read_groups, require_elementwise
 from ..sync.events import MOST_NORM, Clip
+from .adapters import watch_adapters
 from .clipping import gradient_norm
 from .first_forward import can_compute_gradients, may_look
 from .hooks import before_each_forward
@@ -118,6 +119,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             # wrapped optimizer takes no step in a run, and a worker may have no batch in an epoch.
             optimizer._opt_called = self._opt_called = True  # type: ignore[attr-defined]
             require_not_wrapped(model, self._parameters())
+            watch_adapters()
             self._wait_for_forward(self._session)
 
     @overload

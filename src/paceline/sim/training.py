@@ -30,6 +30,7 @@ from ..core.standstill import unable_to_begin
 from ..core.unsent_metrics import Noted, Settled
 from ..core.worker import Worker
 from ..errors import RunFailedError, first_line
+from ..frontend.adapters import unwatch_adapters
 from ..frontend.backward import unwatch_backward, watch_backward
 from ..frontend.clipping import unwatch_torch, watch_torch
 from ..frontend.generators import GeneratorStates
@@ -133,6 +134,7 @@ class Training:
         self._running = None
         self.stores.clear()
         torch.set_num_threads(self._threads)
+        unwatch_adapters()
         unwatch_backward()
         unwatch_torch()
         if self._outside is not None:
