@@ -67,9 +67,11 @@ from paceline.core.messages import (
     IterationFinished,
     IterationStarted,
     KeepStates,
+    LoggedValue,
     LoopLimits,
     LoopPosition,
     Message,
+    MetricsLogged,
     ModelExtended,
     OptimizerState,
     PullAllowed,
@@ -568,6 +570,14 @@ class Attacker:
             GradientHashed(iteration, "abc"),
             HyperParametersReported(0, iteration, choice.choice((b"\x90", b"?")), 0, "loader"),
             StoodIn(),
+            MetricsLogged(()),
+            MetricsLogged(
+                (
+                    LoggedValue(
+                        "loss", choice.choice((0.5, math.nan)), 8.0, 1, 0.0, 2**53, iteration, "closure"
+                    ),
+                )
+            ),
             StopRequested(0),
             EntryRequested(0, self.limits()),
             EpochReached(self.position(), choice.random() < 0.5, choice.random() < 0.5, self.limits()),

@@ -6,7 +6,9 @@ import functools
 import gc
 import json
 import math
+import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -635,6 +637,67 @@ def test_torch_is_as_before_after_a_run() -> None:
     with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
         torch.ones(2, requires_grad=True).backward()
     unwatch_backward()
+
+
+# -- other libraries -----------------------------------------------------------------------------------------
+
+
+class Accelerator:
+    """Stands in for the class of this name, of which a script needs only this method here."""
+
+    def log(self, values: dict[str, Any], step: int | None = None) -> str:
+        return f"{len(values)} values"
+
+
+class LightningModule:
+    def log(self, name: str, value: Any, prog_bar: bool = False) -> None:
+        pass
+
+
+def test_what_other_libraries_log_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, name in (
+        (Accelerator, "accelerate.accelerator"),
+        (LightningModule, "lightning.pytorch.core.module"),
+    ):
+        module = types.ModuleType(name)
+        vars(module)[kind.__name__] = kind
+        monkeypatch.setitem(sys.modules, name, module)
+    originals = Accelerator.log, LightningModule.log
+
+    def train() -> None:
+        losses = lesson("nothing")
+        given: Any = {
+            "loss": losses[-1],
+            "text": "of no use",
+            "picture": torch.ones(3, 3),
+            7: 1.0,
+            "x" * 200: 1.0,
+        }
+        assert Accelerator().log(step=3, values=given) == "5 values"
+        LightningModule().log("accuracy", torch.tensor(0.5), prog_bar=True)
+
+    history = simulated(train).history
+    assert {name: metric.values for name, metric in history.items() if name != "loss"} == {"accuracy": (0.5,)}
+    assert (len(history["loss"].values), history["loss"].guessed) == (1, False)
+    assert (Accelerator.log, LightningModule.log) == originals
+
+
+def test_a_closure_that_returns_a_part_of_the_loss_has_no_loss(guessing: None) -> None:
+    def train() -> None:
+        model = nn.Linear(1, 1)
+        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def part() -> torch.Tensor:
+            loss: torch.Tensor = model(torch.ones(1, 1)).square().mean() / 2
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.zero_grad()
+            part()
+            optimizer.step(part)
+
+    assert simulated(train).history == {}
 
 
 def test_no_session_is_kept_alive_by_what_was_logged() -> None:

@@ -32,6 +32,11 @@ SHUFFLED = ("image_classifier", "mingpt_trainer")
 
 WITH_CLOSURE = ("time_series",)  # SpecSync can abort the computations of these scripts
 
+# The losses of these scripts are not guessed: they have a closure, or log what would be guessed wrong.
+LOGGED = ("gan", "gpt", "time_series")
+
+ACCUMULATING = ("gpt",)
+
 BATCH = 4  # of each worker
 EQUAL = Cluster(compute_s=[1.0, 1.0], servers=2)
 UNEQUAL = Cluster(compute_s=[1.0, 1.0, 2.5], servers=2, latency_s=0.01)
@@ -97,6 +102,19 @@ def test_two_workers_under_bsp_equal_one_process_on_the_joint_batch(
     assert whole.state_dict is not None
     for key, tensor in whole.state_dict.items():
         torch.testing.assert_close(joint.state_dict[key], tensor, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_has_a_loss_and_a_history(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    result, parts = simulated(name, EQUAL, "bsp", BATCH, monkeypatch)
+    loss = result.history["loss"]
+    assert loss.kind == "mean"
+    assert loss.guessed == (name not in LOGGED)
+    assert len(loss.values) > 5
+    assert all(math.isfinite(value) for value in loss.values)
+    if name not in (*ACCUMULATING, *NOISY):
+        means = [fmean(losses) for losses in zip(*parts, strict=True)]
+        assert loss.values == pytest.approx(means[: len(loss.values)])
 
 
 @pytest.mark.parametrize("sync", ["asp", "elastic-bsp:lookahead=4", "spec-sync"])

@@ -523,8 +523,8 @@ def test_a_script_without_losses_is_refused_at_its_first_steps(
     arguments = ["--script", f"{tmp_path / 'train.py'} 300", "--sync", "asp", "--out", str(tmp_path / "out")]
     assert run(monkeypatch, "simulate", "elastic-bsp", *arguments) == 2
     assert capsys.readouterr().err.endswith(
-        "error: worker 0 has reported no loss in its first 5 iterations. Call optimizer.step(closure) with a closure "
-        "that returns the loss.\n"
+        "error: worker 0 has reported no loss in its first 5 iterations. Call paceline.log(loss=loss) before "
+        "each step(), or step(closure) with a closure that returns the loss.\n"
     )
     steps = (tmp_path / "out" / "script-0.log").read_text().count("step")
     assert steps <= 4 * 6  # of 4 workers, each of which began its sixth step at most

@@ -36,4 +36,5 @@ for _ in range(6):
         loss_g = criterion(discriminator(fake), ones)
         loss_g.backward()
         optimizer_g.step()
+        paceline.log(loss=loss_g, loss_d=loss_d)
         losses.append(((fake.detach() - 3.0).mean() ** 2).item())

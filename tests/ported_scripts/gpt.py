@@ -63,5 +63,6 @@ for _ in range(EPOCHS):
         if number % ACCUMULATED == 0:
             optimizer.clip_grad_norm(0.1)
             optimizer.step()
+            paceline.log(loss=losses[-1])
             optimizer.zero_grad()
             scheduler.step()

@@ -278,10 +278,8 @@ def _number(name: object, value: Any) -> float | torch.Tensor:
     """Return a value as a number, or as a tensor that has yet to be read."""
     if type(value) is float:
         return value
-    given = _short(value)
     try:
         if isinstance(value, torch.Tensor):
-            given = f"a tensor of shape {tuple(value.shape)} and {str(value.dtype).removeprefix('torch.')}"
             if value.numel() == 1 and not value.is_complex() and not value.is_meta:
                 return keep(value)
         else:
@@ -291,6 +289,9 @@ def _number(name: object, value: Any) -> float | torch.Tensor:
                 return float(value)
     except (RuntimeError, TypeError, OverflowError):
         pass  # the message below says what is expected
+    given = _short(value)
+    if isinstance(value, torch.Tensor):
+        given = f"a tensor of shape {tuple(value.shape)} and {str(value.dtype).removeprefix('torch.')}"
     raise UsageError(
         f"log() got {_short(name)} = {given}, expected a real number or a tensor of one real number."
     )

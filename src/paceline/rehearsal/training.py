@@ -115,7 +115,7 @@ def train_and_compare(
     rows = [row for row in found if row.curve]
     if len(rows) < len([row for row in found if not row.figures.failure]):
         raise UsageError(
-            f"{script} reported no losses to compare: call optimizer.step() with a closure that returns the loss."
+            f"{script} reported no losses to compare: call paceline.log(loss=loss) before each step()."
         )
     console.print(_table(cluster, rows, rows[0].final_loss, rows[0].figures.sync, hyperparameters))
     for sentence in verdicts(rows):

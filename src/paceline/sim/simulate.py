@@ -100,8 +100,8 @@ def simulate(
             `SimResult.snapshots`. Only with `train_fn`.
         on_snapshot: function that receives the virtual time and the weights of each snapshot. With this function,
             snapshots are not stored. If the function returns True, the run ends.
-        needs_losses: True to end the run with an error if a `train_fn` passes no loss to its first five calls of
-            `step()`.
+        needs_losses: True to end the run with an error if a `train_fn` logs no loss in its first five iterations (see
+            `paceline.log`).
         record: True to keep traces and records in memory, for `SimResult.trace`, `.records` and `.save`. They take
             about one kilobyte per iteration, worker and shard. If False, memory use does not grow with the length of
             the run, except for the losses and snapshots of a `train_fn`.
@@ -275,7 +275,7 @@ def _loss_recorder(losses: list[Loss], required: bool) -> TakeRecord:
         elif required and not losses and record.iteration + 1 >= ITERATIONS_WITHOUT_LOSS:
             raise UsageError(
                 f"worker {worker} has reported no loss in its first {ITERATIONS_WITHOUT_LOSS} iterations. Call "
-                "optimizer.step(closure) with a closure that returns the loss."
+                "paceline.log(loss=loss) before each step(), or step(closure) with a closure that returns the loss."
             )
 
     return take
