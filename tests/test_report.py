@@ -110,7 +110,7 @@ def test_table_shows_every_figure_within_eighty_columns() -> None:
             )
         )
     text = capture.get()
-    for shown in ("8.50", "97.5%", "2048.0", "50.0%", "0.1, 0.9", "elastic-bsp:lookahead=15", "0.0125, 0.9"):
+    for shown in ("8.50", "97.5%", "2048.0", "50.0%", "0.1, 0.9", "lookahead=15", "0.0125, 0.9"):
         assert shown in text
     assert "never" in text
     assert "4742.4" in text

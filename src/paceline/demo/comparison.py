@@ -18,7 +18,7 @@ from rich.console import Console
 from ..errors import ConfigurationError
 from ..files import Unfinished, write_json
 from ..launcher.output import print_sentence
-from ..report.canvas import save
+from ..report.canvas import can_draw, no_picture, save
 from ..report.comparison import TrialOutcome, comparison_table, medians
 from ..report.picture import comparison_picture
 from ..report.timeline import Timeline, read_timeline
@@ -86,12 +86,12 @@ def run_demo(
     write_json(home / "summary.json", outcomes)
     write_json(home / "trials.json", [trial.outcome for trial in trials])
     _save_curves(home / "curves.csv", trials)
-    console.print(comparison_table(outcomes, every=len(settings) > len(SETTINGS)))
-    try:
+    console.print(comparison_table(outcomes, every=len(settings) > len(SETTINGS), width=console.width))
+    if can_draw():
         _save_picture(home / "comparison.png", trials, problem)
         console.print(f"picture: {home / 'comparison.png'}", soft_wrap=True, highlight=False)
-    except ConfigurationError as error:
-        print_sentence(console, f"no picture: {error}")
+    else:
+        print_sentence(console, no_picture("comparison.png"))
     console.print(f"results: {home}", soft_wrap=True, highlight=False)
     return outcomes
 

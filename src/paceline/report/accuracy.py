@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from .canvas import COLOURS, DASHES
+from .styles_of_models import Style, styles_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,11 +34,9 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 def draw_accuracy(axes: Axes, curves: Sequence[Curve], target: float) -> None:
-    """Draw the curves and the target. Runs with the same label (different seeds) share a color and a legend entry."""
-    labels = list(dict.fromkeys(curve.label for curve in curves))
-    for index, label in enumerate(labels):
-        group = [curve for curve in curves if curve.label == label]
-        _draw_group(axes, group, COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)], target)
+    """Draw the curves and the target. Runs with the same label (different seeds) share a style and a legend entry."""
+    for label, style in styles_of(curve.label for curve in curves).items():
+        _draw_group(axes, [curve for curve in curves if curve.label == label], style, target)
     axes.axhline(target, color="black", linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     axes.annotate(
         f"target {target:.0%}",
@@ -57,7 +55,7 @@ def draw_accuracy(axes: Axes, curves: Sequence[Curve], target: float) -> None:
     axes.legend(loc="lower right", frameon=True, fontsize=9)
 
 
-def _draw_group(axes: Axes, curves: Sequence[Curve], color: str, dashes: object, target: float) -> None:
+def _draw_group(axes: Axes, curves: Sequence[Curve], style: Style, target: float) -> None:
     """Draw the curves of the runs that share a label.
 
     Where a run reached the target, draw a marker and a vertical line from the marker to the time axis.
@@ -67,20 +65,20 @@ def _draw_group(axes: Axes, curves: Sequence[Curve], color: str, dashes: object,
         axes.plot(
             curve.times_s,
             curve.accuracies,
-            color=color,
-            linestyle=dashes,
+            color=style.color,
+            linestyle=style.dashes,
             linewidth=1.8,
             alpha=1.0 if len(curves) == 1 else 0.5,
             label=_legend(curve.label, reached_s, len(curves), target) if curve is curves[0] else None,
         )
-    axes.vlines(reached_s, LEAST_SHOWN, target, color=color, linewidth=1.0, linestyle=":", zorder=1)
+    axes.vlines(reached_s, LEAST_SHOWN, target, color=style.color, linewidth=1.0, linestyle=":", zorder=1)
     axes.plot(
         reached_s,
         [target] * len(reached_s),
         linestyle="none",
         marker="o",
         markersize=8,
-        markerfacecolor=color,
+        markerfacecolor=style.color,
         markeredgecolor="white",
         zorder=5,
     )

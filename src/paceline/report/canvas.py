@@ -15,19 +15,23 @@ from ..files import Unfinished
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "DASHES", "NO_MATPLOTLIB", "can_draw", "new_figure", "save"]
+__all__ = ["COLOURS", "DASHES", "NO_MATPLOTLIB", "Dashes", "can_draw", "new_figure", "no_picture", "save"]
+
+Dashes = str | tuple[int, tuple[int, ...]]
+"""A line style, as matplotlib takes it: a name, or an offset and the lengths of dashes and gaps."""
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#762A83", "#8C510A", "#000000")
 """Curve colors that color-blind readers can distinguish, in order of use: four of Okabe and Ito (2008), whose others
-are the colors of time (`colors_of_time`), and two of ColorBrewer.
+are the colors of time (`colors_of_time`), and two of ColorBrewer. Sync models have the styles in `styles_of_models`.
 """
 
-DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
+DASHES: tuple[Dashes, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
 """Line styles, combined with the colors so that curves can also be distinguished in black and white."""
 
 DOTS_PER_INCH = 130
 
 NO_MATPLOTLIB = "pictures require matplotlib, which is not installed; run: pip install 'paceline[report]'"
+"""Why nothing can be drawn. It ends with a command that may be copied."""
 
 
 def can_draw() -> bool:
@@ -37,6 +41,15 @@ def can_draw() -> bool:
     except ImportError:
         return False
     return True
+
+
+def no_picture(*names: str) -> str:
+    """Return a sentence that says which pictures were left out without matplotlib, and how to get them.
+
+    >>> no_picture("ranking.png", "timelines.png").partition(":")[0]
+    'ranking.png and timelines.png were not drawn'
+    """
+    return f"{' and '.join(names)} {'were' if len(names) > 1 else 'was'} not drawn: {NO_MATPLOTLIB}"
 
 
 def new_figure(width_inches: float, height_inches: float) -> Figure:

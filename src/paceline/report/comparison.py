@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 import msgspec
-from rich import box
 from rich.table import Table
 
-from .names import run_name
+from .names import run_name, wrappable
+from .runs_table import runs_table
 from .speed import speed_unit
 
 __all__ = ["TrialOutcome", "comparison_table", "medians"]
@@ -96,53 +96,40 @@ def medians(outcomes: Sequence[TrialOutcome]) -> TrialOutcome:
     )
 
 
-def comparison_table(outcomes: Sequence[TrialOutcome], *, every: bool = False) -> Table:
-    """Return a table with one row per outcome. The caption describes the seeds and the emulation of unequal machines.
+def comparison_table(outcomes: Sequence[TrialOutcome], *, every: bool = False, width: int = 80) -> Table:
+    """Return a table with one row per outcome that fits into `width` columns of a screen.
 
-    If `every` is True, the table has columns for delayed pulls and aborted computations instead of the learning rate,
-    the momentum and the speed.
+    The caption describes the seeds and the emulation of unequal machines. If `every` is True, the table has columns
+    for delayed pulls and aborted computations instead of the learning rate, the momentum and the speed.
     """
     first = outcomes[0]
     unit = speed_unit(outcome.samples_per_s for outcome in outcomes)
-    speed = f"{unit}\nper s"
     runs = f"medians of {len(first.seeds)} seeds" if len(first.seeds) > 1 else f"seed {first.seeds[0]}"
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
-        caption=f"{runs}; {f'emulated: {first.emulated}' if first.emulated else 'no emulation'}{_legend(outcomes)}",
-        caption_justify="left",
-    )
+    rates, speed, waited = "rate,\nmomentum", f"{unit}\nper s", "time\nwaited"
+    staleness, delayed, wasted = "staleness\n(updates)\nmean, max", "pulls\ndelayed", "aborts,\nwasted"
     columns: dict[str, Callable[[TrialOutcome], str]] = {
-        "rate,\nmomentum": lambda o: f"{o.learning_rate:g}, {o.momentum:g}",
+        rates: lambda o: f"{o.learning_rate:g}, {o.momentum:g}",
         f"s to\n{first.target_accuracy:.0%}": lambda o: (
             "never" if o.time_to_target_s is None else f"{o.time_to_target_s:.2f}"
         ),
         "final\naccur.": lambda o: f"{o.final_accuracy:.1%}",
         speed: lambda o: f"{o.samples_per_s if unit == 'samples' else o.gradients_per_s:.1f}",
-        "time\nwaited": lambda o: f"{o.waiting_share:.1%}",
-        "staleness\n(updates)\nmean, max": lambda o: f"{o.mean_staleness:.1f}, {o.max_staleness}",
+        waited: lambda o: f"{o.waiting_share:.1%}",
+        staleness: lambda o: f"{o.mean_staleness:.1f}, {o.max_staleness}",
     }
     if every:
-        del columns["rate,\nmomentum"], columns[speed]
+        del columns[rates], columns[speed]
         columns |= {
-            "pulls\ndelayed": lambda o: f"{o.delayed_share:.1%}",
-            "aborts,\nwasted": lambda o: f"{o.restarts:g}, {o.wasted_share:.1%}",
+            delayed: lambda o: f"{o.delayed_share:.1%}",
+            wasted: lambda o: f"{o.restarts:g}, {o.wasted_share:.1%}",
         }
-    if every:
-        table.add_column("sync", overflow="fold", vertical="bottom", min_width=23)
-    else:
-        table.add_column("sync", no_wrap=True, vertical="bottom")
-    for heading in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for outcome in outcomes:
-        # The spaces let the table wrap a long name.
-        name = outcome.name.replace(", translated", "\n  translated")
-        if every:
-            name = outcome.sync.replace(",", ", ").replace(":", ": ") + name.removeprefix(outcome.sync)
-        table.add_row(name, *(show(outcome) for show in columns.values()))
-    return table
+    return runs_table(
+        [wrappable(outcome.name).replace(", translated", "\n  translated") for outcome in outcomes],
+        {heading: [show(outcome) for outcome in outcomes] for heading, show in columns.items()},
+        expendable=(wasted, delayed, rates, staleness, waited, speed),
+        width=width,
+        caption=f"{runs}; {f'emulated: {first.emulated}' if first.emulated else 'no emulation'}{_legend(outcomes)}",
+    )
 
 
 def _legend(outcomes: Sequence[TrialOutcome]) -> str:

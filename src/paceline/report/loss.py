@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from .canvas import COLOURS, DASHES, new_figure
+from .canvas import new_figure
+from .styles_of_models import styles_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,12 +38,13 @@ def loss_picture(title: str, note: str, curves: Sequence[LossCurve]) -> Figure:
     figure.suptitle(title, fontsize=13, fontweight="bold")
     axes = figure.subplots()
     axes.set_title(note, fontsize=9.5)
-    for number, curve in enumerate(curves):
+    styles = styles_of(curve.label for curve in curves)
+    for curve in curves:
         axes.plot(
             [time_s for time_s, _ in curve.points],
             [loss for _, loss in curve.points],
-            color=COLOURS[number % len(COLOURS)],
-            linestyle=DASHES[number // len(COLOURS) % len(DASHES)],
+            color=styles[curve.label].color,
+            linestyle=styles[curve.label].dashes,
             linewidth=1.7,
             label=curve.label,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["run_name"]
+__all__ = ["run_name", "wrappable"]
 
 
 def run_name(sync: str, batch: str, hyperparameters: str = "raw") -> str:
@@ -15,3 +15,12 @@ def run_name(sync: str, batch: str, hyperparameters: str = "raw") -> str:
     """
     notes = ["balanced batches"] * (batch == "balanced") + ["translated"] * (hyperparameters == "translated")
     return ", ".join([sync, *notes])
+
+
+def wrappable(name: str) -> str:
+    """Return the name of a run with spaces where a table may wrap it.
+
+    >>> wrappable("ssp:staleness=3,execution=lazy, balanced batches")
+    'ssp: staleness=3, execution=lazy, balanced batches'
+    """
+    return name.replace(", ", ",").replace(",", ", ").replace(":", ": ", 1)

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Protocol
 
-from rich import box
-from rich.markup import escape
 from rich.table import Table
 
-from .canvas import COLOURS, new_figure
+from .canvas import new_figure
 from .colors_of_time import COMPUTING, OUTSIDE, TRANSFER, WAITING, WASTED
+from .names import wrappable
+from .runs_table import runs_table
 from .speed import speed_unit
+from .styles_of_models import styles_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,52 +62,44 @@ class Ranked(Protocol):
     def front(self) -> bool: ...
 
 
-EPOCHS: dict[str, Callable[[Ranked], str]] = {"s per\nepoch": lambda row: f"{row.epoch_s:.4g}"}
-"""Additional columns of the table if the simulations had data."""
-
 COLUMNS: dict[str, Callable[[Ranked], str]] = {
+    "s per\nepoch": lambda row: f"{row.epoch_s:.4g}",
+    "{unit}\nper s": lambda row: f"{row.speed:.4g}",
     "staleness\n(updates)\nmean, max": lambda row: f"{row.mean_staleness:.1f}, {row.max_staleness}",
     "time\nwaited": lambda row: f"{row.waiting_share:.1%}",
     "time in\ntransit": lambda row: f"{row.transfer_share:.1%}",
     "time\nwasted": lambda row: f"{row.wasted_share:.1%}",
+    "pulls\ndelayed": lambda row: f"{row.delayed_share:.1%}",
 }
+EPOCH, SPEED, STALENESS, WAITED, TRANSIT, WASTED_TIME, DELAYED = COLUMNS
+WITH_DATA = (EPOCH, SPEED, STALENESS, WAITED, TRANSIT, WASTED_TIME)
+WITHOUT_DATA = (SPEED, STALENESS, WAITED, TRANSIT, WASTED_TIME, DELAYED)
+EXPENDABLE = (DELAYED, WASTED_TIME, TRANSIT, WAITED)  # the least important one first
 
 UNSOUND = "!: this model is not recommended, for the reason below"
 
-PULLS: dict[str, Callable[[Ranked], str]] = {"pulls\ndelayed": lambda row: f"{row.delayed_share:.1%}"}
-"""Additional columns of the table if the simulations had no data."""
 
-
-def ranking_table(title: str, rows: Sequence[Ranked], caption: str) -> Table:
-    """Return a table with one row per model, in the given order.
+def ranking_table(title: str, rows: Sequence[Ranked], caption: str, width: int = 80) -> Table:
+    """Return a table with one row per model, in the given order, that fits into `width` columns of a screen.
 
     A "*" marks each row whose `front` is True, and a "!" each row that is not `sound`.
     """
     if not all(row.sound for row in rows):
         caption += f"\n{UNSOUND}"
-    table = Table(
-        title=escape(title),
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
-        caption=escape(caption),
-        caption_justify="left",
-    )
-    table.add_column("sync", overflow="fold", vertical="bottom", min_width=20)
-    speed: dict[str, Callable[[Ranked], str]] = {f"{_unit(rows)}\nper s": lambda row: f"{row.speed:.4g}"}
+    unit = _unit(rows)
     has_data = all(row.epoch_s is not None for row in rows if not row.failure)
-    # The table must fit into 80 columns.
-    columns = {**EPOCHS, **speed, **COLUMNS} if has_data else {**speed, **COLUMNS, **PULLS}
-    for heading in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            f"{'*' if row.front else ' ' if row.sound else '!'} {_wrappable(row.name)}",
-            *("-" if row.failure else show(row) for show in columns.values()),
-        )
-    return table
+    return runs_table(
+        [f"{'*' if row.front else ' ' if row.sound else '!'} {wrappable(row.name)}" for row in rows],
+        {
+            heading.format(unit=unit): ["-" if row.failure else COLUMNS[heading](row) for row in rows]
+            for heading in (WITH_DATA if has_data else WITHOUT_DATA)
+        },
+        # The speed follows from the time per epoch.
+        expendable=(*EXPENDABLE, SPEED.format(unit=unit)) if has_data else EXPENDABLE,
+        width=width,
+        title=title,
+        caption=caption,
+    )
 
 
 def ranking_picture(title: str, note: str, rows: Sequence[Ranked]) -> Figure:
@@ -130,18 +123,20 @@ def sweep_picture(title: str, key: str, lines: Mapping[str, Sequence[tuple[float
     """Plot speed, staleness and waiting time against a parameter, with one line per sync model."""
     figure = new_figure(12.0, 4.2)
     figure.suptitle(title, fontsize=13, fontweight="bold")
+    styles = styles_of(lines)
     shown: dict[str, Callable[[Ranked], float]] = {
         "gradients per second": lambda row: row.speed,
         "mean staleness, in updates": lambda row: row.mean_staleness,
         "share of the workers' time spent waiting": lambda row: row.waiting_share,
     }
     for axes, (label, value_of) in zip(figure.subplots(1, len(shown)), shown.items(), strict=True):
-        for (name, points), color in zip(lines.items(), COLOURS * len(lines), strict=False):
+        for name, points in lines.items():
             axes.plot(
                 [value for value, _ in points],
                 [value_of(row) for _, row in points],
                 marker="o",
-                color=color,
+                color=styles[name].color,
+                linestyle=styles[name].dashes,
                 label=name,
             )
         axes.set_xlabel(key)
@@ -168,9 +163,18 @@ def _draw_scatter(axes: Axes, rows: Sequence[Ranked]) -> None:
         color="#BBBBBB",
         zorder=1,
     )
+    styles = styles_of(row.name for row in rows)
     for row in rows:
-        filled = COLOURS[0] if row.front else "white"
-        axes.scatter(row.mean_staleness, row.speed, s=45, color=filled, edgecolor=COLOURS[0], zorder=2)
+        color = styles[row.name].color
+        axes.scatter(
+            row.mean_staleness,
+            row.speed,
+            s=45,
+            color=color if row.front else "white",
+            edgecolor=color,
+            linestyle=styles[row.name].dashes,
+            zorder=2,
+        )
     for numbers, place in _labels([(row.mean_staleness, row.speed) for row in rows]):
         axes.annotate(
             ", ".join(map(str, numbers)),
@@ -239,7 +243,7 @@ def _draw_bars(axes: Axes, rows: Sequence[Ranked]) -> None:
     axes.set_yticks(
         positions,
         [
-            textwrap.fill(f"{number}  {_wrappable(row.name)}", LABEL_COLUMNS)
+            textwrap.fill(f"{number}  {wrappable(row.name)}", LABEL_COLUMNS)
             for number, row in enumerate(rows, start=1)
         ],
         fontsize=8.5,
@@ -253,8 +257,3 @@ def _draw_bars(axes: Axes, rows: Sequence[Ranked]) -> None:
 
 def _unit(rows: Sequence[Ranked]) -> str:
     return speed_unit([row.samples_per_s for row in rows if row.sound] or [0.0])
-
-
-def _wrappable(sync: str) -> str:
-    """Return the notation of a sync model with spaces added, so that a long name can be wrapped."""
-    return sync.replace(", ", ",").replace(",", ", ").replace(":", ": ", 1)
