@@ -85,6 +85,79 @@ script's hyper-parameters, which by default refer to the joint batch: see
 
 """
 
+WHICH = """\
+## Which model to use
+
+The right synchronization model depends on how your workers differ, and on the noise of your gradients. The
+following table summarizes [When it pays](when-it-pays.md), which compares 18 contenders in 11 simulated
+clusters, with intervals. The problem is a noisy quadratic, for which the expected loss is known exactly; it is
+not a neural network, so treat the recommendations as a starting point. A ratio is the time to a target loss,
+divided by that of `bsp`, each model with its own best settings. In brackets: how many comparisons, with
+different sizes of batches and numbers of workers, are better, ties and worse. A tie means that the data does
+not show a difference.
+
+"""
+
+CHOICES = (
+    (
+        "your workers",
+        "recommended model",
+        "ratios",
+    ),
+    (
+        "are equally fast",
+        "`bsp`: every worker waits for all others",
+        "on 40 equal machines, `asp` 2.08 to 3.23 (0, 0, 5)",
+    ),
+    (
+        "differ persistently, and the result must match that of a single process",
+        "`bsp` with `--batch balanced`: the slower a worker, the smaller its batch",
+        "if a quarter of the workers were 2 times slower, `bsp balanced` 0.66 to 0.89 (10, 0, 0); if they "
+        "were 4 times slower, `bsp balanced` 0.43 to 0.81 (10, 0, 0), or `bsp balanced, half fixed` 0.60 to "
+        "0.90 (10, 0, 0) if half of the time for a batch did not depend on its size",
+    ),
+    (
+        "draw from the same data, so that late gradients may be dropped",
+        "`drop-stragglers`: a round ends after some of the pushes",
+        "in all clusters, `drop-stragglers` 0.18 to 1.06 (47, 7, 1) and `rennala` 0.26 to 1.89 (36, 9, 10)",
+    ),
+    (
+        "differ persistently: some are 4 times slower",
+        "`asp`: no worker waits. Check the accuracy",
+        "`asp` 0.43 to 0.61 (10, 0, 0); but if they were only 2 times slower, `asp` 0.81 to 1.04 (2, 0, 2) "
+        "with small batches, and `asp` 1.30 to 1.46 (0, 0, 6) with larger ones",
+    ),
+    (
+        "have iteration times that vary strongly at random",
+        "with many workers, `asp`, after a check of the accuracy; with few, `bsp`",
+        "with 16 workers, `asp` 0.80 to 0.90 (4, 1, 0); with 4, `asp` 0.87 to 1.18 (1, 4, 0)",
+    ),
+    (
+        "pause occasionally",
+        "with many workers, `asp`, after a check of the accuracy; with few, `bsp`",
+        "with 16 workers, `asp` 0.39 to 0.63 (3, 2, 0); with 4, `asp` 0.89 to 1.71 (0, 5, 0)",
+    ),
+    (
+        "have slow links",
+        "`bsp`, unless batches are small",
+        "`asp` 0.84 to 1.05 (1, 1, 2) with small batches, and `asp` 1.31 to 1.54 (0, 0, 6) with larger ones",
+    ),
+)
+"""The headings and the rows of the table of recommendations. The ratios are those of `when-it-pays.md`."""
+
+WHICH_IN_DETAIL = """\
+Only `bsp`, with or without balanced batches, gives the result of a single process. `drop-stragglers` and
+`rennala` apply no stale gradients, but drop late ones. All other models pay for waiting less with *staleness*:
+while a worker computes a gradient, other workers update the weights.
+
+`--batch balanced` gives each worker a batch in proportion to its speed, and works with every model. When one of
+four workers was 3 times slower, ten epochs took 24.4 s under `bsp`, 11.2 s under `bsp` with balanced batches,
+and 9.9 s under `asp` (`python -m benchmarks unequal`). It helps less if a large part of the time of an
+iteration does not depend on the size of the batch, and it does not help against random variations and pauses,
+which end before the sizes can adapt.
+
+"""
+
 
 def picture_name(sync: str) -> str:
     """Return the file name of a model's picture in docs/pictures."""
@@ -129,7 +202,9 @@ def section(page: Page) -> str:
 
 def text() -> str:
     """Return the whole page."""
-    return INTRODUCTION + "\n".join(section(page) for page in pages())
+    headings, *rows = (f"| {' | '.join(row)} |\n" for row in CHOICES)
+    table = "".join([headings, "|---" * len(CHOICES[0]), "|\n", *rows])
+    return f"{INTRODUCTION}{WHICH}{table}\n{WHICH_IN_DETAIL}" + "\n".join(section(page) for page in pages())
 
 
 def main() -> int:
