@@ -24,10 +24,8 @@ from paceline.rehearsal.ranking import (
     read_syncs,
     run_task,
     run_tasks,
-    sweep,
-    sweep_values,
-    variants,
 )
+from paceline.rehearsal.sweeps import sweep, sweep_values, variants
 from paceline.sim import Cluster, Dataset, Presence, Uniform, simulate
 from paceline.sim.recorded import read_cluster_of_run
 
@@ -299,10 +297,16 @@ def test_simulate_prints_a_ranking_and_leaves_figures_and_pictures(
     assert run(monkeypatch, "simulate", str(tmp_path / "mine.toml"), *arguments) == 0
     printed = capsys.readouterr().out
     assert "mine" in printed
-    assert max(map(len, printed.splitlines()[:-1])) <= 80
-    assert printed.index("asp") < printed.index("ssp: staleness=3") < printed.index("bsp")
+    table, _, advised = printed.partition("\n\n")
+    assert max(map(len, table.splitlines())) <= 80
+    names = ["asp", "bsp, balanced batches", "ssp: staleness=3", "bsp  "]
+    assert [table.index(name) for name in names] == sorted(table.index(name) for name in names)
+    assert advised.startswith("Recommended: bsp with balanced batches: 2.")
     assert {path.name for path in out.iterdir()} == {"ranking.json", "ranking.png", "timelines.png"}
-    assert json.loads((out / "ranking.json").read_text())[0]["sync"] == "asp"
+    found = json.loads((out / "ranking.json").read_text())
+    assert found["rows"][0]["sync"] == "asp"
+    assert advised.startswith(found["recommendation"]["text"])
+    assert (found["recommendation"]["sync"], found["recommendation"]["batch"]) == ("bsp", "balanced")
 
 
 CONDITIONS = """
@@ -352,7 +356,10 @@ def test_simulate_sweeps_a_key(
         "--json",
     ]
     assert run(monkeypatch, "simulate", str(tmp_path / "mine.toml"), *arguments) == 0
-    assert [row["sync"] for row in json.loads(capsys.readouterr().out)] == [
+    found = json.loads(capsys.readouterr().out)
+    # The values are compared with bsp, although it is not in the sweep.
+    assert found["recommendation"]["sync"] == "bsp"
+    assert [row["sync"] for row in found["rows"]] == [
         "ssp:staleness=1",
         "ssp:staleness=2",
         "ssp:staleness=4",
@@ -474,11 +481,15 @@ def test_simulate_trains_a_script_under_each_model(
     assert "gradients" in heading  # this script does not say how many samples it uses
     assert "waited" in heading, "the table fits into 80 columns"
     assert "The last loss of bsp is" in " ".join(rest.split())
-    assert {"training.json", "training.png", "script-0.log", "script-1.log"} == {
+    assert {"training.json", "training.png", "script-0.log", "script-1.log", "script-2.log"} == {
         path.name for path in out.iterdir()
     }
     assert sorted((out / "script-0.log").read_text().splitlines()) == [f"worker {w}" for w in range(4)]
-    bsp, asp = json.loads((out / "training.json").read_text())
+    found = json.loads((out / "training.json").read_text())
+    bsp, asp = found["rows"]  # the script distributes no data, so no batches can be balanced
+    # All workers train on the same data.
+    assert found["recommendation"] is None
+    assert "No model is recommended, because there are no results for bsp" in printed
     assert bsp["final_loss"] < 0.3 * bsp["curve"][0][1]
     assert asp["figures"]["mean_staleness"] > 0 == bsp["figures"]["mean_staleness"]
 
@@ -486,16 +497,19 @@ def test_simulate_trains_a_script_under_each_model(
 @pytest.mark.parametrize(
     ("options", "saved"),
     [
-        (["--sync", "bsp,asp"], {"ranking.json"}),
-        (["--sync", "bsp", "--samples", "400"], {"ranking.json"}),
-        (["--sync", "elastic-bsp", "--sweep", "lookahead=5,10"], {"sweep.json"}),
-        (["--sync", "bsp", "--script", "train.py 6"], {"training.json", "script-0.log"}),
+        (["--sync", "bsp,asp"], {"ranking.json": "ranking.png and timelines.png were"}),
+        (["--sync", "bsp", "--samples", "400"], {"ranking.json": "ranking.png and timelines.png were"}),
+        (["--sync", "elastic-bsp", "--sweep", "lookahead=5,10"], {"sweep.json": "sweep.png was"}),
+        (
+            ["--sync", "bsp", "--script", "train.py 6"],
+            {"training.json": "training.png was", "script-0.log": "", "script-1.log": ""},
+        ),
     ],
     ids=["ranking", "epochs", "sweep", "script"],
 )
 def test_without_matplotlib_every_comparison_prints_its_table_and_says_what_to_install(
     options: list[str],
-    saved: set[str],
+    saved: dict[str, str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -507,13 +521,14 @@ def test_without_matplotlib_every_comparison_prints_its_table_and_says_what_to_i
     code = run(monkeypatch, "simulate", "elastic-bsp", "--iterations", "3", "--out", "out", *options)
     printed, told = capsys.readouterr()
     assert code == 0, told
+    [left_out] = filter(None, saved.values())
     assert "ElasticBSP's 4 machines" in printed
     assert "JSON files: out\n" in printed
-    assert [line for line in told.splitlines() if "matplotlib" in line] == [
-        "no pictures were saved: pictures require matplotlib, which is not installed; run: pip install "
+    assert [line for line in printed.splitlines() if "matplotlib" in line] == [
+        f"{left_out} not drawn: pictures require matplotlib, which is not installed; run: pip install "
         "'paceline[report]'"
     ]
-    assert {path.name for path in Path("out").iterdir()} == saved
+    assert {path.name for path in Path("out").iterdir()} == saved.keys()
 
 
 def test_a_script_without_losses_is_refused_at_its_first_steps(
@@ -541,7 +556,11 @@ def test_a_script_that_distributes_its_data_is_compared_in_samples_per_second(
     heading = capsys.readouterr().out.partition("──")[0]
     assert "samples" in heading
     assert "gradients" not in heading
-    bsp, asp = (found["figures"] for found in json.loads((tmp_path / "out" / "training.json").read_text()))
+    found = json.loads((tmp_path / "out" / "training.json").read_text())
+    bsp, balanced, asp = (row["figures"] for row in found["rows"])
+    assert (balanced["sync"], balanced["batch"]) == ("bsp", "balanced")
+    assert balanced["samples_per_s"] > 1.5 * bsp["samples_per_s"]
+    assert found["recommendation"]["text"].startswith("Recommended: bsp with balanced batches: ")
     assert bsp["samples_per_s"] == pytest.approx(32 / 3, rel=0.01)
     assert asp["samples_per_s"] == pytest.approx(8 * (3 + 1 / 3), rel=0.1)
 

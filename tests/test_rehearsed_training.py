@@ -85,7 +85,7 @@ def test_hyper_parameters_are_translated_unless_raw_ones_are_asked_for(tmp_path:
             *("--script", str(tmp_path / "train.py"), "--out", str(tmp_path / f"out-{number}")),
         )
         assert ended.returncode == 0, ended.stderr
-        said[number] = re.findall(r"(\w+) printed: error (\S+)", ended.stdout)
+        said[number] = re.findall(r"^(\w+) printed: error (\S+)", ended.stdout, re.MULTILINE)
         assert ("are translated for all other updates" in " ".join(ended.stdout.split())) == (not options)
     assert said[0][0] == said[1][0], "bsp"
     assert said[0][1] != said[1][1], "asp"

@@ -9,7 +9,8 @@ import pytest
 
 from paceline.cli import main
 from paceline.rehearsal.advice import advise
-from paceline.rehearsal.ranking import EVERY_MODEL, rank, sweep
+from paceline.rehearsal.ranking import EVERY_MODEL, rank
+from paceline.rehearsal.sweeps import sweep
 from paceline.report.summary import summary_rows
 from paceline.sim import Cluster, Presence, Uniform, simulate
 from paceline.trace.findings import find
@@ -147,8 +148,8 @@ def test_a_comparison_marks_them_and_goes_on(
     arguments = ["--sync", sync, "--import", "failing_models", "--iterations", "10", "--out", "out"]
     assert paceline_exit_code(monkeypatch, "simulate", "elastic-bsp", *arguments) == 0
     printed = capsys.readouterr().out
-    names = [line.split()[:2] for line in printed.splitlines() if line[:1] in "*!" and ":" not in line[:2]]
-    assert [mark for mark, _ in names] == ["*", "*", "!", "!"]
+    marks = [line[:1] for line in printed.splitlines() if line.startswith(("* ", "  bsp", "! "))]
+    assert marks == ["*", "*", "*", "!", "!"]
     words = " ".join(printed.split())
     assert "!: this model is not recommended, for the reason below" in words
     assert "failing:how=holds: Nothing was trained: none of the " in words
@@ -156,8 +157,9 @@ def test_a_comparison_marks_them_and_goes_on(
         "failing:how=pushed: the sync model failing:how=pushed raised KeyError: 'missing' at shard 0" in words
     )
     assert 'in look_up return names["missing"]' in words
-    rows = json.loads(Path("out", "ranking.json").read_text())
-    assert [row["front"] for row in rows] == [True, True, False, False]
+    found = json.loads(Path("out", "ranking.json").read_text())
+    assert [row["front"] for row in found["rows"]] == [True, True, True, False, False]
+    assert "failing" not in found["recommendation"]["text"]
     assert Path("out", "ranking.png").exists()
     assert Path("out", "timelines.png").exists()
 
@@ -191,7 +193,7 @@ def test_a_script_trains_under_the_models_that_do_not_fail(
     assert paceline_exit_code(monkeypatch, "simulate", "small.toml", *options) == 0
     words = " ".join(capsys.readouterr().out.split())
     assert "The last loss of bsp is" in words
-    assert "! failing:how=holds" in words
+    assert "! failing: how=holds" in words
     assert "failing:how=pushed: the sync model failing:how=pushed raised KeyError: 'missing'" in words
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,6 @@ import typer
 from rich.console import Console
 
 from ..errors import ConfigurationError, unknown_name
-from ..launcher.output import print_sentence
 from .numbers import whole_number_option
 from .options import AsJson, ModelImports, Out
 from .output_folder import new_folder
@@ -102,16 +100,16 @@ def simulate(
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the speed, staleness and waiting time of sync models on a simulated cluster.
+    """Compare the speed, staleness and waiting time of sync models on a simulated cluster, and recommend what to use.
 
     paceline simulate cluster.toml --sync bsp,ssp:staleness=3,elastic-bsp
     """
     import math
     import shlex
 
-    from ..rehearsal import comparison, ranking
+    from ..rehearsal import comparison, ranking, sweeps
     from ..rehearsal.clusters import load_cluster
-    from ..report.canvas import NO_MATPLOTLIB, can_draw
+    from ..report.canvas import can_draw
     from ..runtime.job import require_script
     from ..sim import Dataset
     from ..sync.translation import HYPERPARAMETERS
@@ -133,8 +131,8 @@ def simulate(
     machines = load_cluster(cluster)
     load_named_models(sync, imports)
     syncs = ranking.read_syncs(sync)
-    swept = ranking.sweep_values(sweep) if sweep is not None else None
-    variants = syncs if swept is None else [name for _, name in ranking.variants(syncs, *swept)]
+    swept = sweeps.sweep_values(sweep) if sweep is not None else None
+    variants = syncs if swept is None else [name for _, name in sweeps.variants(syncs, *swept)]
     ranking.require_runnable(machines, variants, shards)
     data = None
     if samples is not None:
@@ -148,11 +146,11 @@ def simulate(
     folder = new_folder(out, "simulate")
     console = Console(quiet=as_json)
     with interruptible("no results were saved, and all processes have ended"), counting() as tell:
-        rows: Sequence[object]
+        result: object
         if script is not None:
             from ..rehearsal.training import train_and_compare
 
-            rows = train_and_compare(
+            result = train_and_compare(
                 machines,
                 syncs,
                 Path(path),
@@ -160,42 +158,41 @@ def simulate(
                 seed=seed,
                 shards=shards,
                 hyperparameters=hyperparameters,
+                source=cluster,
                 out=folder,
                 console=console,
                 tell=tell,
             )
         elif swept is None:
-            rows = comparison.compare(
+            result = comparison.compare(
                 machines,
                 syncs,
                 iterations=iterations,
                 seed=seed,
                 shards=shards,
                 data=data,
+                source=cluster,
                 out=folder,
                 console=console,
                 tell=tell,
             )
         else:
-            rows = comparison.explore(
+            result = comparison.explore(
                 machines,
                 syncs,
                 *swept,
                 iterations=iterations,
                 seed=seed,
                 shards=shards,
+                source=cluster,
                 out=folder,
                 console=console,
                 tell=tell,
             )
     if as_json:
-        print_json(rows)
-    elif can_draw():
-        print(f"pictures and JSON files: {folder}")
+        print_json(result)
     else:
-        print(f"JSON files: {folder}")
-    if not can_draw():
-        print_sentence(Console(stderr=True), f"no pictures were saved: {NO_MATPLOTLIB}")
+        print(f"{'pictures and JSON files' if can_draw() else 'JSON files'}: {folder}")
 
 
 def advise(

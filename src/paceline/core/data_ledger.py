@@ -115,6 +115,12 @@ class DataLedger:
         """Return the order of the last epoch that was opened of a loader, and the number of opened epochs."""
         return self._loaders[name].last_order
 
+    def most_used_order(self) -> tuple[Order, int] | None:
+        """Return `last_order` of the loader from which the most samples were used; None if none were used."""
+        counts = self.counts()
+        most = max(counts, key=lambda name: counts[name].used, default=None)
+        return None if most is None or not counts[most].used else self.last_order(most)
+
     def validate(self) -> None:
         """Raise `InternalError` unless every position is in exactly one state."""
         for counts in self.counts().values():

@@ -20,7 +20,6 @@ from safetensors import SafetensorError
 from ..core.coordinator import Coordinator
 from ..core.data_ledger import DataLedger
 from ..core.history import MetricHistory
-from ..core.lease import Order
 from ..errors import ConfigurationError
 from ..files import write_json
 from ..runtime.coordinator import CoordinatorHost
@@ -250,7 +249,7 @@ def _epochs(data: DataLedger, figures: Mapping[str, Any]) -> dict[str, Any]:
     `batches_per_push` is larger than 1 if the script accumulated gradients over several batches, and
     `pushes_per_batch` if it made several steps with the same batch, as with several optimizers.
     """
-    if (last := _last_order(data)) is None:
+    if (last := data.most_used_order()) is None:
         return {}
     order, epochs = last
     sampled = max(1, figures.get("sampled_gradients", 0))
@@ -266,16 +265,9 @@ def _epochs(data: DataLedger, figures: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _last_order(data: DataLedger) -> tuple[Order, int] | None:
-    """Return the order, and the number of epochs, of the loader from which the most samples were used, if any."""
-    counts = data.counts()
-    most = max(counts, key=lambda name: counts[name].used, default=None)
-    return None if most is None or not counts[most].used else data.last_order(most)
-
-
 def _handout(data: DataLedger, *, asked: bool) -> Handout:
     """Return how data was handed out to the workers. `asked` is True if the run was asked for balanced batches."""
-    last = _last_order(data)
+    last = data.most_used_order()
     return Handout() if last is None else Handout.of(last[0], asked=asked)
 
 

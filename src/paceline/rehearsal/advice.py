@@ -36,14 +36,14 @@ from ..trace.measures import Measures, Meter, measure
 from ..trace.recording import TraceFile, trace_files
 from .clusters import describe, describe_data
 from .command import command_for
-from .comparison import STAR, show_faults
+from .comparison import STAR, show_faults, show_recommendation
 from .process_pool import TellCount
 from .ranking import EVERY_MODEL, Figures, mark_front, rank
+from .recommendation import ENOUGH, WORTH_IT, Recommendation, candidates_of, recommend
+from .wire_variants import wire_variants
 
 __all__ = ["Advice", "MachineReport", "advise", "show"]
 
-ENOUGH = 2.0  # with fewer gradients than this many times BSP's, staleness may cost more than is saved
-WORTH_IT = 1.1  # only BSP is recommended if no model reaches this many times BSP's speed
 SLOW = 1.5  # a worker is slow if its iterations take this many times as long as those of the median worker
 ROUGH = 0.1  # deviation of the simulation from the run above which the recommendations are called rough
 
@@ -92,7 +92,8 @@ class MachineReport(msgspec.Struct, frozen=True):
         data: the data that was simulated; None if the run's data is unknown.
         rows: results for every model, sorted by speed, descending. If the data is known, there are rows for equal and
             for balanced batches.
-        advice: the recommendations.
+        advice: the recommendations, one for each wish.
+        recommendation: what to do first, and why.
     """
 
     sync: str
@@ -107,6 +108,7 @@ class MachineReport(msgspec.Struct, frozen=True):
     data: Dataset | None
     rows: list[Figures]
     advice: list[Advice]
+    recommendation: Recommendation | None
 
 
 def advise(
@@ -172,6 +174,12 @@ def advise(
         data=data,
         rows=rows,
         advice=_advice(rows, summary, str(run_dir)),
+        recommendation=recommend(
+            candidates_of(rows),
+            wire_variants(cluster, rows, seed=0, shards=None, data=data, tell=tell),
+            servers=cluster.servers,
+            check=lambda sync: how_to_check(str(run_dir), summary.get("program", ()), ("bsp", sync)),
+        ),
     )
 
 
@@ -344,7 +352,8 @@ def show(report: MachineReport, cluster: Cluster, console: Console) -> None:
         caption += f"\n{describe_data(report.data, cluster.workers)}; {_ASSUMED}"
     for finding in report.findings:
         print_sentence(console, finding)
-    console.print(ranking_table(f"{cluster.name}, simulated under each model", report.rows, caption))
+    title = f"{cluster.name}, simulated under each model"
+    console.print(ranking_table(title, report.rows, caption, console.width))
     show_faults(report.rows, console)
     if report.emulated:
         print_sentence(
@@ -362,4 +371,5 @@ def show(report: MachineReport, cluster: Cluster, console: Console) -> None:
         print_sentence(console, f"  Accuracy: {EFFECTS[advice.effect]}.{checked}")
         # Commands may be copied, so they are not wrapped.
         for command in filter(None, [advice.check, advice.command]):
-            console.print(f"  {command}", highlight=False, soft_wrap=True)
+            console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
+    show_recommendation(report.recommendation, console)

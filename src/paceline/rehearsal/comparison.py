@@ -5,25 +5,64 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from ..errors import RunFailedError
 from ..files import write_json
 from ..launcher.output import print_sentence
-from ..report.canvas import can_draw, save
+from ..report.canvas import can_draw, no_picture, save
 from ..report.picture import timelines_picture
 from ..report.ranking import ranking_picture, ranking_table, sweep_picture
 from ..report.timeline import timeline_of
 from ..sim import Cluster, Dataset, simulate
+from ..trace.findings import how_to_check
 from .clusters import describe, describe_data
 from .process_pool import TellCount
-from .ranking import Figures, rank, sweep
+from .ranking import Figures, rank
+from .recommendation import Recommendation, candidates_of, recommend
+from .sweeps import sweep
+from .wire_variants import wire_variants
 
-__all__ = ["STAR", "compare", "explore", "require_results", "show_faults"]
+__all__ = [
+    "STAR",
+    "Comparison",
+    "compare",
+    "explore",
+    "require_results",
+    "show_faults",
+    "show_recommendation",
+]
 
+NO_RECOMMENDATION = (
+    'No model is recommended, because there are no results for bsp without "!", to compare with.'
+)
 STAR = "*: no model is better in speed or staleness without being worse in the other"
 MOST_DRAWN = 16  # timelines are drawn for clusters with at most this many workers
 SHOWN_ITERATIONS = 12  # length of the timelines, in iterations of the slowest worker
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """The results of a comparison, as `paceline simulate --json` prints them.
+
+    Attributes:
+        rows: the results for each model.
+        recommendation: what they recommend; None if bsp, with which all others are compared, trains nothing.
+    """
+
+    rows: list[Figures]
+    recommendation: Recommendation | None
+
+
+def show_recommendation(recommendation: Recommendation | None, console: Console) -> None:
+    """Print a recommendation and its command, which is not wrapped so that it can be copied."""
+    if recommendation is None:
+        print_sentence(console, f"\n{NO_RECOMMENDATION}")
+        return
+    print_sentence(console, f"\n{recommendation.text}")
+    if recommendation.check:
+        console.print("To check the accuracy, run:", highlight=False)
+        console.print(f"  {recommendation.check}", highlight=False, markup=False, soft_wrap=True)
 
 
 def show_faults(rows: Iterable[Figures], console: Console) -> None:
@@ -48,26 +87,46 @@ def compare(
     seed: int,
     shards: int | None,
     data: Dataset | None,
+    source: str = "CLUSTER",
     out: Path,
     console: Console,
     tell: TellCount,
-) -> list[Figures]:
-    """Rank sync models. Print a table, and save the results as JSON and as pictures (ranking, timelines).
+) -> Comparison:
+    """Rank sync models. Print a table and a recommendation, and save the results as JSON and as pictures.
 
-    Without matplotlib, no pictures are saved.
+    The pictures are the ranking and timelines. Without matplotlib, a sentence says that they are left out. `source`
+    is the argument of the command that describes the cluster.
     """
-    rows = rank(cluster, syncs, iterations=iterations, seed=seed, shards=shards, data=data, tell=tell)
+    rows = rank(
+        cluster,
+        syncs,
+        iterations=iterations,
+        seed=seed,
+        shards=shards,
+        data=data,
+        balanced_bsp=True,
+        tell=tell,
+    )
     require_results(rows)
+    comparison = Comparison(
+        rows,
+        _recommendation(
+            cluster, rows, source, iterations=iterations, seed=seed, shards=shards, data=data, tell=tell
+        ),
+    )
     note = f"{describe(cluster)}; " + (
         describe_data(data, cluster.workers)
         if data is not None
         else f"{rows[0].until_s:.4g} virtual seconds, in which bsp completes {iterations} iterations"
     )
-    console.print(ranking_table(cluster.name, rows, f"{note}\n{STAR}"))
+    console.print(ranking_table(cluster.name, rows, f"{note}\n{STAR}", console.width))
     show_faults(rows, console)
-    write_json(out / "ranking.json", rows)
+    show_recommendation(comparison.recommendation, console)
+    write_json(out / "ranking.json", comparison)
+    drawn = ["ranking.png", *(["timelines.png"] if cluster.workers <= MOST_DRAWN else [])]
     if not can_draw():
-        return rows
+        print_sentence(console, no_picture(*drawn))
+        return comparison
     save(ranking_picture(cluster.name, note, [row for row in rows if not row.failure]), out / "ranking.png")
     if cluster.workers <= MOST_DRAWN:
         slowest_s = max(cluster.compute(worker).typical_s for worker in range(cluster.workers))
@@ -82,7 +141,39 @@ def compare(
                 timelines[sync] = timeline_of(result.records, shard_traces)
         if timelines:
             save(timelines_picture(timelines, shown_s, whole_s), out / "timelines.png")
-    return rows
+    return comparison
+
+
+def _recommendation(
+    cluster: Cluster,
+    rows: Sequence[Figures],
+    source: str,
+    *,
+    iterations: int,
+    seed: int,
+    shards: int | None,
+    data: Dataset | None,
+    tell: TellCount,
+) -> Recommendation | None:
+    """Return what the rows of a ranking recommend. If bsp is not among them, it is simulated for the comparison."""
+    if not any(row.sync == "bsp" for row in rows):
+        of_bsp = rank(
+            cluster,
+            ["bsp"],
+            iterations=iterations,
+            seed=seed,
+            shards=shards,
+            data=data,
+            balanced_bsp=True,
+            tell=tell,
+        )
+        rows = [*of_bsp, *rows]
+    return recommend(
+        candidates_of(rows),
+        wire_variants(cluster, rows, seed=seed, shards=shards, data=data, tell=tell),
+        servers=cluster.servers,
+        check=lambda sync: how_to_check(source, ["script", "SCRIPT"], ("bsp", sync)),
+    )
 
 
 def explore(
@@ -94,24 +185,34 @@ def explore(
     iterations: int,
     seed: int,
     shards: int | None,
+    source: str = "CLUSTER",
     out: Path,
     console: Console,
     tell: TellCount,
-) -> list[Figures]:
-    """Compare different values of a parameter. Print a table, and save the results as JSON and as a picture.
+) -> Comparison:
+    """Compare different values of a parameter. Print a table and a recommendation, and save the results.
 
-    Without matplotlib, no picture is saved.
+    Without matplotlib, a sentence says that the picture is left out. `source` is the argument of the command that
+    describes the cluster.
     """
     points = sweep(cluster, syncs, key, values, iterations=iterations, seed=seed, shards=shards, tell=tell)
     rows = [row for _, row in points]
     require_results(rows)
-    console.print(ranking_table(cluster.name, rows, describe(cluster)))
+    comparison = Comparison(
+        rows,
+        _recommendation(
+            cluster, rows, source, iterations=iterations, seed=seed, shards=shards, data=None, tell=tell
+        ),
+    )
+    console.print(ranking_table(cluster.name, rows, describe(cluster), console.width))
     show_faults(rows, console)
-    write_json(out / "sweep.json", rows)
+    show_recommendation(comparison.recommendation, console)
+    write_json(out / "sweep.json", comparison)
     if not can_draw():
-        return rows
+        print_sentence(console, no_picture("sweep.png"))
+        return comparison
     lines: dict[str, list[tuple[float, Figures]]] = {}
     for value, row in ((value, row) for value, row in points if not row.failure):
         lines.setdefault(row.sync.partition(":")[0], []).append((value, row))
     save(sweep_picture(f"{cluster.name}: {key}", key, lines), out / "sweep.png")
-    return rows
+    return comparison

@@ -1,15 +1,15 @@
 """Rankings of sync models on a cluster.
 
-Each model, or each value of a model's parameter, is simulated for the same virtual time. The simulations cover timing
-only: how many gradients are computed, how stale they are, and how long workers wait. To find out how staleness
-affects the loss, train a model; see the module `training` in this package.
+Each model is simulated for the same virtual time. The simulations cover timing only: how many gradients are computed,
+how stale they are, and how long workers wait. To find out how staleness affects the loss, train a model; see the
+module `training` in this package.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 
 import msgspec
@@ -19,7 +19,6 @@ from ..errors import ConfigurationError, RunFailedError
 from ..report.names import run_name
 from ..sim import Cluster, Dataset, SimResult, simulate
 from ..sim.clockwork import require_enough_data
-from ..sync import MODELS
 from ..sync.schedule import read_schedule
 from ..trace.time_use import time_shares
 from ..trace.unapplied import unapplied_pushes
@@ -29,15 +28,14 @@ __all__ = [
     "EVERY_MODEL",
     "Figures",
     "Task",
+    "balanced_task",
     "failed",
     "figures_of",
+    "horizon",
     "rank",
     "read_syncs",
     "require_runnable",
     "run_tasks",
-    "sweep",
-    "sweep_values",
-    "variants",
 ]
 
 EVERY_MODEL = (
@@ -55,8 +53,10 @@ EVERY_MODEL = (
 """The models that are compared by default, with the parameters from their papers."""
 
 
-MOST_VALUES = 1000
-"""Maximum number of values in a sweep."""
+# Data for balanced batches in a ranking without data. The epochs end after the simulated time.
+NOTIONAL_BATCH = 64
+NOTIONAL_ROUNDS = 100
+NOTIONAL_EPOCHS = 10**9
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -71,6 +71,8 @@ class Task(msgspec.Struct, frozen=True):
         shards: number of shards; None for one per server.
         data: data that the workers use up; None if only the other limits end the simulation.
         batch: sizes of the workers' batches of this data.
+        notional: True if the data only stands for batches that can be divided. Then the speed is counted in gradients
+            of full batches, as in a simulation without data.
     """
 
     cluster: Cluster
@@ -81,6 +83,7 @@ class Task(msgspec.Struct, frozen=True):
     shards: int | None = None
     data: Dataset | None = None
     batch: BatchSizing = "equal"
+    notional: bool = False
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,13 +243,24 @@ def run_task(task: Task) -> Figures:
         )
     except RunFailedError as error:
         return failed(task.sync, error, task.batch)
-    return figures_of(task.sync, result, task.data, task.batch)
+    row = figures_of(task.sync, result, task.data, task.batch)
+    if not task.notional or task.data is None:
+        return row
+    gradients_per_s = row.samples_per_s / task.data.batch_size
+    return msgspec.structs.replace(row, gradients_per_s=gradients_per_s, samples_per_s=0.0, epoch_s=None)
+
+
+def balanced_task(cluster: Cluster, until_s: float, seed: int, shards: int | None) -> Task:
+    """Return a simulation of bsp with balanced batches of data of which nothing is known but that it is divisible."""
+    samples = NOTIONAL_BATCH * cluster.workers * NOTIONAL_ROUNDS
+    data = Dataset(samples=samples, batch_size=NOTIONAL_BATCH, epochs=NOTIONAL_EPOCHS)
+    return Task(cluster, "bsp", None, until_s, seed, shards, data, "balanced", notional=True)
 
 
 def run_tasks(tasks: Sequence[Task], tell: TellCount = lambda done, of, what: None) -> list[Figures]:
     """Run simulations on all cores. Return the results in the order of the tasks."""
     if len(tasks) > 1:
-        return on_all_cores(run_task, tasks, lambda task: task.sync, tell)
+        return on_all_cores(run_task, tasks, lambda task: run_name(task.sync, task.batch), tell)
     tell(0, len(tasks), "")
     figures = [run_task(task) for task in tasks]
     tell(len(tasks), len(tasks), "")
@@ -262,12 +276,14 @@ def rank(
     shards: int | None = None,
     data: Dataset | None = None,
     balances: bool = True,
+    balanced_bsp: bool = False,
     tell: TellCount = lambda done, of, what: None,
 ) -> list[Figures]:
     """Simulate each model for the time that BSP needs for `iterations` iterations, or until data is used up.
 
     With data, each model whose workers may have to wait for each other is simulated with equal and, if `balances` is
-    True, with balanced batches.
+    True, with balanced batches. Without data, `balanced_bsp` adds bsp with balanced batches if bsp is one of the
+    models.
 
     Returns:
         The results, sorted by samples per second, or by gradients per second without data, descending. Models that
@@ -280,6 +296,8 @@ def rank(
     if data is None:
         horizon_s = horizon(cluster, iterations, seed, shards)
         tasks = [Task(cluster, sync, None, horizon_s, seed, shards) for sync in syncs]
+        if balanced_bsp and "bsp" in syncs:
+            tasks.append(balanced_task(cluster, horizon_s, seed, shards))
     else:
         for sync in syncs:
             require_enough_data(data, cluster, read_schedule(sync))
@@ -333,75 +351,10 @@ def mark_front(rows: Sequence[Figures]) -> list[Figures]:
     ]
 
 
-def sweep(
-    cluster: Cluster,
-    syncs: Sequence[str],
-    key: str,
-    values: Sequence[float],
-    *,
-    iterations: int = 100,
-    seed: int = 0,
-    shards: int | None = None,
-    tell: TellCount = lambda done, of, what: None,
-) -> list[tuple[float, Figures]]:
-    """Simulate each model that has the parameter `key`, once for each value. Return pairs (value, results)."""
-    pairs = variants(syncs, key, values)
-    require_runnable(cluster, [sync for _, sync in pairs], shards)
-    horizon_s = horizon(cluster, iterations, seed, shards)
-    tasks = [Task(cluster, sync, None, horizon_s, seed, shards) for _, sync in pairs]
-    return [(value, row) for (value, _), row in zip(pairs, run_tasks(tasks, tell), strict=True)]
-
-
-def variants(syncs: Sequence[str], key: str, values: Sequence[float]) -> list[tuple[float, str]]:
-    """Return pairs (value, sync model), one for each value and each model that has the parameter `key`.
-
-    Raises:
-        ConfigurationError: no model has this parameter.
-    """
-    having = [sync for sync in syncs if _has_key(sync, key)]
-    if not having:
-        known = ", ".join(sorted({field for model in MODELS.values() for field in model.__struct_fields__}))
-        raise ConfigurationError(
-            f"none of the sync models {', '.join(syncs)} has a parameter {key!r}. Known parameters: {known}."
-        )
-    return [(value, _with_key(sync, key, value)) for sync in having for value in values]
-
-
 def require_runnable(cluster: Cluster, syncs: Sequence[str], shards: int | None = None) -> None:
     """Raise `ConfigurationError` if one of the models cannot run on this cluster."""
     for sync in syncs:
         read_schedule(sync).require_runnable(cluster.workers, shards or cluster.servers)
-
-
-def sweep_values(text: str) -> tuple[str, list[float]]:
-    """Parse a sweep: `key=5..480` (doubling), `key=1..9:2` (steps of 2), or `key=1,5,20`.
-
-    >>> sweep_values("lookahead=5..40")
-    ('lookahead', [5.0, 10.0, 20.0, 40.0])
-    >>> sweep_values("staleness=1..7:3")
-    ('staleness', [1.0, 4.0, 7.0])
-
-    Raises:
-        ConfigurationError: the text does not have one of these forms.
-    """
-    key, equals, rest = text.partition("=")
-    number = r"([0-9.]+)"
-    try:
-        if match := re.fullmatch(rf"{number}\.\.{number}(?::{number})?", rest):
-            low, high = float(match[1]), float(match[2])
-            values = list(_steps(low, high, float(match[3]) if match[3] else None))
-        else:
-            values = [float(part) for part in rest.split(",")]
-    except ValueError:
-        values = []
-    if len(values) > MOST_VALUES:
-        raise ConfigurationError(f"sweep {text!r} has more than {MOST_VALUES} values; use larger steps.")
-    if not (key and equals and values):
-        raise ConfigurationError(
-            f"sweep is {text!r}; expected key=from..to, key=from..to:step or key=value,value, for example "
-            "lookahead=5..480."
-        )
-    return key, values
 
 
 def read_syncs(text: str) -> list[str]:
@@ -429,32 +382,3 @@ def read_syncs(text: str) -> list[str]:
     for sync in found:
         read_schedule(sync)
     return found
-
-
-def _steps(low: float, high: float, step: float | None) -> Iterator[float]:
-    if low > high or (low <= 0 if step is None else step <= 0):
-        return
-    if step is not None:
-        count = int((high - low) / step * (1 + 1e-9)) + 1
-        yield from (round(low + index * step, 12) for index in range(min(count, MOST_VALUES + 1)))
-        return
-    value = low
-    while value < high:
-        yield value
-        value *= 2
-    yield high
-
-
-def _plain(value: float) -> str:
-    return str(int(value)) if float(value).is_integer() else repr(value)
-
-
-def _has_key(sync: str, key: str) -> bool:
-    name = sync.partition(":")[0]
-    return "@" not in sync and "|" not in sync and name in MODELS and key in MODELS[name].__struct_fields__
-
-
-def _with_key(sync: str, key: str, value: float) -> str:
-    name, _, rest = sync.partition(":")
-    kept = [item for item in rest.split(",") if item and item.partition("=")[0] != key]
-    return f"{name}:{','.join([f'{key}={_plain(value)}', *kept])}"

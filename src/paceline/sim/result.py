@@ -68,6 +68,8 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         faults: messages about problems that did not end the run, in order. Each says which condition failed, and
             with which model the shards continued.
         noticed: what the workers' reports show; the first of the findings.
+        balanced: True if the sizes of the workers' batches followed their speeds. False if this was not asked for, or
+            the data cannot be divided in this way.
         choices: changes of the sync model that the run has made itself, with `sync="auto"`.
         emulated: description of how unequal machines were emulated in the run from which the cluster was recorded; ""
             if the run emulated nothing, or the cluster was not recorded.
@@ -93,6 +95,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     events: int
     faults: list[str]
     noticed: list[str]
+    balanced: bool = False
     choices: list[Choice] = []
     emulated: str = ""
     recording: Recording | None = None

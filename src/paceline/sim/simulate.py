@@ -224,6 +224,7 @@ def simulate(
                     raise
                 final = training.snapshot()
     meter, kernel = recorders.meter, job.kernel
+    most_used = job.coordinator.data.most_used_order()
     end_ticks = kernel.now_ticks if job.cut_off_ticks is None else job.cut_off_ticks
     result = SimResult(
         sync=str(schedule),
@@ -243,6 +244,7 @@ def simulate(
         events=kernel.happened,
         faults=job.faults,
         noticed=job.coordinator.findings,
+        balanced=most_used is not None and most_used[0].balanced,
         choices=job.coordinator.auto.choices if job.coordinator.auto is not None else [],
         emulated=cluster.emulated,
         recording=recorders.recording,

@@ -1,4 +1,4 @@
-"""Distributions of durations in virtual time: constant, random, drifting, occasionally slow, or recorded.
+"""Distributions of durations in virtual time: constant, random, drifting, occasionally slow, recorded, or sums.
 
 A random duration is a function of (seed, worker, iteration number), not the next number of a random sequence. So a
 worker needs the same time for its tenth iteration under every sync model, and a few seeds are sufficient to compare
@@ -28,6 +28,7 @@ __all__ = [
     "Pareto",
     "Recorded",
     "Sample",
+    "Sum",
     "Times",
     "Uniform",
     "times_of",
@@ -250,7 +251,41 @@ class Occasional(Spec, frozen=True, kw_only=True, tag="occasional"):
         return times_of(self.base).typical_s
 
 
-Distribution = Constant | Uniform | LogNormal | Pareto | Recorded | Drifting | Occasional
+class Sum(Spec, frozen=True, kw_only=True, tag="sum"):
+    """The sum of several durations, such as those of the batches whose gradients a worker accumulates for one push.
+
+    Attributes:
+        base: distribution of each duration.
+        count: number of durations, at least 1.
+
+    >>> Sum(base=Recorded(seconds=(1.0, 2.0, 3.0)), count=2).sampler(0)(1, 0.0)
+    4.0
+    """
+
+    base: Times
+    count: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
+            raise ConfigurationError(f"sum: count is {self.count!r}, expected a whole number >= 1.")
+
+    def sampler(self, *key: int) -> Sample:
+        base, count = times_of(self.base).sampler(*key), self.count
+
+        def sample(number: int, now_s: float) -> Seconds:
+            total: Seconds = 0
+            for index in range(number * count, (number + 1) * count):
+                total += base(index, now_s + float(total))
+            return total
+
+        return sample
+
+    @property
+    def typical_s(self) -> float:
+        return times_of(self.base).typical_s * self.count
+
+
+Distribution = Constant | Uniform | LogNormal | Pareto | Recorded | Drifting | Occasional | Sum
 """Any distribution of durations."""
 
 Times = Seconds | Decimal | Distribution
