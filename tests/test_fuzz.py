@@ -488,9 +488,10 @@ class Bench:
 
     def close(self) -> None:
         for server in self.servers:
-            for recorder in server._recorders:
+            for _, recorder in server._recorders.values():
                 recorder.close()
             server._hub.close()
+        assert self.coordinator._recorder is not None
         self.coordinator._recorder.close()
         self.coordinator._hub.close()
         self.coordinator._master = None

@@ -23,6 +23,7 @@ from .options import (
     SplitOption,
     StallTimeout,
     Sync,
+    TracesOption,
 )
 
 __all__ = ["JobSettings", "as_options", "takes_job_settings"]
@@ -42,6 +43,7 @@ class JobSettings(TypedDict):
     on_nan: OnNanOption
     hyperparameters: HyperparametersOption
     guard: GuardOption
+    traces: TracesOption
     stall_timeout: StallTimeout
 
 
@@ -57,6 +59,7 @@ DEFAULTS = JobSettings(
     on_nan="stop",
     hyperparameters="translated",
     guard=None,
+    traces="recent",
     stall_timeout=None,
 )
 

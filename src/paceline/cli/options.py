@@ -178,6 +178,17 @@ GuardOption = Annotated[
         rich_help_panel="Run",
     ),
 ]
+TracesOption = Annotated[
+    str,
+    typer.Option(
+        "--traces",
+        metavar="<full|recent|off>",
+        help="What is kept of the traces and records, which grow by about 0.6 KB per iteration of a worker. recent: "
+        "the last 100 MB; the statistics still count everything. recent:N: the last N MB. full: everything. off: "
+        "nothing, so the summary has no statistics.",
+        rich_help_panel="Run",
+    ),
+]
 StallTimeout = Annotated[
     float | None,
     number_option(

@@ -58,6 +58,7 @@ def launch(
     hyperparameters: str = "translated",
     run_dir: str | os.PathLike[str] | None = None,
     guard: str | None = None,
+    traces: str = "recent",
     stall_timeout: float | None = None,
     torchrun_env: bool = False,
     progress: bool | None = None,
@@ -113,6 +114,8 @@ def launch(
             rate as well, at most four times, until training goes well again, or "stop" to end the run and keep the
             last good weights. Default: "temper" if hyper-parameters are translated, else "off". NaN in the weights is
             said in any case, and under `bsp`, "temper" leaves the learning rate alone.
+        traces: what is kept of the traces and records: "full" for everything, "recent" for the last 100 MB (or
+            "recent:500" for the last 500 MB), or "off" for nothing; the summary then has no statistics.
         stall_timeout: number of seconds after which a silent worker or server is killed if others wait for it.
             Default: never. If a worker is killed, the run continues without it.
         torchrun_env: True to set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each
@@ -176,6 +179,7 @@ def launch(
         hyperparameters=hyperparameters,
         run_dir=run_dir,
         guard=guard,
+        traces=traces,
         stall_timeout=stall_timeout,
         port=port,
         torchrun_env=torchrun_env,

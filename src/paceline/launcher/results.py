@@ -26,9 +26,10 @@ from ..runtime.coordinator import CoordinatorHost
 from ..runtime.reader import WeightsSnapshot
 from ..sync.model import agree_on_means
 from ..sync.ticks import TICKS_PER_S
+from ..trace.digest import Digest
 from ..trace.findings import Handout, find, find_moved
 from ..trace.kept_models import folders_of, modules_of_models
-from ..trace.measures import meter_of
+from ..trace.measures import Meter
 from ..trace.recording import Trace, read_run, trace_files
 from ..trace.time_use import time_shares, time_use
 
@@ -133,7 +134,6 @@ def summarize(
         hurried: called repeatedly. If it returns True, the statistics are left out.
     """
     job = coordinator.job
-    run_dir = Path(job.run_dir)
     faults = list(faults)
     python = program[:1] == ["function"]
     found = [*coordinator.core.findings, *find_moved(coordinator.core.data.moved, python=python)]
@@ -141,19 +141,8 @@ def summarize(
     pushes: dict[str, int] = {}
     epochs = _epochs(coordinator.core.data, figures)
     try:
-        traces = trace_files(run_dir)
-        shards = [trace for trace in traces if trace.header.host == "shard"]
-        of_coordinator = next((trace for trace in traces if trace.header.host == "coordinator"), None)
-        if len(shards) != job.shards:
-            faults.append(
-                f"{run_dir} contains the traces of only {len(shards)} of {job.shards} shards, so the summary has no "
-                "statistics"
-            )
-        elif (meter := meter_of(shards, of_coordinator, hurried, coordinator.core.members.left)) is None:
-            faults.append(
-                "the summary has no statistics, because a second signal has asked the run to end at once"
-            )
-        else:
+        meter = None if job.traces == "off" else _meter(coordinator, faults, hurried)
+        if meter is not None:
             measures = meter.measures()
             lockstep = all(model.lockstep for model in job.schedule.models)
             figures = msgspec.to_builtins(measures, str_keys=True)
@@ -202,6 +191,7 @@ def summarize(
             else {"choices": list(map(str, coordinator.core.auto.choices))}
         ),
         "emulated": job.emulated,
+        "traces": job.traces,
         "main_worker": coordinator.core.main.worker,
         "left": coordinator.core.members.left,
         "lost_workers": coordinator.core.members.lost,
@@ -217,6 +207,36 @@ def summarize(
         "links": [[*link, total_bytes] for link, total_bytes in coordinator.traffic_totals().items()],
         **figures,
     }
+
+
+def _meter(coordinator: CoordinatorHost, faults: list[str], hurried: Callable[[], bool]) -> Meter | None:
+    """Return the statistics of the run; None if there are none. Add to `faults` what is missing, and why.
+
+    Raises:
+        ConfigurationError: a trace cannot be read.
+    """
+    job, left = coordinator.job, coordinator.core.members.left
+    run_dir = Path(job.run_dir)
+    traces = [trace for trace in trace_files(run_dir) if trace.header.host == "shard"]
+    if len(traces) != job.shards:
+        faults.append(
+            f"{run_dir} contains the traces of only {len(traces)} of {job.shards} shards, so the summary has no "
+            "statistics"
+        )
+        return None
+    digest = Digest(run_dir, left=left, only_statistics=True)
+    if digest.left_out:
+        shards = ", ".join(map(str, digest.left_out))
+        faults.append(
+            f"the statistics leave out the shards on other machines ({shards}), which have deleted the beginning of "
+            "their traces. Run with --traces full to keep everything."
+        )
+    if not digest.advance(hurried=hurried):
+        faults.append(
+            "the summary has no statistics, because a second signal has asked the run to end at once"
+        )
+        return None
+    return digest.meter
 
 
 def _departures(core: Coordinator) -> dict[str, Any]:

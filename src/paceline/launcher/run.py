@@ -35,6 +35,7 @@ from ..wire.passing import PassedSockets
 from ..wire.preface import COORDINATOR
 from .channels import Channels, Streams
 from .description import description_of
+from .digesting import Digester
 from .interruption import Interruption
 from .local import LocalEngine, Placement
 from .orders import payload_of_server
@@ -210,6 +211,7 @@ class LiveRun:
         self._vacancies = Vacancies(coordinator, patience_s, self._say) if job.joined else None
         self._sampler = Sampler(coordinator, snapshot_every_s) if snapshot_every_s else None
         self._keeper = Keeper(coordinator) if job.guard == "stop" else None
+        self._digester = Digester(job)
         self._weights: WeightsSnapshot | None = None
         self._weights_path: Path | None = None
         self._which = "the weights at the time of the failure"  # those in this file
@@ -268,6 +270,7 @@ class LiveRun:
                 gone = coordinator.gone_servers.copy()
                 coordinator.stop(self._interruption.hurried)
                 self._give_up(coordinator.gone_servers.keys() - gone.keys())
+                self._notes += self._digester.end(self._interruption.hurried)
                 grace_s = FAILED_GRACE_S if early or self._notes else GRACE_S
                 left = engine.end(engine.processes, grace_s=grace_s, hurried=self._interruption.hurried)
         # The coordinator has stopped and no longer records how processes end, so the launcher records it here.
@@ -291,6 +294,7 @@ class LiveRun:
             self._progress.update()
             self._follow_main()
             self._follow_choices()
+            self._digester.look()
             if self._interruption.asked:
                 return None
             if self._interruption.suspended and all(p.started for p in engine.processes):

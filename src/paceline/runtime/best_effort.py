@@ -39,6 +39,11 @@ class BestEffortFile:
             self._give_up(error)
         close_in_forks(self)
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of the file in bytes, with the buffered data; 0 after a failure."""
+        return 0 if self._file is None else self._file.tell()
+
     def write(self, data: bytes | bytearray) -> None:
         """Write data, unless an earlier operation has failed.
 

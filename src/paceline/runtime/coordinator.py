@@ -77,6 +77,7 @@ from ..errors import ConfigurationError, InternalError, ProtocolError, RunFailed
 from ..sync.notation import notation
 from ..sync.ticks import TICKS_PER_S
 from ..trace.clocks import ClockRecorder
+from ..trace.keyframes import keyframe_of
 from ..trace.recording import Header, Recorder
 from ..wire.addresses import listen_tcp, listen_unix
 from ..wire.memory import MASTER, Region, shared_memory_available
@@ -92,6 +93,7 @@ from .job import LOOPBACK, Job, encode_job
 from .machines import Machines
 from .metrics_writer import MetricsWriter
 from .registration import require_sound
+from .segmented import TEND_S, TEND_TICKS, SegmentedFile, segmenting
 from .timers import Timers
 from .traces import TraceFiles
 
@@ -176,8 +178,14 @@ class CoordinatorHost:
             emulated=job.emulated,
             imports=job.imports or msgspec.UNSET,
         )
-        path = Path(job.run_dir, "trace-coordinator.jsonl")
-        self._recorder = Recorder(BestEffortFile(path, lambda text: self.core.faults.append(text)), header)
+        self._trace: SegmentedFile | None = None
+        self._recorder: Recorder | None = None
+        if job.traces != "off":
+            path = Path(job.run_dir, "trace-coordinator.jsonl")
+            segments = segmenting(job, "coordinator")
+            self._trace = SegmentedFile(path, lambda text: self.core.faults.append(text), segments)
+            self._recorder = Recorder(self._trace, header)
+        self._tend_ticks = 0  # time at which the trace is tended next
         self.core = core.Coordinator(
             job.schedule,
             workers=job.workers,
@@ -391,7 +399,8 @@ class CoordinatorHost:
             log.exception("the coordinator failed")
             self.fail(RunFailedError("the coordinator", str(InternalError(repr(error)))))
         finally:
-            self._recorder.close()
+            if self._recorder is not None:
+                self._recorder.close()
             self._metrics.close()
             for clock in self._clocks.values():
                 clock.close()
@@ -410,6 +419,16 @@ class CoordinatorHost:
             self._look()
         for timer in self._timers.take_due(self.job.now_ticks()):
             self._perform(self.core.fire(timer, self.job.now_ticks()))
+        self._tend_trace()
+
+    def _tend_trace(self) -> None:
+        """Write what is buffered of the trace, and begin a new segment if there is enough. The core is idle."""
+        now_ticks = self.job.now_ticks()
+        if self._trace is None or self._recorder is None or now_ticks < self._tend_ticks:
+            return
+        self._tend_ticks = now_ticks + TEND_TICKS
+        if self._trace.tend():
+            self._recorder.begin_segment(keyframe_of(self.core, self.job.imports))
 
     def _ask_servers(self) -> None:
         for server in self._of_role("server"):
@@ -490,7 +509,9 @@ class CoordinatorHost:
         if self._stopping:
             return STOP_POLL_S
         now_ticks = self.job.now_ticks()
-        limits_s = [] if (left_s := self._timers.left_s(now_ticks)) is None else [left_s]
+        limits_s = [] if self._trace is None else [TEND_S]
+        if (left_s := self._timers.left_s(now_ticks)) is not None:
+            limits_s.append(left_s)
         limits_s += [patience.wait_s for patience in self._awaited.values()]
         if (look_ticks := self._machines.liveness.next_ticks) is not None:
             limits_s.append(max(0.0, (look_ticks - now_ticks) / TICKS_PER_S))

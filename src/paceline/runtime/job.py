@@ -62,6 +62,8 @@ TRANSPORTS = ("auto", "shm", "unix", "tcp")
 SLICINGS = ("even", "by-parameter")
 OVERLAPS = ("shards", "off")
 ON_NAN = ("stop", "skip")
+TRACES = ("full", "recent", "off")
+TRACE_MB = 100  # default number of megabytes that recent traces occupy
 
 LONGEST_MODEL = 1000  # maximum number of characters in the notation of a sync model that a peer sends
 
@@ -109,6 +111,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         epoch_ns: reading of the monotonic clock at time 0 of the run, in nanoseconds.
         secure: True if the connections use TLS, with keys that are derived from the token.
         version: version of Paceline, which must be the same on all machines; "" if the run is on one machine only.
+        traces: "full" if the traces of the run and the records of its workers are kept, "recent" if the oldest parts
+            are deleted during the run, so that `trace_bytes` suffice, or "off" if there are none.
+        trace_bytes: number of bytes that the traces and records may occupy in the run directory, about.
         optimizers: the places from which processes may take the classes of optimizers that are not torch's.
     """
 
@@ -143,6 +148,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     secure: bool = False
     version: str = ""
     remote_servers: int = 0
+    traces: Literal["full", "recent", "off"] = "recent"
+    trace_bytes: int = TRACE_MB * 10**6
     optimizers: OptimizerSources = OptimizerSources()
 
     def __repr__(self) -> str:
@@ -307,6 +314,7 @@ def make_job(
     hyperparameters: str = "translated",
     run_dir: str | os.PathLike[str] | None = None,
     guard: str | None = None,
+    traces: str = "recent",
     stall_timeout: float | None = None,
     port: int = 0,
     torchrun_env: bool = False,
@@ -389,6 +397,7 @@ def make_job(
             f"shards is {shards} and servers is {servers}, but each server needs at least one shard. Use at least "
             f"{servers} shards."
         )
+    kept, trace_bytes = _traces(traces)
     load_models(sync, imports)
     schedule = read_schedule(sync)
     if schedule.auto:  # the result is the same as with equal batches, and unequal workers wait less
@@ -434,6 +443,8 @@ def make_job(
         hyperparameters="translated" if hyperparameters == "translated" else "raw",
         run_dir="" if run_dir is None else str(run_dir),
         guard=guard_mode(guard, translated=hyperparameters == "translated"),
+        traces=kept,
+        trace_bytes=trace_bytes,
         stall_timeout_s=None if stall_timeout is None else float(stall_timeout),
         port=port,
         torchrun_port=_free_port() if torchrun_env else 0,
@@ -443,6 +454,18 @@ def make_job(
         optimizers=OptimizerSources(packages=imports),
     )
     return job if dry_run else claim_run_dir(job)
+
+
+def _traces(text: str) -> tuple[Literal["full", "recent", "off"], int]:
+    """Return what is kept of the traces, and how many bytes of them, given the notation of the command line."""
+    kept, colon, size = text.partition(":")
+    if kept not in TRACES:
+        raise unknown_name("traces", text, TRACES)
+    if colon and not (kept == "recent" and size.isascii() and size.isdecimal() and int(size) > 0):
+        raise ConfigurationError(
+            f"traces is {text!r}, expected a number of megabytes only for recent traces, such as 'recent:500'."
+        )
+    return cast(Literal["full", "recent", "off"], kept), (int(size) if size else TRACE_MB) * 10**6
 
 
 def _free_port() -> int:
@@ -498,6 +521,11 @@ _GUARD_TEXTS = {
     "temper": "lowers the learning rate when training diverges (temper)",
     "stop": "stops the run when training diverges, and keeps the last good weights (stop)",
 }
+_TRACES_TEXTS = {
+    "full": "all are kept (full)",
+    "recent": "the last {mb:g} MB are kept (recent)",
+    "off": "none are made (off)",
+}
 _TRANSPORT_TEXTS = {
     "shm": "shared memory (shm)",
     "unix": "AF_UNIX sockets (unix)",
@@ -521,6 +549,7 @@ def describe(job: Job) -> dict[str, str]:
         "emulated": job.emulated or "nothing: each worker runs at full speed",
         "on NaN": job.on_nan,
         "guard": _GUARD_TEXTS[job.guard],
+        "traces": _TRACES_TEXTS[job.traces].format(mb=job.trace_bytes / 10**6),
         "seed": str(job.seed),
         "run directory": job.run_dir or "a new directory in ./runs",
     }

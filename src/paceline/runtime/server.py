@@ -88,6 +88,7 @@ from ..files import PatientWriter, Unfinished
 from ..shard.foreign import class_of
 from ..shard.states import decode_states
 from ..shard.store import Push, Vectors
+from ..trace.keyframes import keyframe_of
 from ..trace.recording import Header, Recorder
 from ..wire.addresses import connect, listen_tcp, listen_unix
 from ..wire.memory import MASTER, Inbox, Region
@@ -95,13 +96,13 @@ from ..wire.passing import PassedSockets, Source
 from ..wire.ring import Ring
 from ..wire.stream import Stream
 from ..wire.traffic import Traffic, traffic_of
-from .best_effort import BestEffortFile
 from .footprint import available_bytes, served_shortage, vectors_of
 from .hub import Caller, Hub
 from .job import Assignment
+from .segmented import TEND_S, TEND_TICKS, SegmentedFile, segmenting
 from .server_memory import ServerMemory
 from .timers import Timers
-from .traces import PART_BYTES, trace_path
+from .traces import parts_of, trace_path
 
 __all__ = ["ServerHost"]
 
@@ -154,7 +155,8 @@ class ServerHost:
         self._coordinator = ServerCaller.coordinator(coordinator)
         self._workers: dict[int, ServerCaller] = {}  # connected workers
         self._carried: dict[int, Traffic] = {}  # worker -> traffic of its last connection that has ended
-        self._recorders: list[Recorder] = []
+        self._recorders: dict[int, tuple[SegmentedFile, Recorder]] = {}  # shard -> its trace
+        self._tend_ticks = 0  # time at which the traces are tended next
         self._core = core.Server(
             place.job.seed, place.job.read_sync, self._recorder_of, translated=place.job.translated
         )
@@ -207,7 +209,13 @@ class ServerHost:
         """Handle messages until the coordinator sends `Shutdown` or the connection to the coordinator ends."""
         try:
             while self._running:
-                self._hub.poll(self._timers.left_s(self._job.now_ticks()), spins=not self._core.awaits_factor)
+                now_ticks = self._job.now_ticks()
+                left_s = self._timers.left_s(now_ticks)
+                self._hub.poll(
+                    TEND_S if left_s is None else min(left_s, TEND_S), spins=not self._core.awaits_factor
+                )
+                if now_ticks >= self._tend_ticks:
+                    self._tend_traces(now_ticks)
                 for timer in self._timers.take_due(self._job.now_ticks()):
                     self._perform(self._core.fire(timer, self._job.now_ticks()))
             if self._told_to_end and self._machine is not msgspec.UNSET:
@@ -218,7 +226,7 @@ class ServerHost:
             self._hub.send(self._coordinator, _report_of(error))
             raise
         finally:
-            for recorder in self._recorders:
+            for _, recorder in self._recorders.values():
                 recorder.close()
             self._hub.drain(self._coordinator)
             self._hub.close()
@@ -510,8 +518,10 @@ class ServerHost:
 
     # -- start of training --------------------------------------------------------------------------------
 
-    def _recorder_of(self, shard: int) -> Recorder:
+    def _recorder_of(self, shard: int) -> Recorder | None:
         job = self._job
+        if job.traces == "off":
+            return None
         header = Header(
             sync=str(job.schedule.at_shard(shard)),
             host="shard",
@@ -523,24 +533,28 @@ class ServerHost:
             hyperparameters="translated" if job.translated else msgspec.UNSET,
         )
         path = trace_path(Path(job.run_dir), shard)
-        self._recorders.append(Recorder(BestEffortFile(path, self._warn), header))
-        return self._recorders[-1]
+        file = SegmentedFile(path, self._warn, segmenting(job, "shard", header.recorded_on))
+        self._recorders[shard] = file, Recorder(file, header)
+        return self._recorders[shard][1]
+
+    def _tend_traces(self, now_ticks: int) -> None:
+        """Write what is buffered, and begin new segments. No core is handling an event."""
+        self._tend_ticks = now_ticks + TEND_TICKS
+        for shard, (file, recorder) in self._recorders.items():
+            if file.tend():
+                recorder.begin_segment(keyframe_of(self._core.shards[shard], self._job.imports))
 
     def _send_traces(self) -> None:
         """Send the traces of all shards to the coordinator, which is on another machine."""
-        for recorder in self._recorders:
+        for _, recorder in self._recorders.values():
             recorder.close()
-        for shard in self._core.shards:
+        for shard in self._recorders:
             try:
-                with trace_path(Path(self._job.run_dir), shard).open("rb") as trace:
-                    last = False
-                    while not last:
-                        part = trace.read(PART_BYTES)
-                        last = len(part) < PART_BYTES
-                        self._hub.send(self._coordinator, TracePart(shard, last), [memoryview(part)])
-                        self._hub.drain(self._coordinator)
-                        if self._coordinator.stream.backlog:
-                            return  # the coordinator does not wait for it any more
+                for part, last in parts_of(trace_path(Path(self._job.run_dir), shard)):
+                    self._hub.send(self._coordinator, TracePart(shard, last), [memoryview(part)])
+                    self._hub.drain(self._coordinator)
+                    if self._coordinator.stream.backlog:
+                        return  # the coordinator does not wait for it any more
             except OSError as error:
                 self._warn(f"the trace of shard {shard} cannot be read: {error}")
 

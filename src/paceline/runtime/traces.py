@@ -7,15 +7,16 @@ So a file that a server has written to the same directory, which several machine
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
 from ..core.messages import TracePart
 from ..errors import ProtocolError
 from ..files import Unfinished
+from ..trace.segments import earlier_segments
 
-__all__ = ["PART_BYTES", "TraceFiles", "trace_path"]
+__all__ = ["PART_BYTES", "TraceFiles", "parts_of", "trace_path"]
 
 PART_BYTES = 2**20
 """Maximum size of one part of a trace in bytes."""
@@ -24,6 +25,26 @@ PART_BYTES = 2**20
 def trace_path(run_dir: Path, shard: int) -> Path:
     """Return the path of the trace of a shard."""
     return run_dir / f"trace-shard-{shard}.jsonl"
+
+
+def parts_of(path: Path) -> Iterator[tuple[bytes, bool]]:
+    """Yield the parts of a trace that is complete, and for each one whether it is the last one.
+
+    If the trace is in several segments, they become one: only the first header is kept.
+
+    Raises:
+        OSError: the trace cannot be read.
+    """
+    segments = [*earlier_segments(path).values(), path]
+    for segment in segments:
+        last = False
+        with segment.open("rb") as file:
+            if segment is not segments[0]:
+                file.readline()
+            while not last:
+                part = file.read(PART_BYTES)
+                last = len(part) < PART_BYTES
+                yield part, last and segment is path
 
 
 class TraceFiles:
@@ -75,6 +96,9 @@ class TraceFiles:
             file.write(data)
             if message.last:
                 file.close()
+                # If the machines share the directory, the server has written these segments, which are in the trace.
+                for segment in earlier_segments(trace_path(self._run_dir, shard)).values():
+                    segment.unlink()
                 unfinished.finish()
                 del self._files[shard]
         except OSError as error:

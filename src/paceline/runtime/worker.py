@@ -79,11 +79,11 @@ from ..wire.ring import Ring
 from ..wire.ring import available as rings_available
 from ..wire.stream import Stream
 from ..wire.traffic import sending_of
-from .best_effort import BestEffortFile
 from .job import Assignment
 from .outbox import Outbox
 from .reader import Reader, read_states
 from .repeating import Repeating
+from .segmented import TEND_S, SegmentedFile, segmenting
 from .server_memory import require_plausible_state, tensors_over
 from .slow_link import SlowLink
 from .spin import fall_asleep, spin, wake_up
@@ -229,7 +229,11 @@ class WorkerSession:
         self._taken_out: TakenOutError | None = None  # set once the coordinator has said that it is so
         self._machine = place.machine or msgspec.UNSET
         path = Path(job.run_dir, f"worker-{place.index}.jsonl")
-        self._log = BestEffortFile(path, self._warn, append=place.incarnation > 0)
+        self._log: SegmentedFile | None = None  # the records; None if there are none
+        if job.traces != "off":
+            segments = segmenting(job, "worker", place.machine)
+            self._log = SegmentedFile(path, self._warn, segments, append=place.incarnation > 0)
+        self._tend_s = 0.0  # time at which the records are tended next
         close_in_forks(self)
 
     @classmethod
@@ -756,12 +760,22 @@ class WorkerSession:
             loss: its loss, if that is known.
             follows: True if the loss may become known before the next push. The record is then written after that.
         """
-        assert self._begun_s is not None
         answered_s = self._job.now_s()
+        if self._log is not None:
+            self._write_record()
+            self._unwritten = self._record(pushed_s, answered_s, loss)
+            if not follows:
+                self._write_record()
+        self._begun_s, self._restarted = answered_s, None
+        self._show("computing")
+
+    def _record(self, pushed_s: float, answered_s: float, loss: float | None) -> IterationRecord:
+        """Return the record of the iteration that has ended."""
+        assert self._begun_s is not None
         dropped_s, restarted_s = self._restarted or (None, None)
         commit = self._core.last_commit
         assert commit is not None
-        record = IterationRecord(
+        return IterationRecord(
             iteration=commit.iteration,
             begun_s=self._begun_s,
             computed_s=self._computed_s,
@@ -774,20 +788,16 @@ class WorkerSession:
             restarted_s=restarted_s,
             machine=self._machine,
         )
-        self._write_record()
-        self._unwritten = record
-        if not follows:
-            self._write_record()
-        self._begun_s, self._restarted = answered_s, None
-        self._show("computing")
-
     def _write_record(self, loss: float | None = None) -> None:
         """Write the record that has waited for its loss, if there is one."""
         record, self._unwritten = self._unwritten, None
-        if record is not None:
+        if record is not None and self._log is not None:
             if loss is not None:
                 record = msgspec.structs.replace(record, loss=loss)
             self._log.write(msgspec.json.encode(record) + b"\n")
+            if record.answered_s >= self._tend_s:
+                self._tend_s = record.answered_s + TEND_S
+                self._log.tend()
 
     def _note_loss(self, logged: Settled) -> None:
         """Keep the last loss that is known."""
@@ -867,7 +877,8 @@ class WorkerSession:
             self._move(in_place=False)
         with contextlib.suppress(PeerLostError, DeadlineError):  # a lost coordinator keeps no metrics
             self._send_rest()
-        self._log.flush()
+        if self._log is not None:
+            self._log.flush()
         spent = self._stopwatch.read(self._job.now_ticks())
         for request in self._core.finish(early=self.asked_to_leave, spent=spent):
             if isinstance(request, Send) and (stream := self._stream_to(request)) is not None:
@@ -906,7 +917,8 @@ class WorkerSession:
     def close(self) -> None:
         """Close the connections."""
         self._write_record()
-        self._log.close()
+        if self._log is not None:
+            self._log.close()
         for stream in self._streams():
             stream.close()
         self._selector.close()

@@ -34,7 +34,7 @@ from ..core.entry import Entry, EntryRecorder
 from ..errors import ConfigurationError
 from ..sync.ticks import TICKS_PER_S, in_ticks
 from .keyframes import Keyframe
-from .segments import Follower, first_segment
+from .segments import Follower, first_segment, held_files
 
 __all__ = [
     "AnyTrace",
@@ -49,6 +49,8 @@ __all__ = [
     "read_run",
     "trace_files",
 ]
+
+DECODER = msgspec.json.Decoder(Entry)
 
 FORMAT = 4
 FORMAT_CONTINUED = 5  # the format of segments that continue a trace
@@ -102,6 +104,11 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         return self.keyframe is msgspec.UNSET
 
     @property
+    def recorded_on(self) -> int:
+        """Index of the machine whose clock the times are on."""
+        return 0 if self.machine is msgspec.UNSET else self.machine
+
+    @property
     def recorded_by(self) -> str:
         """The core that recorded the trace, for messages."""
         return f"shard {self.index}" if self.host == "shard" else "the coordinator"
@@ -130,7 +137,7 @@ class Trace(msgspec.Struct, frozen=True):
     @property
     def machine(self) -> int:
         """Index of the machine whose clock the times are on."""
-        return 0 if self.header.machine is msgspec.UNSET else self.header.machine
+        return self.header.recorded_on
 
     def time_s(self, entry: Entry) -> float:
         """Return the time of an entry's event, in seconds since the run began."""
@@ -162,6 +169,7 @@ class Recorder:
 
     def __init__(self, file: Sink, header: Header) -> None:
         self._file = file
+        self._header = header
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray()
         self._write(header)
@@ -175,9 +183,9 @@ class Recorder:
         """Write one entry."""
         self._write(entry)
 
-    def begin_segment(self, header: Header) -> None:
-        """Write the header of a segment, which the file has just begun."""
-        self._write(header)
+    def begin_segment(self, keyframe: Keyframe) -> None:
+        """Write the header of a segment, which the file has just begun, given the state of the core."""
+        self._write(self._header.continued(keyframe))
 
     def close(self) -> None:
         """Write the buffered lines and close the file."""
@@ -196,6 +204,7 @@ class TraceFile:
         path: path of the file, which is its newest segment.
 
     Attributes:
+        path: path of the file.
         header: the header of the first segment that is left.
 
     Raises:
@@ -203,7 +212,7 @@ class TraceFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         with first_segment(path).open("rb") as file, self._checked():
             line = file.readline()
             version = msgspec.json.decode(line)["format"]
@@ -222,17 +231,20 @@ class TraceFile:
         Raises:
             ConfigurationError: the file is not a trace.
         """
-        decode = msgspec.json.Decoder(Entry).decode
         with self._checked():
-            for line in Follower(self._path, headed=True).lines():
-                yield decode(_converted(line) if self._convert else line)
+            for line in Follower(self.path, headed=True).lines():
+                yield self.decode(line)
+
+    def decode(self, line: bytes) -> Entry:
+        """Decode a line of the file that is not a header."""
+        return DECODER.decode(_converted(line) if self._convert else line)
 
     @contextlib.contextmanager
     def _checked(self) -> Iterator[None]:
         try:
             yield
         except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigurationError(f"{self._path} is not a Paceline trace: {error}") from error
+            raise ConfigurationError(f"{self.path} is not a Paceline trace: {error}") from error
 
 
 AnyTrace = Trace | TraceFile
@@ -251,8 +263,8 @@ def read(path: Path) -> Trace:
 
 def trace_files(run_dir: Path) -> list[TraceFile]:
     """Return all traces in a run directory: first the shards' traces, in order, then the coordinator's trace."""
-    shards = sorted(run_dir.glob("trace-shard-*.jsonl"), key=lambda path: int(path.stem.rpartition("-")[2]))
-    return [TraceFile(path) for path in [*shards, *run_dir.glob("trace-coordinator.jsonl")]]
+    shards = held_files(run_dir, "trace-shard-*")
+    return [TraceFile(path) for path in [*shards, *held_files(run_dir, "trace-coordinator")]]
 
 
 def read_run(run_dir: Path) -> list[Trace]:

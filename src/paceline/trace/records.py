@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from .segments import Follower
+from .segments import Follower, held_files
 
 __all__ = ["IterationRecord", "read_records", "record_files", "records_in"]
 
@@ -55,7 +55,7 @@ class IterationRecord(msgspec.Struct, frozen=True):
 
 def record_files(run_dir: Path) -> list[Path]:
     """Return the path of the records of each worker, in order of the workers' indices."""
-    return sorted(run_dir.glob("worker-*.jsonl"), key=lambda path: int(path.stem.rpartition("-")[2]))
+    return held_files(run_dir, "worker-*")
 
 
 def records_in(path: Path) -> Iterator[IterationRecord]:

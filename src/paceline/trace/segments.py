@@ -19,10 +19,22 @@ from typing import IO
 
 import msgspec
 
-__all__ = ["EARLIER", "Follower", "Position", "earlier_path", "earlier_segments", "first_segment"]
+__all__ = [
+    "EARLIER",
+    "KEPT_SEGMENTS",
+    "Follower",
+    "Position",
+    "earlier_path",
+    "earlier_segments",
+    "first_segment",
+    "held_files",
+]
 
 EARLIER = "earlier"
 """Name of the folder with the segments before the newest one."""
+
+KEPT_SEGMENTS = 3
+"""Number of segments of each file that are kept in addition to the newest one."""
 
 
 def earlier_path(path: Path, number: int) -> Path:
@@ -55,6 +67,26 @@ def earlier_segments(path: Path) -> dict[int, Path]:
 def first_segment(path: Path) -> Path:
     """Return the path of the first segment of a file that is still there."""
     return next(iter(earlier_segments(path).values()), path)
+
+
+def held_files(run_dir: Path, stem: str) -> list[Path]:
+    """Return the paths of files that grow with a run, of which at least one segment is there.
+
+    For a moment, and if a process is killed at this moment, the newest segment of a file may not be there yet.
+
+    Args:
+        run_dir: the run directory.
+        stem: pattern of the names, without the extension. Files with a number at the end are sorted by it.
+    """
+    found = set(run_dir.glob(f"{stem}.jsonl"))
+    for segment in (run_dir / EARLIER).glob(f"{stem}.*.jsonl"):
+        found.add(run_dir / f"{segment.stem.rpartition('.')[0]}.jsonl")
+    return sorted(found, key=_index)
+
+
+def _index(path: Path) -> int:
+    digits = path.stem.rpartition("-")[2]
+    return int(digits) if digits.isdecimal() else 0
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,288 @@
+"""The digest of a run: its statistics and the activity of its workers, from all entries and records of the run.
+
+A run with `--traces recent` deletes the oldest segments of its traces and records (see `trace.segments`). Before a
+segment is deleted, a process of low priority digests it (see `trace.digesting`), and keeps the state of the digest in
+`earlier/digest.msgpack`, with the place in each file from which it goes on. Whoever digests the run directory later
+begins with this state. So the statistics are the same as if nothing had been deleted.
+
+The entries and records of all files are digested in the order of their times, as far as they are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..core.entry import Entry
+from ..errors import ConfigurationError
+from ..files import Unfinished
+from .activity import Activity
+from .clocks import MachineClock
+from .measures import Meter, MeterState
+from .recording import TraceFile, trace_files
+from .records import IterationRecord, record_files
+from .segments import EARLIER, Follower, Position, earlier_path
+
+__all__ = ["Digest", "DigestState"]
+
+LOOK_INTERVAL = 1000  # number of entries after which `advance` looks whether it is hurried
+
+
+class DigestState(msgspec.Struct):
+    """What `earlier/digest.msgpack` contains.
+
+    Attributes:
+        shards: the shards whose traces are digested.
+        meter: the state of the meter, which counts these shards from 0.
+        activity: the state of the activity, which counts them in the same way.
+        positions: name of a file -> the place behind what was digested.
+    """
+
+    shards: list[int]
+    meter: MeterState
+    activity: bytes
+    positions: dict[str, Position]
+
+
+class Digest:
+    """Digests a run directory, from its beginning or from a state that was kept. It may be advanced again and again.
+
+    Args:
+        run_dir: the run directory.
+        shards: the shards that are digested, if no state was kept. Default: all whose traces are complete.
+        workers: the workers whose records are digested. Default: all that have some.
+        left: the workers that left before their scripts had ended.
+        only_statistics: True to digest no records, and to leave the activity as it was kept, which saves time and
+            memory.
+        clocks: machine -> its clock, as `read_clocks` returns it.
+
+    Attributes:
+        shards: the shards that are digested.
+        left_out: the other shards, because the beginning of their traces was deleted without being digested.
+        meter: the statistics.
+        activity: what each worker did over time.
+
+    Raises:
+        ConfigurationError: the directory has no trace of shard 0, or only the end of one, or a file is damaged.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        shards: Sequence[int] | None = None,
+        workers: Collection[int] | None = None,
+        left: Collection[int] = (),
+        only_statistics: bool = False,
+        clocks: Mapping[int, MachineClock] | None = None,
+    ) -> None:
+        self._run_dir = run_dir
+        self._only_statistics = only_statistics
+        self._workers = () if only_statistics else workers
+        traces = {trace.header.index: trace for trace in trace_files(run_dir) if trace.header.host == "shard"}
+        state = _read_state(run_dir)
+        if state is not None:
+            self.shards = state.shards
+        elif shards is not None:
+            self.shards = list(shards)
+        else:
+            self.shards = [index for index, trace in traces.items() if trace.header.is_whole]
+        if missing := [index for index in (0, *self.shards) if index not in traces]:
+            raise ConfigurationError(f"{run_dir} has no trace of shard {missing[0]}")
+        if 0 not in self.shards:
+            raise ConfigurationError(f"{run_dir} has only the end of the trace of shard 0")
+        self.left_out = [index for index in traces if index not in self.shards]
+        header = traces[0].header
+        self.ticks_per_s = header.ticks_per_s
+        self.meter = Meter(len(self.shards), self.ticks_per_s, left, state.meter if state else None)
+        self.activity = (
+            Activity.restored(state.activity, clocks)
+            if state
+            else Activity(len(self.shards), header.sync, clocks, self.ticks_per_s)
+        )
+        self._begins = state.positions if state else {}
+        # The files that are digested. At the same time, a plan precedes the pushes that stop for its barrier.
+        self.sources = [self._of_coordinator(run_dir / "trace-coordinator.jsonl")]
+        self.sources += [self._of_shard(place, traces[index]) for place, index in enumerate(self.shards)]
+        self._recorded: set[Path] = set()  # the files of the workers among them
+
+    def advance(self, until_ticks: int | None = None, hurried: Callable[[], bool] = lambda: False) -> bool:
+        """Digest what was added since the last call.
+
+        Args:
+            until_ticks: time of the last entry or record that is digested. Default: all that are there.
+            hurried: called from time to time, because long traces take minutes. If it returns True, the rest is not
+                digested, and the result is False.
+
+        Raises:
+            ConfigurationError: a file is damaged.
+        """
+        self.find()
+        heap = [
+            (at_ticks, index)
+            for index, source in enumerate(self.sources)
+            if (at_ticks := source.look()) is not None
+        ]
+        heapq.heapify(heap)
+        number = 0
+        while heap and (until_ticks is None or heap[0][0] <= until_ticks):
+            if number % LOOK_INTERVAL == 0 and hurried():
+                return False
+            number += 1
+            index = heap[0][1]
+            self.sources[index].take()
+            if (at_ticks := self.sources[index].look()) is None:
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, (at_ticks, index))
+        return True
+
+    def save(self) -> None:
+        """Keep the state in the run directory.
+
+        Raises:
+            OSError: the file cannot be written. An earlier state is unchanged.
+        """
+        positions = {source.path.name: source.position for source in self.sources}
+        state = DigestState(self.shards, self.meter.state, self.activity.state(), positions)
+        with Unfinished(_state_path(self._run_dir)) as place:
+            place.write_bytes(msgspec.msgpack.encode(state))
+
+    def _of_coordinator(self, path: Path) -> Source:
+        decode = msgspec.json.Decoder(Entry).decode
+        feed = self.meter.at_coordinator().record
+        return Source(path, self._begin(path), decode, _time_of_entry, feed, headed=True)
+
+    def _of_shard(self, place: int, trace: TraceFile) -> Source:
+        measure = self.meter.at_shard(place).record
+        if self._only_statistics:
+            return Source(
+                trace.path, self._begin(trace.path), trace.decode, _time_of_entry, measure, headed=True
+            )
+        note = self.activity.at_shard(place, trace.header.recorded_on).record
+
+        def feed(entry: Entry) -> None:
+            measure(entry)
+            note(entry)
+
+        return Source(trace.path, self._begin(trace.path), trace.decode, _time_of_entry, feed, headed=True)
+
+    def find(self) -> None:
+        """Find the files of workers that have begun to record since the last call."""
+        decode = msgspec.json.Decoder(IterationRecord).decode
+        for path in record_files(self._run_dir):
+            worker = int(path.stem.rpartition("-")[2])
+            if path in self._recorded or not (self._workers is None or worker in self._workers):
+                continue
+            self._recorded.add(path)
+            self.activity.expect_records(worker)
+
+            def feed(record: IterationRecord, worker: int = worker) -> None:
+                self.activity.record(worker, record)
+
+            self.sources.append(
+                Source(path, self._begin(path), decode, self._time_of_record, feed, headed=False)
+            )
+
+    def _begin(self, path: Path) -> Position:
+        return self._begins.get(path.name, Position())
+
+    def _time_of_record(self, record: IterationRecord) -> int:
+        return round(record.answered_s * self.ticks_per_s)
+
+
+class Source:
+    """A file that is digested.
+
+    Args:
+        path: path of the file.
+        position: where to begin.
+        decode: decodes a line.
+        time_of: returns the time of a decoded line, in ticks.
+        feed: digests a decoded line.
+        headed: see `Follower`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        position: Position,
+        decode: Callable[[bytes], Any],
+        time_of: Callable[[Any], int],
+        feed: Callable[[Any], None],
+        *,
+        headed: bool,
+    ) -> None:
+        self.path = path
+        self._position = position
+        self._follower = Follower(path, headed=headed, position=position)
+        self._decode, self._time_of, self._feed = decode, time_of, feed
+        self._lines = self._follower.lines()
+        self._head: Any = None  # the next line, decoded
+
+    def look(self) -> int | None:
+        """Return the time of the next line in ticks; None if there is none yet.
+
+        Raises:
+            ConfigurationError: the line cannot be decoded, or lines were deleted before they were digested.
+        """
+        if self._head is None:
+            line = next(self._lines, None)
+            if line is None:
+                self._lines = self._follower.lines()
+                line = next(self._lines, None)
+            if self._follower.skipped:
+                raise ConfigurationError(f"a part of {self.path} was deleted before it was read")
+            if line is not None:
+                self._head = self._decoded(line)
+        return None if self._head is None else self._time_of(self._head)
+
+    def take(self) -> None:
+        """Digest the next line, at which `look` has looked."""
+        head, self._head = self._head, None
+        self._feed(head)
+        self._position = self._follower.position
+
+    @property
+    def position(self) -> Position:
+        """The place behind what was digested. It is not at the end of a segment that is complete."""
+        segment, offset = self._position.segment, self._position.offset
+        with contextlib.suppress(FileNotFoundError):
+            if earlier_path(self.path, segment).stat().st_size == offset:
+                return Position(segment + 1, 0)
+        return self._position
+
+    def last_ticks(self, segment: Path) -> int:
+        """Return the time of the last line of a segment that is complete, in ticks."""
+        line = segment.read_bytes().rstrip(b"\n").rpartition(b"\n")[2]
+        return self._time_of(self._decoded(line))
+
+    def _decoded(self, line: bytes) -> Any:
+        try:
+            return self._decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"{self.path} is damaged: {error}") from error
+
+
+def _time_of_entry(entry: Entry) -> int:
+    return entry.event.now_ticks
+
+
+def _state_path(run_dir: Path) -> Path:
+    return run_dir / EARLIER / "digest.msgpack"
+
+
+def _read_state(run_dir: Path) -> DigestState | None:
+    """Return the state that was kept; None if nothing was digested."""
+    path = _state_path(run_dir)
+    try:
+        return msgspec.msgpack.decode(path.read_bytes(), type=DigestState)
+    except FileNotFoundError:
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} is damaged: {error}") from error
