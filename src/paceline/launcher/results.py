@@ -141,7 +141,7 @@ def summarize(
     pushes: dict[str, int] = {}
     epochs = _epochs(coordinator.core.data, figures)
     try:
-        meter = None if job.traces == "off" else _meter(coordinator, faults, hurried)
+        meter = _meter(coordinator, faults, hurried)
         if meter is not None:
             measures = meter.measures()
             lockstep = all(model.lockstep for model in job.schedule.models)
@@ -217,6 +217,12 @@ def _meter(coordinator: CoordinatorHost, faults: list[str], hurried: Callable[[]
     """
     job, left = coordinator.job, coordinator.core.members.left
     run_dir = Path(job.run_dir)
+    if job.traces == "off":
+        faults.append(
+            "the summary has no statistics, such as updates, gradients, staleness and waiting, because the run made "
+            "no traces (--traces off)"
+        )
+        return None
     traces = [trace for trace in trace_files(run_dir) if trace.header.host == "shard"]
     if len(traces) != job.shards:
         faults.append(

@@ -27,13 +27,14 @@ from ..report.speed import speed_unit
 from ..sim import Cluster, Dataset, simulate
 from ..sim.recorded import read_cluster_of_run
 from ..sync.accuracy import EFFECTS, Effect, backup_quorum, effect_of
-from ..sync.events import WorkerFinished, WorkerLost
+from ..sync.events import WorkerFinished, WorkerJoined, WorkerLost
 from ..sync.model import agree_on_means
 from ..sync.schedule import read_schedule
+from ..trace.digest import Digest
 from ..trace.findings import Handout, find, how_to_check
 from ..trace.kept_models import load_kept_models
-from ..trace.measures import Measures, Meter, measure
-from ..trace.recording import TraceFile, trace_files
+from ..trace.measures import Measures, Meter
+from ..trace.recording import Entry, Header, TraceFile, trace_files
 from .clusters import describe, describe_data
 from .command import command_for
 from .comparison import STAR, show_faults, show_recommendation
@@ -45,6 +46,10 @@ from .wire_variants import wire_variants
 __all__ = ["Advice", "MachineReport", "advise", "show"]
 
 SLOW = 1.5  # a worker is slow if its iterations take this many times as long as those of the median worker
+ONLY_RECENT = (
+    "The run has kept only the end of its traces and records (--traces recent), so the simulation repeats its last "
+    "iterations."
+)
 ROUGH = 0.1  # deviation of the simulation from the run above which the recommendations are called rough
 
 _ASSUMED = "compute times are assumed proportional to a batch's size, unless the run had balanced batches"
@@ -155,7 +160,7 @@ def advise(
         sync=own,
         emulated=cluster.emulated,
         findings=find(
-            measure(traces),
+            _measures(run_dir),
             lockstep=lockstep,
             handout=_handout(summary),
             overlap=summary.get("overlap") != "off",
@@ -170,7 +175,7 @@ def advise(
         measured_gradients_per_s=measured_per_s,
         simulated_gradients_per_s=simulated_per_s,
         deviation=deviation,
-        caution=_caution(deviation, summary["iterations"]),
+        caution=_caution(deviation, summary["iterations"], traces[0].header),
         data=data,
         rows=rows,
         advice=_advice(rows, summary, str(run_dir)),
@@ -183,11 +188,20 @@ def advise(
     )
 
 
-def _caution(deviation: float, iterations: Mapping[str, int]) -> str:
+def _measures(run_dir: Path) -> Measures:
+    """Return the statistics of the whole run, also if the beginning of its traces was deleted."""
+    digest = Digest(run_dir, only_statistics=True)
+    digest.advance()
+    return digest.meter.measures()
+
+
+def _caution(deviation: float, iterations: Mapping[str, int], header: Header) -> str:
+    part = "" if header.is_whole else f"{ONLY_RECENT} "
     if abs(deviation) <= ROUGH:
-        return ""
+        return part.strip()
     more = "more" if deviation > 0 else "fewer"
     return (
+        f"{part}"
         f"A simulation of this run computes {abs(deviation):.0%} {more} gradients per second than were measured, so "
         f"the recommendations are rough. Possible reasons: the run had few iterations ({min(iterations.values())} by "
         "the worker with the fewest), its transfers did not always take the same time, or the machine was also busy "
@@ -216,20 +230,32 @@ def _handout(summary: Mapping[str, Any]) -> Handout:
 
 
 def _while_all_were_present(shard: TraceFile) -> tuple[float, Measures]:
-    """Return the seconds and the statistics until the first worker left or, if none did, until the last event."""
-    begun_s, now_s = None, 0.0
+    """Return the seconds and the statistics until the first worker left or, if none did, until the last event.
+
+    If the beginning of the trace was deleted, the workers that were present join with its first entry.
+    """
+    begun_s, now_s, begun_updates = None, 0.0, 0
     meter = Meter(1, shard.header.ticks_per_s)
     for entry in shard.entries:
-        meter.at_shard(0).record(entry)
         now_s = shard.header.time_s(entry)
-        begun_s = now_s if begun_s is None else begun_s
+        if begun_s is None:
+            begun_s = now_s
+            if shard.header.keyframe is not msgspec.UNSET:
+                begun_updates = entry.version or 0
+                for worker in shard.header.keyframe.workers:
+                    joined = WorkerJoined(now_ticks=entry.event.now_ticks, worker=worker)
+                    meter.at_shard(0).record(Entry(joined))
+        meter.at_shard(0).record(entry)
         if isinstance(entry.event, WorkerFinished | WorkerLost) and now_s > begun_s:
             break
     if begun_s is None:
         raise ConfigurationError(
             "the trace of shard 0 contains only a header: no events were recorded, so the run cannot be simulated."
         )
-    return max(now_s - begun_s, 1e-9), meter.measures()
+    measures = meter.measures()
+    return max(now_s - begun_s, 1e-9), msgspec.structs.replace(
+        measures, updates=measures.updates - begun_updates
+    )
 
 
 def _with_backups(cluster: Cluster) -> tuple[str, ...]:

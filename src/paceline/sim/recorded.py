@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 from ..core.batch_sizes import BatchTime
 from ..errors import ConfigurationError
@@ -82,12 +83,18 @@ def read_cluster_of_run(run_dir: Path) -> Cluster:
     """
     shards = [trace for trace in trace_files(run_dir) if trace.header.host == "shard"]
     if not shards:
+        if _summary(run_dir).get("traces") == "off":
+            raise ConfigurationError(
+                f"the run in {run_dir} made no traces (--traces off), so the speed of its machines is unknown. Give "
+                "the directory of another run."
+            )
         raise ConfigurationError(
             f"{run_dir} does not contain a run: there is no file trace-shard-*.jsonl. Give the run "
             "directory, which 'paceline run' prints when it ends."
         )
     records = [records_in(path) for path in record_files(run_dir)]
-    return cluster_of(records, shards, run_dir.name, _batch_size(run_dir))
+    name = run_dir.name if shards[0].header.is_whole else f"{run_dir.name} (its last iterations)"
+    return cluster_of(records, shards, name, _batch_size(run_dir))
 
 
 def cluster_of(
@@ -189,11 +196,20 @@ def compute_times(
 def _batch_size(run_dir: Path) -> int | None:
     """Return the usual number of samples in a batch of a run with balanced batches; None for any other run."""
     try:
-        summary = json.loads((run_dir / "summary.json").read_text())
+        summary = _summary(run_dir)
         size = int(summary["batch_size"]) * int(summary["batches_per_push"])
         return size if summary["batch"] == "balanced" else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None  # the run did not end, or its data was not handed out in batches of known size
+
+
+def _summary(run_dir: Path) -> dict[str, Any]:
+    """Return the summary of a run; {} if the run did not end."""
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
 
 
 def _computed_s(record: IterationRecord) -> float:

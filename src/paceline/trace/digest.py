@@ -10,7 +10,6 @@ The entries and records of all files are digested in the order of their times, a
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from .clocks import MachineClock
 from .measures import Meter, MeterState
 from .recording import TraceFile, trace_files
 from .records import IterationRecord, record_files
-from .segments import EARLIER, Follower, Position, earlier_path
+from .segments import EARLIER, Follower, Position
 
 __all__ = ["Digest", "DigestState"]
 
@@ -219,11 +218,11 @@ class Source:
         headed: bool,
     ) -> None:
         self.path = path
-        self._position = position
         self._follower = Follower(path, headed=headed, position=position)
         self._decode, self._time_of, self._feed = decode, time_of, feed
         self._lines = self._follower.lines()
         self._head: Any = None  # the next line, decoded
+        self._before = self._follower.place  # the place before this line
 
     def look(self) -> int | None:
         """Return the time of the next line in ticks; None if there is none yet.
@@ -232,6 +231,7 @@ class Source:
             ConfigurationError: the line cannot be decoded, or lines were deleted before they were digested.
         """
         if self._head is None:
+            self._before = self._follower.place
             line = next(self._lines, None)
             if line is None:
                 self._lines = self._follower.lines()
@@ -246,16 +246,14 @@ class Source:
         """Digest the next line, at which `look` has looked."""
         head, self._head = self._head, None
         self._feed(head)
-        self._position = self._follower.position
 
     @property
     def position(self) -> Position:
-        """The place behind what was digested. It is not at the end of a segment that is complete."""
-        segment, offset = self._position.segment, self._position.offset
-        with contextlib.suppress(FileNotFoundError):
-            if earlier_path(self.path, segment).stat().st_size == offset:
-                return Position(segment + 1, 0)
-        return self._position
+        """The place behind what was digested. The segments before it may be deleted."""
+        if self._head is None:
+            return self._follower.position
+        segment = self._follower.place[0]
+        return Position(*self._before) if self._before[0] == segment else Position(segment, 0)
 
     def last_ticks(self, segment: Path) -> int:
         """Return the time of the last line of a segment that is complete, in ticks."""

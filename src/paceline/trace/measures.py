@@ -38,6 +38,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ..errors import ConfigurationError
 from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, PublishPlan
 from ..sync.events import (
     AnyEvent,
@@ -250,7 +251,16 @@ def meter_of(
         hurried: called from time to time, because long traces take minutes. If it returns True, the rest is not read,
             and the result is None.
         left: see `Meter`.
+
+    Raises:
+        ConfigurationError: the beginning of a trace was deleted. `digest.Digest` knows the statistics of such a run.
     """
+    for trace in shards:
+        if not trace.header.is_whole:
+            raise ConfigurationError(
+                f"the beginning of the trace of {trace.header.recorded_by} was deleted, so it has no statistics of "
+                "the whole run; see summary.json."
+            )
     meter = Meter(len(shards), shards[0].header.ticks_per_s if shards else TICKS_PER_S, left)
     traces = [(trace, meter.at_shard(index)) for index, trace in enumerate(shards)]
     if coordinator is not None:

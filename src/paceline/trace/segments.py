@@ -13,6 +13,7 @@ Readers may read while the run writes.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -115,8 +116,19 @@ class Follower:
         self.skipped = False
 
     @property
+    def place(self) -> tuple[int, int]:
+        """The segment of the last line that was returned, and the number of bytes up to its end."""
+        return self._segment, self._offset
+
+    @property
     def position(self) -> Position:
-        """The place behind the last line that was returned."""
+        """The place behind the last line that was returned.
+
+        It is never at the end of a segment that is complete. So the segments before it may be deleted.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if earlier_path(self._path, self._segment).stat().st_size == self._offset:
+                self._segment, self._offset = self._segment + 1, 0
         return Position(self._segment, self._offset)
 
     def lines(self) -> Iterator[bytes]:
@@ -126,7 +138,8 @@ class Follower:
         """
         while (file := self._open()) is not None:
             with file:
-                is_final = earlier_path(self._path, self._segment).exists()
+                segment = self._segment
+                is_final = earlier_path(self._path, segment).exists()
                 file.seek(self._offset)
                 for line in file:
                     if not line.endswith(b"\n"):
@@ -135,9 +148,11 @@ class Follower:
                     self._offset += len(line)
                     if not is_header:
                         yield line
+            if self._segment != segment:
+                continue  # its end was noticed before
             if is_final:
-                self._segment, self._offset = self._segment + 1, 0
-            elif not earlier_path(self._path, self._segment).exists():
+                self._segment, self._offset = segment + 1, 0
+            elif not earlier_path(self._path, segment).exists():
                 return  # otherwise, the segment was moved meanwhile, and lines may have been added before that
 
     def _open(self) -> IO[bytes] | None:
