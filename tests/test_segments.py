@@ -297,8 +297,8 @@ def test_statistics_of_a_cut_run_are_those_of_the_whole_one(
         assert cut.times_s == pytest.approx(own.times_s, abs=1e-6)
     for trace in read_run(run_dir):
         assert replay(trace) == []
-        own = next(each for each in run.traces if _same(each, trace))
-        assert trace.entries == own.entries[len(own.entries) - len(trace.entries) :]
+        original = next(each for each in run.traces if _same(each, trace))
+        assert trace.entries == original.entries[len(original.entries) - len(trace.entries) :]
     for held, records in zip(read_records(run_dir), run.records, strict=True):
         assert held == list(records)[len(records) - len(held) :]
 
