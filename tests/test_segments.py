@@ -15,13 +15,17 @@ from hypothesis import strategies as st
 
 import paceline
 from paceline.core.messages import TracePart
+from paceline.core.shard import Shard
 from paceline.errors import ConfigurationError
 from paceline.runtime.job import Job, make_job
 from paceline.runtime.segmented import SegmentedFile, Segmenting, segmenting
 from paceline.runtime.traces import PART_BYTES, TraceFiles, parts_of
 from paceline.sim import Cluster, Presence, simulate
 from paceline.sim.recorded import read_cluster_of_run
-from paceline.trace import Recorder, Replay, Trace, read, read_run, replay
+from paceline.sync import ASP
+from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
+from paceline.sync.ticks import in_ticks
+from paceline.trace import Header, Recorder, Replay, Trace, read, read_run, replay
 from paceline.trace.digest import Digest
 from paceline.trace.digesting import trim
 from paceline.trace.keyframes import keyframe_of
@@ -332,6 +336,52 @@ def cut_run(run_dir: Path, sync: str = "asp") -> CutRun:
     for _ in run.write():
         trim(Digest(run_dir), 1, settled_s=-1.0)
     return run
+
+
+def test_a_long_run_stays_within_its_bytes(tmp_path: Path) -> None:
+    """The hosts' part of a run of 24,000 iterations that may take 2 MB: with everything, it would take 14 MB."""
+    workers, iterations = 4, 6_000
+    job = msgspec.structs.replace(make_job(workers=workers, servers=1, dry_run=True), trace_bytes=2 * 10**6)
+    file = SegmentedFile(tmp_path / "trace-shard-0.jsonl", fail, segmenting(job, "shard"))
+    recorder = Recorder(file, Header(sync="asp", host="shard", hyperparameters="translated"))
+    shard = Shard(0, [ASP()], recorder=recorder, translated=True)
+    logs = [
+        SegmentedFile(tmp_path / f"worker-{worker}.jsonl", fail, segmenting(job, "worker"))
+        for worker in range(workers)
+    ]
+    for worker in range(workers):
+        shard.handle(WorkerJoined(now_ticks=0, worker=worker))
+    sizes, states = [], []
+    digest = None
+    for iteration in range(iterations):
+        now_s = iteration / 500
+        for worker, log in enumerate(logs):
+            now_ticks = in_ticks(now_s) + worker
+            shard.handle(PushReceived(now_ticks=now_ticks, worker=worker, iteration=iteration, samples=8))
+            shard.handle(PullRequested(now_ticks=now_ticks, worker=worker, iteration=iteration))
+            record = IterationRecord(iteration, now_s, now_s, now_s + 0.0005, now_s + 0.001, 1.0, None)
+            log.write(msgspec.json.encode(record) + b"\n")
+        if iteration % 100 == 0:
+            if file.tend():
+                recorder.begin_segment(keyframe_of(shard))
+            for log in logs:
+                log.tend()
+        if iteration % 500 == 499:
+            digest = digest or Digest(tmp_path)
+            trim(digest, settled_s=-1.0)
+            state = tmp_path / "earlier" / "digest.msgpack"
+            states.append(state.stat().st_size if state.exists() else 0)
+            paths = [*tmp_path.glob("*.jsonl"), *(tmp_path / "earlier").glob("*.jsonl")]
+            sizes.append(sum(path.stat().st_size for path in paths))
+    for each in (file, *logs):
+        each.close()
+    assert max(sizes) < 1.5 * job.trace_bytes
+    assert sizes[-1] > 0.5 * job.trace_bytes
+    assert 0 < states[-1] < 2**20
+    measures = _advanced(tmp_path).meter.measures()
+    assert measures.gradients == workers * iterations
+    assert measures.samples == 8 * workers * iterations
+    assert measures.iterations == dict.fromkeys(range(workers), iterations)
 
 
 def test_what_is_kept_describes_the_machines(tmp_path: Path) -> None:

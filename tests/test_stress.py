@@ -1,12 +1,15 @@
 """Many pulls under many pushes, and many steps: nothing is torn, nothing grows.
 
 `make stress` does 100,000 pulls on each transport and a million steps, which takes about half an hour; without
-PACELINE_STRESS the same tests do a hundred or two, over TCP and over shared memory.
+PACELINE_STRESS the same tests do a hundred or two, over TCP and over shared memory. It also watches the directory of
+a run of a million iterations.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,10 @@ import torch
 from torch import nn
 
 import paceline
+
+from .live import mark, processes
+
+__all__ = ["mark"]
 
 LARGE = bool(os.environ.get("PACELINE_STRESS"))
 WORKERS, SHARDS = 3, 2
@@ -123,3 +130,97 @@ def test_many_small_steps_grow_neither_memory_nor_descriptors(transport: str, tm
         for (early_kb, early_open), (late_kb, late_open) in zip(early, late, strict=True):
             assert late_kb - early_kb < 2048, f"from {early_kb} kB to {late_kb} kB"
             assert late_open <= early_open
+
+
+def step_alone(steps: int) -> None:
+    """Step as fast as possible."""
+    torch.set_num_threads(1)
+    model = Ones(64)
+    optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-9), model=model)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+
+
+class Watch:
+    """Looks at a run in progress: the size of its directory, and the memory of its processes.
+
+    Attributes:
+        sizes: the sizes, in bytes.
+        memory_kb: process -> its private memory each time, in KB.
+    """
+
+    def __init__(self, run_dir: Path, mark: str, interval_s: float) -> None:
+        self.sizes: list[int] = []
+        self.memory_kb: dict[str, list[int]] = {}
+        self._run_dir, self._mark, self._interval_s = run_dir, mark, interval_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(self._interval_s):
+            self.sizes.append(size_bytes(self._run_dir))
+            found = {**processes(self._mark), "this one": os.getpid()}
+            if (digester := digester_of(self._run_dir)) is not None:
+                found["digester"] = digester
+            for name, pid in found.items():
+                if name not in ("launcher", "fork server"):
+                    with contextlib.suppress(OSError):  # it has ended
+                        self.memory_kb.setdefault(name, []).append(holds(pid)[0])
+            print(
+                f"{self.sizes[-1] / 1e6:.0f} MB",
+                {n: each[-1] for n, each in self.memory_kb.items()},
+                flush=True,
+            )
+
+
+def size_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # it was deleted a moment ago
+            total += path.stat().st_size
+    return total
+
+
+def digester_of(run_dir: Path) -> int | None:
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if (
+                folder.name.isdigit()
+                and b"paceline.trace.digesting\0" + os.fsencode(run_dir) in (folder / "cmdline").read_bytes()
+            ):
+                return int(folder.name)
+    return None
+
+
+@pytest.mark.skipif(
+    not LARGE, reason="takes 10 minutes on an idle machine; set PACELINE_STRESS=1 (`make stress`)"
+)
+def test_a_million_iterations_stay_under_200_megabytes(mark: str, tmp_path: Path) -> None:
+    steps = int(os.environ.get("PACELINE_STRESS_STEPS", "1000000")) // 4
+    with Watch(tmp_path / "run", mark, interval_s=10.0) as watch:
+        run = paceline.launch(
+            step_alone,
+            args=(steps,),
+            workers=4,
+            servers=1,
+            sync="asp",
+            run_dir=tmp_path / "run",
+            progress=False,
+        )
+    assert run.summary["gradients"] == 4 * steps
+    assert sum(run.summary["iterations"].values()) == 4 * steps
+    assert max([*watch.sizes, size_bytes(run.run_dir)]) < 200e6
+    for name, each in watch.memory_kb.items():
+        settled = each[len(each) // 3 :]
+        assert max(settled) - settled[0] < 8192, f"{name}: {each}"
+    assert "digester" in watch.memory_kb

@@ -53,7 +53,8 @@ class Timeline(msgspec.Struct, frozen=True):
 def read_timeline(run_dir: Path) -> Timeline:
     """Return the timeline of a run from the files in its directory.
 
-    Workers on other machines write `worker-<index>.jsonl` there; copy these files into the directory.
+    Workers on other machines write `worker-<index>.jsonl` there; copy these files into the directory. Of a long run,
+    the timeline shows the end, as far as the traces and records were kept.
 
     Raises:
         ConfigurationError: the offset of the clock of a machine is unknown.

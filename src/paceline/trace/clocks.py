@@ -29,6 +29,10 @@ RECORD_INTERVAL_S = Fraction(3, 4)
 """Least time between two records of an offset. With two heartbeats per second, every other estimate is recorded."""
 
 
+MOST_RECORDS = 20_000
+"""Number of records, one per interval, after which the intervals grow with the run: in 30 days, to two minutes."""
+
+
 class Moment(msgspec.Struct, frozen=True, order=True):
     """A time on the coordinator's clock.
 
@@ -71,7 +75,7 @@ class MachineClock:
 
 
 class ClockRecorder:
-    """Records the offset of one machine's clock to a file, about once per second.
+    """Records the offset of one machine's clock to a file, about once per second; after some hours, less often.
 
     Args:
         file: the file, which is `clock-<machine>.jsonl` in the run directory.
@@ -81,12 +85,17 @@ class ClockRecorder:
     def __init__(self, file: Sink, ticks_per_s: int = TICKS_PER_S) -> None:
         self._file = file
         self._interval_ticks = in_ticks(RECORD_INTERVAL_S, ticks_per_s)
+        self._first_ticks: int | None = None
         self._last_ticks: int | None = None
 
     def record(self, offset: ClockOffset) -> None:
         """Record an estimate, unless the last one was recorded a moment ago."""
-        if self._last_ticks is not None and 0 <= offset.at_ticks - self._last_ticks < self._interval_ticks:
-            return
+        if self._first_ticks is None:
+            self._first_ticks = offset.at_ticks
+        if self._last_ticks is not None:
+            usual = max(self._interval_ticks, (offset.at_ticks - self._first_ticks) // MOST_RECORDS)
+            if 0 <= offset.at_ticks - self._last_ticks < usual:
+                return
         self._last_ticks = offset.at_ticks
         self._file.write(bytearray(msgspec.json.encode(offset) + b"\n"))
 
