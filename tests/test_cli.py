@@ -141,6 +141,7 @@ RUN_OPTIONS = {
     "--on-nan": "stop the run or skip the push",
     "--hyperparameters": "translated: the learning rate",
     "--guard": "What happens if training diverges",
+    "--traces": "What is kept of the traces and records",
     "--run-dir": "logs, traces and results",
     "--show-all": "each line with the name of its process",
     "--stall-timeout": "silent for this many seconds",
@@ -237,6 +238,7 @@ def test_a_dry_run_shows_what_would_start_and_makes_nothing(call: Call, tmp_path
         "emulated": "--pace 0.05,0.05,0.05,0.15 (minimum seconds per iteration), --jitter 0.2",
         "on NaN": "stop",
         "guard": "lowers the learning rate when training diverges (temper)",
+        "traces": "the last 100 MB are kept (recent)",
         "seed": "7",
         "run directory": "out/here",
         "command": f"{sys.executable} train.py --epochs 3",
@@ -529,7 +531,7 @@ def test_a_demo_with_no_seeds_is_refused(seeds: str, call: Call, tmp_path: Path)
 
 
 NONSENSE = "nonsense!"
-ANY_NAME = {"--run-dir", "--out", "--observer"}  # options whose value may be any text
+ANY_NAME = {"--run-dir", "--out", "--observer", "--command"}  # options whose value may be any text
 REQUIRED = {  # what each command needs besides the option
     "run": ["--dry-run", "train.py"],
     "check": ["train.py"],

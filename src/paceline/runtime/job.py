@@ -620,11 +620,12 @@ def _has_ended(summary: Path) -> bool:
     """Return True if there is a summary, unless it is that of a run that has ended before training began."""
     try:
         ended: dict[str, object] = msgspec.json.decode(summary.read_bytes(), type=dict)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError):
         return True
-    return ended.get("ended") not in ("failed", "interrupted") or "duration_s" in ended
+    measured = "duration_s" in ended or ended.get("traces") == "off"
+    return ended.get("ended") not in ("failed", "interrupted") or measured
 
 
 def _make_run_dir(path: str | os.PathLike[str] | None) -> Path:

@@ -788,6 +788,7 @@ class WorkerSession:
             restarted_s=restarted_s,
             machine=self._machine,
         )
+
     def _write_record(self, loss: float | None = None) -> None:
         """Write the record that has waited for its loss, if there is one."""
         record, self._unwritten = self._unwritten, None

@@ -28,7 +28,7 @@ SETTLED_S = 5.0
 """Age at which a segment is digested. By then, what was recorded before its end is in the other files, too."""
 
 POLL_S = 1.0
-NICENESS = 5  # with 19, it would fall behind while training occupies all cores; it needs 30 us per iteration
+NICENESS = 3  # with 19, it would fall behind while training occupies all cores; it needs 30 us per iteration
 
 
 def trim(digest: Digest, kept: int = KEPT_SEGMENTS, settled_s: float = SETTLED_S) -> bool:
