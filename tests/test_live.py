@@ -156,6 +156,8 @@ def test_the_run_directory_holds_the_results_and_what_each_process_printed(the_r
     run_dir = the_run().run_dir
 
     assert sorted(path.name for path in run_dir.iterdir()) == [
+        "metrics.jsonl",
+        "report.html",
         "run.json",
         "server-0.log",
         "server-1.log",

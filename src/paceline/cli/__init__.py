@@ -26,6 +26,7 @@ from .checking import check
 from .joining import join, serve
 from .options import ModelImports
 from .rehearsing import advise, simulate
+from .reporting import report
 from .running import RunCommand, demo, run
 from .scheduled import SLURM, scheduled_join
 from .terminal import load_named_models, run_app
@@ -123,6 +124,7 @@ for name, text, joining in (
         context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
     )(joining)
 app.command(help=_help(status))(status)
+app.command(help=_help(report))(report)
 app.command(help=_help(demo))(demo)
 app.command(help=_help(simulate))(simulate)
 app.command(help=_help(advise))(advise)

@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 
 from ..errors import ConfigurationError
 from ..launcher.output import print_sentence
+from ..launcher.reporting import REPORT
 from ..report.summary import summary_rows
 from .job_settings import JobSettings, takes_job_settings
 from .numbers import whole_number_option
@@ -166,6 +167,8 @@ def report(result: RunResult) -> None:
         print(f"weights, traces and logs: {result.run_dir}")
     else:
         print(f"weights: {result.summary['weights']}; traces and logs, possibly incomplete: {result.run_dir}")
+    if (page := result.run_dir / REPORT).exists():
+        print(f"report: {page}")
     if result.problems or result.summary["crashed_workers"]:
         raise typer.Exit(EXIT_NOT_ALL_WELL)
 

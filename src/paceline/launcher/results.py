@@ -198,12 +198,14 @@ def summarize(
         **_departures(coordinator.core),
         "crashed_workers": list(crashed),
         "faults": faults,
+        "noticed": found,
         "findings": found,
         "weights": "" if weights is None else str(weights),
         "ledger": {
             "samples": _samples(coordinator.core.data, figures.get("dropped_samples", 0)),
             "pushes": pushes,
         },
+        "machines": {str(worker): machine for worker, machine in coordinator.machine_of().items()},
         "links": [[*link, total_bytes] for link, total_bytes in coordinator.traffic_totals().items()],
         **figures,
     }

@@ -42,6 +42,7 @@ from .orders import payload_of_server
 from .output import print_sentence
 from .progress import Progress
 from .rehearsal import Rehearsals
+from .reporting import REPORT, write_report
 from .results import RunResult, save_weights, summarize, write_summary
 from .sampling import Keeper, Sampler
 from .starting import Starter
@@ -493,6 +494,8 @@ class LiveRun:
         if problem := write_summary(summary, self._run_dir):
             self._notes.append(problem)
             summary["faults"].append(problem)
+        elif not hurried() and (problem := write_report(self._run_dir, self._say, hurried)):
+            self._say(f"note: {problem}")
         return summary
 
     def _failed(self, failure: RunFailedError) -> RunFailedError:
@@ -503,6 +506,8 @@ class LiveRun:
                 self._summary("failed", str(failure))
             except Exception as error:  # what has made the run fail is more important
                 failure.add_note(f"the summary of the run could not be written: {error!r}")
+            if (report := self._run_dir / REPORT).exists():
+                failure.add_note(f"the report of the run is {report}")
         return explained
 
     def _explained(self, failure: RunFailedError) -> RunFailedError:
@@ -539,6 +544,8 @@ class LiveRun:
             self._say(f"note: {fault}")
         if self._weights_path is not None:
             self._say(f"the weights at the time of the signal were saved to {self._weights_path}")
+        if (report := self._run_dir / REPORT).exists():
+            self._say(f"the report of the run is {report}")
         alive = [p for p in self._engine.processes if p.exit_code is None]
         message = "all processes of the run have ended"
         if alive:

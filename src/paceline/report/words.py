@@ -81,10 +81,10 @@ def length(seconds: float) -> str:
     """Return a duration in one unit, from milliseconds to hours.
 
     >>> length(0.0123), length(4.26), length(148.4), length(3000), length(90000)
-    ('12 ms', '4.3 s', '148 s', '50 min', '25 h')
+    ('12.3 ms', '4.3 s', '148 s', '50 min', '25 h')
     """
-    if seconds < 0.1:
-        return f"{seconds * 1e3:.2g} ms"
+    if seconds < 1:
+        return f"{seconds * 1e3:.{2 if seconds < 0.01 else 3}g} ms"
     if seconds < 600:
         return f"{seconds:.{1 if seconds < 10 else 0}f} s"
     return f"{seconds / 60:.0f} min" if seconds < 36_000 else f"{seconds / 3600:.0f} h"

@@ -308,6 +308,10 @@ class CoordinatorHost:
         self._call(begin)
         return collection
 
+    def machine_of(self) -> dict[int, str]:
+        """Return the name of the machine of each worker that runs, or has run, on a machine that has joined."""
+        return self._machines.machine_of
+
     def traffic_totals(self) -> dict[Link, int]:
         """Return the number of bytes of each link, as they were when the weights were collected."""
         return self._traffic.totals()

@@ -126,6 +126,7 @@ class WorkerActivity(msgspec.Struct):
         computations: number of pushes with a gradient.
         awaited_s: seconds for which other workers have waited for this one, summed over them.
         fate: "finished" or "lost", or "" while the worker is live.
+        first_joined_s: when it joined for the first time; -1 if it has not joined.
         joined_s: when it joined for the last time.
         left_s: when it left for the last time.
         last_push_s: when its last push arrived.
@@ -140,6 +141,7 @@ class WorkerActivity(msgspec.Struct):
     computations: int = 0
     awaited_s: float = 0.0
     fate: str = ""
+    first_joined_s: float = -1.0
     joined_s: float = 0.0
     left_s: float = -1.0
     last_push_s: float = -1.0
@@ -450,6 +452,8 @@ class Activity:
         self._finish_all(worker, own)
         self._depart(worker, own, at_s)
         own.fate, own.joined_s, own.since_s = "", at_s, -1.0
+        if own.first_joined_s < 0.0:
+            own.first_joined_s = at_s
         if event.pulls:
             self.happenings.append(Happening(at_s, "joined", worker))
         else:

@@ -1,0 +1,400 @@
+"""What held a run back, and what would help: the sentences with which a report begins.
+
+Each cause is computed from measured times, and says how many seconds it has cost, summed over the workers. A cause is
+named only if it has cost at least `LEAST_SHARE` of the workers' time, and at least `LEAST_S` per worker. What helps
+against waiting is the same as in the findings of the summary (`trace.findings`).
+
+Waiting alone says little: it is the other side of what another worker does. So the worker that was awaited is
+compared with the others. What it spends more time on in each iteration is the cause: its computation, its transfers,
+or something outside of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from statistics import median
+
+import msgspec
+
+from ..trace.findings import LEAST_S, LEAST_SHARE
+from .evidence import Evidence
+from .run_report import Cause
+from .words import counted, length, listed, percent, size
+
+__all__ = ["causes_of", "headline_of"]
+
+GUILTY_SHARE = 0.7  # a few workers are named if they were awaited for at least this share of all waiting
+SLOWER = 1.15  # the others are compared with a worker that takes at least this many times as long
+MORE_DATA = 1.2  # and at least this many times as much data
+LEAST_OUTSIDE = (
+    0.1  # least share that is named of the time outside of training, and of transfers on one machine
+)
+
+Remedies = tuple[str, ...]
+
+
+def causes_of(evidence: Evidence) -> tuple[Cause, ...]:
+    """Return what held a run back: first what makes its result doubtful, then what took time, most time first."""
+    doubts = [Cause(sentence) for sentence in (evidence.unapplied, *evidence.noticed) if sentence]
+    awaited, explained = _waiting(evidence)
+    found = [awaited, _idle(evidence), *(find(evidence) for find in FURTHER if find not in explained)]
+    slow = sorted((each for each in found if each is not None), key=lambda each: -(each.lost_s or 0.0))
+    said: set[str] = set()  # what helps is said once
+    for number, cause in enumerate(slow):
+        remedies = tuple(remedy for remedy in cause.remedies if remedy not in said)
+        said.update(remedies)
+        slow[number] = msgspec.structs.replace(cause, remedies=remedies)
+    return (*doubts, *slow)
+
+
+def headline_of(evidence: Evidence, causes: Sequence[Cause]) -> str:
+    """Return one sentence or two: what was trained how fast, and what held the run back most."""
+    lasted = length(evidence.duration_s)
+    who = counted(len(evidence.workers), "worker")
+    is_known = evidence.duration_s > 0.0 and bool(evidence.workers)
+    after = f" after {lasted}" if is_known else ""
+    text = {
+        "failed": f"The run failed{after}: {_sentence(evidence.failure)} ",
+        "interrupted": f"The run was interrupted{after}. ",
+        "cut off": f"The run was cut off{after}: its launcher was killed. ",
+        "running": f"The run has been training for {lasted}. " if is_known else "The run begins. ",
+    }.get(evidence.state, "")
+    if not is_known:
+        return f"{text}It is not known what its workers did."
+    amount, unit = (evidence.samples, "sample") if evidence.samples else (evidence.updates, "update")
+    rate = amount / evidence.duration_s
+    verb = "trained" if evidence.samples else "made"
+    text += (
+        f"{who} {verb} {amount:,} {unit}s in {lasted} under {evidence.sync} "
+        f"({rate:,.{0 if rate >= 100 else 1}f} {unit}s per second)."
+    )
+    slow = [cause for cause in causes if cause.brief]
+    if slow:
+        return f"{text} What held the run back most: {slow[0].brief}."
+    if evidence.state == "failed":
+        return text
+    computing = evidence.total_s("computing") / evidence.present_s() if evidence.present_s() else 0.0
+    return f"{text} Nothing stands out that held it back: workers computed for {percent(computing)} of their time."
+
+
+def _sentence(text: str) -> str:
+    """Return the first line of a text, with a full stop."""
+    line = text.strip().partition("\n")[0]
+    return line if line.endswith((".", "!", "?")) else f"{line}."
+
+
+# -- waiting ----------------------------------------------------------------------------------------------
+
+Finder = Callable[[Evidence], Cause | None]
+
+
+def _waiting(evidence: Evidence) -> tuple[Cause | None, tuple[Finder, ...]]:
+    """Return why workers have waited for others. Also return the causes that this one includes."""
+    waited_s = evidence.total_s("waiting")
+    if not evidence.matters(waited_s):
+        return None, ()
+    guilty = _guilty(evidence)
+    where = "at the barrier of each iteration" if evidence.lockstep else "for answers to their pulls"
+    if not guilty:
+        share = percent(waited_s / evidence.present_s())
+        words = (
+            f"Workers waited {where} for {share} of their time ({length(waited_s)} together), now for one worker, "
+            "now for another: their iterations do not take equally long each time."
+        )
+        brief = f"workers waited for one another for {share} of their time"
+        return evidence.cause(
+            words, brief, waited_s, evidence.hints(equal_shares=False, slow=0, waited=True)
+        ), ()
+    others = [each.worker for each in evidence.workers if each.worker not in guilty and each.iterations]
+    own_s = evidence.total_s("waiting", workers=others)
+    share = percent(own_s / evidence.present_s(others))
+    together = f"{length(own_s)} together" if len(others) > 1 else length(own_s)
+    blamed = listed(guilty)
+    waited = f"{listed(others).capitalize()} waited {share} of their time ({together}) for {blamed}"
+    if len(others) == 1:
+        waited = waited.replace("their time", "its time")
+    brief = f"the others waited for {share} of their time for {blamed}"
+    excess = {kind: _excess(evidence, kind, guilty) for kind in ("computing", "transfer", "outside")}
+    kind = max(excess, key=lambda each: excess[each][0])
+    _, ratio, each_s = excess[kind]
+    slow = len(guilty)
+    if kind == "transfer" and ratio >= SLOWER:
+        lost_s = own_s + evidence.total_s("transfer", workers=guilty)
+        words = (
+            f"{waited}, whose gradients and weights are on their way for {length(each_s)} in each iteration, "
+            f"{_times(ratio)} as long as those of the others. {_bytes(evidence, guilty)}"
+        )
+        slow_link = f"a slow link: {brief}, whose transfers take {_times(ratio)} as long"
+        return evidence.cause(words.strip(), slow_link, lost_s, _fewer_bytes(evidence)), (_transfer,)
+    if kind == "outside" and ratio >= SLOWER:
+        outside_s = evidence.total_s("outside", workers=guilty)
+        words = (
+            f"{waited}, whose script did something other than training for {length(outside_s)}, such as "
+            "evaluating or saving the model."
+        )
+        return evidence.cause(words, brief, own_s, (EVALUATE,)), (_outside,)
+    if evidence.unsplit and ratio >= SLOWER:
+        words = f"{waited}, which {_takes(guilty)} {_times(ratio)} as long from an answer to the next push: for the "
+        words += "computation and the transfers, which are not told apart."
+        brief += f", which {_takes(guilty)} {_times(ratio)} as long for each iteration"
+    elif ratio < SLOWER:
+        slow, why = (
+            0,
+            f"{_it(guilty)} reached the barriers last, although {_it(guilty)} did not compute longer",
+        )
+        words = f"{waited}: {why}."
+    else:
+        words = f"{waited}, whose batches take {_times(ratio)} as long."
+        brief += f", whose batches take {_times(ratio)} as long"
+    return evidence.cause(words, brief, own_s, evidence.hints(equal_shares=False, slow=slow, waited=True)), ()
+
+
+def _guilty(evidence: Evidence) -> list[int]:
+    """Return the few workers for which the others have waited most of the time; [] if there are no such workers."""
+    total_s = sum(each.awaited_s for each in evidence.workers)
+    found: list[int] = []
+    sum_s = 0.0
+    for each in sorted(evidence.workers, key=lambda each: -each.awaited_s):
+        if sum_s >= GUILTY_SHARE * total_s:
+            break
+        found.append(each.worker)
+        sum_s += each.awaited_s
+    # If many workers were awaited in turn, none of them is slow.
+    few = len(found) <= max(1, len(evidence.workers) // 2) and len(evidence.workers) > 1
+    return sorted(found) if few and total_s > 0.0 else []
+
+
+def _excess(evidence: Evidence, kind: str, guilty: Collection[int]) -> tuple[float, float, float]:
+    """Compare some workers with the others in the time that they spend on one kind of activity in each iteration.
+
+    Returns:
+        By how many seconds they take longer, how many times as long they take, and how long they take. The first two
+        are those of the worker in the middle.
+    """
+    per = evidence.per_iteration_s(kind)
+    own = [seconds for worker, seconds in per.items() if worker in guilty]
+    others = [seconds for worker, seconds in per.items() if worker not in guilty]
+    if not own or not others:
+        return 0.0, 1.0, 0.0
+    own_s, others_s = median(own), median(others)
+    return own_s - others_s, own_s / max(others_s, 1e-6), own_s
+
+
+# -- other causes -----------------------------------------------------------------------------------------
+
+EVALUATE = "Inside paceline.evaluating(model), the other workers need not wait. It also helps to evaluate less often."
+
+
+def _idle(evidence: Evidence) -> Cause | None:
+    """Return why workers had finished while others were still working."""
+    least_s = max(LEAST_S, LEAST_SHARE * evidence.duration_s)
+    idle_s = {
+        each.worker: each.time_s.get("idle", 0.0)
+        for each in evidence.workers
+        if each.time_s.get("idle", 0.0) >= least_s
+    }
+    lost_s = sum(idle_s.values())
+    working = [each.worker for each in evidence.workers if each.fate != "lost" and each.worker not in idle_s]
+    if not idle_s or not working:
+        return None
+    longest = f"the last {length(max(idle_s.values()))}"
+    blamed, were = listed(working), "were" if len(working) > 1 else "was"
+    who = f"{listed(sorted(idle_s))} {'were' if len(idle_s) > 1 else 'was'}".capitalize()
+    idle = f"{who} idle for {longest} ({percent(max(idle_s.values()) / max(evidence.duration_s, 1e-9))} of the run)"
+    brief = f"{blamed} worked for {length(max(idle_s.values()))} longer than the others"
+    silent_s = evidence.end_s - max(
+        (evidence.last_push_s.get(worker, 0.0) for worker in working), default=0.0
+    )
+    if silent_s > max(idle_s.values()) / 2:
+        words = (
+            f"{idle}, because the script of {blamed} went on for {length(silent_s)} after its last step with "
+            "something other than training, such as evaluating the model."
+        )
+        return evidence.cause(words, brief, lost_s, ())
+    amounts = {
+        each.worker: float(each.samples if evidence.samples else each.iterations) for each in evidence.workers
+    }
+    usual, more = median(amounts[worker] for worker in idle_s), median(amounts[worker] for worker in working)
+    ratio = more / usual if usual else 0.0
+    if ratio >= MORE_DATA and not evidence.handout.balanced:
+        much = "data" if evidence.samples else "to do"
+        unit = "samples" if evidence.samples else "steps"
+        brief = f"{blamed} had {_times(ratio)} as much {much} as the others, which were idle at the end"
+        words = (
+            f"{blamed.capitalize()} had {_times(ratio)} as much {much} as {listed(sorted(idle_s))} "
+            f"({more:,.0f} {unit} instead of {usual:,.0f}), which {'were' if len(idle_s) > 1 else 'was'} idle for "
+            f"{longest} ({percent(max(idle_s.values()) / evidence.duration_s)} of the run)."
+        )
+        return evidence.cause(words, brief, lost_s, (_shared_data(evidence),))
+    per = evidence.per_iteration_s("computing")
+    slower = median(per.get(worker, 0.0) for worker in working) / max(
+        1e-9, median(per.get(worker, 0.0) for worker in idle_s)
+    )
+    words = f"{idle}, because {blamed} {were} still working."
+    equal = usual > 0 and 1 / MORE_DATA < ratio < MORE_DATA
+    if equal and not evidence.handout.balanced:
+        longer = f", but the batches of {blamed} take {_times(slower)} as long" if slower >= SLOWER else ""
+        words += f" All of them had equal shares of the data{longer}."
+    hints = evidence.hints(equal_shares=equal, slow=len(working), waited=False)
+    return evidence.cause(words, brief, lost_s, hints)
+
+
+def _shared_data(evidence: Evidence) -> str:
+    """Return how the data is shared fairly."""
+    if evidence.handout.split is None:
+        return (
+            "Let Paceline hand out the data: pass the loader to paceline.prepare or paceline.distribute(loader). "
+            "Then all workers get equal shares of each epoch or, with --split dynamic, each gets its next batch when "
+            "it needs one."
+        )
+    return "Use --split dynamic, with which each worker gets its next batch when it needs one."
+
+
+def _transfer(evidence: Evidence) -> Cause | None:
+    """Return how long messages were on their way."""
+    lost_s = evidence.total_s("transfer")
+    if not evidence.matters(lost_s, LEAST_SHARE if evidence.links else LEAST_OUTSIDE):
+        return None
+    share = percent(lost_s / evidence.present_s())
+    per = evidence.per_iteration_s("transfer")
+    each_s = median(per.values()) if per else 0.0
+    if not evidence.links:
+        words = (
+            f"For {share} of the workers' time ({length(lost_s)} together), gradients and weights were on their "
+            f"way, or a server made its part of a step: {length(each_s)} in each iteration."
+        )
+        brief = f"pushes and pulls took {share} of the workers' time"
+        return evidence.cause(words, brief, lost_s, _shorter_exchanges(evidence))
+    words = (
+        f"Gradients and weights were on their way for {share} of the workers' time ({length(lost_s)} together), "
+        f"{length(each_s)} in each iteration. {_bytes(evidence, [each.worker for each in evidence.workers])}"
+    )
+    brief = f"gradients and weights were on their way for {share} of the workers' time"
+    return evidence.cause(words.strip(), brief, lost_s, _fewer_bytes(evidence))
+
+
+def _bytes(evidence: Evidence, workers: Collection[int]) -> str:
+    """Return how many bytes each iteration of these workers moves over the busiest of their links."""
+    machines = {each.machine for each in evidence.workers if each.worker in workers}
+    pairs: dict[frozenset[str], int] = {}
+    for link in evidence.links:
+        if machines & {link.sender, link.receiver}:
+            pair = frozenset((link.sender, link.receiver))
+            pairs[pair] = pairs.get(pair, 0) + link.total_bytes
+    if not pairs:
+        return ""
+    busiest = max(pairs, key=lambda pair: pairs[pair])
+    iterations = sum(each.iterations for each in evidence.workers if each.machine in busiest)
+    local = {each.machine for each in evidence.workers if each.machine in busiest}
+    if len(local) > 1:  # only the workers at the end without a server use the link; this is not known exactly
+        iterations = min(
+            sum(each.iterations for each in evidence.workers if each.machine == machine) for machine in local
+        )
+    ends = " and ".join(sorted(busiest))
+    if not iterations:
+        return f"The link between {ends} carried {size(pairs[busiest])}."
+    return (
+        f"In each iteration, {size(pairs[busiest] / iterations)} pass between {ends} "
+        f"({size(pairs[busiest] / max(evidence.duration_s, 1e-9))} per second on average)."
+    )
+
+
+def _fewer_bytes(evidence: Evidence) -> Remedies:
+    """Return what helps against a slow link."""
+    more = evidence.servers + 1 if evidence.servers > 1 else 2
+    servers = (
+        "Put the servers on several machines, so that no link carries all of the bytes: "
+        f"paceline serve --servers {more} --remote-servers {more - 1}, and paceline join --servers 1 on the other "
+        "machine."
+    )
+    return servers, *_fewer_steps()
+
+
+def _fewer_steps() -> Remedies:
+    return (
+        "Use larger batches, or accumulate the gradients of several batches before each step: then there are fewer "
+        "pushes and pulls for the same data. The joint batch becomes larger, so the learning rate may have to be "
+        "adapted.",
+    )
+
+
+def _shorter_exchanges(evidence: Evidence) -> Remedies:
+    """Return what helps if pushes and pulls take long on one machine."""
+    return (
+        *_fewer_steps(),
+        f"If there are cores that the workers leave free, try --servers {evidence.servers + 1}: each server then "
+        "makes a smaller part of each step.",
+    )
+
+
+def _wasted(evidence: Evidence) -> Cause | None:
+    """Return how long was computed for nothing."""
+    lost_s = evidence.total_s("wasted")
+    if not evidence.matters(lost_s):
+        return None
+    share = percent(lost_s / evidence.present_s())
+    lost = [each.worker for each in evidence.workers if each.fate == "lost"]
+    aborted = (
+        f"the sync model aborted {counted(evidence.restarts, 'computation')}" if evidence.restarts else ""
+    )
+    with_worker = f"{listed(lost)} {'were' if len(lost) > 1 else 'was'} lost" if lost else ""
+    why = " and ".join(filter(None, (aborted, with_worker)))
+    words = f"Computations of {length(lost_s)} ({share} of the workers' time) came to nothing"
+    words += f", because {why}." if why else "."
+    hint = (
+        "An abort costs a computation, and gives the next one newer weights. With parameters of the model under "
+        "which it aborts less often, less is wasted: see paceline sync NAME."
+    )
+    return evidence.cause(
+        words, f"{share} of the workers' time was wasted", lost_s, (hint,) if aborted else ()
+    )
+
+
+def _paused(evidence: Evidence) -> Cause | None:
+    """Return how long the run paused."""
+    lost_s = evidence.total_s("paused")
+    if not evidence.matters(lost_s):
+        return None
+    share = percent(lost_s / evidence.present_s())
+    fewer = f"fewer than {evidence.shortage}" if evidence.shortage else "too few workers"
+    words = f"The run paused for {share} of the workers' time ({length(lost_s)} together), because it had {fewer}."
+    hint = "With a smaller MIN in --workers MIN:MAX, the run goes on with fewer workers."
+    return evidence.cause(words, f"the run paused for {share} of the workers' time", lost_s, (hint,))
+
+
+def _outside(evidence: Evidence) -> Cause | None:
+    """Return for how long scripts did something other than training."""
+    lost_s = evidence.total_s("outside")
+    if not evidence.matters(lost_s, LEAST_OUTSIDE):
+        return None
+    share = percent(lost_s / evidence.present_s())
+    per = {each.worker: each.time_s.get("outside", 0.0) for each in evidence.workers}
+    most = max(per, key=lambda worker: per[worker])
+    mostly = f", most of it worker {most}" if per[most] > lost_s / 2 and len(per) > 1 else ""
+    words = (
+        f"For {share} of the workers' time ({length(lost_s)} together{mostly}), the script did something other than "
+        "training: it evaluated the model, or waited in a barrier or a reduction, or went on after its last step."
+    )
+    return evidence.cause(
+        words, f"{share} of the workers' time was spent outside of training", lost_s, (EVALUATE,)
+    )
+
+
+FURTHER: tuple[Finder, ...] = (_transfer, _wasted, _paused, _outside)
+
+
+def _times(ratio: float) -> str:
+    """Return a ratio in words.
+
+    >>> _times(3.14), _times(4.0), _times(120.4)
+    ('3.1 times', '4 times', '120 times')
+    """
+    return f"{ratio:.0f} times" if ratio >= 10 or abs(ratio - round(ratio)) < 0.05 else f"{ratio:.1f} times"
+
+
+def _takes(workers: Sequence[int]) -> str:
+    return "takes" if len(workers) == 1 else "take"
+
+
+def _it(workers: Sequence[int]) -> str:
+    return "it" if len(workers) == 1 else "they"
