@@ -442,7 +442,7 @@ def test_the_restart_of_a_closure_drops_what_it_has_logged() -> None:
     assert counts == {"outside": 72, "inside": 72, "loss": 72}
 
 
-def test_the_loss_of_a_gradient_with_nan_is_logged(run_on_threads: RunOnThreads) -> None:
+def test_the_loss_of_a_gradient_with_nan_is_logged(run_on_threads: RunOnThreads, tmp_path: Path) -> None:
     def train() -> None:
         model = nn.Linear(1, 1)
         optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
@@ -459,7 +459,10 @@ def test_the_loss_of_a_gradient_with_nan_is_logged(run_on_threads: RunOnThreads)
     assert math.isnan(second)
     assert math.isnan(read_metrics(run.run_dir)["loss"].values[1])
     with pytest.raises(RunFailedError):
-        simulated(train)
+        simulated(train, Cluster(compute_s=[1.0]), run_dir=tmp_path / "failed")
+    first, second = read_metrics(tmp_path / "failed")["loss"].values
+    assert math.isfinite(first)
+    assert math.isnan(second)
 
 
 def test_nothing_is_written_if_nothing_is_logged(run_on_threads: RunOnThreads, tmp_path: Path) -> None:

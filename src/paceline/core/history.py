@@ -142,8 +142,9 @@ class MetricHistory(Mapping[str, Metric]):
         return len(self._metrics)
 
     def __repr__(self) -> str:
-        counts = (f"{metric.name}: {len(metric.points)} points" for metric in self._metrics.values())
-        return f"MetricHistory({', '.join(counts)})"
+        counts = ((metric.name, len(metric.points)) for metric in self._metrics.values())
+        words = (f"{name}: {count} point{'s' * (count != 1)}" for name, count in counts)
+        return f"MetricHistory({', '.join(words)})"
 
 
 class History:

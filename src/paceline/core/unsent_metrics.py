@@ -121,7 +121,7 @@ class UnsentMetrics:
             noted: the values.
             ended: True if no push follows them, because the script has ended. Else the last push has followed them.
         """
-        for each in merge(noted):
+        for each in merge(noted) if len(noted) > 1 else noted:
             late = each.late and not ended
             weight = each.times if each.evaluating else self._earlier_weight if late else self._weight
             self._values.append((each, float(weight)))

@@ -333,7 +333,8 @@ class Worker:
             report: True to send the coordinator everything that is kept.
             ended: True if no push has followed, because the script has ended.
         """
-        self._unsent.take(noted, ended=ended)
+        if noted:
+            self._unsent.take(noted, ended=ended)
         return self._unsent.report(now_s) if report or self._unsent.fills_a_message else []
 
     def pull_again(self, *, restart: bool = True) -> list[Request]:

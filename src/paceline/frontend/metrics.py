@@ -179,27 +179,32 @@ class MetricLog:
             has_closure: True if the step has a closure.
             sets: number of parameter sets that the script trains.
         """
-        entries = self._drain()
-        noted = [entry.noted for entry in entries]
-        losses = [entry.noted for entry in entries if entry.is_loss]
-        if losses:
-            self._follows = losses[-1].late
-        logged, earlier = (_mean([each for each in losses if each.late is late]) for late in (False, True))
-        shown = next(
-            (each.value for each in reversed(noted) if each.name == LOSS and not each.evaluating), None
-        )
+        self.computes = False
         if has_closure and self.guess.accumulates():
             result = None
         guess = self.guess.take(usable=not has_closure and sets == 1)
-        self.computes = False
-        if result is None and shown is None and guess is not None:
-            return Settled([*noted, _automatic(session, guess, "guess")], shown=guess, guessed=True)
+        noted: list[Noted] = []
+        logged = earlier_loss = shown = None
+        if self._entries:
+            entries = self._drain()
+            noted = [entry.noted for entry in entries]
+            losses = [entry.noted for entry in entries if entry.is_loss]
+            if losses:
+                self._follows = losses[-1].late
+            logged, earlier_loss = (
+                _mean([loss for loss in losses if loss.late is late]) for late in (False, True)
+            )
+            shown = next((each.value for each in reversed(noted) if _is_loss(each)), None)
+        guessed = False
         if result is not None:
             noted.append(_automatic(session, result, "closure"))
+        elif guess is not None and shown is None:
+            noted.append(_automatic(session, guess, "guess"))
+            guessed = True
         loss = result if logged is None else logged
-        return Settled(
-            noted, loss, loss is None and self._follows, earlier, result if shown is None else shown
-        )
+        if shown is None:
+            shown = guess if guessed else result
+        return Settled(noted, loss, loss is None and self._follows, earlier_loss, shown, guessed)
 
     def settle_rest(self) -> Settled:
         """Read everything that was logged since the last push, when no other push follows."""
@@ -221,6 +226,10 @@ class MetricLog:
             merged = merge(entry.noted for entry in entries if entry[2:] == kind)
             self._entries.extend(_Entry(noted.value, noted, *kind) for noted in merged)
         self._most = max(MOST_UNREAD, 2 * len(self._entries))
+
+
+def _is_loss(noted: Noted) -> bool:
+    return noted.name == LOSS and not noted.evaluating
 
 
 def _automatic(session: Session, loss: float, source: Source) -> Noted:

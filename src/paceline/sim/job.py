@@ -148,6 +148,7 @@ class VirtualJob:
             ticks_per_s=ticks_per_s,
             guard=guard,
         )
+        recorders.history = self.coordinator.history
         self._cluster = cluster
         self._planner = planner
         self._schedule = schedule

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ..core.history import MetricHistory
+from ..core.history import History, MetricHistory
 from ..errors import ConfigurationError
 from ..files import write_json
 from ..runtime.job import require_usable
@@ -134,6 +134,7 @@ class Recorders:
         meter: computes statistics from the trace entries of all shards and of the coordinator.
         recording: traces and records in memory; None if they are not kept.
         takers: functions that receive the record of each iteration.
+        history: what the training function has logged. It is written when the context ends, also after a failure.
         shards: the recorder of each shard. Set by `begin`.
         job: the recorder of the coordinator. Set by `begin`.
 
@@ -157,6 +158,7 @@ class Recorders:
         self.meter = Meter(shards, ticks_per_s)
         self.recording = Recording([], [[] for _ in range(workers)]) if keep else None
         self.takers: list[TakeRecord] = []
+        self.history = History()
         self.shards: list[EntryRecorder] = []
         self.job: EntryRecorder
         self._schedule = schedule
@@ -175,6 +177,7 @@ class Recorders:
     def __exit__(self, *_: object) -> None:
         if self._folder is not None:
             self._folder.close()
+            self._folder.keep_metrics(MetricHistory(self.history.metrics()))
 
     def begin(self, computed_by: str = "", *, translated: bool = False) -> None:
         """Begin the traces of the shards and the coordinator.
@@ -209,11 +212,6 @@ class Recorders:
             imports=imports,
         )
         self.job = _together([self.meter.at_coordinator(), *self._recorders(header)])
-
-    def keep_metrics(self, history: MetricHistory) -> None:
-        """Write the metrics to the run directory, if there is one. Call this when the run has ended."""
-        if self._folder is not None:
-            self._folder.keep_metrics(history)
 
     def summarize(self, summary: dict[str, Any]) -> None:
         """Write the summary to the run directory, if there is one. Call this when the run has finished."""

@@ -254,7 +254,6 @@ def simulate(
         history=MetricHistory(job.coordinator.history.metrics()),
         snapshots=snapshots,
     )
-    recorders.keep_metrics(result.history)
     recorders.summarize(result.summary)
     return result
 
