@@ -17,6 +17,7 @@ import paceline
 from paceline.core.messages import TracePart
 from paceline.core.shard import Shard
 from paceline.errors import ConfigurationError
+from paceline.report.reading import ReportReader
 from paceline.runtime.job import Job, make_job
 from paceline.runtime.segmented import SegmentedFile, Segmenting, segmenting
 from paceline.runtime.traces import PART_BYTES, TraceFiles, parts_of
@@ -142,6 +143,11 @@ def test_the_size_of_recent_traces_can_be_given() -> None:
 
     assert (of("recent").traces, of("recent").trace_bytes) == ("recent", 100_000_000)
     assert (of("recent:7").traces, of("recent:7").trace_bytes) == ("recent", 7_000_000)
+    assert [of(text).traces_setting for text in ("recent", "recent:7", "full")] == [
+        "recent",
+        "recent:7",
+        "full",
+    ]
 
 
 # -- reading ------------------------------------------------------------------------------------------------
@@ -419,6 +425,21 @@ def test_what_was_deleted_unread_is_not_passed_over(tmp_path: Path) -> None:
         ConfigurationError, match=r"a part of .*trace-shard-1\.jsonl was deleted before it was read"
     ):
         Digest(tmp_path / "run").advance()
+
+
+def test_a_report_that_is_overtaken_by_the_digest_goes_on_from_it(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    run = CutRun(tmp_path / "run", "asp", random.Random(2))
+    writing = run.write()
+    next(writing)
+    assert not (tmp_path / "run" / "earlier" / "digest.msgpack").exists()
+    reader = ReportReader(tmp_path / "run", in_progress=lambda run_dir: True)
+    reader.read()
+    for _ in writing:
+        trim(Digest(tmp_path / "run"), 1, settled_s=-1.0)
+    report = reader.read()
+    assert {each.worker: each.iterations for each in report.workers} == measured(run.traces).iterations
+    assert not [note for note in report.notes if "deleted" in note or "damaged" in note]
 
 
 def test_a_killed_digest_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,7 @@ def _settings(job: Job) -> list[Setting]:
         ("--jitter", f"{job.jitter:g}", "0"),
         ("--hyperparameters", job.hyperparameters, "translated"),
         ("--guard", job.guard, guard),
+        ("--traces", job.traces_setting, "recent"),
         ("--on-nan", job.on_nan, "stop"),
         ("--remote-servers", str(job.remote_servers), "0"),
         ("--shards", str(job.shards), str(job.servers)),

@@ -134,9 +134,17 @@ class ReportReader:
             return ()
 
     def _advance(
-        self, clocks: dict[int, MachineClock], summary: Mapping[str, Any], hurried: Callable[[], bool]
+        self,
+        clocks: dict[int, MachineClock],
+        summary: Mapping[str, Any],
+        hurried: Callable[[], bool],
+        *,
+        again: bool = True,
     ) -> bool:
-        """Digest what is new in the traces and records. Return False if that was hurried."""
+        """Digest what is new in the traces and records. Return False if that was hurried.
+
+        If the run has digested and deleted what is new, begin `again` with what it has digested.
+        """
         try:
             if self._digest is None:
                 left = summary.get("left", ())
@@ -150,6 +158,9 @@ class ReportReader:
             try:
                 return self._digest.advance(hurried=hurried)
             except (ConfigurationError, OSError) as error:
+                if self._digest.overtaken and again:
+                    self._digest = None
+                    return self._advance(clocks, summary, hurried, again=False)
                 broken = [each for each in self._digest.sources if str(each.path) in str(error)]
                 name = broken[0].path.name if broken else "traces"
                 self._damaged[name] = f"{_sentence(error)} What follows in this file is not in the report."
@@ -410,7 +421,8 @@ class _Assembly:
                 "the traces, whose last entries may be missing."
             )
         if activity is None or digest is None:
-            notes.append("There are no traces of the shards, so it is not known what the workers did.")
+            why = " (--traces off)" if self._summary.get("traces") == "off" else ""
+            notes.append(f"There are no traces of the shards{why}, so it is not known what the workers did.")
             return
         if digest.left_out:
             notes.append(f"The traces of shards {digest.left_out} lack their beginning, and are left out.")

@@ -172,6 +172,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return self.hyperparameters == "translated"
 
     @property
+    def traces_setting(self) -> str:
+        """The setting `traces` in the notation of the command line."""
+        usual = self.traces != "recent" or self.trace_bytes == TRACE_MB * 10**6
+        return self.traces if usual else f"recent:{self.trace_bytes // 10**6}"
+
+    @property
     def takes_fractions(self) -> bool:
         """True if updates can take fractions of the optimizer's steps, under a model that is planned or chosen."""
         schedule = self.schedule

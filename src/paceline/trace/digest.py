@@ -110,6 +110,11 @@ class Digest:
         self.sources += [self._of_shard(place, traces[index]) for place, index in enumerate(self.shards)]
         self._recorded: set[Path] = set()  # the files of the workers among them
 
+    @property
+    def overtaken(self) -> bool:
+        """True if another process has digested and deleted lines that were to be read here. A new digest has them."""
+        return any(source.skipped for source in self.sources)
+
     def advance(self, until_ticks: int | None = None, hurried: Callable[[], bool] = lambda: False) -> bool:
         """Digest what was added since the last call.
 
@@ -241,6 +246,11 @@ class Source:
             if line is not None:
                 self._head = self._decoded(line)
         return None if self._head is None else self._time_of(self._head)
+
+    @property
+    def skipped(self) -> bool:
+        """True if lines were deleted before they were read."""
+        return self._follower.skipped
 
     def take(self) -> None:
         """Digest the next line, at which `look` has looked."""
