@@ -29,6 +29,7 @@ import msgspec
 
 __all__ = [
     "LONGEST_NAME",
+    "LOSS",
     "MOST_BUCKETS",
     "MOST_METRICS",
     "History",
@@ -47,6 +48,9 @@ MOST_METRICS = 200
 
 LONGEST_NAME = 100
 """Maximum length of the name of a metric, in characters."""
+
+LOSS = "loss"
+"""The metric that is shown as the loss of a worker."""
 
 WIDEST = 2**53
 """Maximum width of a bucket: the largest progress."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.history import LONGEST_NAME, MOST_METRICS, Source
+from ..core.history import LONGEST_NAME, LOSS, MOST_METRICS, Source
 from ..core.unsent_metrics import Noted, Settled, merge
 from ..errors import UsageError
 from .backward import Guess
@@ -28,9 +28,6 @@ from .readings import keep, read
 from .session import Session, current
 
 __all__ = ["MetricLog", "log"]
-
-LOSS = "loss"
-"""The metric that is shown as the loss of a worker."""
 
 MOST_UNREAD = 1000
 """Number of values after which those of the same progress are merged, so that the memory stays bounded."""

@@ -10,13 +10,14 @@ import math
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from math import fsum
 from pathlib import Path
-from statistics import fmean
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from ..core.history import MetricPoint
 from ..core.lease import BatchSizing
 from ..errors import RunFailedError, UsageError
 from ..files import write_json
@@ -26,7 +27,7 @@ from ..report.loss import LossCurve, loss_picture
 from ..report.names import run_name, wrappable
 from ..report.runs_table import runs_table
 from ..report.speed import speed_unit
-from ..sim import Cluster, Loss, simulate
+from ..sim import Cluster, simulate
 from ..sync.schedule import read_schedule
 from .clusters import describe
 from .comparison import require_results, show_faults, show_recommendation
@@ -42,8 +43,9 @@ HYPERPARAMETERS_TEXTS = {
     "raw": "All models use the script's learning rate, but models that average gradients, such as bsp, tolerate a "
     "larger rate.",
 }
+GUESSED = "The losses are guessed: those on which the script called backward(). "
 CLOSE = 0.02  # a loss that is larger by at most this share counts as the same, because losses of batches are noisy
-WINDOW = 0.05  # each point of a curve is an average over this share of all pushes
+WINDOW = 0.05  # each point of a curve is an average over this share of all points
 
 
 class Trained(msgspec.Struct, frozen=True):
@@ -55,12 +57,14 @@ class Trained(msgspec.Struct, frozen=True):
         final_loss: loss at the last point of the curve.
         said: the last line that the script has printed, in which many scripts say how accurate their model is; "" if
             there is none.
+        guessed: True if the script has logged no loss, and the values are those on which it called `backward()`.
     """
 
     figures: Figures
     curve: list[tuple[float, float]]
     final_loss: float
     said: str = ""
+    guessed: bool = False
 
     @property
     def close_to_final(self) -> float:
@@ -198,18 +202,21 @@ def _measured(candidate: Candidate, own_s: float, reached_s: Mapping[str, float 
     return msgspec.structs.replace(candidate, measured=True, times=own_s / time_s if time_s else 0.0)
 
 
-def smooth(history: Sequence[Loss]) -> list[tuple[float, float]]:
-    """Average the losses over windows of pushes. Each point has the time of the last push in its window.
+def smooth(points: Sequence[MetricPoint]) -> list[tuple[float, float]]:
+    """Average the losses over windows of points. Each result has the time of the last point in its window.
 
-    >>> smooth([Loss(1.0, 0, 0, 4.0), Loss(2.0, 1, 0, 2.0)])
+    >>> smooth([MetricPoint(1.0, 8, 1, 4.0), MetricPoint(2.0, 16, 2, 2.0)])
     [(1.0, 4.0), (2.0, 2.0)]
     """
-    width = max(1, round(len(history) * WINDOW))
-    stride = max(1, len(history) // POINTS)
-    ends = range(width, len(history) + 1, stride)
-    return [
-        (history[end - 1].time_s, fmean(loss.loss for loss in history[end - width : end])) for end in ends
-    ]
+    width = max(1, round(len(points) * WINDOW))
+    stride = max(1, len(points) // POINTS)
+    ends = range(width, len(points) + 1, stride)
+    return [(points[end - 1].time_s, _mean(points[end - width : end])) for end in ends]
+
+
+def _mean(points: Sequence[MetricPoint]) -> float:
+    """Return the mean of the values, weighted by their samples."""
+    return fsum(point.value * point.weight for point in points) / fsum(point.weight for point in points)
 
 
 def _run(task: _Task) -> Trained | None:
@@ -237,11 +244,13 @@ def _run(task: _Task) -> Trained | None:
             return Trained(failed(task.sync, error, task.batch), [], float("nan"))
     if task.batch == "balanced" and not result.balanced:
         return None
-    curve = smooth(result.losses or [])
+    loss = result.history.get("loss")
+    curve = smooth([] if loss is None else sorted(loss.points, key=lambda point: point.time_s))
     figures = figures_of(task.sync, result, batch=task.batch)
     lines = Path(task.log).read_text(errors="replace").split("\n")
     said = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return Trained(figures, curve, curve[-1][1] if curve else float("nan"), said)
+    final_loss = curve[-1][1] if curve else float("nan")
+    return Trained(figures, curve, final_loss, said, loss is not None and loss.guessed)
 
 
 def verdicts(rows: Sequence[Trained]) -> list[str]:
@@ -291,5 +300,6 @@ def _table(cluster: Cluster, rows: Sequence[Trained], hyperparameters: str, widt
         title=cluster.name,
         caption=f"{describe(cluster)}; smoothed losses on the training batches. The last loss of {first} is "
         f"{rows[0].final_loss:.4g}; up to {CLOSE:.0%} more counts as the same. "
+        f"{GUESSED if rows[0].guessed else ''}"
         f"{HYPERPARAMETERS_TEXTS[hyperparameters]}",
     )

@@ -17,6 +17,7 @@ import msgspec
 from ..core.auto import Planner
 from ..core.coordinator import Coordinator
 from ..core.guard import Guard
+from ..core.history import LOSS
 from ..core.messages import (
     Answer,
     Combined,
@@ -111,6 +112,7 @@ class VirtualJob:
         workers: the state of each worker.
         bytes_sent: number of bytes sent, by kind of message.
         cut_off_ticks: virtual time at which the run was stopped early; None if every worker has finished.
+        knows_loss: True once a worker's script has logged or returned a loss, or a loss was guessed.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class VirtualJob:
         self.kernel = Kernel(ticks_per_s, STILL + 200 * cluster.workers * (count + 4))
         self.bytes_sent = dict.fromkeys(KINDS, 0)
         self.cut_off_ticks: int | None = None
+        self.knows_loss = False
         self._first = [w for w in range(cluster.workers) if not cluster.joins_late(w)]
         self.coordinator = Coordinator(
             schedule,
@@ -320,6 +323,7 @@ class VirtualJob:
             ended: True if no push has followed.
         """
         state = self.workers[worker]
+        self.knows_loss = self.knows_loss or any(each.name == LOSS for each in logged.noted)
         if ended:
             self._record(state, logged.earlier_loss)
         for request in state.core.log(logged.noted, self.kernel.now_s, ended=ended):

@@ -176,7 +176,9 @@ def simulate(
         else:
             from .training import Training, computed_by
 
-            recorders.takers.append(_loss_recorder(losses, needs_losses))
+            recorders.takers.append(
+                _loss_recorder(losses, lambda: not needs_losses or training.job.knows_loss)
+            )
             training = Training(
                 lambda: train_fn(*args),
                 workers=cluster.workers,
@@ -263,17 +265,17 @@ def _planner(situation: Situation) -> list[Prospect]:
     return prospects(situation, simulate)
 
 
-def _loss_recorder(losses: list[Loss], required: bool) -> TakeRecord:
+def _loss_recorder(losses: list[Loss], goes_on: Callable[[], bool]) -> TakeRecord:
     """Return a function that appends the loss of an iteration to `losses`, if the iteration has a loss.
 
-    If losses are required, the function raises `UsageError` when a worker has finished five iterations, and no worker
-    has reported a loss. A script with several optimizers may report a loss with only one of them.
+    The function raises `UsageError` when a worker has finished five iterations, and `goes_on` returns False, which
+    says whether the run may go on without a loss.
     """
 
     def take(worker: int, record: IterationRecord) -> None:
         if record.loss is not None:
             losses.append(Loss(record.pushed_s, worker, record.iteration, record.loss))
-        elif required and not losses and record.iteration + 1 >= ITERATIONS_WITHOUT_LOSS:
+        elif record.iteration + 1 >= ITERATIONS_WITHOUT_LOSS and not goes_on():
             raise UsageError(
                 f"worker {worker} has reported no loss in its first {ITERATIONS_WITHOUT_LOSS} iterations. Call "
                 "paceline.log(loss=loss) before each step(), or step(closure) with a closure that returns the loss."
