@@ -19,6 +19,7 @@ import torch
 
 import paceline
 from paceline.errors import RunFailedError
+from paceline.report.reading import read_report
 from paceline.sync.actions import ApplyMean, PublishPlan
 from paceline.trace import replay
 from paceline.trace.findings import find
@@ -175,6 +176,17 @@ def test_the_run_directory_holds_the_results_and_what_each_process_printed(the_r
         assert (run_dir / f"worker-{worker}.log").read_text() == f"this is worker {worker} of 2\n"
     for server in range(2):
         assert (run_dir / f"server-{server}.log").read_text() == ""
+
+
+def test_the_report_of_a_run_tells_what_the_summary_and_the_settings_tell(the_run: TheRun) -> None:
+    result = the_run()
+    report = read_report(result.run_dir)
+    assert (report.state, report.duration_s) == ("finished", result.summary["duration_s"])
+    assert [worker.iterations for worker in report.workers] == list(result.summary["iterations"].values())
+    assert {setting.name: setting.value for setting in report.settings}["--pace"] == "0.03,0.09"
+    assert report.timeline is not None
+    assert sum(len(spans.begun) for spans in report.timeline.spans) == 2 * STEPS
+    assert report.headline in (result.run_dir / "report.html").read_text()
 
 
 def test_snapshots_are_taken_in_order_while_the_run_goes_on(the_run: TheRun) -> None:

@@ -200,6 +200,19 @@ def test_a_run_directory_can_be_read_while_it_grows(run: Run, tmp_path: Path) ->
     assert report.causes == whole.causes
 
 
+def test_traces_that_begin_later_are_read_too(run: Run) -> None:
+    folder, _ = run
+    whole = read_report(folder)
+    trace = (folder / "trace-shard-1.jsonl").read_bytes()
+    (folder / "trace-shard-1.jsonl").unlink()
+    reader = ReportReader(folder)
+    assert any("Only 1 of 2" in note for note in reader.read().notes)
+    (folder / "trace-shard-1.jsonl").write_bytes(trace)
+    report = reader.read()
+    assert report.notes == whole.notes
+    assert report.models == whole.models
+
+
 def test_metrics_may_be_nan(run: Run) -> None:
     folder, _ = run
     lines: list[dict[str, Any]] = [

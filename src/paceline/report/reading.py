@@ -23,6 +23,7 @@ from ..trace.digest import Digest
 from ..trace.findings import Handout
 from ..trace.measures import PushCounts
 from ..trace.metrics_file import read_metrics
+from ..trace.segments import held_files
 from ..trace.unapplied import unapplied_pushes
 from .causes import causes_of, headline_of
 from .evidence import Evidence
@@ -75,6 +76,7 @@ class ReportReader:
         self._run_dir = run_dir
         self._in_progress = in_progress
         self._digest: Digest | None = None
+        self._traces: list[Path] = []  # of the shards that are digested
         self._damaged: dict[str, str] = {}  # what is damaged -> a note
 
     def read(
@@ -145,12 +147,15 @@ class ReportReader:
 
         If the run has digested and deleted what is new, begin `again` with what it has digested.
         """
+        traces = held_files(self._run_dir, "trace-shard-*")
+        if traces != self._traces:  # the servers of a run do not begin their traces at the same moment
+            self._traces, self._digest = traces, None
         try:
             if self._digest is None:
                 left = summary.get("left", ())
                 self._digest = Digest(self._run_dir, left=left, clocks=clocks)
         except (ConfigurationError, OSError) as error:
-            if any(self._run_dir.glob("trace-shard-*.jsonl")):
+            if traces:
                 self._damaged["traces"] = _sentence(error)
             return True
         self._digest.activity.converter.clocks = clocks
