@@ -150,7 +150,7 @@ def test_demo_without_matplotlib_says_so_and_goes_on(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     text = io.StringIO()
     run_demo(console=Console(file=text, width=80), run_dir=tmp_path / "demo", seeds=(0, 1, 2))
-    assert "no picture: pictures require matplotlib" in text.getvalue()
+    assert "comparison.png was not drawn: pictures require matplotlib" in text.getvalue()
     assert (tmp_path / "demo" / "summary.json").exists()
     assert text.getvalue().rstrip().endswith(str(tmp_path / "demo"))
 

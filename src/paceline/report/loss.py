@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["LossCurve", "loss_picture"]
+
+NOTE_COLUMNS = 130
 
 
 class LossCurve(msgspec.Struct, frozen=True):
@@ -37,7 +40,7 @@ def loss_picture(title: str, note: str, curves: Sequence[LossCurve]) -> Figure:
     figure = new_figure(10.0, 5.2)
     figure.suptitle(title, fontsize=13, fontweight="bold")
     axes = figure.subplots()
-    axes.set_title(note, fontsize=9.5)
+    axes.set_title(textwrap.fill(note, NOTE_COLUMNS), fontsize=9.5)
     styles = styles_of(curve.label for curve in curves)
     for curve in curves:
         axes.plot(

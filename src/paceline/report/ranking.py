@@ -172,7 +172,7 @@ def _draw_scatter(axes: Axes, rows: Sequence[Ranked]) -> None:
             s=45,
             color=color if row.front else "white",
             edgecolor=color,
-            linestyle=styles[row.name].dashes,
+            linestyle="-" if row.front else styles[row.name].dashes,
             zorder=2,
         )
     for numbers, place in _labels([(row.mean_staleness, row.speed) for row in rows]):
