@@ -646,10 +646,10 @@ def test_torch_is_as_before_after_a_run() -> None:
 
 
 class Accelerator:
-    """Stands in for the class of this name, of which a script needs only this method here."""
+    """Stands in for the class of this name, whose method is decorated, too."""
 
-    def log(self, values: dict[str, Any], step: int | None = None) -> str:
-        return f"{len(values)} values"
+    def log(self, *arguments: Any, **options: Any) -> str:
+        return f"{len(arguments)} and {sorted(options)}"
 
 
 class LightningModule:
@@ -676,11 +676,15 @@ def test_what_other_libraries_log_is_logged(monkeypatch: pytest.MonkeyPatch) -> 
             7: 1.0,
             "x" * 200: 1.0,
         }
-        assert Accelerator().log(step=3, values=given) == "5 values"
+        assert Accelerator().log(step=3, values=given) == "0 and ['step', 'values']"
+        assert Accelerator().log({"position": 1.0}, 3) == "2 and []"
         LightningModule().log("accuracy", torch.tensor(0.5), prog_bar=True)
 
     history = simulated(train).history
-    assert {name: metric.values for name, metric in history.items() if name != "loss"} == {"accuracy": (0.5,)}
+    assert {name: metric.values for name, metric in history.items() if name != "loss"} == {
+        "position": (1.0,),
+        "accuracy": (0.5,),
+    }
     assert (len(history["loss"].values), history["loss"].guessed) == (1, False)
     assert (Accelerator.log, LightningModule.log) == originals
 

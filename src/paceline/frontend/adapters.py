@@ -9,7 +9,6 @@ script must name them, and they receive only some of the values.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -66,14 +65,17 @@ def unwatch_adapters() -> None:
 
 def _logging(original: Callable[..., Any], takes: tuple[str, ...]) -> Callable[..., Any]:
     """Return a method that calls the original one, and logs what it was given."""
-    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def log(*arguments: Any, **options: Any) -> Any:
         result = original(*arguments, **options)
         if (session := current()) is not None:
-            given = signature.bind(*arguments, **options).arguments
-            first, *rest = (given[name] for name in takes)
+            # A decorated method does not tell its signature. The first of the arguments is the object itself.
+            given = (
+                arguments[place] if place < len(arguments) else options.get(name)
+                for place, name in enumerate(takes, 1)
+            )
+            first, *rest = given
             metrics = {first: rest[0]} if rest else first
             if isinstance(metrics, Mapping):
                 session.metrics.add_legal(session, metrics)
