@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.sync.draws import uniform
+
 from .batched import Weights
 from .schedules import Gradient
 
@@ -46,7 +48,8 @@ class Ratings:
 
     def batch(self, seed: int, gradient: Gradient) -> tuple[Tensor, ...]:
         """Return the positions of ratings, and the ratings."""
-        key = (seed << 40) + (gradient.worker << 32) + gradient.iteration
+        # torch's generator on the CPU uses no more than 32 bits of its seed.
+        key = int(uniform(seed, gradient.worker, gradient.iteration) * 2**32)
         chosen = torch.randint(OBSERVED, (BATCH,), generator=torch.Generator().manual_seed(key))
         positions = self._observed[chosen]
         return positions, self._ratings[positions]
