@@ -81,7 +81,7 @@ $(LOOK)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 look: $(LOOK)/.ready  ## create .venv-look with playwright and axe-core, and look at the report page in Chromium: themes, widths, keyboard, accessibility (needs chromium and npm; 4 minutes after the installation)
-	PACELINE_LOOK=1 OMP_NUM_THREADS=1 $(LOOK)/bin/python -m pytest -s -p no:cacheprovider tests/test_page_in_browser.py
+	PACELINE_LOOK=1 OMP_NUM_THREADS=1 $(LOOK)/bin/python -m pytest -s -p no:cacheprovider tests/test_page_in_browser.py tests/test_live_page_in_browser.py
 
 bench: $(READY)  ## measure a training step against plain copies, plain sockets and gloo all-reduce (about 11 minutes, idle machine)
 	$(BIN)/python -m benchmarks transport

@@ -250,6 +250,31 @@ def guard(as_json: AsJson = False) -> None:
     _show(report, benchmark.tables(report), as_json=as_json)
 
 
+@app.command("look")
+def look(
+    as_json: AsJson = False,
+    siege: Annotated[
+        bool,
+        typer.Option(
+            "--siege", help="Measure what 1,000 requests per second without a token cost the run instead."
+        ),
+    ] = False,
+    rounds: Annotated[
+        int, whole_number_option("--rounds", least=1, help="Number of rounds, each in a new order.")
+    ] = 7,
+) -> None:
+    """Measure what it costs to log and to look at a run with steps of 5 ms: live page, TensorBoard and OpenMetrics.
+
+    Needs paceline[tensorboard,metrics]. Takes about 10 minutes.
+    """
+    from . import look as benchmark
+
+    benchmark.require_packages()
+    cases = benchmark.SIEGE if siege else benchmark.CASES
+    rows = _measured(benchmark.estimate_s(rounds, cases), lambda tell: benchmark.measure(tell, rounds, cases))
+    _show(rows, [benchmark.table(rows, rounds)], as_json=as_json)
+
+
 @app.command("unequal")
 def unequal(as_json: AsJson = False) -> None:
     """Compare the time of 10 epochs under several sync models if one of four workers is 3 times slower.

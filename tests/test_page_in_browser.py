@@ -423,7 +423,7 @@ def test_a_live_page_follows_the_run_and_keeps_what_the_reader_has_chosen(
     expect(page.get_by_text("a push of worker 3; last: worker 3")).to_be_visible()
     assert findings(page) == []
     live.report = straggler()
-    expect(page.locator(".live")).to_contain_text("The run has finished.")
+    expect(page.locator(".live")).to_contain_text("The run has finished. Its report is ")
     expect(page.get_by_text("What the workers do now")).to_be_hidden()
     asked = live.asked
     page.wait_for_timeout(2500)  # longer than the time between two requests

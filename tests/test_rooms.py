@@ -29,6 +29,7 @@ ROOMS = [
     "wire",
     "frontend",
     "runtime",
+    "outlets",
     "sim",
     "launcher",
     "inspection",

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.errors import ConfigurationError, PacelineError, PeerLostError
 from paceline.runtime.process_states import RunningProcess
-from paceline.runtime.run_file import RUN_FILE, RunFile, newest_run, published, run_in, update
+from paceline.runtime.run_file import RUN_FILE, RunFile, newest_run, published, run_in
 
 
 @pytest.fixture
@@ -46,11 +46,12 @@ def test_only_its_owner_may_read_the_file_which_is_gone_after_the_run(folder: Pa
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         found = run_in(folder)
         assert (found.address, found.token, found.dashboard) == ("unix:/proc/1/fd/3", "secret", "")
-        update(folder, "http://127.0.0.1:8080")
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
-        assert run_in(folder).dashboard == "http://127.0.0.1:8080"
-        assert run_in(folder).token == "secret"
     assert list(folder.iterdir()) == []
+
+
+def test_the_file_names_the_live_page(folder: Path) -> None:
+    with published(folder, "unix:x", "secret", "http://127.0.0.1:8080/?token=x"):
+        assert run_in(folder).dashboard == "http://127.0.0.1:8080/?token=x"
 
 
 def test_the_file_is_gone_after_a_run_that_fails(folder: Path) -> None:

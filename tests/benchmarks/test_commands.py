@@ -22,6 +22,7 @@ OPTIONS = {
     "zipline": {"--json", "--rounds", "--quick"},
     "simulator": {"--json"},
     "guard": {"--json"},
+    "look": {"--json", "--siege", "--rounds"},
     "unequal": {"--json"},
     "auto": {"--json"},
     "data": {"--json"},

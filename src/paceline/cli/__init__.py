@@ -24,6 +24,7 @@ from .. import __version__
 from ..errors import unknown_name
 from .checking import check
 from .joining import join, serve
+from .optional_values import OptionalValues
 from .options import ModelImports
 from .rehearsing import advise, simulate
 from .reporting import report
@@ -111,7 +112,7 @@ for with_script in (run, check):
         help=_help(with_script),
         context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
     )(with_script)
-app.command(help=_help(serve))(serve)
+app.command(cls=OptionalValues, help=_help(serve))(serve)
 for name, text, joining in (
     ("join", _help(join), join),
     ("join --slurm", SLURM, scheduled_join("slurm")),

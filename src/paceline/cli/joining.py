@@ -22,11 +22,14 @@ from .job_settings import JobSettings, takes_job_settings
 from .numbers import number_option, whole_number_option
 from .options import (
     AsModule,
+    Dashboard,
+    MetricsPort,
     Port,
     RemoteServers,
     RunDir,
     ServedServers,
     ShowAll,
+    Tensorboard,
 )
 from .running import find_script, report
 from .terminal import interruptible
@@ -87,6 +90,9 @@ def serve(
             rich_help_panel="Run",
         ),
     ] = None,
+    dashboard: Dashboard = None,
+    tensorboard: Tensorboard = None,
+    metrics_port: MetricsPort = None,
     announce_to: Annotated[
         int | None, whole_number_option("--announce", hidden=True)
     ] = None,  # for `launcher.serving`
@@ -100,6 +106,7 @@ def serve(
     paceline serve --workers 2:16 --servers 2 --sync elastic-bsp --listen 10.0.0.1 --port 29600
     """
     with interruptible("nothing was started"):
+        from ..outlets.wanted import open_outlets
         from ..runtime.job import make_job
 
         sys.path.insert(0, os.getcwd())  # --import may name modules in this directory
@@ -120,12 +127,13 @@ def serve(
         token = take_secret(os.environ)
         is_new = not token
         job = structs.replace(job, version=__version__, token=token or new_secret(), secure=True)
+        outlets = open_outlets(dashboard, tensorboard, metrics_port)
     from ..launcher.local import HostMachine, Placement
     from ..launcher.run import start
 
     console = Console(stderr=True)
     placement = Placement(listen, (HostMachine(listen),) * job.local_servers, ())
-    with interruptible():
+    with interruptible(), outlets:
         result = start(
             job,
             [],
@@ -136,6 +144,7 @@ def serve(
             listening=lambda address, job: _tell_how_to_join(address, job, announce_to, is_new=is_new),
             patience_s=wait,
             command=command,
+            outlets=outlets,
         )
     report(result)
 

@@ -284,6 +284,39 @@ SplitOption = Annotated[
         rich_help_panel="Run",
     ),
 ]
+Dashboard = Annotated[
+    str | None,
+    typer.Option(
+        "--dashboard",
+        metavar="[[HOST:]PORT]",
+        help="Serve the report of the run as a live page, at an address that the terminal shows. Without a value, "
+        "any free port of this machine is used; 0.0.0.0:8000 also serves other machines.",
+        show_default=False,
+        rich_help_panel="Looking at the run",
+    ),
+]
+Tensorboard = Annotated[
+    str | None,
+    typer.Option(
+        "--tensorboard",
+        metavar="DIR",
+        help="Write what the script logs, the speed, staleness and waiting for TensorBoard, in a new directory in "
+        "DIR with the name of the run. Needs paceline[tensorboard].",
+        show_default=False,
+        rich_help_panel="Looking at the run",
+    ),
+]
+MetricsPort = Annotated[
+    str | None,
+    typer.Option(
+        "--metrics-port",
+        metavar="[HOST:]PORT",
+        help="Serve the state of the run as OpenMetrics at /metrics, for Prometheus. 0 means any free port. Needs "
+        "paceline[metrics].",
+        show_default=False,
+        rich_help_panel="Looking at the run",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Out = Annotated[
     Path | None,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 import typer
 from rich.console import Console
 from rich.table import Table
-from typer.core import TyperCommand
 
 from ..errors import ConfigurationError
 from ..launcher.output import print_sentence
@@ -20,15 +19,19 @@ from ..launcher.reporting import REPORT
 from ..report.summary import summary_rows
 from .job_settings import JobSettings, takes_job_settings
 from .numbers import whole_number_option
+from .optional_values import OptionalValues
 from .options import (
     AsModule,
+    Dashboard,
     Jitter,
+    MetricsPort,
     Pace,
     Port,
     RunDir,
     Servers,
     ShowAll,
     Slowdown,
+    Tensorboard,
     TorchrunEnv,
     TransportOption,
     Workers,
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["RunCommand", "demo", "find_script", "report", "run"]
 
 
-class RunCommand(TyperCommand):
+class RunCommand(OptionalValues):
     """A command whose last arguments are a script and the script's own arguments.
 
     The command warns if an argument of the script looks like an option of the command.
@@ -96,6 +99,9 @@ def run(
     torchrun_env: TorchrunEnv = False,
     as_module: AsModule = False,
     show_all: ShowAll = False,
+    dashboard: Dashboard = None,
+    tensorboard: Tensorboard = None,
+    metrics_port: MetricsPort = None,
     pace: Pace = None,
     slowdown: Slowdown = None,
     jitter: Jitter = 0.0,
@@ -110,6 +116,7 @@ def run(
     paceline run --workers 4 --servers 2 --sync elastic-bsp:lookahead=15 train.py --epochs 10
     """
     with interruptible("nothing was started"):
+        from ..outlets.wanted import open_outlets
         from ..runtime.job import describe, make_job
 
         module = str(script) if as_module else ""
@@ -127,7 +134,9 @@ def run(
             dry_run=True,
             **settings,
         )
+        outlets = open_outlets(dashboard, tensorboard, metrics_port)
     if dry_run:
+        outlets.close()
         command = [sys.executable, *(["-m", module] if module else [str(script)]), *(arguments or [])]
         _print_pairs({**describe(job), "command": " ".join(command)})
         return
@@ -138,7 +147,7 @@ def run(
 
     console = Console(stderr=True)
     announce(job, console)
-    with interruptible(), Starter(Placement.on_loopback(job).prefixes()) as starter:
+    with interruptible(), outlets, Starter(Placement.on_loopback(job).prefixes()) as starter:
         # The launcher and the processes of the run import torch, which takes a second, at the same time.
         from ..launcher.launch import run_script
 
@@ -152,6 +161,7 @@ def run(
                 module=module,
                 show_all=show_all,
                 observer=shlex.split(observer),
+                outlets=outlets,
             )
         except (Interrupted, Terminated) as end:
             if end.summary:

@@ -15,6 +15,7 @@ from rich.console import Console
 from .. import __version__
 from ..errors import ConfigurationError, UsageError, unknown_name
 from ..frontend.session import current
+from ..outlets.wanted import Outlets, open_outlets
 from ..plugins.optimizer_sources import OptimizerSources, imported_packages
 from ..runtime.job import Job, make_job
 from ..shard.foreign import loaded_optimizers
@@ -66,6 +67,9 @@ def launch(
     placement: Placement | None = None,
     show_all: bool = False,
     resources: Mapping[str, float] | None = None,
+    dashboard: bool | int | str = False,
+    tensorboard: str | os.PathLike[str] | None = None,
+    metrics_port: int | str | None = None,
 ) -> RunResult:
     """Run a training function in several workers, each in its own process, and return the result.
 
@@ -127,6 +131,12 @@ def launch(
             show the output of worker 0.
         resources: with engine "ray", the resources that Ray reserves for each worker. Default: {"CPU": 1}. With
             "GPU", Ray sets CUDA_VISIBLE_DEVICES for the worker. Each server gets one CPU.
+        dashboard: True, a port or "HOST:PORT" to serve the report of the run as a live page while the run goes on.
+            Its address is printed.
+        tensorboard: directory for what the script logs, the speed, staleness and waiting; a new directory in it has
+            the name of the run. Needs `pip install paceline[tensorboard]`.
+        metrics_port: port, or "HOST:PORT", at which the state of the run is served as OpenMetrics, at /metrics. Needs
+            `pip install paceline[metrics]`.
 
     Raises:
         ConfigurationError: an argument is not valid; no process was started.
@@ -154,6 +164,11 @@ def launch(
     if on_ray:
         import_ray()
         _require_for_ray(transport, torchrun_env, placement)
+        if dashboard is not False or tensorboard is not None or metrics_port is not None:
+            raise ConfigurationError(
+                "dashboard, tensorboard and metrics_port cannot be used with engine 'ray', because Ray places the "
+                "coordinator; omit them."
+            )
     elif isinstance(workers, tuple) or resources is not None:
         given = "resources is given" if resources is not None else f"workers is {workers!r}"
         raise ConfigurationError(f"{given}, but engine is {engine!r}; this needs engine 'ray'.")
@@ -186,6 +201,7 @@ def launch(
         dry_run=True,
     )
     job = structs.replace(job, optimizers=loaded_optimizers(imports))
+    outlets = open_outlets(dashboard, tensorboard, metrics_port)
     console = Console(stderr=True, quiet=not (progress if progress is not None else sys.stderr.isatty()))
     announce(job, console)
     if on_ray:
@@ -201,16 +217,18 @@ def launch(
             snapshot_every_s=snapshot_every_s,
             show_all=show_all,
         )
-    return start(
-        job,
-        ["function"],
-        payload,
-        sys.path,
-        console=console,
-        snapshot_every_s=snapshot_every_s,
-        placement=placement,
-        streams=Streams(show_all=show_all),
-    )
+    with outlets:
+        return start(
+            job,
+            ["function"],
+            payload,
+            sys.path,
+            console=console,
+            snapshot_every_s=snapshot_every_s,
+            placement=placement,
+            streams=Streams(show_all=show_all),
+            outlets=outlets,
+        )
 
 
 def _require_for_ray(transport: str, torchrun_env: bool, placement: Placement | None) -> None:
@@ -236,6 +254,7 @@ def run_script(
     module: str = "",
     show_all: bool = False,
     observer: Sequence[str] = (),
+    outlets: Outlets | None = None,
 ) -> RunResult:
     """Run a script in every worker, as `python script arguments...` would.
 
@@ -249,10 +268,20 @@ def run_script(
         show_all: see `launch`.
         observer: a program and its first arguments. If given, the workers run this program, which is also given the
             script and its arguments, and runs them.
+        outlets: where the run is shown while it goes on.
     """
     path = [os.getcwd() if module else str(script.resolve().parent), *sys.path]
     packages = (*job.optimizers.packages, *imported_packages(script))
     job = structs.replace(job, optimizers=OptimizerSources(packages, str(script.resolve())))
     order = ["module", module] if module else ["script", *observer, str(script)]
     streams = Streams(reads=True, show_all=show_all)
-    return start(job, [*order, *arguments], b"", path, console=console, starter=starter, streams=streams)
+    return start(
+        job,
+        [*order, *arguments],
+        b"",
+        path,
+        console=console,
+        starter=starter,
+        streams=streams,
+        outlets=outlets,
+    )

@@ -23,6 +23,7 @@ from ..core.history import MetricHistory
 from ..core.main_worker import NOBODY
 from ..core.members import Departure
 from ..errors import ConfigurationError, RunFailedError
+from ..outlets.wanted import Outlets
 from ..plugins.conditions import local_conditions
 from ..report.run_file import write_run_file
 from ..runtime.coordinator import CoordinatorHost
@@ -39,6 +40,7 @@ from .digesting import Digester
 from .interruption import Interruption
 from .local import LocalEngine, Placement
 from .orders import payload_of_server
+from .outlets import Showing
 from .output import print_sentence
 from .progress import Progress
 from .rehearsal import Rehearsals
@@ -82,6 +84,7 @@ def start(
     listening: Callable[[str, Job], None] = lambda address, job: None,
     patience_s: float | None = None,
     command: str = "",
+    outlets: Outlets | None = None,
 ) -> RunResult:
     """Start the processes of a run, wait until all of them have ended, and return the result. See `launch`.
 
@@ -99,6 +102,8 @@ def start(
         patience_s: if machines can join the run: number of seconds for which it may have too few workers; None for
             no limit.
         command: the command line that repeats the run. Default: that of this process.
+        outlets: where the run is shown while it goes on. The caller closes them if this function raises an error
+            before it starts anything.
     """
     if placement is None:
         placement = Placement.on_loopback(job)
@@ -120,8 +125,9 @@ def start(
     # Lines with the names of their processes cannot be drawn by one of them.
     terminal = None if streams.show_all or job.joined else Terminal.here()
     with (
+        Showing(outlets or Outlets(), job, address) as showing,
         Interruption() as interruption,
-        published(Path(job.run_dir), address, job.token),
+        published(Path(job.run_dir), address, job.token, showing.page),
         terminal or contextlib.nullcontext(),
         starter or Starter(placement.prefixes()) as starter,
         listener or contextlib.nullcontext(),

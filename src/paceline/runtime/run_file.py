@@ -20,7 +20,7 @@ import msgspec
 from ..errors import ConfigurationError, PacelineError, PeerLostError
 from .process_states import RunningProcess
 
-__all__ = ["RUN_FILE", "RunFile", "newest_run", "published", "run_in", "update"]
+__all__ = ["RUN_FILE", "RunFile", "newest_run", "published", "run_in"]
 
 log = logging.getLogger("paceline.run")
 
@@ -58,19 +58,20 @@ class RunFile(msgspec.Struct, frozen=True):
 
 
 @contextlib.contextmanager
-def published(run_dir: Path, address: str, token: str) -> Iterator[None]:
+def published(run_dir: Path, address: str, token: str, dashboard: str = "") -> Iterator[None]:
     """Return a context in which a run of this process has its file. If the file cannot be written, a warning says so.
 
     Args:
         run_dir: the directory of the run.
         address: address of the coordinator.
         token: the secret of the run.
+        dashboard: see `RunFile`.
     """
     process = RunningProcess.of(os.getpid())
     assert process is not None
     file = run_dir / RUN_FILE
     try:
-        _write(file, RunFile(address, token, socket.gethostname(), process))
+        _write(file, RunFile(address, token, socket.gethostname(), process, dashboard))
     except OSError as error:
         log.warning("`paceline status` will not find the run, because %s cannot be written: %s", file, error)
     try:
@@ -80,17 +81,6 @@ def published(run_dir: Path, address: str, token: str) -> Iterator[None]:
             file.unlink(missing_ok=True)
         except OSError as error:
             log.warning("%s cannot be removed: %s", file, error)
-
-
-def update(run_dir: Path, dashboard: str) -> None:
-    """State the address of the dashboard in the file of a run.
-
-    Raises:
-        OSError: there is no such file, or it cannot be written.
-    """
-    file = run_dir / RUN_FILE
-    known = msgspec.json.decode(file.read_bytes(), type=RunFile)
-    _write(file, msgspec.structs.replace(known, dashboard=dashboard))
 
 
 def run_in(run_dir: Path) -> RunFile:

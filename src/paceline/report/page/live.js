@@ -1,7 +1,7 @@
 // A page that follows a run: fetches its report again and again, and says how old it is.
 
 const INTERVAL_S = 2;
-const PATIENCE = 20; // wait for so many times as long as the last report took
+const PATIENCE = 5; // wait for so many times as long as the last report took
 const MOST_FAILURES = 3; // after so many, the connection counts as lost
 
 // What each worker does now.
@@ -92,6 +92,7 @@ function follow(path, first, show) {
   root.append(words, age);
   let [shownAt, failures, ended] = [performance.now(), 0, false];
   let timer = null;
+  const kept = `${first.run_dir}/report.html`;
 
   const state = (text, kind) => {
     if (words.textContent !== text) fill(words, text);
@@ -109,12 +110,14 @@ function follow(path, first, show) {
       failures = 0;
       shownAt = performance.now();
       show(report);
-      if (report.state !== "running") return end(report.state);
+      if (report.state !== "running") return end(report);
       state("live", "on");
     } else {
       failures += 1;
-      if (failures >= MOST_FAILURES)
-        state(`The connection to the run is lost (${problem}); this is its last known state`, "lost");
+      if (failures >= MOST_FAILURES) {
+        const otherwise = `If the run has ended, its report is ${kept}.`;
+        state(`The connection to the run is lost (${problem}). ${otherwise} Below is what was known last`, "lost");
+      }
     }
     tell();
     plan(Math.max(INTERVAL_S * 1000 * Math.min(8, 2 ** Math.max(0, failures - 1)), PATIENCE * tookMs));
@@ -124,10 +127,11 @@ function follow(path, first, show) {
     if (!ended && !document.hidden && timer === null) timer = setTimeout(poll, wait);
   }
 
-  function end(how) {
+  function end(report) {
     ended = true;
     clearInterval(clockwork);
-    state(how === "finished" ? "The run has finished." : `The run has ended: ${STATE_WORDS[how]}.`, "ended");
+    const how = report.state === "finished" ? "The run has finished." : `The run has ended: ${STATE_WORDS[report.state]}.`;
+    state(`${how} Its report is ${kept}.`, "ended");
     tell();
   }
 
@@ -143,6 +147,6 @@ function follow(path, first, show) {
   state("live", "on");
   tell();
   if (first.state === "running") plan(INTERVAL_S * 1000);
-  else end(first.state);
+  else end(first);
   return root;
 }

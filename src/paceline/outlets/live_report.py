@@ -1,0 +1,94 @@
+"""The report of a run while it goes on. It is made only when somebody asks, and at most once a second."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+
+from msgspec import structs
+
+from ..core.job_status import JobStatus
+from ..errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
+from ..report.run_report import RunReport
+from ..runtime.observer import Observer
+
+__all__ = ["LiveReport", "LiveStatus"]
+
+LEAST_AGE_S = 1.0
+
+MOST_SHARE = 0.05
+"""Maximum share of a core that making reports takes. So the report of a large run is made less often."""
+
+
+class LiveReport:
+    """The report of a run as of now.
+
+    Args:
+        read: reads what is new in the files of the run, and returns its report at a time, in seconds since the run
+            began; None if the time is unknown.
+        ask: returns the state of the job; None if the coordinator does not answer.
+    """
+
+    def __init__(
+        self, read: Callable[[float | None], RunReport], ask: Callable[[], JobStatus | None]
+    ) -> None:
+        self._read = read
+        self._ask = ask
+        self._lock = asyncio.Lock()  # only one report is made at a time
+        self._report: RunReport | None = None
+        self._made_until_s = -math.inf  # until this time on the monotonic clock, the report is new enough
+
+    async def get(self) -> RunReport:
+        """Return the report, which is about a second old at most."""
+        async with self._lock:
+            if self._report is None or time.monotonic() > self._made_until_s:
+                self._report = await asyncio.to_thread(self._make)
+            return self._report
+
+    async def end(self) -> None:
+        """Make the report after the end of the run. From now on, it does not change."""
+        async with self._lock:
+            self._report = await asyncio.to_thread(self._read, None)
+            self._made_until_s = math.inf
+
+    def _make(self) -> RunReport:
+        begun_s = time.thread_time()
+        status = self._ask()
+        now_s = None if status is None else status.elapsed_s
+        # The run has ended when all of its files are there, and not as soon as one of them says so.
+        report = structs.replace(self._read(now_s), state="running", failure="", live=status, now_s=now_s)
+        took_s = time.thread_time() - begun_s
+        self._made_until_s = time.monotonic() + max(LEAST_AGE_S, took_s / MOST_SHARE)
+        return report
+
+
+class LiveStatus:
+    """Asks the coordinator for the state of the job, over one connection that is opened when it is needed.
+
+    Args:
+        address: address of the coordinator.
+        secret: the secret of the run.
+    """
+
+    def __init__(self, address: str, secret: str) -> None:
+        self._address = address
+        self._secret = secret
+        self._observer: Observer | None = None
+
+    def __call__(self) -> JobStatus | None:
+        """Return the state of the job; None if the coordinator does not answer, perhaps because the run is over."""
+        try:
+            if self._observer is None:
+                self._observer = Observer(self._address, self._secret)
+            return self._observer.fetch()
+        except (PeerLostError, DeadlineError, ConfigurationError, ProtocolError):
+            self.close()
+            return None
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._observer is not None:
+            self._observer.close()
+            self._observer = None

@@ -1,0 +1,155 @@
+"""The outlets of a run: where it is shown while it goes on. They are checked, and listen, before anything starts."""
+
+from __future__ import annotations
+
+import os
+import socket
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+
+from ..errors import ConfigurationError
+from ..wire.addresses import listen_tcp
+
+__all__ = ["Listening", "Outlets", "open_outlets"]
+
+LOOPBACK = "127.0.0.1"
+EXAMPLES = "a port such as 8000, or HOST:PORT such as 0.0.0.0:8000"
+
+Port = bool | int | str | None
+
+
+class Listening(msgspec.Struct, frozen=True):
+    """A socket that listens for the readers of an outlet.
+
+    Attributes:
+        sock: the socket.
+        host: the address that the user has given; "127.0.0.1" by default.
+        port: the port.
+    """
+
+    sock: socket.socket
+    host: str
+    port: int
+
+
+class Outlets(msgspec.Struct, frozen=True):
+    """Where a run is shown. A context manager that closes the sockets; false if there is no outlet.
+
+    Attributes:
+        dashboard: where the live page is served; None for nowhere.
+        metrics: where the metrics are served; None for nowhere.
+        tensorboard: absolute path of the directory for TensorBoard; "" for none.
+    """
+
+    dashboard: Listening | None = None
+    metrics: Listening | None = None
+    tensorboard: str = ""
+
+    def __bool__(self) -> bool:
+        return self != Outlets()
+
+    def __enter__(self) -> Outlets:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the sockets in this process."""
+        for listening in (self.dashboard, self.metrics):
+            if listening is not None:
+                listening.sock.close()
+
+
+def open_outlets(
+    dashboard: Port = None, tensorboard: str | os.PathLike[str] | None = None, metrics_port: Port = None
+) -> Outlets:
+    """Return the outlets that a user wants.
+
+    Args:
+        dashboard: the port of the live page, or "HOST:PORT"; True or "" for any free port; None or False for no page.
+        tensorboard: the directory for TensorBoard; None for none.
+        metrics_port: the port of the metrics, or "HOST:PORT"; None for none.
+
+    Raises:
+        ConfigurationError: a port cannot be used, the directory cannot be written, or a package is missing.
+    """
+    if tensorboard is not None:
+        _require_package("tensorboard", "tensorboard", "tensorboard")
+        _require_directory(tensorboard)
+    if metrics_port is not None:
+        _require_package("metrics_port", "prometheus_client", "metrics")
+    page = _listen("dashboard", dashboard)
+    try:
+        metrics = _listen("metrics_port", metrics_port)
+    except ConfigurationError:
+        if page is not None:
+            page.sock.close()
+        raise
+    return Outlets(page, metrics, "" if tensorboard is None else os.path.abspath(tensorboard))
+
+
+def _listen(name: str, wanted: Port) -> Listening | None:
+    """Return a listening socket for the value of an option; None if the option is not given."""
+    if wanted is None or wanted is False:
+        return None
+    host, port = _place(name, wanted)
+    try:
+        sock, _ = listen_tcp(host, port)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{name} is {wanted!r}: {error}") from error
+    return Listening(sock, host, sock.getsockname()[1])
+
+
+def _place(name: str, wanted: Port) -> tuple[str, int]:
+    """Return the host and the port in the value of an option.
+
+    >>> _place("dashboard", "0.0.0.0:8000"), _place("dashboard", 8000), _place("dashboard", True)
+    (('0.0.0.0', 8000), ('127.0.0.1', 8000), ('127.0.0.1', 0))
+    """
+    if wanted is True or wanted == "":
+        return LOOPBACK, 0
+    host, _, port = str(wanted).rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (port.isascii() and port.isdecimal()) or (":" in str(wanted) and not host):
+        raise ConfigurationError(f"{name} is {wanted!r}, expected {EXAMPLES}.")
+    if int(port) > 65535:
+        raise ConfigurationError(f"{name} is {wanted!r}, expected a port from 0 to 65535.")
+    return host or LOOPBACK, int(port)
+
+
+def _require_package(name: str, module: str, extra: str) -> None:
+    """Raise `ConfigurationError` unless the package is installed that an option needs."""
+    if find_spec(module) is None:
+        package = module.replace("_", "-")
+        raise ConfigurationError(
+            f"{name} requires the package {package}, which is not installed; run: pip install 'paceline[{extra}]'"
+        )
+
+
+def _require_directory(path: str | os.PathLike[str]) -> None:
+    """Create the directory for TensorBoard.
+
+    Raises:
+        ConfigurationError: it cannot be created or written.
+    """
+    folder = Path(path)
+    try:
+        if not os.fspath(path):
+            raise FileNotFoundError("its name is empty")
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigurationError(
+            f"tensorboard is {str(path)!r}, which is or lies in a file; give the path of a directory."
+        ) from None
+    except OSError as error:
+        raise ConfigurationError(
+            f"tensorboard is {str(path)!r}, but this directory cannot be created: {error.strerror or error}. Choose "
+            "another one."
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigurationError(
+            f"tensorboard is {str(path)!r}, but you may not write to this directory; choose another one."
+        )
