@@ -21,6 +21,7 @@ from paceline.rehearsal.recommendation import (
 from paceline.rehearsal.wire_variants import wire_variants
 from paceline.sim import Cluster, Dataset, Uniform
 from paceline.sync.accuracy import EFFECTS
+from paceline.trace.findings import DISTRIBUTE
 
 BSP = Candidate(sync="bsp", times=1.0, waiting_share=0.4)
 BALANCED = Candidate(sync="bsp", batch="balanced", times=2.31)
@@ -142,6 +143,13 @@ def test_a_measured_loss_replaces_the_advice_to_check_it() -> None:
     found = advised(BSP, msgspec.structs.replace(measured, times=0.0))
     assert found.text.startswith("Recommended: stay with bsp. ")
     assert found.text.endswith(" asp did not reach the last loss of bsp.")
+
+
+def test_a_script_that_does_not_distribute_its_data_has_to_do_that_first() -> None:
+    for candidates, ends in (([BSP, ASP], DISTRIBUTE), ([BSP, BALANCED], "stays the same.")):
+        found = recommend(candidates, servers=1, check=str, distributes=False)
+        assert found is not None
+        assert found.text.endswith(ends)
 
 
 def test_without_bsp_there_is_nothing_to_compare_with() -> None:

@@ -184,6 +184,7 @@ def advise(
             wire_variants(cluster, rows, seed=0, shards=None, data=data, tell=tell),
             servers=cluster.servers,
             check=lambda sync: how_to_check(str(run_dir), summary.get("program", ()), ("bsp", sync)),
+            distributes="program" not in summary or summary.get("split") is not None,
         ),
     )
 

@@ -17,6 +17,7 @@ from ..core.lease import BatchSizing
 from ..report.names import run_name
 from ..sync.accuracy import EFFECTS, Effect, effect_of
 from ..sync.schedule import read_schedule
+from ..trace.findings import DISTRIBUTE
 from .ranking import Figures
 
 __all__ = [
@@ -136,6 +137,7 @@ def recommend(
     *,
     servers: int,
     check: Callable[[str], str],
+    distributes: bool = True,
 ) -> Recommendation | None:
     """Return what the simulations recommend; None without bsp, with which all others are compared.
 
@@ -144,6 +146,8 @@ def recommend(
         variants: simulations with fewer or faster transfers.
         servers: number of servers of the cluster as it is.
         check: returns the command that shows the accuracy of the script under a sync model.
+        distributes: False if the script of a run distributes no data. Then each worker makes a fixed number of
+            iterations, and the run takes as long as its slowest worker under any model.
 
     >>> rows = [Candidate(sync="bsp", times=1.0), Candidate(sync="bsp", batch="balanced", times=2.31)]
     >>> recommend(rows, servers=1, check=str).text
@@ -167,6 +171,8 @@ def recommend(
         sentences = [f"Recommended: stay with bsp. {_no_gain(bsp, candidates)}", wire.sentence()]
     if relaxed is not None and pick is not relaxed:
         sentences.append(f"Or {_with_its_price(relaxed)}")
+    if relaxed is not None and not distributes:
+        sentences.append(DISTRIBUTE)
     return Recommendation(
         text=" ".join(filter(None, sentences)),
         sync=pick.sync,

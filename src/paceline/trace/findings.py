@@ -24,6 +24,7 @@ from .measures import Measures
 from .unapplied import unapplied_pushes
 
 __all__ = [
+    "DISTRIBUTE",
     "LEAST_S",
     "LEAST_SHARE",
     "Handout",
