@@ -203,6 +203,7 @@ def test_the_commands_are_those_that_users_need(call: Call) -> None:
         "serve",
         "join",
         "status",
+        "report",
         "demo",
         "simulate",
         "advise",
@@ -516,8 +517,8 @@ def test_an_unknown_command_is_refused_with_the_nearest(call: Call) -> None:
 
     assert ended.code == 2
     assert ended.stderr == (
-        "error: unknown command 'rnu'; did you mean 'run'? Choices: advise, check, demo, join, run, serve, simulate, "
-        "status, sync.\n"
+        "error: unknown command 'rnu'; did you mean 'run'? Choices: advise, check, demo, join, report, run, serve, "
+        "simulate, status, sync.\n"
     )
 
 
@@ -742,7 +743,7 @@ def test_run_gives_the_script_its_arguments_and_shows_what_worker_0_prints(tmp_p
         "warning: options after train.py are passed to the script: --sync, --workers, -n. "
     )
     assert "Traceback" not in ended.stderr
-    shown = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines[2:-1])
+    shown = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines[2:-2])
     assert shown.keys() - {"idle"} == {
         "sync",
         "duration",
@@ -758,7 +759,7 @@ def test_run_gives_the_script_its_arguments_and_shows_what_worker_0_prints(tmp_p
     assert shown["staleness"].endswith(" (in updates)")
     assert shown["gap"].endswith(" (in iterations)")
     [run_dir] = (tmp_path / "runs").iterdir()
-    assert lines[-1] == f"weights, traces and logs: {run_dir}"
+    assert lines[-2:] == [f"weights, traces and logs: {run_dir}", f"report: {run_dir / 'report.html'}"]
     assert (run_dir / "worker-1.log").read_text().startswith(f"worker 1 of 2: {['train.py', *arguments]}\n")
     assert {"summary.json", "weights.safetensors", "trace-shard-0.jsonl"} <= set(contents(run_dir))
 
