@@ -120,7 +120,7 @@ class _Teller:
 
 
 def _in_progress(run_dir: Path) -> bool:
-    from ..runtime.run_file import run_in
+    from ..runtime.in_progress import run_in
 
     try:
         run_in(run_dir)

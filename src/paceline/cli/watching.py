@@ -101,7 +101,7 @@ def _place(run: str | None, secret_file: Path | None) -> Place:
         ConfigurationError: there is no such run, or its secret is unknown.
         PeerLostError: the run is over.
     """
-    from ..runtime.run_file import newest_run, run_in
+    from ..runtime.in_progress import newest_run, run_in
 
     if run is not None and not Path(run).is_dir():
         if ":" not in run:
@@ -120,7 +120,7 @@ def _place(run: str | None, secret_file: Path | None) -> Place:
 @contextlib.contextmanager
 def _in_progress(place: Place) -> Iterator[None]:
     """If the run ends in this context, say so, instead of naming the address of its coordinator."""
-    from ..runtime.run_file import run_in
+    from ..runtime.in_progress import run_in
 
     try:
         yield

@@ -33,7 +33,7 @@ def description_of(job: Job, program: Sequence[str], command: str = "") -> RunFi
     return RunFile(
         version=__version__,
         begun_at=datetime.now().astimezone().isoformat(timespec="seconds"),
-        command=command or command_line(),
+        command=_without_run_dir(command or command_line(), Path(job.run_dir)),
         folder=os.getcwd(),
         program=tuple(_without_secrets(program)),
         settings=tuple(_settings(job)),
@@ -79,6 +79,18 @@ def command_line(arguments: Sequence[str] | None = None, environment: Mapping[st
     if words[:3] == ["paceline", "join", "--slurm"]:
         words = ["srun", *words]
     return shlex.join(_without_secrets(words))
+
+
+def _without_run_dir(command: str, run_dir: Path) -> str:
+    """Return a command line without the name of the run directory, because another run must not use it again."""
+    words = shlex.split(command)
+    for place, word in enumerate(words):
+        name, _, value = word.partition("=")
+        following = 1 if value else 2
+        value = value or "".join(words[place + 1 : place + 2])
+        if name == "--run-dir" and Path(value).absolute() == run_dir.absolute():
+            return shlex.join(words[:place] + words[place + following :])
+    return command
 
 
 def _without_secrets(words: Sequence[str]) -> list[str]:

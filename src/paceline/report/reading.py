@@ -57,8 +57,8 @@ class ReportReader:
 
     Args:
         run_dir: the run directory.
-        in_progress: returns True if the run in a directory, which has no summary, is still in progress. Otherwise, its
-            launcher was killed.
+        in_progress: returns True if the run in a directory, which has no summary, is still in progress. Otherwise,
+            its launcher was killed.
 
     Raises:
         ConfigurationError: the directory contains no run.
@@ -79,9 +79,7 @@ class ReportReader:
         self._traces: list[Path] = []  # of the shards that are digested
         self._damaged: dict[str, str] = {}  # what is damaged -> a note
 
-    def read(
-        self, now_s: float | None = None, hurried: Callable[[], bool] = lambda: False
-    ) -> RunReport:
+    def read(self, now_s: float | None = None, hurried: Callable[[], bool] = lambda: False) -> RunReport:
         """Return the report of the run as of now.
 
         Args:
@@ -173,7 +171,9 @@ class ReportReader:
                     return True
                 self._digest.sources = [each for each in self._digest.sources if each not in broken]
             except DAMAGED as error:
-                self._damaged["traces"] = f"The traces lack entries ({error!r}), so this report is incomplete."
+                self._damaged["traces"] = (
+                    f"The traces lack entries ({error!r}), so this report is incomplete."
+                )
                 return True
 
 
@@ -439,8 +439,8 @@ class _Assembly:
         if unknown:
             notes.append(
                 f"There are no records of {listed(unknown)}, because machines that join a run keep those of their "
-                "workers. So in the timeline, what lies between an answer and the next push counts as computing. Copy "
-                "the files worker-*.jsonl from these machines into the run directory to see transfers, too."
+                "workers. So in the timeline, what lies between an answer and the next push counts as computing. "
+                "Copy the files worker-*.jsonl from these machines into the run directory to see transfers, too."
             )
         if activity.converter.unknown:
             notes.append(

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from paceline.errors import ConfigurationError, PacelineError, PeerLostError
+from paceline.runtime.in_progress import FILE_NAME, RunInProgress, newest_run, published, run_in
 from paceline.runtime.process_states import RunningProcess
-from paceline.runtime.run_file import RUN_FILE, RunFile, newest_run, published, run_in
 
 
 @pytest.fixture
@@ -28,8 +28,10 @@ def run_dir(name: str, written_s: float | None = None, **others: object) -> Path
     path.mkdir(parents=True)
     process = RunningProcess.of(os.getpid())
     assert process is not None
-    content = msgspec.structs.replace(RunFile("unix:x", "token", os.uname().nodename, process), **others)
-    file = path / RUN_FILE
+    content = msgspec.structs.replace(
+        RunInProgress("unix:x", "token", os.uname().nodename, process), **others
+    )
+    file = path / FILE_NAME
     file.write_bytes(msgspec.json.encode(content))
     if written_s is not None:
         os.utime(file, (written_s, written_s))
@@ -42,7 +44,7 @@ ENDED = RunningProcess(os.getpid(), 1)  # an earlier process with our id
 
 def test_only_its_owner_may_read_the_file_which_is_gone_after_the_run(folder: Path) -> None:
     with published(folder, "unix:/proc/1/fd/3", "secret"):
-        file = folder / RUN_FILE
+        file = folder / FILE_NAME
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         found = run_in(folder)
         assert (found.address, found.token, found.dashboard) == ("unix:/proc/1/fd/3", "secret", "")
@@ -105,7 +107,7 @@ def test_a_directory_without_the_file_is_explained(
         Path("run", name).write_text(content)
     with pytest.raises(error, match=said):
         run_in(Path("run"))
-    Path("run", RUN_FILE).write_text('{"another": "file"}')
+    Path("run", FILE_NAME).write_text('{"another": "file"}')
     with pytest.raises(error, match=said):
         run_in(Path("run"))
 

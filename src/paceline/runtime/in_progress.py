@@ -20,11 +20,11 @@ import msgspec
 from ..errors import ConfigurationError, PacelineError, PeerLostError
 from .process_states import RunningProcess
 
-__all__ = ["RUN_FILE", "RunFile", "newest_run", "published", "run_in"]
+__all__ = ["FILE_NAME", "RunInProgress", "newest_run", "published", "run_in"]
 
 log = logging.getLogger("paceline.run")
 
-RUN_FILE = "running.json"
+FILE_NAME = "running.json"
 RUNS = Path("runs")
 """The folder in which runs make their directories by default."""
 
@@ -39,7 +39,7 @@ class _Summary(msgspec.Struct):
     ended: str = ""
 
 
-class RunFile(msgspec.Struct, frozen=True):
+class RunInProgress(msgspec.Struct, frozen=True):
     """How to reach a run in progress.
 
     Attributes:
@@ -65,13 +65,13 @@ def published(run_dir: Path, address: str, token: str, dashboard: str = "") -> I
         run_dir: the directory of the run.
         address: address of the coordinator.
         token: the secret of the run.
-        dashboard: see `RunFile`.
+        dashboard: see `RunInProgress`.
     """
     process = RunningProcess.of(os.getpid())
     assert process is not None
-    file = run_dir / RUN_FILE
+    file = run_dir / FILE_NAME
     try:
-        _write(file, RunFile(address, token, socket.gethostname(), process, dashboard))
+        _write(file, RunInProgress(address, token, socket.gethostname(), process, dashboard))
     except OSError as error:
         log.warning("`paceline status` will not find the run, because %s cannot be written: %s", file, error)
     try:
@@ -83,7 +83,7 @@ def published(run_dir: Path, address: str, token: str, dashboard: str = "") -> I
             log.warning("%s cannot be removed: %s", file, error)
 
 
-def run_in(run_dir: Path) -> RunFile:
+def run_in(run_dir: Path) -> RunInProgress:
     """Return how to reach the run in a directory.
 
     Raises:
@@ -122,7 +122,7 @@ def newest_run(folder: Path = RUNS) -> Path:
         PeerLostError: the same, and the newest run has been cut off.
     """
     cut_off: dict[Path, PeerLostError] = {}
-    for file in sorted(folder.glob(f"*/{RUN_FILE}"), key=_written_s, reverse=True):
+    for file in sorted(folder.glob(f"*/{FILE_NAME}"), key=_written_s, reverse=True):
         try:
             run_in(file.parent)
         except PeerLostError as error:
@@ -140,9 +140,9 @@ def newest_run(folder: Path = RUNS) -> Path:
     )
 
 
-def _write(file: Path, content: RunFile) -> None:
+def _write(file: Path, content: RunInProgress) -> None:
     """Write the file at once, so that nobody reads a part of it, and so that other users never may read it."""
-    new = file.with_name(f".{RUN_FILE}-{secrets.token_hex(4)}")
+    new = file.with_name(f".{FILE_NAME}-{secrets.token_hex(4)}")
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with open(descriptor, "wb") as target:
@@ -153,10 +153,10 @@ def _write(file: Path, content: RunFile) -> None:
         raise
 
 
-def _read(run_dir: Path) -> RunFile | None:
+def _read(run_dir: Path) -> RunInProgress | None:
     """Return the content of the file; None if there is none, or if it is not such a file."""
     try:
-        return msgspec.json.decode((run_dir / RUN_FILE).read_bytes(), type=RunFile)
+        return msgspec.json.decode((run_dir / FILE_NAME).read_bytes(), type=RunInProgress)
     except (FileNotFoundError, IsADirectoryError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
