@@ -532,7 +532,13 @@ def test_a_demo_with_no_seeds_is_refused(seeds: str, call: Call, tmp_path: Path)
 
 
 NONSENSE = "nonsense!"
-ANY_NAME = {"--run-dir", "--out", "--observer", "--command"}  # options whose value may be any text
+ANY_NAME = {
+    "--run-dir",
+    "--out",
+    "--observer",
+    "--command",
+    "--tensorboard",
+}  # options whose value may be any text
 REQUIRED = {  # what each command needs besides the option
     "run": ["--dry-run", "train.py"],
     "check": ["train.py"],
@@ -563,7 +569,9 @@ def test_nonsense_for_any_option_is_refused_in_one_sentence_that_names_it(
     for name, value in {**SLURM, "PACELINE_SECRET": "0" * 64}.items():
         monkeypatch.setenv(name, value)
     brings = ["--servers", "1"] if (command, option) == ("join", "--listen") else []
-    ended = call(*command.split(), *brings, option, NONSENSE, *REQUIRED.get(command, []))
+    # The value of --dashboard may be left out, and what follows is then the script.
+    given = [f"{option}={NONSENSE}"] if option == "--dashboard" else [option, NONSENSE]
+    ended = call(*command.split(), *brings, *given, *REQUIRED.get(command, []))
 
     assert (ended.code, ended.stdout) == (2, "")
     assert re.fullmatch(r"error: .*[.)]\n", ended.stderr)  # one line

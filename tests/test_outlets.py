@@ -144,6 +144,11 @@ def test_an_option_with_an_optional_value_takes_only_what_looks_like_one(
     assert completed(arguments, {"-n", "--seed", "--dashboard"}) == expected
 
 
+def test_a_command_without_a_script_takes_any_word_for_the_value() -> None:
+    assert completed(["--dashboard", "x"], set(), mixed=True) == ["--dashboard=x"]
+    assert completed(["--dashboard", "-n4"], set(), mixed=True) == ["--dashboard=", "-n4"]
+
+
 def test_help_shows_the_options() -> None:
     result = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "120", "NO_COLOR": "1"})
     assert "[[HOST:]PORT]" in result.output

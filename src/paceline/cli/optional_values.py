@@ -13,7 +13,7 @@ __all__ = ["OptionalValues", "completed"]
 PORT = re.compile(r"(\S+:)?[0-9]+")
 
 OPTIONAL = {"--dashboard": PORT}
-"""Option -> what its value looks like. Anything else that follows is the next argument."""
+"""Option -> what its value looks like. In a command with a script, anything else that follows is the script."""
 
 
 class OptionalValues(TyperCommand):
@@ -47,7 +47,10 @@ def completed(args: Sequence[str], valued: Collection[str], *, mixed: bool = Fal
     while left:
         word = left.pop(0)
         if word in OPTIONAL:
-            done.append(f"{word}={left.pop(0) if left and OPTIONAL[word].fullmatch(left[0]) else ''}")
+            is_value = left and (
+                OPTIONAL[word].fullmatch(left[0]) if not mixed else not left[0].startswith("-")
+            )
+            done.append(f"{word}={left.pop(0) if is_value else ''}")
             continue
         done.append(word)
         if word == "--" or not (word.startswith("-") or mixed):
