@@ -151,6 +151,9 @@ RUN_OPTIONS = {
     "--pace": "Minimum duration of an iteration in seconds",
     "--slowdown": "Factors >= 1",
     "--jitter": "uniform random factor",
+    "--dashboard": "Serve the report of the run as a live page",
+    "--tensorboard": "Write what the script logs, the speed",
+    "--metrics-port": "Serve the state of the run as OpenMetrics",
     "--dry-run": "show what would be started",
 }
 
