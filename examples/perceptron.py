@@ -27,10 +27,13 @@ loader = paceline.distribute(DataLoader(TensorDataset(images[train], labels[trai
 for _ in paceline.epochs(10):
     for x, y in loader:
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
         optimizer.step()
+        paceline.log(loss=loss)
 
 with paceline.evaluating(model):
     if paceline.is_main():
         right = model(images[test]).argmax(dim=1) == labels[test]
+        paceline.log(accuracy=right.float().mean())
         print(f"test accuracy: {right.float().mean():.1%}")
