@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from paceline.core.shard import Shard
 from paceline.errors import ConfigurationError
 from paceline.sim import Cluster, Presence, simulate
+from paceline.sync import MODELS as REGISTERED
 from paceline.sync import Conditions, PullState, ShardMachine, SyncModel, register
 from paceline.sync.actions import AnswerPull, ApplyPush, DropPush
 from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
@@ -154,7 +155,6 @@ class OddShard(ShardMachine):
         raise AssertionError
 
 
-@register
 class Odd(SyncModel, frozen=True, repr_omit_defaults=True):
     name = "odd-for-keyframes"
 
@@ -162,6 +162,13 @@ class Odd(SyncModel, frozen=True, repr_omit_defaults=True):
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> ShardMachine:
         return OddShard(self.kept)
+
+
+@pytest.fixture
+def odd() -> Iterator[None]:
+    register(Odd)
+    yield
+    del REGISTERED[Odd.name]
 
 
 def entries_of(header: Header, count: int) -> list[Entry]:
@@ -175,6 +182,7 @@ def entries_of(header: Header, count: int) -> list[Entry]:
     return entries
 
 
+@pytest.mark.usefixtures("odd")
 def test_a_users_model_keeps_its_state_and_its_random_numbers() -> None:
     header = Header(sync="odd-for-keyframes", host="shard", imports=(__name__,))
     trace = Trace(header, entries_of(header, 40))
@@ -184,6 +192,7 @@ def test_a_users_model_keeps_its_state_and_its_random_numbers() -> None:
         assert replay(rest) == []
 
 
+@pytest.mark.usefixtures("odd")
 def test_a_users_model_with_a_state_that_cannot_be_written_is_named_when_it_is_replayed() -> None:
     header = Header(sync="odd-for-keyframes:kept=file", host="shard", index=2, imports=(__name__,))
     rest, keyframe = continued(Trace(header, entries_of(header, 5)), 4)
@@ -196,6 +205,7 @@ def test_a_users_model_with_a_state_that_cannot_be_written_is_named_when_it_is_r
     assert "it contains a " in str(e.value)
 
 
+@pytest.mark.usefixtures("odd")
 def test_a_class_of_a_module_that_was_not_named_is_not_written() -> None:
     header = Header(sync="odd-for-keyframes", host="shard")
     _, keyframe = continued(Trace(header, entries_of(header, 5)), 4)

@@ -86,7 +86,9 @@ def test_a_run_pauses_while_it_has_too_few_workers(mark: str) -> None:
     await_that(lambda: time.time() - max(step.stat().st_mtime for step in steps) > 0.5, "nobody steps")
     stays.terminate()
     left = output(stays)
-    await_that(lambda: ", paused: 0 of at least 2 workers" in served.messages, "everybody has left")
+    await_that(
+        lambda: "waits for others to join: 0 of at least 2 workers" in served.messages, "everybody has left"
+    )
     enough()
     others = [served.join("10"), served.join("10")]
     codes = [output(program) for program in others]

@@ -128,7 +128,8 @@ def train() -> None:
 def test_it_is_ranked_beside_the_models_of_the_package(tmp_path: Path) -> None:
     shutil.copy(EXAMPLE, tmp_path / "buffered.py")
     options = ["--sync", "bsp,buffered:batch=3", "--iterations", "20", "--out", "out", "--json"]
-    rows = json.loads(paceline_in(tmp_path, "simulate", "elastic-bsp", "--import", "buffered", *options))
+    found = json.loads(paceline_in(tmp_path, "simulate", "elastic-bsp", "--import", "buffered", *options))
+    rows = found["rows"]
     assert {row["sync"] for row in rows} == {"bsp", "buffered:batch=3"}
     assert "the mean of every B" in paceline_in(tmp_path, "sync", "buffered", "--import", "buffered")
 

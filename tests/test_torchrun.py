@@ -95,8 +95,7 @@ def test_torchrun_starts_a_failed_job_again_as_another_job(mark: str) -> None:
     assert code == 0, said
     assert "RuntimeError: the first attempt" in said, said
     summaries = sorted(Path("runs").glob("*/summary.json"))
-    assert [summary(str(path.parent))["ended"] for path in summaries] == ["finished"]
-    assert len(list(Path("runs").iterdir())) == 2
+    assert sorted(summary(str(path.parent))["ended"] for path in summaries) == ["failed", "finished"]
 
 
 @pytest.mark.parametrize(
