@@ -304,7 +304,7 @@ if "SLOW" in os.environ and not Path("go").exists():
 @pytest.mark.processes
 @pytest.mark.usefixtures("machines_alone")
 @pytest.mark.skipif(bool(why_not()), reason=f"creating network namespaces needs {why_not()}")
-@pytest.mark.parametrize("until", ["it was taken out", *chaos("its worker has ended")])
+@pytest.mark.parametrize("until", chaos("it was taken out", "its worker has ended"))
 def test_a_machine_whose_link_is_down_while_its_worker_starts_joins_again(
     until: str, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -551,7 +551,7 @@ def test_over_shared_memory_all_weights_survive_a_server_that_fails_at_the_end(n
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("name", ["SIGSTOP", *chaos("SIGKILL")])
+@pytest.mark.parametrize("name", chaos("SIGSTOP", "SIGKILL"))
 def test_over_tcp_the_other_slices_survive_a_server_that_fails_at_the_end(name: str) -> None:
     ended = run(END.format(signal=name), "--servers", "2", "--transport", "tcp")
 

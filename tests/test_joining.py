@@ -226,7 +226,7 @@ def test_a_link_that_is_too_slow_for_the_model_is_reported_with_the_arithmetic(m
     assert time_s == pytest.approx(size_mb / rate_mb, rel=0.3)
 
 
-@pytest.mark.parametrize("sync", ["bsp", "elastic-bsp:lookahead=5", *chaos("asp", "ssp:staleness=2")])
+@pytest.mark.parametrize("sync", ["elastic-bsp:lookahead=5", *chaos("bsp", "asp", "ssp:staleness=2")])
 def test_a_worker_joins_in_mid_run(sync: str, mark: str) -> None:
     served = Served("--workers", "1:2", "--servers", "2", "--sync", sync)
     first = served.join("20", "0.05")

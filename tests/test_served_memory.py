@@ -35,7 +35,7 @@ apart_is_possible = (
 needs_namespaces = pytest.mark.skipif(
     not apart_is_possible, reason="creating process namespaces needs root and unshare"
 )
-KILLS = 4
+KILLS = 2
 
 # Trains a second module from the second epoch on, with an optimizer of its own.
 EXTENDING_SCRIPT = """
