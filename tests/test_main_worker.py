@@ -22,7 +22,7 @@ from paceline.sim import Cluster, Presence, simulate
 from paceline.sync import parse
 from paceline.sync.schedule import Schedule, Step
 
-from .live import await_that, mark, run_program
+from .live import await_that, chaos, mark, run_program
 from .served import Served, output
 
 __all__ = ["mark"]
