@@ -223,6 +223,7 @@ def test_the_command_refuses_bad_input_before_anything_starts(arguments: list[st
 
 
 @needs_machines
+@pytest.mark.chaos
 @pytest.mark.processes
 @pytest.mark.usefixtures("machines_alone")
 def test_a_small_run_gives_all_figures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,13 +232,15 @@ def test_no_interleaving_with_a_loss_deadlocks_or_breaks_the_bound(name: str) ->
 
 small = pytest.mark.skipif(bool(LARGE), reason="the small sizes are visited by every run of the tests")
 
-# With a join, these variants of a model take many times as long as the model itself. `make check-models` visits them.
+# With a join, these take long, and are variants of models that every run of the tests visits. `make check-models`
+# visits them, and all random choices of the models that draw.
 VARIANTS = {
     "spec-sync-half",
     "spec-sync-ssp",
     *(name for name in MODELS if name.startswith("spec-sync-adaptive")),
+    *("dssp-1", "dssp-2", "dsps-1", "dsps-2", "pssp-lazy", "pssp-per-shard", "dynamic-pssp-per-shard"),
 }
-JOINING = [name for name in MODELS if (name in VARIANTS) == bool(LARGE)]
+JOINING = [name for name in MODELS if (name in VARIANTS) == bool(LARGE) or (LARGE and name in SEEDS)]
 
 
 @pytest.mark.parametrize("name", JOINING)
@@ -246,7 +248,7 @@ def test_no_interleaving_with_a_late_worker_deadlocks_or_breaks_the_bound(name: 
     alone = isinstance(
         MODELS[name], ElasticBSP | SpecSync
     )  # where the coordinator's word multiplies the interleavings
-    for seed in range(SEEDS.get(name, 1)):
+    for seed in range(SEEDS.get(name, 1) if LARGE else 1):
         cluster = cluster_of(name, workers=1 if alone else 2, late=1, shards=2, iterations=2, seed=seed)
         assert explore(cluster) > 50
 
