@@ -144,7 +144,7 @@ def _count(value: object) -> int:
 
 def _flat(value: Any) -> list[float]:
     if isinstance(value, torch.Tensor):
-        flat: list[float] = value.detach().to(torch.float64).reshape(-1).tolist()
+        flat: list[float] = value.detach().cpu().to(torch.float64).reshape(-1).tolist()
         return flat
     return [float(value)]
 
@@ -157,11 +157,13 @@ def _described(name: str | None, value: object) -> str:
 def _like(value: Any, combined: array[float], op: str) -> Any:
     """Return the combined numbers as a value of the same kind."""
     if isinstance(value, torch.Tensor):
-        result = torch.tensor(combined, dtype=torch.float64, device=value.device).reshape(value.shape)
+        result = torch.tensor(combined, dtype=torch.float64).reshape(value.shape)
         if value.is_floating_point():
-            return result.to(value.dtype)
-        if op == "mean":
-            return result.to(torch.get_default_dtype())
-        return result.to(torch.int64 if value.dtype == torch.bool else value.dtype)
+            dtype = value.dtype
+        elif op == "mean":
+            dtype = torch.get_default_dtype()
+        else:
+            dtype = torch.int64 if value.dtype == torch.bool else value.dtype
+        return result.to(dtype).to(value.device)
     [number] = combined
     return int(number) if op == "sum" and isinstance(value, numbers.Integral) else number

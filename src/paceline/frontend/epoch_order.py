@@ -123,10 +123,10 @@ def _digest(item: object, update: Callable[[bytes], object]) -> None:
         case dict():
             for key, element in item.items():
                 _digest((key, element), update)
-        case torch.Tensor() if not item.is_sparse and item.device.type == "cpu":
+        case torch.Tensor() if not item.is_sparse:
             flat = item.detach().reshape(-1)[: MOST_DIGESTED_BYTES // max(1, item.element_size())]
             update(repr(tuple(item.shape)).encode())
-            update(flat.contiguous().view(torch.uint8).numpy().tobytes())
+            update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         case _ if numpy is not None and isinstance(item, numpy.ndarray | numpy.generic):
             _digest(torch.as_tensor(numpy.asarray(item)), update)
         case _:

@@ -1,18 +1,16 @@
-"""The gradients of a worker, stored in flat vectors.
+"""The gradients of a worker, stored in the stager's flat vectors.
 
 Autograd chooses the memory in which it accumulates a gradient, so each gradient is *adopted*: it is copied to its
-place in the flat vector, and this place becomes the parameter's `.grad`. Large gradients are copied with `memmove`,
-which bypasses the cache for large blocks. A write through the cache would first read the memory to be overwritten,
-and caching the data would be useless, because another process reads it next.
+place in the flat vector, and this place becomes the parameter's `.grad`.
 
 Gradients are checked for NaN and inf when they are committed, because until then a script may edit them, and such
 edits cannot be detected. The dot product of a vector with itself reveals NaN and inf 35 times faster than `isfinite`,
-but it can also overflow. So if the dot product is not finite, each gradient is checked with `isfinite`.
+but it can also overflow. So if the dot product is not finite, each gradient is checked with `isfinite`. These checks
+read the session's vectors, which are in the memory of the host.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -26,14 +24,12 @@ from ..core.layout import Layout, of_set
 from ..shard.vectors import Vectors, parameter_views, squared_norm
 from .hooks import Weakly, remove_after
 from .session import Session
-from .weights import shape_change_outside_step
+from .staging import Stager, move_into
+from .weights import change_outside_step, shape_change_outside_step
 
 __all__ = ["Gradients"]
 
 log = logging.getLogger("paceline.frontend.gradients")
-
-LARGE_BYTES = 2 * 1024 * 1024
-"""Minimum size, in bytes, of a gradient that is copied with `memmove`."""
 
 
 class Gradients:
@@ -42,7 +38,8 @@ class Gradients:
     Args:
         layout: layout of the parameters in the flat vectors.
         parameters: the parameters, in the order of the layout.
-        vectors: the flat vectors for the gradients, filled with zeros.
+        stager: the stager, whose flat vectors for the gradients are filled with zeros.
+        pushed: the session's flat vectors for the gradients.
         pushes_rows: see `Session.pushes_rows`.
     """
 
@@ -50,13 +47,16 @@ class Gradients:
         self,
         layout: Layout,
         parameters: Sequence[torch.Tensor],
-        vectors: Vectors,
+        stager: Stager,
+        pushed: Vectors,
         pushes_rows: Callable[[int], bool],
     ) -> None:
         self._layout = layout
         self._parameters = parameters
-        self._vectors = vectors
-        self._views = parameter_views(layout, vectors)
+        self._stager = stager
+        self._vectors = stager.gradients
+        self._pushed = pushed
+        self._views = parameter_views(layout, stager.gradients)
         self._written = [False] * len(self._views)  # True for each view that may contain nonzero values
         # True for each parameter of which a gradient has been accumulated since the last push
         self._accumulated_since_push = [False] * len(self._views)
@@ -67,7 +67,8 @@ class Gradients:
         """Move a parameter's gradient to the flat vector. If there is no gradient, write zeros and return False.
 
         Raises:
-            WeightsChangedError: the gradient's shape is not the shape that the parameter had when training began.
+            WeightsChangedError: the gradient's shape or device is not the one that the parameter had when training
+                began.
         """
         parameter, view = self._parameters[index], self._views[index]
         gradient = parameter.grad
@@ -78,17 +79,14 @@ class Gradients:
             return False
         if gradient.shape != view.shape:  # for some wrong shapes, copy_() would broadcast instead of failing
             raise shape_change_outside_step(self._layout.parameters[index], gradient.shape)
+        if gradient.device != view.device:
+            raise change_outside_step(
+                self._layout.parameters[index], f"was moved from {view.device} to {gradient.device}"
+            )
         self._written[index] = True
-        if gradient.is_sparse:
-            if not self._pushes_rows(index):
-                self._warn_of_sparse(index)
-            view.copy_(gradient.to_dense())
-        elif gradient.data_ptr() != view.data_ptr():
-            same_format = gradient.is_contiguous() and gradient.dtype == view.dtype
-            if same_format and view.nbytes >= LARGE_BYTES:
-                ctypes.memmove(view.data_ptr(), gradient.data_ptr(), view.nbytes)
-            else:
-                view.copy_(gradient)
+        if gradient.is_sparse and not self._pushes_rows(index):
+            self._warn_of_sparse(index)
+        move_into(view, gradient)
         if gradient is not view:
             parameter.grad = view
         return True
@@ -124,10 +122,11 @@ class Gradients:
 
     @contextmanager
     def replaced_by(self, values: Mapping[int, torch.Tensor]) -> Iterator[None]:
-        """Return a context in which the flat vectors contain these values instead of gradients."""
+        """Return a context in which the session's vectors contain these values instead of gradients."""
         gradients = {dtype: vector.clone() for dtype, vector in self._vectors.items()}
         for index, value in values.items():
             self._views[index].copy_(value)
+        self._stager.deliver(None)
         try:
             yield
         finally:
@@ -137,15 +136,19 @@ class Gradients:
     def norm(self, set_index: int | None) -> tuple[float, str | None]:
         """Return the L2 norm of the gradients, and the name of the first parameter whose gradient is not finite.
 
+        The session's vectors must contain the gradients (see `Stager.deliver`).
+
         The norm is NaN or inf if an element is. The name is None if there is no such parameter.
 
         If `set_index` is not None, only the parameters of this set are checked.
         """
-        vectors = of_set(self._vectors, set_index)
+        vectors = of_set(self._pushed, set_index)
         square = sum(float(torch.dot(vector, vector)) for vector in vectors.values())
         if math.isfinite(square):
             return math.sqrt(square), None
-        for parameter, view in zip(self._layout.parameters, self._views, strict=True):
+        for parameter, view in zip(
+            self._layout.parameters, parameter_views(self._layout, self._pushed), strict=True
+        ):
             if parameter.vector in vectors and not bool(view.isfinite().all()):
                 return math.nan, parameter.names[0]
         return math.sqrt(sum(squared_norm([vector]) for vector in vectors.values())), None
@@ -158,6 +161,7 @@ class Gradients:
     def begin_next(self) -> None:
         """Record that the gradients that are accumulated from now on belong to the next push."""
         self._accumulated_since_push = [False] * len(self._views)
+        self._stager.begin_next()
 
     def _accumulated(self, index: int, owner: ref[Session], final: bool, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
@@ -173,8 +177,10 @@ class Gradients:
             self.begin_next()
         self._accumulated_since_push[index] = True
         session.data.accumulate()
+        arrived = self._stager.gradient_ready(index)
         if final and session.sends_early:
-            session.gradient_ready(index)
+            for each in arrived:
+                session.gradient_ready(each)
 
     def _warn_of_sparse(self, index: int) -> None:
         if not self._warned_of_sparse:

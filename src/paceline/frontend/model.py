@@ -17,6 +17,7 @@ from .joint_model import JointModel
 __all__ = [
     "Place",
     "describe_parameter",
+    "device_of",
     "find_model",
     "layout_of",
     "require_not_wrapped",
@@ -142,8 +143,8 @@ def layout_of(model: JointModel, places: Sequence[Place], before: Sequence[Param
         before: the descriptions of the parameters that precede them, because they are trained already.
 
     Raises:
-        ConfigurationError: a parameter does not belong to the model, is not on the CPU, or has a dtype that cannot
-            be trained.
+        ConfigurationError: a parameter does not belong to the model, has no data, or has a dtype that cannot be
+            trained.
     """
     names = _names(model)
     entries = list(before)
@@ -156,13 +157,30 @@ def layout_of(model: JointModel, places: Sequence[Place], before: Sequence[Param
         entry = Parameter(
             names[id(parameter)], tuple(parameter.shape), dtype_name(parameter.dtype), set_index, part
         )
-        if parameter.device.type != "cpu":
+        if parameter.is_meta:
             raise ConfigurationError(
-                f"Parameter {entry.names[0]!r} is on {parameter.device}, but only training on the CPU is supported "
-                "so far. Move the model to the CPU."
+                f"Parameter {entry.names[0]!r} is on the device 'meta', so it has no values to train. Create them "
+                "first: model.to_empty(device=...), and then load or initialize the weights."
             )
         entries.append(entry)
     return Layout.of(entries)
+
+
+def device_of(model: JointModel, parameters: Sequence[torch.Tensor]) -> torch.device:
+    """Return the device of all of these parameters.
+
+    Raises:
+        ConfigurationError: they are on several devices.
+    """
+    first = parameters[0]
+    for parameter in parameters:
+        if parameter.device != first.device:
+            raise ConfigurationError(
+                f"Parameter {describe_parameter(model, first)} is on {first.device}, but "
+                f"{describe_parameter(model, parameter)} is on {parameter.device}. A worker trains on one device: "
+                "move the whole model to one, and start one worker for each device."
+            )
+    return first.device
 
 
 def describe_parameter(model: JointModel, parameter: torch.Tensor) -> str:

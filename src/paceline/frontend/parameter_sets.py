@@ -21,7 +21,7 @@ from ..shard.optimizer_state import slice_state
 from ..shard.vectors import Vectors
 from .buffers import Buffers
 from .joint_model import JointModel
-from .model import Place, describe_parameter, layout_of, require_trainable
+from .model import Place, describe_parameter, device_of, layout_of, require_trainable
 
 __all__ = ["ParameterSet", "Trained"]
 
@@ -57,6 +57,7 @@ class Trained(NamedTuple):
         members: for each set, the indices in `parameters` of those that its optimizer trains, in its order.
         buffers: the tensors of the model that are not trained.
         spec: description of the model and the optimizers, which must be the same in all workers.
+        device: the device of all parameters.
     """
 
     sets: Sequence[ParameterSet]
@@ -65,6 +66,7 @@ class Trained(NamedTuple):
     members: Sequence[Sequence[int]]
     buffers: Buffers
     spec: ModelSpec
+    device: torch.device
 
     @classmethod
     def of(cls, sets: Sequence[ParameterSet], before: Trained | None = None) -> Trained:
@@ -111,7 +113,7 @@ class Trained(NamedTuple):
             for set_index, each in enumerate(sets)
         )
         spec = ModelSpec(layout, first, buffers.specs, tuple(further))
-        return cls(sets, model, parameters, members, buffers, spec)
+        return cls(sets, model, parameters, members, buffers, spec, device_of(model, parameters))
 
     def new_since(self, before: Trained) -> list[torch.Tensor]:
         """Return the parameters whose optimizer state is new: they or their optimizers have been added."""
@@ -127,12 +129,16 @@ class Trained(NamedTuple):
         """Return a function that returns a shard's part of these parameters' optimizer state."""
         wanted = set(map(id, parameters))
         state = {
-            parameter: each.state[parameter]
+            parameter: {key: _on_host(value) for key, value in each.state[parameter].items()}
             for each in self.sets
             for parameter in each.parameters
             if id(parameter) in wanted and parameter in each.state
         }
         return lambda shard: slice_state(shard, self.parameters, state)
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _require_disjoint(model: JointModel, parameters: Sequence[torch.Tensor]) -> None:

@@ -98,7 +98,7 @@ def _pooled_by_memory(training: WorkerTraining) -> dict[Key, torch.Tensor]:
     pooled = training.pooled_buffers()
     if not pooled:
         return {}
-    return {_key(own): pooled[name] for name, own in training.buffers().items() if own.numel()}
+    return {_key(own): pooled[name].to(own.device) for name, own in training.buffers().items() if own.numel()}
 
 
 def _key(tensor: torch.Tensor) -> Key:

@@ -60,6 +60,8 @@ class Session(Protocol):
         weights: dtype -> flat vector of the weights. Filled by `begin`.
         gradients: dtype -> flat vector of the gradients. Filled by `begin`.
         metrics: what the script has logged since the last push.
+        before_exchange: function that the session calls before it sends `gradients`, or requests new `weights`.
+            Afterwards, nothing else uses this memory until the answer.
         on_moved: function that the session calls after it has moved `weights` to other memory.
         on_finish: function that the session calls when the script ends. It returns a warning, or "".
         sends_early: True if `gradient_ready` must be called for each gradient as soon as it is computed.
@@ -74,6 +76,7 @@ class Session(Protocol):
     weights: Vectors
     gradients: Vectors
     metrics: MetricLog
+    before_exchange: Callable[[], object]
     on_moved: Callable[[], object]
     on_finish: Callable[[], str]
 

@@ -36,6 +36,7 @@ from .model import describe_parameter
 from .parameter_sets import ParameterSet, Trained
 from .restart import Restartable
 from .session import Session
+from .staging import Stager, stager_of
 from .weights import Weights
 
 __all__ = ["WorkerTraining", "training_of"]
@@ -79,6 +80,7 @@ class WorkerTraining:
     """
 
     _trained: Trained
+    _stager: Stager
     _weights: Weights
     _gradients: Gradients
     _restartable: Restartable | None
@@ -151,7 +153,7 @@ class WorkerTraining:
         """
         self.require_not_idle("The first step with new parameters")
         session, before = self._session, self._trained
-        self._weights.require_unchanged(session)
+        self._weights.require_unchanged()
         trained = Trained.of(sets, before)
         layout = trained.spec.layout
         self._expect_batches_for(trained)
@@ -192,7 +194,8 @@ class WorkerTraining:
         self._trained, self._weights = trained, weights
         # created before the first computation that may be aborted
         self._restartable = None
-        replaced = any(index in added for index in weights.use(session.weights))
+        self._stager = stager_of(trained.spec.layout, session, trained.device)
+        replaced = any(index in added for index in weights.use(self._stager))
         if new_buffers:
             own = [trained.model.tensor(spec.name) for spec in new_buffers]
             replaced |= trained.buffers.take_over(session.fetch_initial_buffers(new_buffers, own))
@@ -202,7 +205,9 @@ class WorkerTraining:
                 for set_index, members in enumerate(trained.members)
                 if any(index in added and parameters[index].grad is not None for index in members)
             }
-        self._gradients = Gradients(trained.spec.layout, parameters, session.gradients, session.pushes_rows)
+        self._gradients = Gradients(
+            trained.spec.layout, parameters, self._stager, session.gradients, session.pushes_rows
+        )
         final = all(each.scale_gradients is None for each in trained.sets)
         members = {index for each in trained.members for index in each}
         self._gradients.adopt_as_accumulated(session, members, final=final)
@@ -315,13 +320,15 @@ class WorkerTraining:
             WeightsChangedError: weights have been changed since the last step.
         """
         session = self._session
-        self._weights.require_unchanged(session)
+        self._weights.require_unchanged()
         scale_gradients = self._trained.sets[set_index].scale_gradients
         sets = len(self._trained.sets)
         selected = set_index if sets > 1 else None
         logged = session.metrics.settle(session, result=result, has_closure=has_closure, sets=sets)
         present = self._gradients.adopt_all(self._trained.members[set_index])
         empty = leave_out_gradient
+        if not empty:
+            self._stager.deliver(selected)
         norm, name = (None, None) if empty else self._gradients.norm(selected)
         observed = None
         if session.observes or name is not None or set_index in self._had_nan:
@@ -360,6 +367,7 @@ class WorkerTraining:
                 self._gradients.scale(clip.factor, selected)
                 clip = None
             scale_gradients()
+            self._stager.deliver(selected)
         session.commit(
             present,
             msgspec.msgpack.encode(groups),
@@ -372,7 +380,7 @@ class WorkerTraining:
             set_index=selected,
             observed=observed,
         )
-        self._weights.mark_pulled(self._trained.members[set_index])
+        self._weights.mark_pulled(selected, self._trained.members[set_index])
         self._gradients.begin_next()
         self.graph_begun = False
 
@@ -399,7 +407,7 @@ class WorkerTraining:
         Raises:
             WeightsChangedError: weights have been changed since the last step.
         """
-        self._weights.require_unchanged(self._session)
+        self._weights.require_unchanged()
         self._session.refresh()
         self._weights.mark_pulled()
 
@@ -420,7 +428,7 @@ class WorkerTraining:
         """Return a context in which the script may edit the weights. See `DistributedOptimizer.editing`."""
         self.require_not_idle("editing()")
         session, weights = self._session, self._weights
-        weights.require_unchanged(session)
+        weights.require_unchanged()
         pushes_edit = session.begin_edit()
         weights.mark_pulled()
         before = weights.copies()
@@ -437,7 +445,7 @@ class WorkerTraining:
             raise
         finally:
             self._inside = ""
-            weights.restore(before, session)
+            weights.restore(before)
             weights.mark_pulled()
         present = bytes(index in changed for index in range(len(self._trained.parameters)))
         with lent:
@@ -458,7 +466,7 @@ class WorkerTraining:
             self.require_not_idle(f"{call.partition('(')[0]}()")
         if self._inside:
             return session.combine(call, op, numbers, weight)
-        self._weights.require_unchanged(session)
+        self._weights.require_unchanged()
         before = session.iteration
         combined = session.combine(call, op, numbers, weight)
         if session.iteration != before:  # the worker has pushed and pulled while it waited
@@ -478,16 +486,21 @@ class WorkerTraining:
         """Fetch the state of a set's optimizer from the servers, as the "state" entry of a `state_dict()`."""
         state = join_state(self._trained.spec.layout, self._session.fetch_state())
         members = self._trained.members[set_index]
-        return {position: state[index] for position, index in enumerate(members) if index in state}
+        return {
+            position: _beside(self.parameters[index], state[index])
+            for position, index in enumerate(members)
+            if index in state
+        }
 
     def _follow_weights(self) -> None:
-        """Point the parameters at the session's weights, which were moved to other memory."""
-        self._weights.use(self._session.weights)
+        """Take over the session's weights, which were moved to other memory."""
+        self._stager.follow(self._session.weights)
+        self._weights.use(self._stager)
 
     def _finish(self) -> str:
         """Remove the hooks when the script ends, and describe a change of the weights after the last step."""
         remove_now(self._session)
-        return self._weights.change_after_training(self._session)
+        return self._weights.change_after_training()
 
     def _after_forward(self, module: nn.Module, inputs: object, output: object) -> None:
         """Notice if the first output that is computed of a batch is a part of a gradient. See `core/drawn.py`."""
@@ -504,7 +517,7 @@ class WorkerTraining:
     def _before_loading(self, module: nn.Module) -> None:
         """Keep a copy of the weights before `load_state_dict()` may change them."""
         if not self._inside and not self._trained_ids.isdisjoint(map(id, module.parameters(recurse=False))):
-            self._weights.keep(self._session)
+            self._weights.keep()
 
 
 def training_of(session: Session) -> WorkerTraining | None:
@@ -523,6 +536,16 @@ def _restart(gradients: Gradients, weights: Weights, metrics: MetricLog) -> None
     gradients.begin_next()
     weights.mark_pulled()
     metrics.restart()
+
+
+def _beside(parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state on its device, as torch's optimizers keep it. Step counts stay on the CPU."""
+    return {
+        key: value.to(parameter.device)
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim()
+        else value
+        for key, value in state.items()
+    }
 
 
 def _contribute(batch: DrawnBatch, gradient: torch.Tensor) -> None:

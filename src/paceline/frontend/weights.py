@@ -1,4 +1,4 @@
-"""A model's trained parameters as views of the session's flat vectors, and the detection of edits to the weights.
+"""A model's trained parameters as views of the stager's flat vectors, and the detection of edits to the weights.
 
 Once training has begun, the servers hold the weights, and a worker's weights may change only inside `step()` and
 `editing()`: any other edit would make the worker diverge silently. Most edits change a parameter's version counter,
@@ -6,9 +6,10 @@ memory address or strides. In-place edits through `.data` change none of the thr
 compared with a copy.
 
 Such a change is no error if the values are the same. They are compared with the truth, if it is at hand: the memory
-that a parameter has been moved away from, the servers' memory if the worker reads its weights there, a sample that
-contains all elements, or a copy that was made before a call of `load_state_dict`. A copy in every step would cost too
-much, so a large parameter that was edited in another way counts as changed.
+that a parameter has been moved away from, the servers' memory if the worker reads its weights there, the session's
+memory if the parameters are on another device, a sample that contains all elements, or a copy that was made before a
+call of `load_state_dict`. A copy in every step would cost too much, so a large parameter on the CPU that was edited
+in another way counts as changed.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..core.layout import Layout, Parameter
 from ..errors import WeightsChangedError
 from ..shard.vectors import Vectors, dtype_name, parameter_views
-from .session import Session
+from .staging import Stager, bits, is_at, point_at, same
 
 __all__ = ["Weights", "change_outside_step", "shape_change_outside_step"]
 
@@ -40,7 +40,7 @@ class Weights:
     def __init__(self, layout: Layout, parameters: Sequence[torch.Tensor]) -> None:
         self._layout = layout
         self._parameters = parameters
-        self._vectors: Vectors = {}
+        self._stager: Stager
         self._views: list[torch.Tensor] = []
         self._versions: list[int] = []  # version counter of each parameter when the last step ended
         self._samples: list[tuple[torch.Tensor, torch.Tensor]] = []  # (view of a sample, copy of the sample)
@@ -55,27 +55,35 @@ class Weights:
                 view = vectors[described.vector][offset : offset + described.size]
                 view.copy_(parameter.detach().reshape(-1))
 
-    def use(self, vectors: Vectors) -> list[int]:
-        """Point each parameter at its part of these flat vectors. Return those whose values differ, by index.
+    def use(self, stager: Stager) -> list[int]:
+        """Point each parameter at its part of the stager's vectors. Return those whose values differ, by index.
 
         A graph that holds a parameter stays usable unless the values of this parameter change.
         """
-        self._vectors = vectors
+        self._stager = stager
+        vectors = stager.weights
         self._views = parameter_views(self._layout, vectors)
-        pairs = zip(self._parameters, self._views, strict=True)
-        changed = [index for index, (parameter, view) in enumerate(pairs) if not _same(parameter, view)]
-        with _unsafe_preserve_version_counter(tuple(self._parameters)):
-            for parameter, view in zip(self._parameters, self._views, strict=True):
-                parameter.data = view
+        changed = []
+        for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+            true = stager.true_values(index)
+            if not same(parameter, view if true is None else true):
+                changed.append(index)
+        point_at(self._parameters, self._views)
         for index in changed:
             torch.autograd.graph.increment_version(self._parameters[index])
-        sampled = [_bits(v)[:: -(-v.numel() // SAMPLE_SIZE)] for v in vectors.values() if v.numel()]
+        sampled = [bits(v)[:: -(-v.numel() // SAMPLE_SIZE)] for v in vectors.values() if v.numel()]
         self._samples = [(part, part.clone()) for part in sampled]
         self._complete = all(vector.numel() <= SAMPLE_SIZE for vector in vectors.values())
         return changed
 
-    def mark_pulled(self, indices: Sequence[int] | None = None) -> None:
-        """Record the current weights as the result of the last pull, of these parameters or, if None, of all."""
+    def mark_pulled(self, set_index: int | None = None, indices: Sequence[int] | None = None) -> None:
+        """Take over the weights of the last pull.
+
+        Args:
+            set_index: the parameter set that was pulled; None for all sets.
+            indices: the parameters that were pulled; None for all parameters.
+        """
+        self._stager.weights_pulled(set_index)
         for index in range(len(self._parameters)) if indices is None else indices:
             # Tell autograd that the weights have changed, because it cannot detect that a pull has written to them.
             torch.autograd.graph.increment_version(self._parameters[index])
@@ -88,39 +96,42 @@ class Weights:
 
     def copies(self) -> list[torch.Tensor]:
         """Return a copy of each parameter."""
-        parts = {dtype: vector.clone() for dtype, vector in self._vectors.items()}
+        parts = {dtype: vector.clone() for dtype, vector in self._stager.weights.items()}
         return parameter_views(self._layout, parts)
 
-    def keep(self, session: Session) -> None:
+    def keep(self) -> None:
         """Keep a copy of the weights until the next pull, unless the truth is at hand anyway.
 
         Called before `load_state_dict()` changes the weights, so that values that stay the same are no error.
         """
-        known = self._complete or session.weights_edited() is not None
+        known = self._complete or self._stager.weights_edited() is not None
+        known = known or self._stager.true_values(0) is not None
         if self._kept is None and not known and not self._suspects() and not self._sample_differs():
             self._kept = self.copies()
 
-    def require_unchanged(self, session: Session) -> None:
+    def require_unchanged(self) -> None:
         """Check that nothing has changed the weights since the last pull. Undo moves to other memory.
 
         Raises:
-            WeightsChangedError: the values, the shape or the dtype of a parameter were changed, or the parameter was
-                edited, and its earlier values are no longer known.
+            WeightsChangedError: the values, the shape, the dtype or the device of a parameter were changed, or the
+                parameter was edited, and its earlier values are no longer known.
         """
         moved = []
         for index, parameter in enumerate(self._parameters):
             view = self._views[index]
             if parameter.shape != view.shape:
                 raise shape_change_outside_step(self._layout.parameters[index], parameter.shape)
-            if (parameter.data_ptr() != view.data_ptr() and parameter.numel()) or (
-                parameter.stride() != view.stride()
-            ):
-                if parameter.dtype != view.dtype or not _same(parameter, view):
+            if parameter.device != view.device:
+                raise change_outside_step(
+                    self._layout.parameters[index], f"was moved from {view.device} to {parameter.device}"
+                )
+            if not is_at(parameter, view):
+                if parameter.dtype != view.dtype or not same(parameter, view):
                     raise change_outside_step(
                         self._layout.parameters[index], "was moved or replaced (model.to(...), .data = ...)"
                     )
                 moved.append(index)
-        edited = session.weights_edited()
+        edited = self._stager.weights_edited()
         suspects = self._suspects()
         if edited or self._sample_differs():
             if suspects:
@@ -128,14 +139,16 @@ class Weights:
             raise WeightsChangedError(f"Weights were edited through .data {OUTSIDE_STEP}")
         if suspects and edited is None and not self._complete:
             for index in suspects:
-                if self._kept is None:
+                true = self._stager.true_values(index) if self._kept is None else self._kept[index]
+                if true is None:
                     raise change_outside_step(
                         self._layout.parameters[index], "was edited, perhaps without a change of its values,"
                     )
-                if not _same(self._views[index], self._kept[index]):
+                if not same(self._views[index], true):
                     raise change_outside_step(self._layout.parameters[index], "was edited")
-        for index in moved:
-            self._parameters[index].data = self._views[index]
+        if moved:
+            for index in moved:
+                self._parameters[index].data = self._views[index]
         if moved or suspects:
             self._mark()
 
@@ -154,7 +167,7 @@ class Weights:
                     f"but editing() has left it as {dtype_name(parameter.dtype)}{list(parameter.shape)}. An edit may "
                     "change values, but not shapes or dtypes."
                 )
-            if not _same(parameter, old):
+            if not same(parameter, old):
                 changed[index] = parameter.detach()
         return changed
 
@@ -162,21 +175,21 @@ class Weights:
         """Set the parameters to these values, in their present memory, which a graph may hold, and in `vectors`."""
         for views in (self._views, parameter_views(self._layout, vectors)):
             for view, value in zip(views, values, strict=True):
-                if not _same(view, value):
+                if not same(view, value):
                     view.copy_(value)
 
-    def restore(self, values: Sequence[torch.Tensor], session: Session) -> None:
+    def restore(self, values: Sequence[torch.Tensor]) -> None:
         """Point each parameter at its part of the flat vectors again, and set it to the given values."""
-        for parameter, view, value in zip(self._parameters, self._views, values, strict=True):
-            parameter.data = view
-            if not _same(view, value):
+        point_at(self._parameters, self._views)
+        for view, value in zip(self._views, values, strict=True):
+            if not same(view, value):
                 view.copy_(value)
-        session.weights_edited()  # discards private copies of the servers' memory, which now have the same content
+        self._stager.weights_edited()  # discards private copies of the servers' memory, now with the same content
 
-    def change_after_training(self, session: Session) -> str:
+    def change_after_training(self) -> str:
         """Describe a change of the weights after the last step; return "" if there is none."""
         try:
-            self.require_unchanged(session)
+            self.require_unchanged()
         except WeightsChangedError as error:
             change = str(error).partition(" outside step() ")[0]
             return (
@@ -217,13 +230,3 @@ def shape_change_outside_step(parameter: Parameter, shape: torch.Size) -> Weight
         f"Parameter {parameter.names[0]!r} was changed from shape {list(parameter.shape)} to {list(shape)} outside "
         "step() after training had started. Change shapes only before the first forward pass."
     )
-
-
-def _same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors have the same bits, so that NaN equals NaN."""
-    return torch.equal(_bits(tensor), _bits(other))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor's memory as integers."""
-    return tensor.detach().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize])

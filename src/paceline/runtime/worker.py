@@ -172,6 +172,7 @@ class WorkerSession:
         self._reached = place.coordinator
         self._incarnation = place.incarnation
         self._lock = threading.RLock()
+        self.before_exchange: Callable[[], object] = lambda: None
         self.on_moved: Callable[[], object] = lambda: None
         self.on_finish: Callable[[], str] = str
         self._core = core.Worker(
@@ -949,6 +950,7 @@ class WorkerSession:
                 elif type(message) is InitialWeights:
                     self._send_initial(message)
                 else:
+                    self.before_exchange()
                     payload = payloads[message.shard] if payloads is not None else ()  # type: ignore[attr-defined]
                     self._send(self._servers[request.to.index], message, payload)
 

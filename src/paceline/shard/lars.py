@@ -13,6 +13,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from ..errors import ConfigurationError
+from .vectors import l2_norm
 
 __all__ = ["LARS"]
 
@@ -155,9 +156,9 @@ def scaled_gradient(parameter: torch.Tensor, group: dict[str, Any]) -> torch.Ten
     if gradient.is_sparse:
         gradient = gradient.to_dense()
     decay = float(group["weight_decay"])
-    # Double precision is necessary, because the square of a large gradient overflows in single or half precision.
-    weights_norm = float(torch.linalg.vector_norm(parameter, dtype=torch.float64))
-    gradient_norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+    # Double precision is used where there is, because the square of a large gradient overflows in single precision.
+    weights_norm = l2_norm(parameter)
+    gradient_norm = l2_norm(gradient)
     local = 1.0
     if weights_norm and gradient_norm:
         below = gradient_norm + decay * weights_norm + float(group["eps"])

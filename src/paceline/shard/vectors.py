@@ -14,6 +14,7 @@ __all__ = [
     "Vectors",
     "digest",
     "dtype_name",
+    "l2_norm",
     "parameter_views",
     "sampled_norm",
     "segment_views",
@@ -59,6 +60,12 @@ def segment_views(bounds: ShardSlice, vectors: Vectors) -> list[torch.Tensor]:
     return [vectors[s.dtype][s.start : s.stop] for s in bounds.segments]
 
 
+def l2_norm(tensor: torch.Tensor) -> float:
+    """Return the L2 norm of a tensor, in double precision; on accelerators, some of which lack it, in single."""
+    dtype = torch.float64 if tensor.is_cpu or tensor.dtype == torch.float64 else torch.float32
+    return float(torch.linalg.vector_norm(tensor, dtype=dtype))
+
+
 def squared_norm(vectors: Sequence[torch.Tensor], scales: Sequence[float] = (1.0,)) -> float:
     """Return the squared L2 norm of the sum of some flat vectors of equal length, each multiplied by its scale.
 
@@ -68,11 +75,12 @@ def squared_norm(vectors: Sequence[torch.Tensor], scales: Sequence[float] = (1.0
     25.0
     """
     square = 0.0
-    for first, *others in zip(*(vector.split(CHUNK) for vector in vectors), strict=True):
+    chunk = CHUNK if vectors[0].is_cpu else max(1, vectors[0].numel())  # another device has no use for chunks
+    for first, *others in zip(*(vector.split(chunk) for vector in vectors), strict=True):
         total = first if not others and scales[0] == 1.0 else first * scales[0]
         for other, scale in zip(others, scales[1:], strict=True):
             total.add_(other, alpha=scale)
-        square += float(torch.linalg.vector_norm(total, dtype=torch.float64)) ** 2
+        square += l2_norm(total) ** 2
     return square
 
 

@@ -14,7 +14,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -384,6 +384,7 @@ class VirtualSession:
         self.weights: Vectors = {}
         self.gradients: Vectors = {}
         self.metrics = MetricLog()
+        self.before_exchange: Callable[[], object] = lambda: None
         self.on_moved: Callable[[], object] = lambda: None
         self.on_finish: Callable[[], str] = str
         self.strand: Strand
@@ -426,7 +427,7 @@ class VirtualSession:
 
     def begin(self, model: ModelSpec) -> bool:
         self.model = model
-        self.strand.pause()
+        self._pause()
         training = self._training
         if training.stores:
             return False
@@ -435,7 +436,7 @@ class VirtualSession:
 
     def initialize(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
         self._training.start_stores(self.weights, buffers, state_of)
-        self.strand.pause()
+        self._pause()
         self._join()
 
     def await_first_weights(self) -> None:
@@ -469,7 +470,7 @@ class VirtualSession:
         self.pulls = None
         self.initial = weights, buffers, state_of
         self._training.job.propose(self.worker, model)
-        self.strand.pause()
+        self._pause()
         del self.initial
         return self._core.combined.refused if self._core.combined is not None else ""
 
@@ -523,21 +524,21 @@ class VirtualSession:
     def pull_again(self) -> None:
         self.pulls = None
         self._training.job.pull_again(self.worker)
-        self.strand.pause()
+        self._pause()
 
     def refresh(self) -> None:
         self.strand.require_own_thread()
         self.pulls = None
         self._end_uncommitted()
         self._training.job.refresh(self.worker)
-        self.strand.pause()
+        self._pause()
 
     def begin_edit(self) -> bool:
         self.strand.require_own_thread()
         self.pulls = None
         self._end_uncommitted()
         if self._training.job.begin_edit(self.worker):
-            self.strand.pause()
+            self._pause()
         return self._core.edits
 
     def push_edit(self, present: bytes, *, buffers: Mapping[int, torch.Tensor]) -> None:
@@ -548,7 +549,7 @@ class VirtualSession:
         if buffers:
             training.keep_buffers(self.worker, buffers)
         training.job.push_edit(self.worker, pushes)
-        self.strand.pause()
+        self._pause()
 
     def cancel_edit(self) -> None:
         self._core.cancel_edit()
@@ -569,7 +570,7 @@ class VirtualSession:
         self._training.job.carry(self.worker, ask(), at_once=not self.joined)
         if self.data.waiting:
             self.awaits_data = True
-            self.strand.pause()
+            self._pause()
             self.awaits_data = False
 
     def epoch_begins(self, epoch: int) -> None:
@@ -627,7 +628,7 @@ class VirtualSession:
         else:
             self.commit_waits = send
             training.job.compute(self.worker, droppable=False)
-        self.strand.pause()
+        self._pause()
 
     def observe(self, observed: Observation, noted: Sequence[Noted] = ()) -> None:
         if noted:
@@ -661,7 +662,7 @@ class VirtualSession:
         self._gathered = True
         self._training.job.combine(self.worker, call, op, numbers, weight, at_once=not self.joined)
         if self._core.combined is None or self.joined:
-            self.strand.pause()
+            self._pause()
         self._gathered = False
         assert self._core.combined is not None
         return self._core.combined
@@ -685,7 +686,7 @@ class VirtualSession:
     def end(self) -> None:
         """End the function, and release the callbacks that refer back to this session."""
         self.strand.end()
-        self.on_moved = lambda: None
+        self.before_exchange = self.on_moved = lambda: None
         self.on_finish = str
         self.commit_waits = None
 
@@ -741,9 +742,14 @@ class VirtualSession:
                 self._pass_time(droppable=False)
             self._passed = self._held_back = False
 
+    def _pause(self) -> Any:
+        """Let virtual time pass. Return the result of `Strand.pause`."""
+        self.before_exchange()
+        return self.strand.pause()
+
     def _pass_time(self, *, droppable: bool = True) -> bool:
         self._training.job.compute(self.worker, droppable=droppable)
-        passed: bool = self.strand.pause()
+        passed: bool = self._pause()
         return passed
 
 

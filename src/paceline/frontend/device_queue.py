@@ -1,0 +1,121 @@
+"""Copies between the memory of a device and the memory of the host, in the order in which a worker needs them.
+
+A device computes asynchronously: a call returns before the device has begun. So a copy must begin after the device
+has computed what is copied, and what needs the result must wait for the copy. A `DeviceQueue` carries out copies in
+the order in which they are submitted. Each copy begins after all computations that the script has started before it.
+Later computations may overlap with the copy, unless they are told to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+__all__ = ["DeviceQueue", "Ticket", "queue_of"]
+
+
+class Ticket(Protocol):
+    """What was submitted to a `DeviceQueue`."""
+
+    def done(self) -> bool:
+        """Return True if it has ended."""
+        ...
+
+    def wait(self) -> None:
+        """Wait on the host until it has ended."""
+        ...
+
+    def order(self) -> None:
+        """Let the device wait for its end before all computations that are started after this call."""
+        ...
+
+
+class DeviceQueue(Protocol):
+    """Carries out copies on a device, one after another.
+
+    Attributes:
+        overlaps: True if copies run beside computations. Otherwise, a copy has ended when `submit` returns.
+    """
+
+    overlaps: bool
+
+    def submit(self, work: Callable[[], None], *, writes: Sequence[torch.Tensor]) -> Ticket:
+        """Carry out a function that only starts copies and computations on the device.
+
+        They begin after all computations that were started before this call.
+
+        Args:
+            work: the function.
+            writes: the memory that the function writes. Before `Ticket.wait`, the host may not use such memory, and
+                neither may it write memory that the function reads. Before `Ticket.order`, the device may not
+                use such memory.
+        """
+        ...
+
+
+def queue_of(device: torch.device) -> DeviceQueue:
+    """Return a queue for a device. The device of torch's backend may have no streams; then copies do not overlap."""
+    try:
+        return _StreamQueue(device)
+    except RuntimeError:  # this is how backends say that they have no streams
+        return _BlockingQueue()
+
+
+class _StreamQueue:
+    """A queue on a stream of its own.
+
+    Raises:
+        RuntimeError: the backend of the device has no streams.
+    """
+
+    overlaps = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device)
+
+    def submit(self, work: Callable[[], None], *, writes: Sequence[torch.Tensor]) -> Ticket:
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            work()
+        event = torch.Event(self._device)
+        event.record(self._stream)
+        return _StreamTicket(event, self._device)
+
+
+class _StreamTicket:
+    def __init__(self, event: torch.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def done(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def order(self) -> None:
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
+
+
+class _BlockingQueue:
+    """The queue of a device without streams: its copies follow the computations, and the host waits for them."""
+
+    overlaps = False
+
+    def submit(self, work: Callable[[], None], *, writes: Sequence[torch.Tensor]) -> Ticket:
+        work()
+        return _Ended()
+
+
+class _Ended:
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def order(self) -> None:
+        pass
