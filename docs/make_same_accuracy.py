@@ -30,6 +30,7 @@ from reproductions.same_accuracy.plan import (  # noqa: E402
     Scope,
     jobs,
 )
+from reproductions.same_accuracy.reasons import reasons  # noqa: E402
 from reproductions.same_accuracy.summary import cells_of, findings, tables  # noqa: E402
 from reproductions.same_accuracy.table import Result, Tuned, read  # noqa: E402
 
@@ -82,28 +83,6 @@ METHOD = (
     "*Time.* The quality is computed 40 times in a run. The time to `bsp`'s quality is the virtual time at which "
     "the mean over the seeds first reaches `bsp`'s final quality at the same rate, less the bound, for both "
     "models.",
-)
-
-
-REASONS = (
-    "`rennala` drops every gradient whose weights are outdated: with as many gradients in a mean as there are "
-    "workers, 40 to 46 % of them in the cluster steady 3x. An update makes up for dropped gradients only up to a "
-    "whole step, so an epoch moves the weights less far than under `bsp`. At small rates, which need all epochs, "
-    "little is learned.",
-    "`drop-stragglers` and `ringmaster` drop gradients, too. Their updates make up for the distance, but not for the "
-    "noise, which a mean of three gradients instead of four has 4/3 of. It shows where the loss is mostly noise: on "
-    "the quadratics, at the best rate and half of it.",
-    "Momentum lags behind by half of the delay, which costs about 0.5 m / (1 - m) joint steps at the beginning: 4.5 "
-    "for a momentum of 0.9, and 25 for 0.98 (`digits-mlp-slow`), of 112. Without this correction, larger steps "
-    "oscillate: on `quadratic-256` at the best rate, with 16 workers under `asp` in the cluster steady 3x, the loss "
-    "is 8 % above that of `bsp`, instead of 10 % below it.",
-    "Adamax divides by the largest gradient lately, and Lion takes the sign of a gradient. The noise of a single "
-    "push is larger than that of a joint gradient, which makes the steps of Adamax shorter, and the signs of Lion "
-    "more random. For optimizers that divide by a mean of squares, the noise is taken into account.",
-    "With 40 workers, the only cells so far that are not within the bounds are those of the quadratics at a quarter "
-    "of the best rate. In the cluster steady 3x, their loss is 2.6 to 7.5 % above that of `bsp`. Why is not known.",
-    "The runs that have learned nothing, and of which the guard says nothing, are those of `rennala` on `ratings` at "
-    "a quarter of the best rate.",
 )
 
 
@@ -178,7 +157,14 @@ def text() -> str:
     lines = ["# The same hyper-parameters under every model", "", *textwrap.wrap(QUESTION, 118), ""]
     lines += [*bullets(findings(cells)), ""] if cells else []
     lines += [*textwrap.wrap(completeness(list(results.values())), 118), ""]
-    lines += ["## Where it is not so, and why", "", *bullets(REASONS), "", "## How it was measured", ""]
+    lines += [
+        "## Where it is not so, and why",
+        "",
+        *bullets(reasons(cells, results)),
+        "",
+        "## How it was measured",
+        "",
+    ]
     lines += ["*Problems.*", "", *bullets(PROBLEM_LINES), ""]
     for paragraph in METHOD:
         lines += [*textwrap.wrap(paragraph, 118), ""]

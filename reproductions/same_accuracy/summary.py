@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 from rich import box
 from rich.table import Table
+from scipy import stats
 
+from ..evidence.statistics import CONFIDENCE
 from .families import FAMILIES
 from .plan import CLUSTERS, FACTORS, MODELS, PROBLEMS
 from .table import KINDS, Result, Runs
 
-__all__ = ["BOUNDS", "GOALS", "Cell", "cells_of", "findings", "tables"]
+__all__ = ["BOUNDS", "GOALS", "Cell", "cells_of", "findings", "part_until", "tables"]
 
 BOUNDS = {1.0: (0.03, 0.06), 0.5: (0.01, 0.02), 0.25: (0.01, 0.02)}
 """Factor of the rate -> how much lower the accuracy may be, and by which share the loss may be higher."""
@@ -104,7 +107,7 @@ def _cell(result: Result, reference: Result, runs: Runs, bsp: Runs) -> Cell:
     bound = BOUNDS[runs.factor][0 if measure.higher_is_better else 1]
     lost = [sign * (value - measure.chance) <= 0 for value in finals]
     target = bar - sign * bound * unit
-    soon, usual = (_reached(curve, sign, target) for curve in (runs.curve, bsp.curve))
+    soon, usual = (part_until(curve, sign, target) for curve in (runs.curve, bsp.curve))
     return Cell(
         result.problem,
         result.cluster,
@@ -126,10 +129,10 @@ def _cell(result: Result, reference: Result, runs: Runs, bsp: Runs) -> Cell:
     )
 
 
-def _reached(curve: Sequence[float | None], sign: float, target: float) -> float:
+def part_until(curve: Sequence[float | None], sign: float, target: float) -> float:
     """Return after which part of the run a curve first reaches a target, interpolated; infinity if it never does.
 
-    >>> _reached([0.2, 0.6, 1.0, 1.0], 1.0, 0.8)
+    >>> part_until([0.2, 0.6, 1.0, 1.0], 1.0, 0.8)
     0.625
     """
     before = None
@@ -215,7 +218,28 @@ def findings(cells: Sequence[Cell]) -> list[str]:
             f"standard error of what a cell lacks is {median(errors):.2f} of the bound in the middle, and more than "
             f"half of it in {sum(error > 0.5 for error in errors)} of {len(errors)} cells."
         )
-    return found
+    return found + _certainty([cell for cell in cells if cell.hyperparameters == "translated"])
+
+
+def _certainty(cells: Sequence[Cell]) -> list[str]:
+    """Return which of these cells are not within the bounds, and how many of them have enough seeds to be sure."""
+    outside = [cell for cell in cells if not cell.within]
+    if not outside:
+        return []
+    models = Counter(cell.model for cell in outside).most_common()
+    unsure = [sum(abs(cell.lack - _bound(cell)) <= _half(cell) for cell in each) for each in (outside, cells)]
+    return [
+        f"{len(outside)} translated cells are not within the bounds: those of "
+        f"{', '.join(f'{model} ({count})' for model, count in models)}. In {unsure[0]} of them, and in "
+        f"{unsure[1] - unsure[0]} of the {len(cells) - len(outside)} others, the seeds do not decide it: the "
+        f"{100 * CONFIDENCE:.0f} % interval of what the cell lacks, from the differences between runs with the same "
+        "seed, includes the bound."
+    ]
+
+
+def _half(cell: Cell) -> float:
+    """Return half of Student's interval of what a cell lacks."""
+    return cell.error * float(stats.t.ppf((1 + CONFIDENCE) / 2, cell.runs - 1)) if cell.runs > 1 else math.inf
 
 
 def _bound(cell: Cell) -> float:
