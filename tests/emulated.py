@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -17,11 +16,10 @@ from pathlib import Path
 
 from benchmarks.overlap.namespaces import NAMESPACES, NetworkLink, network, why_not
 
-from .live import MARK, start_program
+from .live import TITLE, start_program, started
 
 __all__ = ["Machine", "machines", "why_not_emulated"]
 
-TITLE = re.compile(r"paceline (worker \d+|server \d+|fork server)")
 # The shell is the first process of the machine, as an init process is: it collects the processes whose parents have
 # ended, and a signal that a program does not handle ends the program.
 INIT = (
@@ -73,13 +71,9 @@ class Machine:
     def processes(self, mark: str) -> dict[str, int]:
         """Return the machine's living processes: "worker 1", "server 0", "fork server", "init", "program" -> id."""
         found: dict[str, int] = {}
-        for folder in Path("/proc").iterdir():
-            if not folder.name.isdigit():
-                continue
+        for folder in started(mark):
             with contextlib.suppress(OSError):  # it has ended
                 if Path(folder, "ns", "net").stat().st_ino != self._inode:
-                    continue
-                if f"{MARK}={mark}".encode() not in Path(folder, "environ").read_bytes().split(b"\0"):
                     continue
                 words = Path(folder, "cmdline").read_bytes().decode().split("\0")
                 title = TITLE.match(words[0])
@@ -91,8 +85,8 @@ class Machine:
                     name = "program"
                 else:
                     continue
-                # The children of a process have its command line until they change it.
-                found[name] = min(int(folder.name), found.get(name, int(folder.name)))
+                # The children of a process have its command line until they change it. They are younger.
+                found.setdefault(name, int(folder.name))
         return found
 
     def set_link(self, state: str) -> None:

@@ -86,24 +86,31 @@ def train(steps, killed=None, poisoned=None, progress=None):
 # -- the processes of a run ---------------------------------------------------------------------------------
 
 
-def processes(mark: str) -> dict[str, int]:
-    """The living processes, other than this one, that a test has started: "server 0", "worker 1", "launcher",
-    "fork server" -> id."""
-    found: dict[str, int] = {}
+def started(mark: str) -> list[Path]:
+    """Return the folders in /proc of the living processes, other than this one, that a test has started.
+
+    The oldest process comes first. The order of the numbers is another one, because numbers start again at the end.
+    """
+    folders: list[tuple[int, int, Path]] = []  # when it started, in clock ticks since boot
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
             continue
-        try:
-            pairs = dict(
-                pair.split(b"=", 1) for pair in (folder / "environ").read_bytes().split(b"\0") if b"=" in pair
-            )
+        with contextlib.suppress(OSError):  # it has ended, or is not ours to look at
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                start = (folder / "stat").read_text().rpartition(")")[2].split()[19]
+                folders.append((int(start), int(folder.name), folder))
+    return [folder for *_, folder in sorted(folders)]
+
+
+def processes(mark: str) -> dict[str, int]:
+    """The living processes, other than this one, that a test has started: "server 0", "worker 1", "launcher",
+    "fork server" -> id. Of several with the same name, it is the oldest. The others are its children, or launchers of
+    other machines."""
+    found: dict[str, int] = {}
+    for folder in started(mark):
+        with contextlib.suppress(OSError):  # it has ended
             title = TITLE.match((folder / "cmdline").read_bytes().decode())
-        except OSError:
-            continue  # it has ended, or is not ours to look at
-        if pairs.get(MARK.encode()) != mark.encode():
-            continue
-        name = title[1] if title else "launcher"
-        found[name] = min(int(folder.name), found.get(name, sys.maxsize))  # its children have its environment
+            found.setdefault(title[1] if title else "launcher", int(folder.name))
     return found
 
 

@@ -24,7 +24,7 @@ from paceline.wire.addresses import connect
 from paceline.wire.secret import new_secret
 from paceline.wire.tls import contexts
 
-from .live import await_that, mark, processes, run_program
+from .live import await_that, mark, run_program, started
 from .served import Served, output
 from .test_secure import relay
 
@@ -142,9 +142,7 @@ def test_nobody_gets_in_and_the_run_goes_on(mark: str, monkeypatch: pytest.Monke
     watched = run_program("-m", "paceline", "status", f"127.0.0.1:{passes}", "--json")
     relaying.join()
     monkeypatch.delenv("PACELINE_SECRET")
-    commands = {
-        name: Path(f"/proc/{process}/cmdline").read_bytes() for name, process in processes(mark).items()
-    }
+    commands = [Path(folder, "cmdline").read_bytes() for folder in started(mark)]
     attackers = Attackers(int(served.port), bytes(recorded))
     phases: list[tuple[bool, float]] = []  # whether the run was attacked from then on, and when this began
     for attacked in cycle((False, True)):
@@ -171,7 +169,7 @@ def test_nobody_gets_in_and_the_run_goes_on(mark: str, monkeypatch: pytest.Monke
     assert [code for code, *_ in codes] == [0, 0], codes
     assert (summary["samples"], summary["lost_workers"], summary["left"]) == (EPOCHS * 96, [], [])
     secret = served.secret.encode()
-    assert not [name for name, command in commands.items() if secret in command]
+    assert not [command for command in commands if secret in command]
     files = [path for path in Path().rglob("*") if path.is_file()]
     holders = [path for path in files if secret in path.read_bytes()]
     assert holders == [Path("run", "secret")]
