@@ -129,6 +129,7 @@ def test_help_says_what_the_program_is_and_names_its_commands(call: Call) -> Non
 
 RUN_OPTIONS = {
     "--workers": "Number of workers",
+    "--devices": "Devices of the workers, one worker for each",
     "--servers": "Number of servers",
     "--sync": "bsp, asp, ssp:staleness=3, elastic-bsp:lookahead=15",
     "--import": "Import this module, which defines your own synchronization models",

@@ -68,6 +68,7 @@ def test_the_first_task_of_a_step_serves(environment: dict[str, str], host: str)
     assert place == Place(
         name="slurm-2.0",
         index=0,
+        local=0,
         count=3,
         serves=True,
         alone=environment["SLURM_STEP_NUM_NODES"] == "1",

@@ -17,6 +17,7 @@ _HOMES = {
     "RunResult": "launcher.launch",
     "SimResult": "sim",
     "barrier": "frontend.collectives",
+    "device": "frontend.device",
     "distribute": "frontend.data",
     "epochs": "frontend.epochs",
     "evaluating": "frontend.evaluating",
@@ -41,6 +42,7 @@ __all__ = [
     "RunResult",
     "SimResult",
     "barrier",
+    "device",
     "distribute",
     "epochs",
     "errors",
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
     from . import errors, sim, sync, zipline
     from .frontend.collectives import barrier, reduce
     from .frontend.data import distribute
+    from .frontend.device import device
     from .frontend.epochs import epochs
     from .frontend.evaluating import evaluating
     from .frontend.main_worker import is_main

@@ -23,6 +23,7 @@ from .numbers import number_option, whole_number_option
 from .options import (
     AsModule,
     Dashboard,
+    DevicesOption,
     MetricsPort,
     Port,
     RemoteServers,
@@ -39,6 +40,17 @@ if TYPE_CHECKING:
 
 __all__ = ["SecretFile", "address_of", "join", "require_own_address", "secret_of", "serve", "worker_range"]
 
+
+JoinImports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="MODULE",
+        help="Import this module, which adds a kind of device to torch, in the workers of this machine. Can be "
+        "repeated.",
+        show_default=False,
+    ),
+]
 
 SecretFile = Annotated[
     Path | None,
@@ -167,9 +179,17 @@ def join(
         list[str] | None, typer.Argument(help="Arguments of the script.", show_default=False)
     ] = None,
     workers: Annotated[
-        int,
-        whole_number_option("--workers", "-n", least=0, help="Number of workers on this machine."),
-    ] = 1,
+        int | None,
+        whole_number_option(
+            "--workers",
+            "-n",
+            least=0,
+            help="Number of workers on this machine. Default: one for each of its accelerators; 1 if it has none.",
+            show_default=False,
+        ),
+    ] = None,
+    devices: DevicesOption = None,
+    imports: JoinImports = None,
     servers: Annotated[
         int,
         whole_number_option(
@@ -234,6 +254,7 @@ def join(
     The tasks of a Slurm job need no address: srun paceline join --slurm train.py (see paceline join --slurm --help).
     """
     with interruptible("nothing was started"):
+        from ..launcher.devices import assign_devices, shared
         from ..runtime.job import require_usable
 
         place = address_of(address)
@@ -250,6 +271,7 @@ def join(
             order = ["module", str(script)] if as_module else ["script", str(path)]
         # The servers look here for the modules that --import has named, as those of `serve` do.
         sys.path.append(os.getcwd())
+        assigned = assign_devices(devices, workers, usual=1, imports=imports or ())
         if run_dir is not None:
             require_usable(run_dir)
         token = secret_of(secret_file)
@@ -258,13 +280,17 @@ def join(
     from ..launcher.joining import join as join_run
 
     console = Console(stderr=True)
+    if warning := shared(assigned.devices):
+        print_sentence(console, f"warning: {warning}")
     with interruptible("all processes on this machine have ended"):
         joined = join_run(
             place,
             token,
             [*order, *(arguments or [])],
             version=__version__,
-            workers=workers,
+            workers=assigned.workers,
+            devices=assigned.devices,
+            imports=imports or (),
             servers=ServerOffer(servers, listen, port, sys.path) if servers else None,
             console=console,
             patience_s=wait,
@@ -318,13 +344,13 @@ def _tell_how_to_join(address: str, job: Job, announce_to: int | None, *, is_new
         announce(announce_to, Announcement(address, job.run_dir, secret_file))
 
 
-def require_processes(script: Path | None, workers: int, servers: int, listen: str, port: int) -> None:
+def require_processes(script: Path | None, workers: int | None, servers: int, listen: str, port: int) -> None:
     """Raise `ConfigurationError` unless a machine that joins has something to do, and its options belong together."""
-    if not workers and not servers:
+    if workers == 0 and not servers:
         raise ConfigurationError(
             "workers is 0, so this machine has nothing to do; let it bring a server (--servers 1), or run a worker."
         )
-    if workers and script is None:
+    if workers != 0 and script is None:
         raise ConfigurationError(
             "the script is missing: paceline join HOST:PORT SCRIPT. Only a machine without workers (--workers 0) "
             "needs none."

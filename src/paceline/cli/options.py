@@ -14,7 +14,27 @@ import typer
 from .numbers import number_option, whole_number_option
 
 Workers = Annotated[
-    int, whole_number_option("--workers", "-n", least=1, help="Number of workers.", rich_help_panel="Run")
+    int | None,
+    whole_number_option(
+        "--workers",
+        "-n",
+        least=1,
+        help="Number of workers. Default: one for each accelerator of this machine; 2 if there is none.",
+        show_default=False,
+        rich_help_panel="Run",
+    ),
+]
+DevicesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--devices",
+        metavar="auto|DEVICE,...",
+        help="Devices of the workers, one worker for each: cuda:0,cuda:1,cpu. A device may occur several times, and "
+        "a single one is used by all --workers. Default: auto, all accelerators of the kind that torch chooses, or "
+        "the CPU if there is none.",
+        show_default=False,
+        rich_help_panel="Run",
+    ),
 ]
 Servers = Annotated[
     int | None,
@@ -64,8 +84,9 @@ Imports = Annotated[
     typer.Option(
         "--import",
         metavar="MODULE",
-        help="Import this module, which defines your own synchronization models or conditions. If the script uses "
-        "your conditions only in paceline.set_sync, name their module here. Can be repeated.",
+        help="Import this module, which defines your own synchronization models or conditions, or adds a kind of "
+        "device to torch. If the script uses your conditions only in paceline.set_sync, name their module here. Can "
+        "be repeated.",
         show_default=False,
         rich_help_panel="Run",
     ),

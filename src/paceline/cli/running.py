@@ -23,6 +23,7 @@ from .optional_values import OptionalValues
 from .options import (
     AsModule,
     Dashboard,
+    DevicesOption,
     Jitter,
     MetricsPort,
     Pace,
@@ -91,7 +92,8 @@ def run(
     arguments: Annotated[
         list[str] | None, typer.Argument(help="Arguments of the script.", show_default=False)
     ] = None,
-    workers: Workers = 2,
+    workers: Workers = None,
+    devices: DevicesOption = None,
     servers: Servers = None,
     run_dir: RunDir = None,
     transport: TransportOption = "auto",
@@ -116,13 +118,18 @@ def run(
     paceline run --workers 4 --servers 2 --sync elastic-bsp:lookahead=15 train.py --epochs 10
     """
     with interruptible("nothing was started"):
+        from ..launcher.devices import assign_devices, shared
         from ..outlets.wanted import open_outlets
         from ..runtime.job import describe, make_job
 
         module = str(script) if as_module else ""
         script = find_script(script, as_module=as_module)
+        assigned = assign_devices(
+            devices, workers, usual=2, imports=settings["imports"], masked=not torchrun_env
+        )
         job = make_job(
-            workers=workers,
+            workers=assigned.workers,
+            devices=assigned.devices,
             servers=servers,
             transport=transport,
             pace=read_paces(pace),
@@ -135,6 +142,9 @@ def run(
             **settings,
         )
         outlets = open_outlets(dashboard, tensorboard, metrics_port)
+    console = Console(stderr=True)
+    if warning := shared(job.devices):
+        print_sentence(console, f"warning: {warning}")
     if dry_run:
         outlets.close()
         command = [sys.executable, *(["-m", module] if module else [str(script)]), *(arguments or [])]
@@ -145,7 +155,6 @@ def run(
     from ..launcher.progress import announce
     from ..launcher.starting import Starter
 
-    console = Console(stderr=True)
     announce(job, console)
     with interruptible(), outlets, Starter(Placement.on_loopback(job).prefixes()) as starter:
         # The launcher and the processes of the run import torch, which takes a second, at the same time.

@@ -95,6 +95,7 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
         **settings: Unpack[JobSettings],
     ) -> None:
         with interruptible("nothing was started"):
+            from ..launcher.devices import device_of_process
             from ..runtime.job import make_job
 
             place = ENVIRONMENTS[scheduler](os.environ)
@@ -118,6 +119,7 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
             token = take_secret(os.environ, secret_file)
             if not token and not (place.alone and place.store):
                 raise ConfigurationError(f"the secret of the job is unknown. {HOW}")
+            device = device_of_process(place.local, settings["imports"])
         from ..launcher.channels import Streams
         from ..launcher.scheduled import join_job
 
@@ -135,6 +137,7 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
                 patience_s=wait,
                 run_dir=run_dir,
                 streams=Streams(show_all=show_all),
+                device=device,
             )
         raise typer.Exit(code)
 

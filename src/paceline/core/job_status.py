@@ -61,6 +61,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
             do not wait themselves, those in the earliest iteration. () if it does not wait.
         losses: why each of its incarnations that were lost was lost, in order; () if none was.
         guessed: True if `loss` is a guess: the tensor on which the script has called `backward()`.
+        device: its device and the model of this device; unset if no worker is known to be on an accelerator.
     """
 
     worker: int
@@ -75,6 +76,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     last: tuple[int, ...] = ()
     losses: tuple[str, ...] = ()
     guessed: bool = False
+    device: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class MachineStatus(msgspec.Struct, frozen=True):
@@ -161,6 +163,7 @@ class Observed(msgspec.Struct, frozen=True):
         elapsed_s: seconds since the run began.
         connected: the workers that have connected to the coordinator at any time.
         machine_of: worker -> name of its machine. Workers that are missing run on the coordinator's machine.
+        devices: worker -> its device and the model of this device; {} if no worker is on an accelerator.
         state_s: worker -> seconds since its state or its iteration has changed.
         usual_s: worker -> usual duration of its iterations in seconds.
         processes: worker -> state of its process according to its agent.
@@ -174,6 +177,7 @@ class Observed(msgspec.Struct, frozen=True):
     elapsed_s: float
     connected: Collection[int]
     machine_of: Mapping[int, str] = {}
+    devices: Mapping[int, str] = {}
     state_s: Mapping[int, float] = {}
     usual_s: Mapping[int, float] = {}
     processes: Mapping[int, str] = {}
@@ -265,6 +269,7 @@ def job_status(core: Coordinator, observed: Observed, local: str = LOCAL) -> Job
                 () if not waits_for else uncalled if call is not None else last,
                 tuple(losses.get(worker, ())),
                 reported is not None and reported.guessed,
+                observed.devices.get(worker, msgspec.UNSET),
             )
         )
     links = tuple(

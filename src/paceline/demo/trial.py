@@ -58,6 +58,7 @@ def run_trial(
         args=(digits, recipe),
         workers=len(problem.pace_s),
         servers=problem.servers,
+        devices="cpu",
         sync=setting.sync,
         batch=setting.batch,
         hyperparameters=setting.hyperparameters,

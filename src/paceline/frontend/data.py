@@ -25,6 +25,7 @@ from .epoch_order import EpochOrder
 from .generators import loader_seed, seed_worker
 from .loops import active_loop
 from .main_worker import update_main
+from .moving import MovedLoader, device_of, pins
 from .newcomer import hold_job_model
 from .position import Position
 from .progress import set_batch
@@ -46,12 +47,14 @@ def distribute(
     split: Split | None = None,
     batch: BatchSizing | None = None,
     max_batch: int | None = None,
+    device: torch.device | str | None = None,
 ) -> Iterable[T]:
     """Return this worker's part of a loader.
 
     In each epoch, all workers use the same order of the items. If the loader shuffles, the order changes in every
     epoch and depends on the run's seed, but not on the number of workers. Outside a run, the loader is returned
-    unchanged. Call this function once, or at the start of every epoch. Each pass over the result is one epoch.
+    unchanged, unless its batches are to be moved to a device. Call this function once, or at the start of every
+    epoch. Each pass over the result is one epoch.
 
     The first call also seeds the random generators of torch, Python and NumPy in each worker except worker 0, so that
     dropout, augmentation and noise differ between workers. Worker 0 draws the same numbers as the script alone.
@@ -71,6 +74,9 @@ def distribute(
             is not given.
         max_batch: maximum size of a balanced batch, for example because larger ones do not fit into memory. Default:
             no maximum.
+        device: device to which the batches are moved, such as `paceline.device()`, with all tensors in lists, tuples,
+            dictionaries and the like. If the loader pins its memory, the copies are not waited for. Default: the
+            batches stay where the loader puts them.
 
     Returns:
         An iterable over batches. Its length is the number of batches that each worker would receive if all shares
@@ -88,7 +94,8 @@ def distribute(
         ...     for (batch,) in paceline.distribute(loader):
         ...         pass  # train on the batch
     """
-    return distribute_at(call_site(sys._getframe(1)), loader, split=split, batch=batch, max_batch=max_batch)
+    site = call_site(sys._getframe(1))
+    return distribute_at(site, loader, split=split, batch=batch, max_batch=max_batch, device=device)
 
 
 def distribute_at(
@@ -98,24 +105,30 @@ def distribute_at(
     split: Split | None = None,
     batch: BatchSizing | None = None,
     max_batch: int | None = None,
+    device: torch.device | str | None = None,
 ) -> Iterable[T]:
     """Distribute a loader as if the script had called `distribute` at `site`. See `call_site`."""
     if split is not None and split not in SPLITS:
         raise unknown_name("split", split, SPLITS)
     if batch is not None and batch not in BATCH_SIZINGS:
         raise unknown_name("batch", batch, BATCH_SIZINGS)
+    target = None if device is None else device_of(device)
     source = source_of(loader)
     _require_balanceable(source, batch, max_batch)
     session = current()
     if session is None:
         set_batch(source.batch if source.counts_samples else None)
-        return loader
+        return loader if target is None else MovedLoader(loader, target, pinned=pins(loader))
     seed_worker(session)
     balanced = (batch or session.batch) == "balanced"
     if balanced and not source.divisible:
         source.warnings.append(f"distribute() gives all workers equal batches, because {NOT_DIVISIBLE}.")
         balanced = False
-    return DistributedLoader(source, session, Division(split or session.split, balanced, max_batch), site)
+    division = Division(split or session.split, balanced, max_batch)
+    distributed: DistributedLoader[T] = DistributedLoader(source, session, division, site)
+    if target is not None:
+        distributed.move_to(target)
+    return distributed
 
 
 def call_site(caller: FrameType) -> str:
@@ -208,6 +221,10 @@ class DistributedLoader(Generic[T]):
             self.position.complete(epoch)
             for bar in bars:
                 bar.total = drawn
+
+    def move_to(self, device: torch.device) -> None:
+        """Move each batch to a device from now on. See `distribute`."""
+        self._loaded = MovedLoader(self._loaded, device, pinned=pins(self._source.inner))
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass over this loader, for example when a run is resumed.

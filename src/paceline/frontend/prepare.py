@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..errors import ConfigurationError
 from .data import DistributedLoader, call_site, distribute_at
 from .generators import seed_worker
+from .moving import device_of
 from .optimizer import DistributedOptimizer
 from .schedule import JobScheduler, ScheduledData
 from .session import current
@@ -27,13 +28,25 @@ T = TypeVar("T")
 
 @overload
 def prepare(
-    model: Model, optimizer: torch.optim.Optimizer, loader: Iterable[T], scheduler: None = None, /
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    loader: Iterable[T],
+    scheduler: None = None,
+    /,
+    *,
+    device: torch.device | str | None = None,
 ) -> tuple[Model, DistributedOptimizer, Iterable[T]]: ...
 
 
 @overload
 def prepare(
-    model: Model, optimizer: torch.optim.Optimizer, loader: Iterable[T], scheduler: Scheduler, /
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    loader: Iterable[T],
+    scheduler: Scheduler,
+    /,
+    *,
+    device: torch.device | str | None = None,
 ) -> tuple[Model, DistributedOptimizer, Iterable[T], Scheduler]: ...
 
 
@@ -42,10 +55,14 @@ def prepare(model: Model, optimizer: torch.optim.Optimizer, /) -> tuple[Model, D
 
 
 @overload
-def prepare(*parts: Any, scheduler: LRScheduler | None = None) -> Any: ...
+def prepare(
+    *parts: Any, scheduler: LRScheduler | None = None, device: torch.device | str | None = None
+) -> Any: ...
 
 
-def prepare(*parts: Any, scheduler: LRScheduler | None = None) -> Any:
+def prepare(
+    *parts: Any, scheduler: LRScheduler | None = None, device: torch.device | str | None = None
+) -> Any:
     """Make the parts of a training script ready for a run: models, optimizers, loaders and schedulers.
 
     This is the same as `DistributedOptimizer(optimizer, model=model)` for each optimizer and `distribute(loader)` for
@@ -72,6 +89,8 @@ def prepare(*parts: Any, scheduler: LRScheduler | None = None) -> Any:
             `distribute` has returned), and schedulers from `torch.optim.lr_scheduler` that were created for one of
             the optimizers; in any order and number. None is returned as None.
         scheduler: a scheduler, as the last of the parts.
+        device: device to which the batches of the loaders are moved, such as `paceline.device()`; see `distribute`.
+            Models are not moved: call `model.to(paceline.device())` before the optimizer is created.
 
     Returns:
         The parts in the same order, as a tuple; if there is only one part, this part alone.
@@ -113,9 +132,12 @@ def prepare(*parts: Any, scheduler: LRScheduler | None = None) -> Any:
     wrapped = {id(each): DistributedOptimizer(each, model=_model_of(each, models)) for each in optimizers}
     site = call_site(sys._getframe(1))
     split = {
-        id(each): each if isinstance(each, DistributedLoader) else distribute_at(site, each)
+        id(each): each if isinstance(each, DistributedLoader) else distribute_at(site, each, device=device)
         for each in loaders
     }
+    for loader in loaders:
+        if isinstance(loader, DistributedLoader) and device is not None:
+            loader.move_to(device_of(device))
 
     def prepared(part: Any) -> Any:
         if isinstance(part, LRScheduler):

@@ -49,6 +49,7 @@ class Session(Protocol):
         batch: "equal" if all workers have batches of the same size by default, "balanced" if their sizes follow the
             workers' speeds.
         seed: the run's seed.
+        device: the device that is assigned to this worker; the CPU if none is.
         needs_significance: True if pushes must include |g| / |w| (see `commit`). May change between iterations.
         may_restart: True if a computation may be aborted and restarted. May change between iterations.
         lockstep: True if the sync model keeps all workers in lockstep. May change between iterations.
@@ -72,6 +73,7 @@ class Session(Protocol):
     split: Split
     batch: BatchSizing
     seed: int
+    device: torch.device
     skips_nan: bool
     weights: Vectors
     gradients: Vectors

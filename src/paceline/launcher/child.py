@@ -18,6 +18,7 @@ from types import FrameType
 from typing import BinaryIO
 
 import cloudpickle
+import torch
 
 from ..errors import PacelineError, PeerLostError, ProtocolError, TakenOutError, first_line
 from ..frontend import session as sessions
@@ -34,6 +35,11 @@ from .endings import EXIT_PEER_LOST
 from .orders import Descriptors, Order, open_file
 
 __all__ = ["main"]
+
+MEMORY_ADVICE = (
+    ". Reduce the batch size, or balance the batches (--batch balanced) and limit those of this worker with "
+    "distribute(max_batch=...)."
+)
 
 # Maximum time between two signals that a scheduler sends to all processes at once.
 SAME_SIGNAL_S = 0.5
@@ -70,6 +76,8 @@ def main(order: Order, descriptors: Descriptors) -> int:
         return 0
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(job.torchrun_environment(assignment.index))
+    if assignment.device is not None:  # a driver reads these variables when it is initialized
+        os.environ.update(assignment.device.environment)
     kind, *arguments = order.arguments
     if kind == "function":
         sys.path[:] = cloudpickle.load(objects)
@@ -77,7 +85,9 @@ def main(order: Order, descriptors: Descriptors) -> int:
         objects.close()
         # `python script.py` adds the directory of the script, `python -m module` the current directory.
         sys.path.insert(0, os.getcwd() if kind == "module" else str(Path(arguments[0]).resolve().parent))
-    load_models(job.sync, job.imports)
+    load_models(job.sync, [*job.imports, *assignment.imports])
+    if assignment.device is not None and assignment.device.own_index:
+        torch.accelerator.set_device_index(assignment.device.own_index)
     try:
         session = WorkerSession.connect(assignment)
     except (PeerLostError, ProtocolError) as error:
@@ -113,7 +123,7 @@ def main(order: Order, descriptors: Descriptors) -> int:
         told = script_traceback(error)
         if job.joined:
             print(f"paceline: {first_line(reason)}" if consequence else told, file=sys.stderr, flush=True)
-        session.fail(first_line(reason), told, consequence=consequence)
+        session.fail(first_line(reason) + memory_advice(reason), told, consequence=consequence)
         return EXIT_PEER_LOST if consequence else 1
     session.finish()
     session.close()
@@ -171,6 +181,18 @@ def _train(kind: str, arguments: list[str], objects: BinaryIO) -> None:
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def memory_advice(error: BaseException) -> str:
+    """Return a sentence that follows an error if a device had too little memory; "" for any other error.
+
+    >>> memory_advice(RuntimeError("Vulkan out of memory"))[:25], memory_advice(RuntimeError("closed"))
+    ('. Reduce the batch size, ', '')
+    """
+    short = isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
+    )
+    return MEMORY_ADVICE if short else ""
 
 
 def _describe_exit(code: object) -> str:

@@ -135,4 +135,6 @@ def _settings(job: Job) -> list[Setting]:
         ("--stall-timeout", timeout, ""),
         ("--import", " ".join(job.imports), ""),
     ]
+    if job.devices_setting:
+        rows.insert(2, ("--devices", job.devices_setting, None))
     return [Setting(name, value, value == default) for name, value, default in rows]

@@ -8,8 +8,9 @@ functions. Nothing else depends on a scheduler's variables. The functions are pu
     torchrun  in the job's store    RANK is 0          RANK            PACELINE_SECRET    LOCAL_RANK
     slurm     first node of step    SLURM_PROCID is 0  SLURM_PROCID    PACELINE_SECRET    SLURM_LOCALID
 
-The secret may also be in a file that the user names. The device needs no code: a worker inherits the environment, and
-its script chooses its accelerator by the variable in the last column, as it would without Paceline.
+The secret may also be in a file that the user names. A worker inherits the environment, and its device is the
+accelerator with the number in the last column. If the scheduler hides the other ones, it is the only one. Nothing
+else is hidden from the worker, because a script may choose its accelerator by this variable itself.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: name of the job. If the scheduler starts the job again, it has another name.
         index: the index of the worker of this process, if it is free.
+        local: number of this process on its machine.
         count: number of processes in the job.
         serves: True if this process also starts the coordinator and the servers of the run.
         alone: True if all processes of the job run on this machine.
@@ -60,6 +62,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     index: int
+    local: int
     count: int
     serves: bool
     alone: bool
@@ -99,6 +102,7 @@ def torchrun(environment: Mapping[str, str]) -> Place:
     return Place(
         name=name,
         index=rank,
+        local=read.number("LOCAL_RANK", default=0),
         count=count,
         serves=rank == 0,
         alone=read.number("LOCAL_WORLD_SIZE") == count,
@@ -140,6 +144,7 @@ def slurm(environment: Mapping[str, str]) -> Place:
     return Place(
         name=f"slurm-{job}.{step}" + (f"-{restarts}" if restarts else ""),
         index=rank,
+        local=read.number("SLURM_LOCALID", default=0),
         count=read.number("SLURM_STEP_NUM_TASKS"),
         serves=rank == 0,
         alone=read.number("SLURM_STEP_NUM_NODES") == 1,

@@ -53,6 +53,7 @@ from ..errors import (
     RunFailedError,
 )
 from ..runtime.calling import call
+from ..runtime.devices import Device
 from ..runtime.job import Job, claim_run_dir, decode_job
 from ..runtime.listener import Listener
 from ..runtime.process_states import RunningProcess, State
@@ -70,6 +71,7 @@ from .starting import Starter
 
 __all__ = ["Joined", "ServerOffer", "join"]
 
+NO_DEVICES: Mapping[int, Device] = {}
 POLL_INTERVAL_S = 0.05
 RETRY_INTERVAL_S = 0.5
 # Maximum time to wait for the workers to exit by themselves after the run is over, or to leave it.
@@ -133,6 +135,8 @@ def join(
     streams: Streams | None = None,
     shown: str = "",
     starter: Starter | None = None,
+    devices: Sequence[Device] = (),
+    imports: Sequence[str] = (),
 ) -> Joined:
     """Run processes on this machine for a run whose coordinator listens at `address`, until they have ended.
 
@@ -154,6 +158,8 @@ def join(
         streams: what the user wants of the standard streams of the workers.
         shown: name of the worker whose output is shown. Default: the first one on this machine.
         starter: starts the workers when they join for the first time; by default, a new one.
+        devices: the device of each worker; () if none is assigned.
+        imports: modules that the workers of this machine import besides those of the run.
 
     Raises:
         ConfigurationError: the run does not accept this machine, or it cannot listen for its servers.
@@ -205,11 +211,13 @@ def join(
                         admitted.machine,
                         listener,
                         listens_at,
+                        imports,
                     )
                     agent = Agent(job, engine, channels, stream, console, interruption, again)
                     if servers is not None:
                         agent.start_servers(admitted.servers, payload_of_server(servers.path, {}))
-                    agent.carry_out(admitted.workers, worker_arguments, worker_payload)
+                    placed = dict(zip(admitted.workers, devices, strict=True)) if devices else {}
+                    agent.carry_out(admitted.workers, worker_arguments, worker_payload, placed)
                 return Joined.of(folder, engine)
             except CutOffError as error:
                 if servers is not None:
@@ -219,6 +227,7 @@ def join(
                         raise
                     return Joined.of(folder, engine)
                 wanted, indices = len(error.workers), error.workers
+                devices = [agent.devices[worker] for worker in error.workers if worker in agent.devices]
                 reason, pause_s = error, again.pause_s()
             except UnansweredError as error:
                 reason, pause_s = error, again.pause_s()
@@ -340,6 +349,9 @@ class Agent:
         console: console for messages.
         interruption: counter of the signals that ask this program to end.
         rejoins: counts how often workers of this machine have joined again.
+
+    Attributes:
+        devices: worker -> its device, for workers to which one is assigned.
     """
 
     def __init__(
@@ -362,6 +374,7 @@ class Agent:
         self._heartbeats = Heartbeats()
         self._arguments: Sequence[str] = ()
         self._payload = b""
+        self.devices: dict[int, Device] = {}
         # worker -> its incarnation, for the last incarnation of each worker that was started here
         self._workers: dict[int, int] = {}
         # worker -> its process, once it has been started
@@ -387,19 +400,27 @@ class Agent:
         for server in servers:
             self._engine.start_server(server, HostMachine(), payload)
 
-    def carry_out(self, workers: Mapping[int, int], arguments: Sequence[str], payload: bytes) -> None:
+    def carry_out(
+        self,
+        workers: Mapping[int, int],
+        arguments: Sequence[str],
+        payload: bytes,
+        devices: Mapping[int, Device] = NO_DEVICES,
+    ) -> None:
         """Start the workers, and wait until all processes have ended. See `join` for the exceptions.
 
         Args:
             workers: index of each worker -> its incarnation.
             arguments: what each worker runs; see `Order`.
             payload: the objects that are sent to each worker.
+            devices: worker -> its device, for workers to which one is assigned.
 
         Raises:
             CutOffError: the connection to the coordinator was lost; all processes have ended.
         """
         engine = self._engine
         self._arguments, self._payload = arguments, payload
+        self.devices.update(devices)
         try:
             if workers:
                 self._start(workers)
@@ -475,7 +496,14 @@ class Agent:
             self._running.pop(worker, None)
             self._taken_out.pop(worker, None)
             self._excluded.discard(worker)
-            self._engine.start_worker(worker, HostMachine(), self._arguments, self._payload, incarnation)
+            self._engine.start_worker(
+                worker,
+                HostMachine(),
+                self._arguments,
+                self._payload,
+                incarnation,
+                self.devices.get(worker),
+            )
         print_sentence(self._console, f"joined as {_listed('worker', workers)}")
 
     def _leave(self) -> None:
@@ -531,7 +559,9 @@ class Agent:
                     case HeartbeatAnswered():
                         self._heartbeats.answered(message, self._job.now_ticks())
                     case MachineAdmitted(workers) if self._asked is not None:
-                        self._asked = None
+                        device, self._asked = self.devices.pop(self._asked, None), None
+                        if device is not None:  # the worker may have another index now
+                            self.devices |= dict.fromkeys(workers, device)
                         self._start(workers)
                     case Refused(reason) if self._asked is not None:
                         worker, self._asked = self._asked, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import cloudpickle
+import torch
 from msgspec import structs
 from rich.console import Console
 
@@ -23,6 +25,7 @@ from ..sync import SyncModel
 from ..sync.schedule import Schedule
 from ..wire.secret import new_secret, take_secret
 from .channels import Streams
+from .devices import Assigned, assign_devices, shared
 from .local import Placement
 from .progress import announce
 from .ray_run import import_ray, start_on_ray
@@ -32,6 +35,8 @@ from .starting import Starter
 
 __all__ = ["ENGINES", "RunResult", "launch", "run_script"]
 
+log = logging.getLogger("paceline.launch")
+
 ENGINES = ("local", "ray")
 
 
@@ -39,7 +44,8 @@ def launch(
     function: Callable[..., object],
     *,
     args: Sequence[object] = (),
-    workers: int | tuple[int, int],
+    workers: int | tuple[int, int] | None = None,
+    devices: str | Sequence[str | torch.device] | None = None,
     servers: int | None = None,
     shards: int | None = None,
     slicing: str = "even",
@@ -79,8 +85,12 @@ def launch(
     Args:
         function: the training function, which uses `DistributedOptimizer` and `distribute`.
         args: arguments for the function.
-        workers: number of workers. With engine "ray", this may be a pair: training begins with the least number of
-            workers and pauses below it, and others join, as Ray has resources for them, up to the largest number.
+        workers: number of workers. Default: one for each accelerator of this machine; 2 if there is none. With engine
+            "ray", this is required and may be a pair: training begins with the least number of workers and pauses
+            below it, and others join, as Ray has resources for them, up to the largest number.
+        devices: the devices of the workers, such as "cuda:0,cuda:1,cpu" or a sequence of devices, one worker for
+            each. A single device is used by all workers. Default: "auto", all accelerators of the kind that torch
+            chooses, or the CPU if there is none. See `paceline.device`.
         servers: number of servers. Default: one for each CPU core that the workers leave free, but at least one; with
             engine "ray", one.
         shards: number of slices into which the parameters are divided. Default: one per server.
@@ -91,7 +101,8 @@ def launch(
         sync: the sync model, as an object, a list with one object per shard, or a string in the notation of the
             command line. The string may also describe a schedule ("bsp@0,elastic-bsp@epoch:5").
         imports: names of modules that define conditions, if the function changes to these conditions during the run
-            with `paceline.set_sync`, and of packages that define the optimizer, if the function itself imports it.
+            with `paceline.set_sync`, of packages that define the optimizer, if the function itself imports it, and
+            of packages that add a kind of device to torch.
         engine: where the processes run: "local" for this machine, or "ray" for a Ray cluster, which needs
             `pip install paceline[ray]` on all of its nodes. Without a connection to a cluster, `ray.init()` is called
             and, at the end, `ray.shutdown()`.
@@ -159,11 +170,10 @@ def launch(
             f"the training function, or an object that it refers to, cannot be sent to another process: {error}. "
             "Create such objects inside the function."
         ) from error
-    least, most = workers if isinstance(workers, tuple) else (workers, workers)
     on_ray = engine == "ray"
     if on_ray:
         import_ray()
-        _require_for_ray(transport, torchrun_env, placement)
+        _require_for_ray(transport, torchrun_env, placement, workers, devices)
         if dashboard is not False or tensorboard is not None or metrics_port is not None:
             raise ConfigurationError(
                 "dashboard, tensorboard and metrics_port cannot be used with engine 'ray', because Ray places the "
@@ -172,9 +182,16 @@ def launch(
     elif isinstance(workers, tuple) or resources is not None:
         given = "resources is given" if resources is not None else f"workers is {workers!r}"
         raise ConfigurationError(f"{given}, but engine is {engine!r}; this needs engine 'ray'.")
+    assigned = Assigned(0)
+    if not isinstance(workers, tuple) and not on_ray:
+        assigned = assign_devices(devices, workers, usual=2, imports=imports, masked=not torchrun_env)
+        workers = assigned.workers
+    assert workers is not None
+    least, most = workers if isinstance(workers, tuple) else (workers, workers)
     job = make_job(
         workers=most,
         least=least,
+        devices=assigned.devices,
         pause_below=(least if isinstance(workers, tuple) else 1) if on_ray else 0,
         joined=on_ray,
         servers=1 if on_ray and servers is None else servers,
@@ -204,6 +221,8 @@ def launch(
     outlets = open_outlets(dashboard, tensorboard, metrics_port)
     console = Console(stderr=True, quiet=not (progress if progress is not None else sys.stderr.isatty()))
     announce(job, console)
+    if warning := shared(job.devices):
+        log.warning("%s", warning)
     if on_ray:
         job = structs.replace(
             job, version=__version__, token=take_secret(os.environ) or new_secret(), secure=True
@@ -231,14 +250,20 @@ def launch(
         )
 
 
-def _require_for_ray(transport: str, torchrun_env: bool, placement: Placement | None) -> None:
+def _require_for_ray(
+    transport: str, torchrun_env: bool, placement: Placement | None, workers: object, devices: object
+) -> None:
     """Raise `ConfigurationError` for options that a run on a Ray cluster does not have."""
     if transport not in ("auto", "tcp"):
         raise ConfigurationError(
             f"transport is {transport!r}, but the nodes of a Ray cluster are connected by 'tcp'; omit transport."
         )
-    if torchrun_env or placement is not None:
-        name = "torchrun_env" if torchrun_env else "placement"
+    if workers is None:
+        raise ConfigurationError(
+            "workers is None, but engine 'ray' needs their number, such as 4 or (2, 16)."
+        )
+    if torchrun_env or placement is not None or devices is not None:
+        name = "torchrun_env" if torchrun_env else "devices" if devices is not None else "placement"
         raise ConfigurationError(
             f"{name} cannot be used with engine 'ray', because Ray places the workers; omit it."
         )

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from ..errors import ConfigurationError, RunFailedError
+from ..runtime.devices import Device
 from ..runtime.job import LOOPBACK, Assignment, Job
 from ..runtime.listener import Listener
 from .channels import Channels
@@ -235,6 +236,7 @@ class LocalEngine:
         machine: index of this machine; 0 for the one with the coordinator.
         listener: passes connections to the servers of this machine, if they do not listen themselves.
         listens_at: address of the listener. Default: that of the coordinator.
+        imports: see `Assignment`.
 
     Attributes:
         servers: index of a server -> its process, for all servers that were started here.
@@ -251,6 +253,7 @@ class LocalEngine:
         machine: int = 0,
         listener: Listener | None = None,
         listens_at: str = "tls:",
+        imports: Sequence[str] = (),
     ) -> None:
         self._job = job
         self._coordinator = coordinator
@@ -260,6 +263,7 @@ class LocalEngine:
         self._machine = machine
         self._listener = listener
         self._listens_at = listens_at
+        self._imports = tuple(imports)
         self.servers: dict[int, Process] = {}
         self.workers: dict[int, Process] = {}
 
@@ -279,9 +283,10 @@ class LocalEngine:
         arguments: Sequence[str],
         payload: bytes = b"",
         incarnation: int = 0,
+        device: Device | None = None,
     ) -> None:
         """Start a worker, to which the objects in `payload` are sent. See `Order` for the arguments."""
-        self.workers[index] = self._spawn("worker", index, machine, arguments, payload, incarnation)
+        self.workers[index] = self._spawn("worker", index, machine, arguments, payload, incarnation, device)
 
     @property
     def finished(self) -> bool:
@@ -344,6 +349,7 @@ class LocalEngine:
         arguments: Sequence[str],
         payload: bytes,
         incarnation: int = 0,
+        device: Device | None = None,
     ) -> Process:
         passes = role == "server" and self._listener is not None
         assignment = Assignment(
@@ -355,6 +361,8 @@ class LocalEngine:
             incarnation=incarnation,
             machine=self._machine,
             address=f"{self._listens_at}/{index}" if passes else "",
+            device=device,
+            imports=self._imports if role == "worker" else (),
         )
         name = f"{role} {index}"
         log = Path(self._job.run_dir, f"{role}-{index}.log")

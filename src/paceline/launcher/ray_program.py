@@ -30,6 +30,7 @@ from ..plugins import load_models
 from ..plugins.conditions import local_conditions
 from ..runtime.job import Job
 from .channels import Streams
+from .devices import device_of_process
 from .interruption import Interrupted, Terminated
 from .joining import join
 from .local import HostMachine, Placement
@@ -165,6 +166,7 @@ def _obey(source: IO[bytes], folder: str) -> None:
 
 
 def _join(order: JoinOrder, payload: bytes, folder: str, console: Console, starter: Starter) -> Ended:
+    device = device_of_process(0)  # Ray hides the accelerators that are not for this worker
     objects = io.BytesIO(payload)
     path = cloudpickle.dumps(search_path(cloudpickle.load(objects)))
     try:
@@ -180,6 +182,7 @@ def _join(order: JoinOrder, payload: bytes, folder: str, console: Console, start
             streams=Streams(show_all=order.show_all),
             shown="worker 0",
             starter=starter,
+            devices=[] if device is None else [device],
         )
     except (Interrupted, Terminated) as end:
         return Ended("left", end.words)

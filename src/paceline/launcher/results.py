@@ -140,6 +140,7 @@ def summarize(
     figures: dict[str, Any] = {}
     pushes: dict[str, int] = {}
     epochs = _epochs(coordinator.core.data, figures)
+    devices = coordinator.named_devices()
     try:
         meter = _meter(coordinator, faults, hurried)
         if meter is not None:
@@ -205,6 +206,7 @@ def summarize(
             "samples": _samples(coordinator.core.data, figures.get("dropped_samples", 0)),
             "pushes": pushes,
         },
+        **({"devices": {str(w): device for w, device in devices.items()}} if devices else {}),
         "machines": {str(worker): machine for worker, machine in coordinator.machine_of().items()},
         "links": [[*link, total_bytes] for link, total_bytes in coordinator.traffic_totals().items()],
         **figures,

@@ -249,8 +249,11 @@ class LiveRun:
                 try:
                     for index, machine in enumerate(self._placement.servers):
                         engine.start_server(index, machine, server_payload)
+                    devices = self._job.devices or (None,) * len(self._placement.workers)
                     for index, machine in enumerate(self._placement.workers):
-                        engine.start_worker(index, machine, worker_arguments, worker_payload)
+                        engine.start_worker(
+                            index, machine, worker_arguments, worker_payload, device=devices[index]
+                        )
                 except OSError as error:
                     raise RunFailedError("the launcher", f"a process cannot be started: {error}") from error
                 for thread in (self._sampler, self._keeper):

@@ -18,6 +18,7 @@ from msgspec import structs
 from rich.console import Console
 
 from ..errors import ConfigurationError, PeerLostError, RunFailedError
+from ..runtime.devices import Device
 from ..wire.addresses import interface_to, is_local, seen_from
 from ..wire.secret import VARIABLE, read_secret
 from .channels import Streams
@@ -76,6 +77,7 @@ def join_job(
     patience_s: float,
     run_dir: str | None,
     streams: Streams,
+    device: Device | None = None,
 ) -> int:
     """Run one worker of a job that a scheduler has started, until it has ended. The first process also serves it.
 
@@ -91,6 +93,7 @@ def join_job(
         patience_s: number of seconds for which the first process is awaited.
         run_dir: run directory. Default: a new directory in ./runs.
         streams: what the user wants of the standard streams of the worker.
+        device: the device of the worker; None if none is assigned.
 
     Returns:
         The exit code of this process. A process whose worker is lost or leaves does not fail, unless it is the first
@@ -118,6 +121,7 @@ def join_job(
             # Logs of processes with the same file system are in one directory.
             run_dir=run_dir or str(Path("runs", Path(meeting.run_dir).name)),
             streams=streams,
+            devices=[] if device is None else [device],
         )
 
     if not place.serves:

@@ -37,6 +37,7 @@ LEAST_ROWS = 3  # number of workers that are shown even in a terminal that is to
 LEAST_REASON = 20  # number of characters of a reason for waiting that are shown at least
 
 MACHINE = Column("machine", rank=7, least=LONG_LINE)  # never shortened
+DEVICE = Column("device", rank=3, least=6)
 LOSS = Column("loss", "number", rank=6)
 WORKER_COLUMNS = (
     Column("worker"),
@@ -130,11 +131,18 @@ def _most_telling(status: JobStatus, count: int) -> tuple[WorkerStatus, ...]:
 
 
 def _workers(status: JobStatus, shown: Sequence[WorkerStatus]) -> FittedTable:
-    """Return the table of the workers. It names their machines only if there are several."""
+    """Return the table of the workers.
+
+    It names their machines only if there are several, and their devices only if there are accelerators.
+    """
     several = bool(status.machines) or len({worker.machine for worker in status.workers}) > 1
     loss = LOSS._replace(name=loss_name(status))
     columns = [loss if column is LOSS else column for column in WORKER_COLUMNS]
     rows = [_cells(worker) for worker in shown]
+    if any(worker.device for worker in status.workers):
+        columns.insert(1, DEVICE)
+        for row, worker in zip(rows, shown, strict=True):
+            row.insert(1, (worker.device or UNKNOWN, ""))
     if several:
         columns.insert(1, MACHINE)
         for row, worker in zip(rows, shown, strict=True):
@@ -143,7 +151,7 @@ def _workers(status: JobStatus, shown: Sequence[WorkerStatus]) -> FittedTable:
 
 
 def _cells(worker: WorkerStatus) -> list[Cell]:
-    """Return what the columns say about a worker, without its machine."""
+    """Return what the columns say about a worker, without its machine and its device."""
     return [
         (str(worker.worker), ""),
         (worker.state, COLORS.get(worker.state, COLORS["waiting"])),

@@ -306,6 +306,7 @@ class _Assembly:
             return ()
         uses: Mapping[str, Mapping[str, float]] = summary.get("time_use", {})
         machines: Mapping[str, str] = summary.get("machines", {})
+        devices: Mapping[str, str] = summary.get("devices", {})
         causes = {str(each.get("worker")): each for each in summary.get("departures", ())}
         found = []
         for worker, own in sorted(activity.workers.items()):
@@ -320,6 +321,7 @@ class _Assembly:
                 WorkerReport(
                     worker=worker,
                     machine=machines.get(str(worker), ""),
+                    device="" if (device := devices.get(str(worker), "")) == "cpu" else device,
                     fate=fate,
                     why=str(departure.get("cause", "")),
                     iterations=own.iterations,

@@ -9,6 +9,7 @@ from typing import Any
 from ..trace.measures import PushCounts
 from ..trace.unapplied import unapplied_pushes
 from .speed import speed_unit
+from .words import named_workers
 
 __all__ = ["summary_rows"]
 
@@ -34,9 +35,23 @@ def summary_rows(summary: Mapping[str, Any]) -> dict[str, str]:
         shown |= _figures(summary)
     if (main := summary.get("main_worker", 0)) > 0:
         shown["main worker"] = f"worker {main} at the end (see paceline.is_main)"
+    if "devices" in summary:
+        shown["devices"] = _devices(summary["devices"])
     if summary["emulated"]:
         shown["emulated"] = str(summary["emulated"])
     return shown
+
+
+def _devices(devices: Mapping[str, str]) -> str:
+    """Return a text that names the workers on each device, or their number if there are many devices.
+
+    >>> _devices({"0": "cuda:0 (NVIDIA H100)", "1": "cpu", "2": "cpu"})
+    'worker 0: cuda:0 (NVIDIA H100); workers 1, 2: cpu'
+    """
+    users: dict[str, list[int]] = {}
+    for worker, device in devices.items():
+        users.setdefault(device, []).append(int(worker))
+    return "; ".join(f"{named_workers(workers)}: {device}" for device, workers in users.items())
 
 
 def _warning(summary: Mapping[str, Any]) -> str:

@@ -87,6 +87,7 @@ from ..wire.stream import no_payload
 from ..wire.traffic import Traffic, traffic_of
 from .best_effort import BestEffortFile
 from .collection import Collection
+from .devices import CPU
 from .footprint import available_bytes, footprint, served_shortage, shortage, vectors_of
 from .hub import Caller, Hub
 from .job import LOOPBACK, Job, encode_job
@@ -145,6 +146,7 @@ class CoordinatorHost:
         asked_s: server -> time on the monotonic clock at which the server was asked which workers are waiting.
             Contains only servers that have not answered yet.
         crashed: workers on other machines whose processes have crashed.
+        devices: worker -> its device and the model of this device, for workers to which a device is assigned.
         status: the state of the job when it was computed last for `refresh`; None before.
     """
 
@@ -162,6 +164,7 @@ class CoordinatorHost:
         self.registered_s: dict[int, float] = {}
         self.asked_s: dict[int, float] = {}
         self.crashed: set[int] = set()
+        self.devices: dict[int, str] = {}
         self._observers: set[Caller] = set()
         self.status: JobStatus | None = None
         self._refreshing = False  # True from a call of `refresh` until it has been performed
@@ -308,6 +311,11 @@ class CoordinatorHost:
         self._call(begin)
         return collection
 
+    def named_devices(self) -> dict[int, str]:
+        """Return the device of each worker, for the user; {} if all workers are on the CPU."""
+        found = dict(sorted(self.devices.copy().items()))
+        return found if set(found.values()) - {CPU.label} else {}
+
     def machine_of(self) -> dict[int, str]:
         """Return the name of the machine of each worker that runs, or has run, on a machine that has joined."""
         return self._machines.machine_of
@@ -449,6 +457,7 @@ class CoordinatorHost:
             elapsed_s=now_ticks / TICKS_PER_S,
             connected={index for role, index in self.heard_s if role == "worker"},
             machine_of=self._machines.machine_of,
+            devices=self.named_devices(),
             state_s=self._state_times.state_s(now_ticks),
             usual_s=self.usual_s,
             processes=self._machines.liveness.states(),
@@ -597,6 +606,8 @@ class CoordinatorHost:
         peer.role, peer.index = hello.role, hello.index
         self._members[peer.role, peer.index] = peer
         self.heard_s[peer.role, peer.index] = time.monotonic()
+        if hello.role == "worker" and hello.device:
+            self.devices[hello.index] = hello.device
         self._perform(self.core.connected(party, self.job.now_ticks(), hello.address, hello.incarnation))
 
     def payload_targets(self, peer: Caller, message: Message, size_bytes: int) -> Sequence[memoryview]:
@@ -785,7 +796,7 @@ class CoordinatorHost:
 
     def _forget(self, worker: int) -> None:
         """Forget what was observed of the previous incarnation of a worker."""
-        for known in (self.usual_s, self.registered_s, self._paced):
+        for known in (self.usual_s, self.registered_s, self._paced, self.devices):
             known.pop(worker, None)
         self.heard_s.pop(("worker", worker), None)
 

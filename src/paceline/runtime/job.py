@@ -32,6 +32,7 @@ from ..sync.translation import HYPERPARAMETERS
 from ..wire.addresses import listen_tcp
 from ..wire.memory import shared_memory_available
 from ..wire.tls import Contexts, contexts
+from .devices import CPU, Device
 from .footprint import (
     available_bytes,
     descriptor_limit,
@@ -115,6 +116,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             are deleted during the run, so that `trace_bytes` suffice, or "off" if there are none.
         trace_bytes: number of bytes that the traces and records may occupy in the run directory, about.
         optimizers: the places from which processes may take the classes of optimizers that are not torch's.
+        devices: the device of each worker that the launcher starts; () if none is assigned.
     """
 
     workers: int
@@ -151,6 +153,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     traces: Literal["full", "recent", "off"] = "recent"
     trace_bytes: int = TRACE_MB * 10**6
     optimizers: OptimizerSources = OptimizerSources()
+    devices: tuple[Device, ...] = ()
 
     def __repr__(self) -> str:
         """Return a description without the token, which must not appear in a log."""
@@ -255,6 +258,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     @property
+    def devices_setting(self) -> str:
+        """The devices of the workers in the notation of the command line; "" if all workers are on the CPU."""
+        named = [device.name for device in self.devices]
+        return ",".join(named) if set(named) - {CPU.name} else ""
+
+    @property
     def emulated(self) -> str:
         """The options with which unequal machines are emulated, and what they mean; "" if nothing is emulated."""
         parts = []
@@ -284,6 +293,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
         incarnation: how often the index of the worker has been used before.
         machine: index of the machine on which the process runs; 0 for the one with the coordinator.
         address: address at which a server is reached, if its connections come through a listener; else "".
+        device: the device of the worker; None if none is assigned, so that it uses the CPU.
+        imports: modules that only the workers of this machine import, because they add kinds of devices to torch.
     """
 
     job: Job
@@ -294,6 +305,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int = 0
     machine: int = 0
     address: str = ""
+    device: Device | None = None
+    imports: tuple[str, ...] = ()
 
 
 def make_job(
@@ -324,6 +337,7 @@ def make_job(
     stall_timeout: float | None = None,
     port: int = 0,
     torchrun_env: bool = False,
+    devices: Sequence[Device] = (),
     dry_run: bool = False,
 ) -> Job:
     """Validate the user's options, create the run directory and return the configuration of the run.
@@ -458,6 +472,7 @@ def make_job(
         mark=secrets.token_hex(8),
         epoch_ns=time.monotonic_ns(),
         optimizers=OptimizerSources(packages=imports),
+        devices=tuple(devices),
     )
     return job if dry_run else claim_run_dir(job)
 
@@ -541,9 +556,11 @@ _TRANSPORT_TEXTS = {
 
 def describe(job: Job) -> dict[str, str]:
     """Return the description of a run that `--dry-run` prints."""
+    devices = "; ".join(_with_memory(device) for device in job.devices)
     return {
         "sync model": job.sync,
         "workers": f"{job.least} to {job.workers}" if job.least < job.workers else str(job.workers),
+        **({"devices": devices} if job.devices_setting else {}),
         "servers": str(job.servers)
         + (f", {job.remote_servers} of them on other machines" if job.remote_servers else ""),
         "shards": f"{job.shards}, with the parameters sliced {_SLICING_TEXTS[job.slicing]}",
@@ -559,6 +576,11 @@ def describe(job: Job) -> dict[str, str]:
         "seed": str(job.seed),
         "run directory": job.run_dir or "a new directory in ./runs",
     }
+
+
+def _with_memory(device: Device) -> str:
+    """Return the label of a device and the size of its memory, if this is known."""
+    return f"{device.label}, {device.memory_bytes / 1e9:.1f} GB" if device.memory_bytes else device.label
 
 
 def _require_integer(name: str, value: int, least: int) -> int:

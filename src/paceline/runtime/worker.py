@@ -32,6 +32,7 @@ from ..core import worker as core
 from ..core.data_feed import DataFeed
 from ..core.layout import ShardSlice, of_set
 from ..core.messages import (
+    MOST_LABEL,
     Answer,
     Bell,
     Combined,
@@ -164,6 +165,7 @@ class WorkerSession:
         self.split = job.split
         self.batch = job.batch
         self.seed = job.seed
+        self.device = torch.device("cpu" if place.device is None else place.device.own_name)
         self.skips_nan = job.on_nan == "skip"
         self.weights: Vectors = {}
         self.gradients: Vectors = {}
@@ -249,7 +251,10 @@ class WorkerSession:
             FromCoordinatorToWorker,
             takes_descriptor=place.job.transport == "shm",
         )
-        stream.send(Hello(place.job.token, "worker", place.index, incarnation=place.incarnation))
+        label = "" if place.device is None else place.device.label[:MOST_LABEL]
+        stream.send(
+            Hello(place.job.token, "worker", place.index, incarnation=place.incarnation, device=label)
+        )
         session = cls(place, stream)
         if place.index == 0 and place.job.joined:
             session.is_main_now()  # another worker is the main worker if the run has begun without worker 0

@@ -379,6 +379,7 @@ class VirtualSession:
         self.split: Split = "auto"
         self.batch = training.batch
         self.seed = training.seed
+        self.device = torch.device("cpu")
         self.skips_nan = training.skips_nan
         self.observes = training.observes
         self.weights: Vectors = {}

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from .clipping import MeanAwaited, MeanClipped, MeanMeasured, MeanMissing
 from .collectives import Combined, Contributed, Paused, Resumed, StandInAllowed, StoodIn
-from .connection import MOST_WORDS, Bell, Hello, MemoryAttached, MemoryPlace, Message
+from .connection import MOST_LABEL, MOST_WORDS, Bell, Hello, MemoryAttached, MemoryPlace, Message
 from .data import (
     MOST_LOADERS,
     MOST_TIMES,
@@ -152,6 +152,7 @@ from .state import (
 )
 
 __all__ = [
+    "MOST_LABEL",
     "MOST_LOADERS",
     "MOST_LOGGED",
     "MOST_OBSERVED",

@@ -8,7 +8,10 @@ import msgspec
 
 from ...sync.events import Number
 
-__all__ = ["MOST_WORDS", "Bell", "Hello", "MemoryAttached", "MemoryPlace", "Message"]
+__all__ = ["MOST_LABEL", "MOST_WORDS", "Bell", "Hello", "MemoryAttached", "MemoryPlace", "Message"]
+
+MOST_LABEL = 200
+"""Maximum length of the name of a device."""
 
 MOST_WORDS = 65_536
 """Maximum length of the description of a barrier or a reduction."""
@@ -57,6 +60,7 @@ class Hello(Message, frozen=True, tag=True):
         incarnation: how often the index of the worker has been used before.
         place: over TCP, where the server finds the shared memory of a worker if both run on the same machine; None if
             they do not.
+        device: the device of a worker and its model, for the user; "" if none is assigned to it.
     """
 
     token: str
@@ -70,6 +74,7 @@ class Hello(Message, frozen=True, tag=True):
     extension: Number = 0
     incarnation: Number = 0
     place: MemoryPlace | None = None
+    device: Annotated[str, msgspec.Meta(max_length=MOST_LABEL)] = ""
 
     def __repr__(self) -> str:
         """Return a description without the token, which must not appear in a log."""

@@ -1,0 +1,264 @@
+"""Assigns a device to each worker of a machine, and hides the other ones from it.
+
+This process never initializes an accelerator. It asks another process which accelerators there are (see `counting`),
+and only if torch may have any: torch is not imported here to find out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from ..errors import ConfigurationError
+from ..plugins import load_models
+from ..report.words import named_workers
+from ..runtime.devices import CPU, Device
+from ..wire.secret import without_secret
+from .masks import BUILT_IN, alone, torch_build
+
+__all__ = [
+    "Accelerators",
+    "Assigned",
+    "assign_devices",
+    "count_accelerators",
+    "device_of_process",
+    "may_have_accelerators",
+    "shared",
+]
+
+PROGRAM = str(Path(__file__).with_name("counting.py"))
+"""Path of the program that counts accelerators; see `counting`."""
+
+AUTO = "auto"
+BACKENDS = "torch.backends"  # group of entry points that torch loads by itself
+ENTRY = re.compile(r"([a-z][a-z0-9_]*)(?::([0-9]{1,4}))?")
+
+
+class Accelerators(msgspec.Struct, frozen=True):
+    """The accelerators that another process has found; see `counting`.
+
+    Attributes:
+        chosen: the kind that torch chooses; None if there is no accelerator.
+        torch: version of torch.
+        found: kind -> the devices of this kind.
+    """
+
+    chosen: str | None
+    torch: str
+    found: dict[str, list[Found]]
+
+    def devices(self, kind: str | None) -> list[Device]:
+        """Return the devices of a kind; [] for None."""
+        if kind is None:
+            return []
+        return [
+            Device(kind=kind, index=index, model=each.model, memory_bytes=each.memory_bytes, own_index=index)
+            for index, each in enumerate(self.found.get(kind, ()))
+        ]
+
+    def __str__(self) -> str:
+        labels = [device.label for kind in self.found for device in self.devices(kind)]
+        return ", ".join([*labels, CPU.name])
+
+
+class Found(msgspec.Struct, frozen=True):
+    """One accelerator. See `Device` for its attributes."""
+
+    model: str
+    memory_bytes: int
+
+
+class Assigned(NamedTuple):
+    """The workers of this machine.
+
+    Attributes:
+        workers: their number.
+        devices: the device of each worker; () if none was assigned, so that all of them use the CPU.
+    """
+
+    workers: int
+    devices: tuple[Device, ...] = ()
+
+
+def assign_devices(
+    wanted: str | Iterable[object] | None,
+    workers: int | None,
+    *,
+    usual: int,
+    imports: Sequence[str] = (),
+    masked: bool = True,
+) -> Assigned:
+    """Return how many workers to start on this machine, and the device of each.
+
+    Args:
+        wanted: the devices that the user wants, separated by commas or as a sequence, such as "cuda:0,cpu"; one
+            worker for each. None and "auto" stand for all accelerators of the kind that torch chooses.
+        workers: the number of workers that the user wants; None for one per device.
+        usual: the number of workers if there is no accelerator and the user wants no number.
+        imports: modules that add kinds of devices to torch, among others.
+        masked: True to hide other accelerators from each worker.
+
+    Raises:
+        ConfigurationError: the devices cannot be used, or do not fit the number of workers.
+    """
+    entries = _entries(wanted)
+    if entries is None:
+        if workers == 0 or not may_have_accelerators(imports):
+            return Assigned(usual if workers is None else workers)
+        accelerators = count_accelerators(imports)
+        found = accelerators.devices(accelerators.chosen)
+        if not found:
+            return Assigned(usual if workers is None else workers)
+        count = len(found) if workers is None else workers
+        devices = [found[worker % len(found)] for worker in range(count)]
+    else:
+        if len(entries) == 1 and workers:
+            entries = entries * workers
+        if workers is not None and workers != len(entries):
+            raise ConfigurationError(
+                f"workers is {workers}, but devices names {len(entries)}, and there is one worker for each of them; "
+                "omit workers, or name as many devices."
+            )
+        devices = _named(entries, imports)
+    return Assigned(len(devices), tuple(alone(devices) if masked else devices))
+
+
+def device_of_process(place: int, imports: Sequence[str] = ()) -> Device | None:
+    """Return the device of the only worker of a process that a scheduler has started; None if none is assigned.
+
+    Nothing is hidden from the worker that the scheduler shows to it.
+
+    Args:
+        place: number of the process on its machine, or 0 if the scheduler hides the other accelerators.
+        imports: modules that add kinds of devices to torch, among others.
+    """
+    if not may_have_accelerators(imports):
+        return None
+    accelerators = count_accelerators(imports)
+    found = accelerators.devices(accelerators.chosen)
+    return found[place % len(found)] if found else None
+
+
+def shared(devices: Sequence[Device]) -> str:
+    """Return a warning about accelerators that several workers use; "" if there are none.
+
+    >>> shared([Device(kind="cuda"), Device(kind="cuda"), CPU, CPU]).partition(" so ")[0]
+    'workers 0, 1 share cuda:0,'
+    """
+    users: dict[str, list[int]] = {}
+    for worker, device in enumerate(devices):
+        if device.kind != CPU.kind:
+            users.setdefault(device.name, []).append(worker)
+    several = [f"{named_workers(each)} share {name}" for name, each in users.items() if len(each) > 1]
+    if not several:
+        return ""
+    return (
+        f"{', '.join(several)}, so they slow each other down and their memory adds up; use fewer workers "
+        "(--workers), or name a device for each (--devices)."
+    )
+
+
+def _entries(wanted: str | Iterable[object] | None) -> list[tuple[str, int]] | None:
+    """Return the kind and the index of each device that the user wants; None for all accelerators."""
+    if wanted is None:
+        return None
+    words = [str(word).strip() for word in (wanted.split(",") if isinstance(wanted, str) else wanted)]
+    if words == [AUTO]:
+        return None
+    entries = []
+    for word in words:
+        read = ENTRY.fullmatch(word)
+        if read is None or word == AUTO or (read[1] == CPU.kind and read[2]):
+            raise ConfigurationError(
+                f"devices contains {word!r}, expected 'auto' alone, or a list of devices such as 'cuda:0,cuda:1,cpu'."
+            )
+        entries.append((read[1], int(read[2] or 0)))
+    return entries
+
+
+def _named(entries: Sequence[tuple[str, int]], imports: Sequence[str]) -> list[Device]:
+    """Return the devices that the user has named.
+
+    Raises:
+        ConfigurationError: there is no such device.
+    """
+    kinds = list(dict.fromkeys(kind for kind, _ in entries if kind != CPU.kind))
+    if not kinds:
+        return [CPU] * len(entries)
+    load_models("", imports)
+    accelerators = count_accelerators(imports, kinds)
+    devices = []
+    for kind, index in entries:
+        found = [CPU] if kind == CPU.kind else accelerators.devices(kind)
+        if index >= len(found):
+            raise ConfigurationError(_missing(kind, index, accelerators))
+        devices.append(found[index])
+    return devices
+
+
+def _missing(kind: str, index: int, accelerators: Accelerators) -> str:
+    """Return why a device cannot be used, and what to do."""
+    there = f"on this machine, torch {accelerators.torch} has found: {accelerators}"
+    if found := accelerators.devices(kind):
+        last = f"{kind}:0" if len(found) == 1 else f"{kind}:0 to {kind}:{len(found) - 1}"
+        return f"devices contains '{kind}:{index}', but {there}; use {last}."
+    if kind in BUILT_IN:
+        return (
+            f"devices contains '{kind}', but {there}; name one of these, or install a driver and a build of torch "
+            f"for {kind}."
+        )
+    known = sorted({*accelerators.found, *BUILT_IN, CPU.kind} - {kind})
+    meant = "".join(f" (did you mean {near!r}?)" for near in get_close_matches(kind, known, n=1))
+    return (
+        f"devices contains '{kind}', but {there}; name one of these{meant}, or import the package that adds this "
+        "kind of device to torch (--import PACKAGE)."
+    )
+
+
+def may_have_accelerators(imports: Sequence[str]) -> bool:
+    """Return False if torch has no accelerators on any machine: neither its build nor a package adds some.
+
+    Raises:
+        ConfigurationError: a module cannot be imported.
+    """
+    load_models("", imports)
+    torch = sys.modules.get("torch")
+    if torch is not None:  # this neither initializes an accelerator nor asks a driver
+        return torch.accelerator.current_accelerator() is not None
+    return bool(torch_build().kinds) or bool(entry_points(group=BACKENDS))
+
+
+def count_accelerators(imports: Sequence[str], kinds: Sequence[str] = ()) -> Accelerators:
+    """Count the accelerators of this machine in another process.
+
+    Args:
+        imports: modules that add kinds of devices to torch, among others.
+        kinds: kinds of accelerators to count besides the one that torch chooses.
+
+    Raises:
+        ConfigurationError: they cannot be counted.
+    """
+    counting = subprocess.run(
+        [sys.executable, "-P", PROGRAM],
+        input=json.dumps({"path": sys.path, "imports": list(imports), "kinds": list(kinds)}),
+        capture_output=True,
+        text=True,
+        env=without_secret(os.environ),
+    )
+    if counting.returncode:
+        last = (counting.stderr.strip().splitlines() or [f"exit code {counting.returncode}"])[-1]
+        raise ConfigurationError(
+            f"the accelerators of this machine cannot be counted ({last}); train on the CPU (--devices cpu), or make "
+            "torch.accelerator.devicecount_accelerators() work."
+        )
+    return msgspec.json.decode(counting.stdout, type=Accelerators)
