@@ -52,7 +52,7 @@ def test_a_straggler_is_named_with_the_time_that_the_others_waited_for_it() -> N
     assert cause.share == pytest.approx(192 / 388)
     assert cause.remedies[0].startswith("Try --batch balanced")
     assert cause.remedies[-1].endswith(
-        "paceline simulate runs/1 --script train.py --sync bsp,asp,elastic-bsp."
+        "paceline simulate runs/1 --script train.py --sync bsp,asp,elastic-bsp"
     )
     assert headline_of(known, [cause]) == (
         "4 workers trained 4,000 samples in 100 s under bsp (40.0 samples per second). What held the run back most: "

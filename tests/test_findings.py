@@ -12,8 +12,8 @@ from paceline.trace.measures import Meter
 
 HOW = "paceline simulate CLUSTER --script SCRIPT --sync bsp,asp,elastic-bsp (see docs/rehearse.md)"
 RESERVED = (
-    "But gradients are computed on outdated weights, which changes how training proceeds: check the accuracy first, "
-    "with {}."
+    "But gradients are computed on outdated weights, which changes how training proceeds. "
+    "Check the accuracy first: {}"
 )
 ON_DEMAND = (
     "Under --sync asp or --sync elastic-bsp, there is no barrier in every iteration, and data is handed out on "
@@ -229,14 +229,14 @@ def test_a_program_that_calls_launch_is_told_its_arguments() -> None:
     assert balance.startswith("Try batch='balanced', which")
     assert "try sync='drop-stragglers:quorum=2': no gradient is stale" in backup
     assert other.startswith("Under sync='asp' or sync='elastic-bsp', there is")
-    assert other.endswith("first, with paceline.simulate(cluster, sync, train_fn=FUNCTION).")
+    assert other.endswith("first: paceline.simulate(cluster, sync, train_fn=FUNCTION)")
 
 
 def test_stale_gradients_are_never_suggested_without_what_they_do_to_the_accuracy() -> None:
     """Whoever follows the suggestions in their order tries first what leaves the result as it is."""
     for handout in (AUTO, STATIC, Handout("dynamic")):
         hints = find(WAITED, lockstep=True, handout=handout)
-        assert all("check the accuracy first" in hint for hint in hints if "--sync asp" in hint)
+        assert all("Check the accuracy first: " in hint for hint in hints if "--sync asp" in hint)
         assert "--sync asp" in hints[-1]
 
 

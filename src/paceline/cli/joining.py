@@ -263,7 +263,7 @@ def join(
         if str(script).startswith("-"):
             raise ConfigurationError(
                 f"{script} follows the address, where the script is expected. Write all options before the address: "
-                f"paceline join {script} ... {address} SCRIPT."
+                f"paceline join {script} ... {address} SCRIPT"
             )
         order = []
         if script is not None:

@@ -343,7 +343,7 @@ def _wasted(evidence: Evidence) -> Cause | None:
     words += f", because {why}." if why else "."
     hint = (
         "An abort costs a computation, and gives the next one newer weights. With parameters of the model under "
-        "which it aborts less often, less is wasted: see paceline sync NAME."
+        "which it aborts less often, less is wasted. The parameters are listed by: paceline sync NAME"
     )
     return evidence.cause(
         words, f"{share} of the workers' time was wasted", lost_s, (hint,) if aborted else ()

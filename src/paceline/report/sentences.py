@@ -13,12 +13,15 @@ __all__ = ["Sentence", "wrapped"]
 NO_BREAK_SPACE = "\u00a0"
 UNIT = re.compile(r"(?<=\d) (?=(?:%|s|ms|min|h|MB|GB|Gbit/s|samples/s)(?!\w))")
 """Matches the space between a number and its unit."""
+COMMAND = re.compile(r"(?<=: )paceline .*[^.]$", re.MULTILINE)
+"""Matches a command with which a sentence ends."""
 
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
     """Return the lines of a text for a terminal of this width, divided between words, but not before a unit.
 
-    A word that is longer than a line, such as a path, is left whole, so that it can be copied.
+    What may be copied is left whole, even if it is longer than a line: a path, and a command that follows a colon and
+    ends the text.
 
     Args:
         text: the text. Its line ends are kept.
@@ -29,7 +32,10 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
     ['the run is', 'in', '/a/very/long/path', 'now']
     >>> wrapped("it waits for 12 s now", 16)
     ['it waits for', '12 s now']
+    >>> wrapped("to compare them, run: paceline advise runs/1", 16)
+    ['to compare them,', 'run:', 'paceline advise runs/1']
     """
+    text = COMMAND.sub(lambda command: command[0].replace(" ", NO_BREAK_SPACE), text)
     return [
         part.replace(NO_BREAK_SPACE, " ")
         for line in UNIT.sub(NO_BREAK_SPACE, text).split("\n")

@@ -52,7 +52,7 @@ BACKUP = f"If all workers draw from the same data, try --sync drop-stragglers:qu
 MODELS = "--sync asp or --sync elastic-bsp"
 RELAXED = (
     "Under {models}, there is no barrier in every iteration, and data is handed out on demand{unless}. But "
-    f"{EFFECTS['stale']}: check the accuracy first, with {{how}}."
+    f"{EFFECTS['stale']}. Check the accuracy first: {{how}}"
 )
 OMIT = "--split static and split='static' in distribute(loader)"
 DYNAMIC = f"Omit {OMIT}, so that data is handed out on demand"
