@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import webbrowser
 from pathlib import Path
 
@@ -84,3 +85,11 @@ def test_bad_input_gets_one_sentence(arguments: list[str], words: str, runs: Pat
         call(*arguments)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("command", ["report", "advise"])
+def test_the_runs_in_a_folder_are_named_with_the_command_for_the_newest(command: str, runs: Path) -> None:
+    os.utime(runs / "one", (0.0, 0.0))
+    error = str(CALLED.invoke(app, [command, "runs"]).exception)
+    assert "contains runs; name one of runs/two, runs/one, newest first" in error
+    assert error.endswith(f": paceline {command} runs/two")

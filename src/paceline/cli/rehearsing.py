@@ -13,6 +13,7 @@ from .numbers import whole_number_option
 from .options import AsJson, ModelImports, Out
 from .output_folder import new_folder
 from .progress import counting
+from .run_folders import require_no_folder_of_runs
 from .terminal import interruptible, load_named_models, print_json
 
 __all__ = ["advise", "simulate"]
@@ -219,6 +220,7 @@ def advise(
     from ..sim.recorded import read_cluster_of_run
     from ..trace.kept_models import load_kept_models
 
+    require_no_folder_of_runs(run_dir, "advise")
     load_kept_models(run_dir)  # --sync may name its models
     load_named_models(sync, imports)
     with interruptible("all processes have ended"), counting() as tell:

@@ -17,6 +17,7 @@ from ..files import Unfinished
 from ..launcher.output import print_sentence
 from ..launcher.reporting import REPORT
 from .options import AsJson
+from .run_folders import require_no_folder_of_runs
 from .terminal import interruptible
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["report"]
 
 TELL_S = 2.0  # time after which the user is told what takes so long
-MOST_NAMED = 5  # number of runs that a message names
 
 
 def report(
@@ -57,9 +57,11 @@ def report(
         raise ConfigurationError("--json prints the report, so --out and --open cannot be used with it.")
     with interruptible("no report was written"):
         from ..report.page import page_of
+        from ..report.reading import ReportReader
 
         for run_dir in run_dirs:
-            _require_run(run_dir)
+            require_no_folder_of_runs(run_dir, "report", ", or several to compare them")
+            ReportReader(run_dir)  # raises an error unless the directory contains a run
         path = run_dirs[0] / REPORT if out is None else out
         if not as_json:
             _require_file(path)
@@ -127,23 +129,6 @@ def _in_progress(run_dir: Path) -> bool:
     except PacelineError:  # it has ended, or was cut off
         return False
     return True
-
-
-def _require_run(run_dir: Path) -> None:
-    """Raise `ConfigurationError` if a directory is no run. If it contains runs, name some of them."""
-    from ..report.reading import ReportReader, holds_run
-
-    if run_dir.is_dir() and not holds_run(run_dir):
-        runs = [folder for folder in run_dir.iterdir() if folder.is_dir() and holds_run(folder)]
-        runs.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
-        if runs:
-            named = ", ".join(str(folder) for folder in runs[:MOST_NAMED])
-            more = f" and {len(runs) - MOST_NAMED} more" if len(runs) > MOST_NAMED else ""
-            raise ConfigurationError(
-                f"{str(run_dir)!r} is not a run, but contains runs; name one of {named}{more}, newest first, or "
-                "several to compare them."
-            )
-    ReportReader(run_dir)
 
 
 def _require_file(path: Path) -> None:
