@@ -7,7 +7,7 @@ is guessed any more, for the rest of the run, as soon as the script
 
 - calls `backward()` several times between two steps, as with gradient accumulation, whose losses are parts;
 - trains several parameter sets, or steps with a closure, whose result is the loss;
-- scales a loss with a `GradScaler`.
+- scales a loss with a `GradScaler` (see `loss_scaling.py`).
 
 A call inside of another one, as in activation checkpointing, belongs to the outer one.
 """
@@ -20,15 +20,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.amp import GradScaler
 
 from .first_forward import computes
 from .readings import keep, read
 from .session import Session, current
+from .untraced import untraced
 
 __all__ = ["Guess", "unwatch_backward", "watch_backward"]
 
-BACKWARD, SCALE = torch.autograd.backward, GradScaler.scale
+BACKWARD = torch.autograd.backward
 
 
 class Guess:
@@ -83,15 +83,13 @@ class Guess:
 
 
 def watch_backward() -> None:
-    """Wrap the functions of torch, so that the losses of scripts that log none are guessed."""
+    """Wrap the function of torch, so that the losses of scripts that log none are guessed."""
     torch.autograd.backward = _backward
-    GradScaler.scale = _scale  # type: ignore[method-assign]
 
 
 def unwatch_backward() -> None:
-    """Restore the functions of torch."""
+    """Restore the function of torch."""
     torch.autograd.backward = BACKWARD
-    GradScaler.scale = SCALE  # type: ignore[method-assign]
 
 
 def _loss_of(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> float | torch.Tensor | None:
@@ -103,6 +101,7 @@ def _loss_of(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> floa
     return keep(tensors)
 
 
+@untraced
 @functools.wraps(BACKWARD)
 def _backward(*arguments: Any, **options: Any) -> None:
     session = current()
@@ -110,10 +109,3 @@ def _backward(*arguments: Any, **options: Any) -> None:
         BACKWARD(*arguments, **options)
     else:
         session.metrics.guess.watch(session, *arguments, **options)
-
-
-@functools.wraps(SCALE)
-def _scale(self: GradScaler, outputs: Any) -> Any:
-    if self.is_enabled() and (session := current()) is not None:
-        session.metrics.guess.give_up()
-    return SCALE(self, outputs)

@@ -22,7 +22,9 @@ import torch
 
 from ..core.layout import Layout, of_set
 from ..shard.vectors import Vectors, parameter_views, squared_norm
+from .capturing import require_not_capturing
 from .hooks import Weakly, remove_after
+from .loss_scaling import scales_losses
 from .session import Session
 from .staging import Stager, move_into
 from .weights import change_outside_step, shape_change_outside_step
@@ -108,6 +110,7 @@ class Gradients:
             session: the session, which is notified of each gradient if it sends gradients early.
             indices: the indices of the parameters whose gradients are adopted.
             final: False if gradients are scaled before they are pushed. In this case the session is not notified.
+                If the script scales its losses, the step divides the gradients, so none is moved early.
         """
         accumulated = Weakly(self._accumulated)
         owner = ref(session)
@@ -164,6 +167,7 @@ class Gradients:
         self._stager.begin_next()
 
     def _accumulated(self, index: int, owner: ref[Session], final: bool, parameter: torch.Tensor) -> None:
+        require_not_capturing("A gradient was computed")
         gradient = parameter.grad
         # Without create_graph=True, autograd adds to a gradient in place. So this is the first one, or a later one
         # after the script has dropped what was accumulated before, as zero_grad() does.
@@ -177,6 +181,8 @@ class Gradients:
             self.begin_next()
         self._accumulated_since_push[index] = True
         session.data.accumulate()
+        if scales_losses(session):
+            return
         arrived = self._stager.gradient_ready(index)
         if final and session.sends_early:
             for each in arrived:

@@ -28,10 +28,12 @@ from ..shard.lars import LARS
 from ..shard.optimizers import read_groups, require_elementwise
 from ..sync.events import MOST_NORM, Clip
 from .adapters import watch_adapters
+from .capturing import require_not_capturing
 from .clipping import gradient_norm
 from .first_forward import can_compute_gradients, may_look
 from .hooks import before_each_forward
 from .lazy import any_lazy, initialize, require_initialized
+from .loss_scaling import lent_scaling, scale_of, scaling_of, unscale
 from .marks import Marks
 from .model import find_model, require_not_wrapped
 from .newcomer import add_untrained, are_trained, hold_job_model, job_state, untrained
@@ -40,6 +42,7 @@ from .progress import count_step
 from .schedule import ScheduleWatch
 from .session import Session, current
 from .training import WorkerTraining, training_of
+from .untraced import untraced
 
 __all__ = ["DistributedOptimizer"]
 
@@ -128,6 +131,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], Loss], *, samples: int | None = None) -> Loss: ...
 
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
         """Perform one iteration: push the gradients and pull the new weights.
 
@@ -159,13 +163,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"samples is {samples!r}, expected a positive integer: the number of samples in the step."
             )
         if self._session is None:
-            result = self._wrapped.step() if closure is None else self._wrapped.step(closure)
+            with lent_scaling(self, self._wrapped):
+                result = self._wrapped.step() if closure is None else self._wrapped.step(closure)
             count_step(None, samples)
             return result
         if self.param_groups is not self._wrapped.param_groups:
             raise UsageError(
                 "The parameter groups of the wrapped optimizer were replaced, for example by its load_state_dict(). "
                 "Call load_state_dict() on the DistributedOptimizer instead."
+            )
+        require_not_capturing("step() was called")
+        scaling = scaling_of(self)
+        if scaling is not None and closure is not None:
+            raise UsageError(
+                "scaler.step(optimizer, closure) was called, but a GradScaler looks for overflows before the closure "
+                "runs. Compute the gradients first, and call scaler.step(optimizer)."
             )
         if samples is not None:
             self._session.data.samples, self._session.data.used = samples, True
@@ -192,6 +204,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             sent = Send(COORDINATOR, report)
             self._session.exchange(lambda: [sent])
         clip = self._clip.pop() if self._clip else None
+        overflows = scaling is not None and scaling.overflows
+        if scaling is not None and not overflows:
+            unscale(self._parameters(), scaling.scale)
+            if clip is not None:  # when its norm was computed, the gradient may have been scaled
+                clip = _clip_to(clip.max_norm, gradient_norm(self._parameters()))
         # A closure has computed new gradients.
         stale = self._set_index in self._training.stale and closure is None
         count_step(self._session, self._session.data.samples)
@@ -201,7 +218,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             groups,
             result=_as_number(loss),
             has_closure=closure is not None,
-            leave_out_gradient=stale,
+            leave_out_gradient=stale or overflows,
             clip=clip,
         )
         return loss
@@ -257,10 +274,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._session is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         self._session.require_clippable()
-        norm = gradient_norm(parameters)
+        norm = gradient_norm(parameters) / scale_of(self._session, parameters)
         largest = min(float(max_norm), *(clip.max_norm for clip in self._clip), math.inf)
         if largest <= MOST_NORM:
-            self._clip[:] = [Clip(max_norm=largest, factor=clip_factor(largest, norm))]
+            self._clip[:] = [_clip_to(largest, norm)]
         return torch.tensor(norm)
 
     def clip_grad_value(self, clip_value: float) -> None:
@@ -276,7 +293,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             UsageError: `clip_value` is not a number >= 0.
         """
         _require_limit("clip_value", clip_value)
-        torch.nn.utils.clip_grad_value_(self._parameters(), clip_value)
+        parameters = self._parameters()
+        scale = 1.0 if self._session is None else scale_of(self._session, parameters)
+        torch.nn.utils.clip_grad_value_(parameters, scale * clip_value)
 
     def editing(self) -> AbstractContextManager[None]:
         """Return a context in which the weights may be edited between two steps.
@@ -384,6 +403,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
 
         return refuse
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """True if a `GradScaler` may call `step()` with scaled gradients. See `loss_scaling.py`."""
+        return self._session is not None or getattr(self._wrapped, "_step_supports_amp_scaling", False)
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -505,6 +529,11 @@ def _begin(session: Session) -> None:
             optimizer._forward_hook.remove()
             optimizer._forward_hook = None
     are_trained(session, found)
+
+
+def _clip_to(max_norm: float, norm: float) -> Clip:
+    """Return how a gradient with this norm is clipped."""
+    return Clip(max_norm=max_norm, factor=clip_factor(max_norm, norm))
 
 
 def _require_limit(name: str, value: object) -> None:

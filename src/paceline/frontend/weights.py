@@ -91,6 +91,8 @@ class Weights:
 
     def mark(self) -> None:
         """Record the current weights as unchanged from here on."""
+        # Inside `torch.autocast`, torch keeps copies of weights in a lower precision until the context ends.
+        torch.clear_autocast_cache()
         self._kept = None
         self._mark()
 

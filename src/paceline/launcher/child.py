@@ -24,6 +24,7 @@ from ..errors import PacelineError, PeerLostError, ProtocolError, TakenOutError,
 from ..frontend import session as sessions
 from ..frontend.backward import watch_backward
 from ..frontend.clipping import watch_torch
+from ..frontend.loss_scaling import watch_scalers
 from ..plugins import load_models
 from ..plugins.conditions import local_conditions
 from ..plugins.failures import script_traceback
@@ -97,6 +98,7 @@ def main(order: Order, descriptors: Descriptors) -> int:
         leave_on_sigterm(session)
     watch_torch()
     watch_backward()
+    watch_scalers()
     try:
         _train(kind, arguments, objects)
     except SystemExit as end:

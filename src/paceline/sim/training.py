@@ -34,6 +34,7 @@ from ..frontend.adapters import unwatch_adapters
 from ..frontend.backward import unwatch_backward, watch_backward
 from ..frontend.clipping import unwatch_torch, watch_torch
 from ..frontend.generators import GeneratorStates
+from ..frontend.loss_scaling import unwatch_scalers, watch_scalers
 from ..frontend.metrics import MetricLog
 from ..frontend.session import install
 from ..plugins.failures import script_traceback
@@ -121,6 +122,7 @@ class Training:
         self._threads = torch.get_num_threads()
         watch_torch()
         watch_backward()
+        watch_scalers()
         # Otherwise each worker would get its own pool of torch threads, and there would be more threads than cores.
         torch.set_num_threads(1)
         return self
@@ -135,6 +137,7 @@ class Training:
         self.stores.clear()
         torch.set_num_threads(self._threads)
         unwatch_adapters()
+        unwatch_scalers()
         unwatch_backward()
         unwatch_torch()
         if self._outside is not None:

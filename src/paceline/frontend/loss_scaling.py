@@ -1,0 +1,157 @@
+"""Scaled losses: what `torch.amp.GradScaler` and `DistributedOptimizer` tell each other.
+
+In mixed precision, a script multiplies its loss by a scale, so that small gradients do not become zero. The gradients
+are multiplied by the same scale, so they must be divided by it before they are pushed. Large gradients may overflow
+instead; the scaler then lowers its scale. Each worker has a scaler of its own, and the scales may differ.
+
+By itself, `GradScaler.step` calls an optimizer's `step()` only if no gradient has overflowed. Then a worker whose
+gradients overflow would make fewer iterations than the others, who would wait for it. But an optimizer that
+*supports scaled gradients* is called in any case. The scaler sets two of its attributes during the call:
+
+- `grad_scale`: the scale by which the gradients must be divided. It is missing or None if the script has called
+  `GradScaler.unscale_`, which has divided them already.
+- `found_inf`: a number greater than 0 if a gradient contains NaN or inf.
+
+Between the script's calls of `scale` and `update`, the gradients are scaled, except those of optimizers for which it
+has called `unscale_`. These three methods are wrapped during a run, so that methods that look at gradients before the
+step know their scale. The wrappers change nothing else. What is pushed does not depend on them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.amp import GradScaler
+
+from .session import Session, current
+
+__all__ = [
+    "Scaling",
+    "lent_scaling",
+    "scale_of",
+    "scales_losses",
+    "scaling_of",
+    "unscale",
+    "unwatch_scalers",
+    "watch_scalers",
+]
+
+
+TOLD = "grad_scale", "found_inf"
+"""The attributes that a scaler sets while it calls `step()`."""
+
+
+class Scaling(NamedTuple):
+    """What a scaler tells an optimizer whose `step()` it calls.
+
+    Attributes:
+        scale: the scale by which the gradients must be divided.
+        overflows: True if a gradient contains NaN or inf.
+    """
+
+    scale: float
+    overflows: bool
+
+
+def scaling_of(optimizer: torch.optim.Optimizer) -> Scaling | None:
+    """Return what a scaler tells an optimizer; None unless a scaler is calling the optimizer's `step()`."""
+    told = vars(optimizer)
+    if "found_inf" not in told:
+        return None
+    scale = told.get("grad_scale")
+    return Scaling(1.0 if scale is None else float(scale), bool(told["found_inf"]))
+
+
+@contextmanager
+def lent_scaling(optimizer: torch.optim.Optimizer, wrapped: torch.optim.Optimizer) -> Iterator[None]:
+    """Return a context in which a wrapped optimizer has the attributes that a scaler has set in its wrapper."""
+    told: dict[str, Any] = {name: vars(optimizer)[name] for name in TOLD if name in vars(optimizer)}
+    vars(wrapped).update(told)
+    try:
+        yield
+    finally:
+        for name in told:
+            del vars(wrapped)[name]
+
+
+@torch.no_grad()
+def unscale(parameters: Iterable[torch.Tensor], scale: float) -> None:
+    """Divide the gradients of the parameters by a scale, in place, as `GradScaler.unscale_` does."""
+    if scale != 1.0:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(1.0 / scale)
+
+
+class _Scaled:
+    """What the script of one worker has scaled.
+
+    Attributes:
+        scaler: the scaler that the script has used last; None if the script has called its `update` since.
+        unscaled: the `id` of each parameter whose gradient the script has unscaled since.
+    """
+
+    def __init__(self) -> None:
+        self.scaler: GradScaler | None = None
+        self.unscaled: set[int] = set()
+
+
+_scaled: WeakKeyDictionary[Session, _Scaled] = WeakKeyDictionary()
+
+
+def scales_losses(session: Session) -> bool:
+    """Return True if the script of a session's worker has scaled a loss."""
+    return session in _scaled
+
+
+def scale_of(session: Session, parameters: Iterable[torch.Tensor]) -> float:
+    """Return the scale of the parameters' gradients; 1.0 if they are not scaled, as far as it is known."""
+    scaled = _scaled.get(session)
+    if scaled is None or scaled.scaler is None or any(id(each) in scaled.unscaled for each in parameters):
+        return 1.0
+    return float(scaled.scaler.get_scale())
+
+
+SCALE, UNSCALE, UPDATE = GradScaler.scale, GradScaler.unscale_, GradScaler.update
+
+
+def watch_scalers() -> None:
+    """Wrap the methods of scalers, so that the scale of a gradient is known, and no scaled loss is shown."""
+    _place(_scale, _unscale, _update)
+
+
+def unwatch_scalers() -> None:
+    """Restore the methods of scalers."""
+    _place(SCALE, UNSCALE, UPDATE)
+
+
+def _place(*methods: Callable[..., Any]) -> None:
+    GradScaler.scale, GradScaler.unscale_, GradScaler.update = methods  # type: ignore[method-assign]
+
+
+@functools.wraps(SCALE)
+def _scale(self: GradScaler, outputs: Any) -> Any:
+    if self.is_enabled() and (session := current()) is not None:
+        _scaled.setdefault(session, _Scaled()).scaler = self
+        session.metrics.guess.give_up()
+    return SCALE(self, outputs)
+
+
+@functools.wraps(UNSCALE)
+def _unscale(self: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    UNSCALE(self, optimizer)
+    if (session := current()) is not None and (scaled := _scaled.get(session)) is not None:
+        scaled.unscaled.update(id(each) for group in optimizer.param_groups for each in group["params"])
+
+
+@functools.wraps(UPDATE)
+def _update(self: GradScaler, *arguments: Any, **options: Any) -> None:
+    UPDATE(self, *arguments, **options)
+    if (session := current()) is not None and (scaled := _scaled.get(session)) is not None:
+        scaled.scaler = None
+        scaled.unscaled.clear()
