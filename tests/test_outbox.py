@@ -12,6 +12,10 @@ from hypothesis import strategies as st
 from paceline.core.layout import Layout, Parameter
 from paceline.core.messages import Message, Stage
 from paceline.runtime.outbox import LONGEST_PAUSE, Outbox
+from paceline.runtime.rounded_inbox import RoundedInbox
+from paceline.shard.buffers import bytes_of
+from paceline.shard.rounding import Rounded, round_trip
+from paceline.shard.vectors import sliced, tensors_over
 from paceline.wire.memory import PIECE_BYTES, Region, StreamedInbox, cut
 
 Key = tuple[int, int]  # (shard, piece)
@@ -29,15 +33,24 @@ SMALL = Layout.of([Parameter(("a",), (9,), "float64"), Parameter(("b",), (5,), "
 
 
 class Sender:
-    """An outbox, the gradient that it sends, and the inboxes at its other end."""
+    """An outbox, the gradient that it sends, and the inboxes at its other end. The gradient may be rounded."""
 
-    def __init__(self, layout: Layout, shards: int = 1, *, early: bool = True) -> None:
+    def __init__(self, layout: Layout, shards: int = 1, *, early: bool = True, rounded: bool = False) -> None:
         self.layout = layout
         self.slices = layout.slice_evenly(shards)
         self.region = Region.create(layout, shared=False)
-        self.inboxes = [StreamedInbox(shard) for shard in self.slices]
+        self.rounded = rounded
+        self.inboxes = [(RoundedInbox if rounded else StreamedInbox)(shard) for shard in self.slices]
         self.staged: list[Key] = []  # since the last commit
-        self.outbox = Outbox(self.slices, self.region.gradients, self._send, early=early)
+        vectors = tensors_over(self.region.gradients)
+        rounding = {shard.index: Rounded(sliced(vectors, shard)) for shard in self.slices}
+        self.outbox = Outbox(
+            self.slices,
+            self.region.gradients,
+            self._send,
+            early=early,
+            rounded=rounding if rounded else None,
+        )
         self.randomize(1)
 
     def _send(self, shard: int, message: Message, payload: Sequence[memoryview]) -> None:
@@ -49,10 +62,10 @@ class Sender:
     def _deliver(self, shard: int, pieces: Sequence[int], payload: Sequence[memoryview]) -> None:
         inbox = self.inboxes[shard]
         data = memoryview(b"".join(payload))
-        for place in inbox.places(pieces):
+        for place in inbox.places(pieces, rounded=self.rounded):
             place[:], data = data[: place.nbytes], data[place.nbytes :]
         assert not data.nbytes
-        inbox.take(pieces)
+        inbox.take(pieces, rounded=self.rounded)
 
     @property
     def keys(self) -> list[Key]:
@@ -84,7 +97,9 @@ class Sender:
             rest += [(shard.index, piece) for piece in pieces]
         for shard, inbox in zip(self.slices, self.inboxes, strict=True):
             inbox.close(empty=False)
-            for dtype, expected in cut(self.region.gradients, shard).items():
+            gradient = tensors_over(cut(self.region.gradients, shard))
+            arrived = round_trip(gradient) if self.rounded else gradient
+            for dtype, expected in ((name, bytes_of(each)) for name, each in arrived.items()):
                 assert inbox.gradient[dtype] == expected, f"shard {shard.index} has another gradient"
         self.outbox.committed()
         staged, self.staged = self.staged, []
@@ -100,6 +115,21 @@ def test_what_was_sent_early_is_not_sent_again(shards: int) -> None:
         staged, rest = sender.commit()
         assert sorted(staged) == sender.keys
         assert rest == []
+
+
+@pytest.mark.parametrize("shards", [1, 2, 5])
+def test_a_rounded_gradient_arrives_rounded_and_an_edit_as_it_is(shards: int) -> None:
+    sender = Sender(LARGE, shards, rounded=True)
+    for seed in range(2):
+        sender.randomize(seed)
+        sender.backward()
+        staged, rest = sender.commit()
+        assert (sorted(staged), rest) == (sender.keys, [])
+    sender.outbox.begin()
+    for shard in sender.slices:
+        pieces, payload = sender.outbox.rest(shard.index, exact=True)
+        assert b"".join(payload) == b"".join(cut(sender.region.gradients, shard).values())
+        assert len(pieces) == len(shard.pieces(PIECE_BYTES))
 
 
 def test_a_piece_leaves_as_soon_as_all_that_lies_in_it_is_there() -> None:
@@ -309,14 +339,14 @@ STEPS = st.lists(
 
 
 @settings(deadline=None, max_examples=60)
-@given(STEPS, st.integers(1, 3), st.booleans())
+@given(STEPS, st.integers(1, 3), st.booleans(), st.booleans())
 def test_whatever_a_script_does_the_servers_have_the_gradient_as_it_was_committed(
-    steps: list[tuple[str, int]], shards: int, early: bool
+    steps: list[tuple[str, int]], shards: int, early: bool, rounded: bool
 ) -> None:
     layout = Layout.of(
         [Parameter((str(i),), (n,), "float32") for i, n in enumerate((300_000, 3, 64, 270_000))]
     )
-    sender = Sender(layout, shards, early=early)
+    sender = Sender(layout, shards, early=early, rounded=rounded)
     for number, (what, parameter) in enumerate([*steps, ("commit", 0)]):
         match what:
             case "ready":

@@ -672,9 +672,9 @@ def test_what_is_changed_and_changed_back_while_it_is_on_its_way_arrives(
     sent. The server reads slowly."""
     take = StreamedInbox.take
 
-    def slowly(inbox: StreamedInbox, pieces: Sequence[int]) -> None:
+    def slowly(inbox: StreamedInbox, pieces: Sequence[int], *, rounded: bool = False) -> None:
         time.sleep(0.01)
-        take(inbox, pieces)
+        take(inbox, pieces, rounded=rounded)
 
     monkeypatch.setattr(StreamedInbox, "take", slowly)
 

@@ -24,6 +24,7 @@ from .options import (
     StallTimeout,
     Sync,
     TracesOption,
+    WireOption,
 )
 
 __all__ = ["JobSettings", "as_options", "takes_job_settings"]
@@ -42,6 +43,7 @@ class JobSettings(TypedDict):
     seed: Seed
     on_nan: OnNanOption
     hyperparameters: HyperparametersOption
+    wire: WireOption
     guard: GuardOption
     traces: TracesOption
     stall_timeout: StallTimeout
@@ -58,6 +60,7 @@ DEFAULTS = JobSettings(
     seed=0,
     on_nan="stop",
     hyperparameters="translated",
+    wire="float32",
     guard=None,
     traces="recent",
     stall_timeout=None,

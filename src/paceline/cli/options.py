@@ -177,6 +177,18 @@ HyperparametersOption = Annotated[
         rich_help_panel="Run",
     ),
 ]
+WireOption = Annotated[
+    str,
+    typer.Option(
+        "--wire",
+        metavar="<float32|bf16>",
+        help="Format in which float32 gradients and weights travel between processes. bf16: rounded to bfloat16, so "
+        "half as many bytes travel, which helps on a slow network. The servers keep and update float32 weights. "
+        "gradients=bf16 or weights=bf16 rounds only one direction. Nothing travels between processes that share "
+        "memory, so bf16 has no effect there.",
+        rich_help_panel="Run",
+    ),
+]
 RunDir = Annotated[
     str | None,
     typer.Option(

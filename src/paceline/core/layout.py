@@ -37,12 +37,14 @@ __all__ = [
     "Layout",
     "Parameter",
     "Piece",
+    "Range",
     "Segment",
     "ShardSlice",
     "aligned",
     "dtype_of",
     "item_bytes",
     "of_set",
+    "ranges_of",
 ]
 
 ALIGNMENT_BYTES = 64
@@ -51,6 +53,9 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Size in bytes of one element of each dtype that a parameter may have. Each key is the name of a dtype in torch."""
 
 T = TypeVar("T")
+
+Range = tuple[str, int, int]
+"""A part of a flat vector: its name, the index of the first element, and that of the last element plus one."""
 
 
 def dtype_of(vector: str) -> str:
@@ -139,6 +144,22 @@ class Piece(NamedTuple):
     parameters: frozenset[int]
 
 
+def ranges_of(pieces: Sequence[Piece]) -> list[Range]:
+    """Return the ranges of the given pieces, in order. Adjacent pieces are merged.
+
+    >>> empty = frozenset()
+    >>> ranges_of([Piece("float32", 0, 8, empty), Piece("float32", 8, 16, empty), Piece("float64", 0, 8, empty)])
+    [('float32', 0, 16), ('float64', 0, 8)]
+    """
+    ranges: list[Range] = []
+    for vector, start, stop, _ in pieces:
+        if ranges and ranges[-1][0] == vector and ranges[-1][2] == start:
+            ranges[-1] = (vector, ranges[-1][1], stop)
+        else:
+            ranges.append((vector, start, stop))
+    return ranges
+
+
 class ShardSlice(msgspec.Struct, frozen=True):
     """The slice that one shard holds: its bounds (start, stop) in each vector, and its segments."""
 
@@ -150,6 +171,13 @@ class ShardSlice(msgspec.Struct, frozen=True):
     def size_bytes(self) -> int:
         """Size in bytes of a push to this shard, or of a pull from this shard."""
         return sum((stop - start) * item_bytes(dtype) for dtype, (start, stop) in self.bounds.items())
+
+    @property
+    def rounded_bytes(self) -> int:
+        """Size in bytes of a push or a pull in which float32 values are rounded to bfloat16."""
+        sizes = {vector: stop - start for vector, (start, stop) in self.bounds.items()}
+        halved = sum(size for vector, size in sizes.items() if dtype_of(vector) == "float32")
+        return self.size_bytes - halved * (ITEM_BYTES["float32"] - ITEM_BYTES["bfloat16"])
 
     def of_set(self, set_index: int) -> ShardSlice:
         """Return the part of the slice that belongs to one parameter set."""

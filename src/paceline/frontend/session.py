@@ -65,6 +65,8 @@ class Session(Protocol):
             Afterwards, nothing else uses this memory until the answer.
         on_moved: function that the session calls after it has moved `weights` to other memory.
         on_finish: function that the session calls when the script ends. It returns a warning, or "".
+        rounds_weights: True if weights may be rounded on their way to this worker, and so differ from those of the
+            servers. The weights that `refresh` pulls are not rounded.
         sends_early: True if `gradient_ready` must be called for each gradient as soon as it is computed.
     """
 
@@ -87,6 +89,9 @@ class Session(Protocol):
 
     @property
     def sends_early(self) -> bool: ...
+
+    @property
+    def rounds_weights(self) -> bool: ...
 
     @property
     def iteration(self) -> int: ...

@@ -429,6 +429,8 @@ class WorkerTraining:
         self.require_not_idle("editing()")
         session, weights = self._session, self._weights
         weights.require_unchanged()
+        if session.lockstep and session.rounds_weights:
+            self.refresh()  # the edit begins with the weights that the servers have, as it does under other models
         pushes_edit = session.begin_edit()
         weights.mark_pulled()
         before = weights.copies()

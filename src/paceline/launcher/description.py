@@ -131,6 +131,7 @@ def _settings(job: Job) -> list[Setting]:
         ("--slicing", job.slicing, "even"),
         ("--overlap", job.overlap, "shards"),
         ("--transport", job.transport, "tcp" if job.joined else "shm"),
+        ("--wire", str(job.wire), "float32"),
         ("--seed", str(job.seed), "0"),
         ("--stall-timeout", timeout, ""),
         ("--import", " ".join(job.imports), ""),

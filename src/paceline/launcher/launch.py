@@ -63,6 +63,7 @@ def launch(
     jitter: float = 0.0,
     on_nan: str = "stop",
     hyperparameters: str = "translated",
+    wire: str = "float32",
     run_dir: str | os.PathLike[str] | None = None,
     guard: str | None = None,
     traces: str = "recent",
@@ -124,6 +125,10 @@ def launch(
             model what they mean in one process on the joint batch: an update that uses a part of the joint batch
             takes the same part of a step. "raw" if each update takes a whole step, as in the papers. Under "bsp", and
             under models with a `push_scale`, both are the same.
+        wire: format in which float32 gradients and weights travel between processes: "float32", or "bf16" to round
+            them to bfloat16, so that half as many bytes travel. The servers keep and update float32 weights. A format
+            for each direction is written "gradients=bf16,weights=float32". Without effect if all processes share
+            memory (transport "shm").
         run_dir: directory for logs, traces and results. Default: a new directory in ./runs.
         guard: what happens if training diverges: "off" for nothing, "tell" to say it, "temper" to halve the learning
             rate as well, at most four times, until training goes well again, or "stop" to end the run and keep the
@@ -209,6 +214,7 @@ def launch(
         jitter=jitter,
         on_nan=on_nan,
         hyperparameters=hyperparameters,
+        wire=wire,
         run_dir=run_dir,
         guard=guard,
         traces=traces,

@@ -136,7 +136,8 @@ def summarize(
     job = coordinator.job
     faults = list(faults)
     python = program[:1] == ["function"]
-    found = [*coordinator.core.findings, *find_moved(coordinator.core.data.moved, python=python)]
+    vain = [job.wire_in_vain] if job.wire_in_vain else []
+    found = [*vain, *coordinator.core.findings, *find_moved(coordinator.core.data.moved, python=python)]
     figures: dict[str, Any] = {}
     pushes: dict[str, int] = {}
     epochs = _epochs(coordinator.core.data, figures)
@@ -181,6 +182,7 @@ def summarize(
         "slicing": job.slicing,
         "overlap": job.overlap,
         "transport": job.transport,
+        "wire": str(job.wire),
         "seed": job.seed,
         "guard": job.guard,
         "divisible": _handout(coordinator.core.data, asked=job.batch == "balanced").divisible,

@@ -20,6 +20,7 @@ import msgspec
 from ..core.data_feed import Work
 from ..core.guard import GuardMode, guard_mode
 from ..core.lease import BATCH_SIZINGS, SPLITS, BatchSizing, Split
+from ..core.wire_format import EXACT, WireFormat
 from ..errors import ConfigurationError, unknown_name
 from ..plugins import load_models, modules_of
 from ..plugins.conditions import require_named
@@ -115,6 +116,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         traces: "full" if the traces of the run and the records of its workers are kept, "recent" if the oldest parts
             are deleted during the run, so that `trace_bytes` suffice, or "off" if there are none.
         trace_bytes: number of bytes that the traces and records may occupy in the run directory, about.
+        wire: the format in which float32 gradients and weights travel between processes.
         optimizers: the places from which processes may take the classes of optimizers that are not torch's.
         devices: the device of each worker that the launcher starts; () if none is assigned.
     """
@@ -152,6 +154,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     remote_servers: int = 0
     traces: Literal["full", "recent", "off"] = "recent"
     trace_bytes: int = TRACE_MB * 10**6
+    wire: WireFormat = EXACT
     optimizers: OptimizerSources = OptimizerSources()
     devices: tuple[Device, ...] = ()
 
@@ -173,6 +176,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def translated(self) -> bool:
         """True if the hyper-parameters of each update are translated."""
         return self.hyperparameters == "translated"
+
+    @property
+    def wire_in_vain(self) -> str:
+        """A sentence that says that `wire` has no effect, because nothing travels; "" if it has an effect."""
+        if self.transport != "shm" or self.wire.exact:
+            return ""
+        return (
+            f"--wire {self.wire} had no effect, because all processes of the run share memory (transport 'shm'), so "
+            "gradients and weights did not travel."
+        )
 
     @property
     def traces_setting(self) -> str:
@@ -331,6 +344,7 @@ def make_job(
     jitter: float = 0.0,
     on_nan: str = "stop",
     hyperparameters: str = "translated",
+    wire: str = "float32",
     run_dir: str | os.PathLike[str] | None = None,
     guard: str | None = None,
     traces: str = "recent",
@@ -463,6 +477,7 @@ def make_job(
         hyperparameters="translated" if hyperparameters == "translated" else "raw",
         run_dir="" if run_dir is None else str(run_dir),
         guard=guard_mode(guard, translated=hyperparameters == "translated"),
+        wire=WireFormat.read(wire),
         traces=kept,
         trace_bytes=trace_bytes,
         stall_timeout_s=None if stall_timeout is None else float(stall_timeout),
@@ -554,6 +569,13 @@ _TRANSPORT_TEXTS = {
 }
 
 
+def _wire_text(job: Job) -> str:
+    """Return the description of the format in which gradients and weights travel."""
+    if job.transport == "shm":
+        return f"nothing travels, so {job.wire} has no effect" if not job.wire.exact else "nothing travels"
+    return "float32" if job.wire.exact else f"{job.wire}, for float32 gradients and weights"
+
+
 def describe(job: Job) -> dict[str, str]:
     """Return the description of a run that `--dry-run` prints."""
     devices = "; ".join(_with_memory(device) for device in job.devices)
@@ -566,6 +588,7 @@ def describe(job: Job) -> dict[str, str]:
         "shards": f"{job.shards}, with the parameters sliced {_SLICING_TEXTS[job.slicing]}",
         "overlap": _OVERLAP_TEXTS[job.overlap],
         "transport": _TRANSPORT_TEXTS[job.transport],
+        "wire": _wire_text(job),
         "data": f"divided {_SPLIT_TEXTS[job.split]}",
         "batches": _BATCH_TEXTS[job.batch],
         "hyper-parameters": _HYPERPARAMETERS_TEXTS[job.hyperparameters],

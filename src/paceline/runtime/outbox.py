@@ -5,6 +5,9 @@ being computed, the gradients of the last layers are already being sent. Until t
 do not use pieces that were sent early. So a script may clip, scale, accumulate or drop its gradients until the
 commit. At the commit, each piece that was sent early is sent again if the checksum of its bits has changed. If a
 script changes its gradients after the backward pass, early sending saves no time and is suspended for a while.
+
+Gradients may be rounded on their way (see `core.wire_format`). A piece is rounded when it is sent, so checksums are
+those of the bits before.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
-from ..core.layout import ShardSlice, of_set
+from ..core.layout import ShardSlice, of_set, ranges_of
 from ..core.messages import Message, Stage
+from ..shard.rounding import Rounded
 from ..wire.memory import PIECE_BYTES, cut, cut_pieces
 
 __all__ = ["Outbox"]
@@ -34,6 +38,8 @@ class Outbox:
         gradients: mapping from dtype to the bytes of the whole vector of gradients.
         send: function that sends a message to the server of a shard. Any payload that is still queued when the
             function returns must be copied, because the gradient may change.
+        rounded: for each shard, its slice of the gradients and memory for rounded values, if gradients are rounded on
+            their way; else None.
         busy: function that returns True if data for a shard is still queued on the connection. Further pieces then
             wait in this object, so that they do not delay the commit, for which other workers may be waiting.
         early: True to send pieces before the commit.
@@ -47,10 +53,12 @@ class Outbox:
         busy: Callable[[int], bool] = lambda shard: False,
         *,
         early: bool,
+        rounded: Mapping[int, Rounded] | None = None,
     ) -> None:
         self._send = send
         self._busy = busy
         self._early = early
+        self._rounded = rounded
         self._gradients = {shard.index: cut(gradients, shard) for shard in shards}
         self._pieces = {shard.index: shard.pieces(PIECE_BYTES) for shard in shards}
         # A piece is identified by (shard, number of the piece in the shard).
@@ -116,15 +124,17 @@ class Outbox:
             if self._busy(shard):
                 waiting.append((shard, number))
                 continue
-            [piece] = self._bytes(shard, [number])
-            self._sent[shard, number] = _checksum(piece)
-            self._send(shard, Stage(shard, (number,)), [piece])
+            self._sent[shard, number] = _checksum(*self._bytes(shard, [number]))
+            self._send(shard, Stage(shard, (number,)), self._payload(shard, [number]))
         self._due = waiting
 
-    def rest(self, shard: int, set_index: int | None = None) -> tuple[tuple[int, ...], list[memoryview]]:
+    def rest(
+        self, shard: int, set_index: int | None = None, *, exact: bool = False
+    ) -> tuple[tuple[int, ...], list[memoryview]]:
         """Return the numbers and the bytes of those pieces of a shard that must be sent with the commit.
 
-        If `set_index` is not None, only the pieces of this parameter set are sent.
+        If `set_index` is not None, only the pieces of this parameter set are sent. If `exact` is True, they are not
+        rounded; no piece may then have been sent early.
         """
         if shard not in self._pieces:
             return (), []
@@ -138,7 +148,7 @@ class Outbox:
                 continue
             self._changed |= sent is not None
             pieces.append(number)
-        return tuple(pieces), self._bytes(shard, pieces)
+        return tuple(pieces), self._bytes(shard, pieces) if exact else self._payload(shard, pieces)
 
     def committed(self) -> None:
         """Record that the iteration was committed, and prepare for the next one."""
@@ -150,6 +160,13 @@ class Outbox:
             self._pause = max(0, self._pause - 1)
         self._changed = False
         self.begin()
+
+    def _payload(self, shard: int, numbers: Sequence[int]) -> list[memoryview]:
+        """Return the bytes of some pieces in the format in which they travel."""
+        if self._rounded is None:
+            return self._bytes(shard, numbers)
+        pieces = self._pieces[shard]
+        return self._rounded[shard].round(ranges_of([pieces[number] for number in numbers]))
 
     def _bytes(self, shard: int, numbers: Sequence[int]) -> list[memoryview]:
         pieces = self._pieces[shard]

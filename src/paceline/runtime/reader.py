@@ -32,12 +32,12 @@ from ..errors import ProtocolError
 from ..files import Unfinished
 from ..shard.buffers import packed_bytes, unpack
 from ..shard.store import Vectors
-from ..shard.vectors import parameter_views
+from ..shard.vectors import parameter_views, tensors_over
 from ..wire.addresses import connect
 from ..wire.memory import cut
 from ..wire.stream import Stream
 from ..wire.tls import Contexts
-from .server_memory import require_plausible_state, tensors_over
+from .server_memory import require_plausible_state
 
 __all__ = ["Assembly", "Reader", "WeightsSnapshot", "named_weights", "read_states"]
 

@@ -13,7 +13,7 @@ import socket
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import msgspec
 import torch
@@ -112,20 +112,35 @@ log = logging.getLogger("paceline.server")
 READERS_PER_SHARD = 32
 
 
+class Pull(NamedTuple):
+    """What a worker pulls from a shard.
+
+    Attributes:
+        set_index: the parameter set whose weights are pulled; None for all sets.
+        rounded: True if the weights are rounded on their way. See `core.wire_format`.
+    """
+
+    set_index: int | None = None
+    rounded: bool = False
+
+
+FIRST = Pull()  # a worker's first weights, also after an extension of the model
+
+
 class ServerCaller(Caller):
     """A connection of a server, with the memory into which the peer's payloads are received.
 
     Attributes:
         inboxes: shard -> (memory for this worker's pushes, the gradient in this memory as tensors).
         payload: the parts of the payload of the current message that are not stored in an inbox.
-        pulls: shard -> the parameter set whose weights the worker pulls; None for all sets.
+        pulls: shard -> the worker's last pull. A shard that is not here has sent no weights except the first.
     """
 
     def __init__(self, stream: Stream[Message]) -> None:
         super().__init__(stream)
         self.inboxes: dict[int, tuple[Inbox, Vectors]] = {}
         self.payload: list[bytearray] = []
-        self.pulls: dict[int, int | None] = {}
+        self.pulls: dict[int, Pull] = {}
 
     @classmethod
     def coordinator(cls, stream: Stream[Any]) -> ServerCaller:
@@ -286,12 +301,13 @@ class ServerHost:
                     f"{type(message).__name__} arrived before the previous answer of shard {message.shard} was read"
                 )
             case Stage() if message.shard in peer.inboxes:
-                peer.inboxes[message.shard][0].take(message.pieces)
+                rounded = self._job.wire.rounds_push(message)
+                peer.inboxes[message.shard][0].take(message.pieces, rounded=rounded)
             case Commit() if message.shard in peer.inboxes:
                 self._commit(peer, message, memory)
             case PullRequested() | PullRepeated() if message.shard in peer.inboxes:
                 if isinstance(message, PullRepeated):
-                    peer.pulls[message.shard] = None
+                    peer.pulls[message.shard] = Pull(rounded=self._job.wire.rounds_answer(message))
                 self._pass_on(peer, message)
             case WorkerFinished() if peer.role == "worker":
                 self._pass_on(peer, message)
@@ -339,7 +355,8 @@ class ServerHost:
         targets = [memoryview(part) for part in peer.payload]
         if isinstance(message, Stage | Commit) and message.pieces and message.shard in peer.inboxes:
             inbox, _ = peer.inboxes[message.shard]
-            return [*inbox.places(message.pieces), *targets]
+            rounded = self._job.wire.rounds_push(message)
+            return [*inbox.places(message.pieces, rounded=rounded), *targets]
         return targets
 
     def gone(self, peer: ServerCaller, reason: str) -> None:
@@ -359,7 +376,9 @@ class ServerHost:
                 _load_classes(model)
                 self._require_room(model, shards, len(message.workers))
                 master = self._attach_master(model.layout)
-                self._memory = ServerMemory(model, shards, self._job.servers, master, self._keep)
+                self._memory = ServerMemory(
+                    model, shards, self._job.servers, master, self._keep, self._job.wire
+                )
                 self._pass_on(self._coordinator, message)
             case ExtendShards(model, shards):
                 _load_classes(model)
@@ -428,9 +447,9 @@ class ServerHost:
     def _commit(self, peer: ServerCaller, commit: Commit, memory: ServerMemory) -> None:
         inbox, gradient = peer.inboxes[commit.shard]
         push: Push | None = memory.read(commit, gradient)
-        inbox.take(commit.pieces)
+        inbox.take(commit.pieces, rounded=self._job.wire.rounds_push(commit))
         inbox.close(empty=commit.empty, set_index=commit.set_index)
-        peer.pulls[commit.shard] = commit.set_index
+        peer.pulls[commit.shard] = Pull(commit.set_index, self._job.wire.rounds_answer(commit))
         requests = self._core.handle(worker_peer(peer.index), commit, self._job.now_ticks())
         memory.keep(peer.index, commit, push, peer.payload)
         self._perform(requests)
@@ -471,15 +490,18 @@ class ServerHost:
             return  # the worker's connection has ended
         payload: Sequence[memoryview] = ()
         if not answer.in_place:
-            weights = self._require_memory().weights[answer.shard]
+            memory = self._require_memory()
             inbox, _ = peer.inboxes[answer.shard]
+            pull = peer.pulls.get(answer.shard, FIRST)
             # Until the worker has connected again, its memory has no room for parameters that were added.
-            pulled = of_set(inbox.gradient, peer.pulls.get(answer.shard))
+            pulled = of_set(inbox.gradient, pull.set_index)
             if inbox.weights is None:
-                payload = [weights[vector] for vector in pulled]
+                payload = memory.weights_to_send(answer.shard, pulled, rounded=pull.rounded)
+                if pull.rounded:
+                    answer = msgspec.structs.replace(answer, rounded=True)
             else:
                 for vector in pulled:
-                    inbox.weights[vector][:] = weights[vector]
+                    inbox.weights[vector][:] = memory.weights[answer.shard][vector]
         self._hub.send(peer, answer, payload, lent=answer.shard)
 
     def _keep(self, shard: int) -> None:

@@ -7,12 +7,11 @@ same way, and a larger store replaces each store. This module is independent of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import safetensors.torch
-import torch
 
 from ..core.layout import ShardSlice, item_bytes, of_set
 from ..core.messages import (
@@ -27,16 +26,19 @@ from ..core.messages import (
     Message,
 )
 from ..core.model_spec import BufferSpec, ModelSpec
+from ..core.wire_format import EXACT, WireFormat
 from ..errors import ProtocolError
 from ..shard.buffers import bytes_of, pack, packed_bytes, unpack
 from ..shard.groups import GroupsReader
+from ..shard.rounding import Rounded, whole
 from ..shard.slots import BufferSlots
 from ..shard.store import Push, Store, Vectors
-from ..shard.vectors import torch_dtype
+from ..shard.vectors import tensors_over
 from ..wire.memory import Inbox, Region, SharedInbox, StreamedInbox, cut, find_memory
 from .registration import require_groups
+from .rounded_inbox import RoundedInbox
 
-__all__ = ["ServerMemory", "require_plausible_state", "tensors_over"]
+__all__ = ["ServerMemory", "require_plausible_state"]
 
 # An optimizer state is rejected if it is larger than STATE_LIMIT_FACTOR times the shard's weights, plus
 # STATE_SLACK_BYTES, because optimizers store only a few vectors as large as the weights.
@@ -78,6 +80,7 @@ class ServerMemory:
         servers: number of servers of the run.
         master: the shared memory that contains the weights; None to keep them in the server's own memory.
         before_update: function that is called with the index of a shard before the shard's weights change.
+        wire: the format in which gradients and weights travel.
 
     Attributes:
         stores: shard -> the store of this shard, for shards whose initial weights have arrived.
@@ -93,12 +96,16 @@ class ServerMemory:
         servers: int,
         master: Region | None,
         before_update: Callable[[int], None],
+        wire: WireFormat = EXACT,
     ) -> None:
         self.stores: dict[int, Store] = {}
         self.weights: dict[int, dict[str, memoryview]] = {}
         self.states: tuple[LoopPosition, bytearray] | None = None
         self._servers = servers
         self._before_update = before_update
+        self._wire = wire
+        # shard -> its rounded weights, and those of its vectors that have not changed since they were rounded
+        self._rounded: dict[int, tuple[Rounded, set[str]]] = {}
         self._plan = _Plan.of(model, slices, master)
         self._next: _Plan | None = None  # the plan for the extended model, until the extension takes effect
         # shard -> initial optimizer state, until the shard's store is created or extended
@@ -142,9 +149,10 @@ class ServerMemory:
 
     def inboxes(self, region: Region | None) -> dict[int, tuple[Inbox, Vectors]]:
         """Return, for each shard, an inbox in `region` or in new memory, and its gradient as tensors."""
+        streamed = StreamedInbox if self._wire.gradients == "float32" else RoundedInbox
         inboxes = {}
         for index, shard in self._plan.slices.items():
-            inbox: Inbox = SharedInbox(region, shard) if region is not None else StreamedInbox(shard)
+            inbox: Inbox = SharedInbox(region, shard) if region is not None else streamed(shard)
             inboxes[index] = inbox, tensors_over(inbox.gradient)
         return inboxes
 
@@ -222,7 +230,7 @@ class ServerMemory:
         model, slices, *_ = self._next or self._plan
         bounds, before = slices[index], self.stores.get(index)
         weights = self._place_weights(index, payload)
-        store = Store(bounds, weights, model.optimizers_over_layout, lambda: self._before_update(index))
+        store = Store(bounds, weights, model.optimizers_over_layout, lambda: self._change(index))
         state = self._states.pop(index, {})
         if before is None:
             store.load_optimizer_state(state)
@@ -235,7 +243,14 @@ class ServerMemory:
             self._slots = self._slots or BufferSlots((), ())
             self._slots.extend(model.buffers, first)
         self.stores[index] = store
+        self._rounded.pop(index, None)
         self.weights[index] = {vector: bytes_of(weights[vector]) for vector in weights}
+
+    def _change(self, index: int) -> None:
+        """Prepare for a change of a shard's weights."""
+        self._before_update(index)
+        if index in self._rounded:
+            self._rounded[index][1].clear()
 
     def _place_weights(self, index: int, payload: Sequence[bytearray]) -> Vectors:
         """Return the weights of a shard: those of its store, and those that it does not have yet.
@@ -301,6 +316,22 @@ class ServerMemory:
 
     # -- reading ------------------------------------------------------------------------------------------
 
+    def weights_to_send(self, index: int, vectors: Collection[str], *, rounded: bool) -> list[memoryview]:
+        """Return the bytes of some vectors of a shard's weights, rounded or as they are.
+
+        Weights that do not change meanwhile are rounded once for all workers. The bytes stay as they are until the
+        weights are about to change.
+        """
+        if not rounded:
+            return [self.weights[index][vector] for vector in vectors]
+        weights = self.stores[index].weights
+        if index not in self._rounded:
+            self._rounded[index] = Rounded(weights), set()
+        rounding, valid = self._rounded[index]
+        rounding.round(whole({vector: weights[vector] for vector in vectors if vector not in valid}))
+        valid.update(vectors)
+        return rounding.memory(whole({vector: weights[vector] for vector in vectors}))
+
     def snapshot(self, index: int) -> list[memoryview]:
         """Return the weights of a shard and, for shard 0, the pooled buffers of the model."""
         return [*self.weights[index].values(), *(self.pooled_buffers() if index == 0 else [])]
@@ -327,16 +358,6 @@ class ServerMemory:
 def _are_some_of(indices: Sequence[int], count: int) -> bool:
     """Return True if `indices` are distinct and between 0 and `count` - 1."""
     return len(set(indices)) == len(indices) and all(0 <= index < count for index in indices)
-
-
-def tensors_over(vectors: dict[str, memoryview]) -> Vectors:
-    """Return a flat tensor for each dtype. The tensors share the memory of the given bytes."""
-    return {
-        dtype: torch.frombuffer(data, dtype=torch_dtype(dtype))
-        if data.nbytes
-        else torch.empty(0, dtype=torch_dtype(dtype))
-        for dtype, data in vectors.items()
-    }
 
 
 def require_plausible_state(shard: ShardSlice, size_bytes: int) -> None:

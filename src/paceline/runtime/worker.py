@@ -30,7 +30,7 @@ import torch
 
 from ..core import worker as core
 from ..core.data_feed import DataFeed
-from ..core.layout import ShardSlice, of_set
+from ..core.layout import Range, ShardSlice, of_set
 from ..core.messages import (
     MOST_LABEL,
     Answer,
@@ -65,10 +65,13 @@ from ..core.model_spec import BufferSpec, ModelSpec
 from ..core.requests import COORDINATOR, Request, Send
 from ..core.time_spent import Activity, Stopwatch
 from ..core.unsent_metrics import Noted, Settled
+from ..core.wire_format import Format
 from ..errors import DeadlineError, PeerLostError, ProtocolError, TakenOutError
 from ..frontend.metrics import MetricLog
 from ..shard.buffers import checksum, pack, packed_bytes, unpack
+from ..shard.rounding import Rounded
 from ..shard.store import Vectors
+from ..shard.vectors import sliced, tensors_over
 from ..sync import SyncModel
 from ..sync.events import Clip
 from ..sync.schedule import read_schedule
@@ -85,7 +88,7 @@ from .outbox import Outbox
 from .reader import Reader, read_states
 from .repeating import Repeating
 from .segmented import TEND_S, SegmentedFile, segmenting
-from .server_memory import require_plausible_state, tensors_over
+from .server_memory import require_plausible_state
 from .slow_link import SlowLink
 from .spin import fall_asleep, spin, wake_up
 
@@ -207,6 +210,8 @@ class WorkerSession:
         self._region: Region | None = None  # memory of this worker
         self._master: Master | None = None  # shared memory in which the servers update the weights
         self._outbox: Outbox | None = None  # sends the gradients; None if no server uses TCP
+        # shard -> its slice of the weights, and memory for rounded weights; None if weights are not rounded
+        self._rounded: dict[int, Rounded] | None = None
         # shards that use this worker's memory although their servers use TCP
         self._attached: set[int] = set()
         self._in_place = False  # True while `weights` refers to memory that the servers update
@@ -357,7 +362,11 @@ class WorkerSession:
             # Early sending uses the network during the backward pass. If all servers are on this machine, no network
             # is used, and early sending would only take CPU time from the backward pass.
             early = self._job.overlap == "shards" and not all(local)
-            self._outbox = Outbox(shards, region.gradients, self._stage, self._is_busy, early=early)
+            rounded = self._rounding(self._job.wire.gradients, region.gradients)
+            self._outbox = Outbox(
+                shards, region.gradients, self._stage, self._is_busy, early=early, rounded=rounded
+            )
+            self._rounded = self._rounding(self._job.wire.weights, region.weights)
         self.weights = tensors_over(region.weights)
         self.gradients = tensors_over(region.gradients)
         # With several parameter sets, another worker may push another set in the same round. In the servers' memory,
@@ -388,6 +397,13 @@ class WorkerSession:
                 outgoing, incoming = map(Ring, region.channels[channel])
                 stream.use_rings(outgoing, incoming)
                 self._ringed.append(stream)
+
+    def _rounding(self, chosen: Format, vectors: Mapping[str, memoryview]) -> dict[int, Rounded] | None:
+        """Return, for each shard, its slice of the vectors with memory for rounded values; None without rounding."""
+        if chosen == "float32":
+            return None
+        tensors = tensors_over(vectors)
+        return {shard.index: Rounded(sliced(tensors, shard)) for shard in self._shards}
 
     @_exclusive
     def initialize(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
@@ -449,6 +465,10 @@ class WorkerSession:
     @property
     def sends_early(self) -> bool:
         return self._outbox is not None and self._outbox.early
+
+    @property
+    def rounds_weights(self) -> bool:
+        return self._rounded is not None and len(self._attached) < len(self._shards)
 
     def weights_edited(self) -> bool | None:
         return self._master.edited() if self._in_place and self._master is not None else None
@@ -540,7 +560,7 @@ class WorkerSession:
         self._hear_coordinator()
         if self._outbox is not None:
             self._outbox.begin()  # a part of a gradient may have been sent early; it will be sent again
-        contents, payloads = self._contents(present, b"", buffers, empty=not self._core.edits)
+        contents, payloads = self._contents(present, b"", buffers, empty=not self._core.edits, exact=True)
         self._computed_s = pushed_s = self._job.now_s()
         self._stopwatch.push(self._job.now_ticks())
         self._perform(self._core.push_edit(contents), payloads)
@@ -728,8 +748,9 @@ class WorkerSession:
         *,
         empty: bool,
         set_index: int | None = None,
+        exact: bool = False,
     ) -> tuple[list[Content], dict[int, list[memoryview]]]:
-        """Return, for each shard, the content and the payload of a push."""
+        """Return, for each shard, the content and the payload of a push. See `Outbox.rest` for `exact`."""
         contents: list[Content] = []
         payloads: dict[int, list[memoryview]] = {}
         for shard in self._shards:
@@ -737,7 +758,7 @@ class WorkerSession:
             pieces: tuple[int, ...] = ()
             payload: list[memoryview] = []
             if self._outbox is not None and not empty:
-                pieces, payload = self._outbox.rest(shard.index, set_index)
+                pieces, payload = self._outbox.rest(shard.index, set_index, exact=exact)
             contents.append(Content(present, groups, pieces, tuple(changed)))
             payloads[shard.index] = payload + pack(list(changed.values())) if changed else payload
         return contents, payloads
@@ -1048,7 +1069,14 @@ class WorkerSession:
                 if self._outbox is not None:
                     self._outbox.leave_out(message.shards)
             elif type(message) is not Bell:
+                if type(message) is Answer and message.rounded and self._rounded is not None:
+                    self._rounded[message.shard].widen(self._pulled(message.shard))
                 self._perform(self._core.handle(message))
+
+    def _pulled(self, shard: int) -> list[Range]:
+        """Return the ranges of the weights that a shard sends as the answer to the current pull."""
+        bounds = of_set(self._shards[shard].bounds, self._pulls)
+        return [(vector, 0, stop - start) for vector, (start, stop) in bounds.items()]
 
     def _hear_coordinator(self) -> None:
         for message in self._coordinator.receive():
@@ -1101,6 +1129,10 @@ class WorkerSession:
             case Answer() if self._core.awaits(message.shard):
                 if self._job.transport == "shm" or message.shard in self._attached:
                     return []
+                if message.rounded:
+                    if self._rounded is None:
+                        raise ProtocolError("a server sent rounded weights although weights are not rounded")
+                    return self._rounded[message.shard].memory(self._pulled(message.shard))
                 weights = cut(self._region.weights, shards[message.shard])
                 return list(of_set(weights, self._pulls).values())
             case OptimizerState() if message.shard == self._fetching:

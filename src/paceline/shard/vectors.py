@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 
 import torch
@@ -18,7 +18,9 @@ __all__ = [
     "parameter_views",
     "sampled_norm",
     "segment_views",
+    "sliced",
     "squared_norm",
+    "tensors_over",
     "torch_dtype",
 ]
 
@@ -47,6 +49,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def tensors_over(vectors: Mapping[str, memoryview]) -> Vectors:
+    """Return a flat tensor for each dtype. The tensors share the memory of the given bytes."""
+    return {
+        dtype: torch.frombuffer(data, dtype=torch_dtype(dtype))
+        if data.nbytes
+        else torch.empty(0, dtype=torch_dtype(dtype))
+        for dtype, data in vectors.items()
+    }
+
+
 def parameter_views(layout: Layout, vectors: Vectors) -> list[torch.Tensor]:
     """Return, for each parameter, a view of its part of a model's flat vectors, with the parameter's shape."""
     return [
@@ -64,6 +76,11 @@ def l2_norm(tensor: torch.Tensor) -> float:
     """Return the L2 norm of a tensor, in double precision; on accelerators, some of which lack it, in single."""
     dtype = torch.float64 if tensor.is_cpu or tensor.dtype == torch.float64 else torch.float32
     return float(torch.linalg.vector_norm(tensor, dtype=dtype))
+
+
+def sliced(vectors: Vectors, shard: ShardSlice) -> Vectors:
+    """Return views of a shard's slice of a model's flat vectors."""
+    return {name: vectors[name][start:stop] for name, (start, stop) in shard.bounds.items()}
 
 
 def squared_norm(vectors: Sequence[torch.Tensor], scales: Sequence[float] = (1.0,)) -> float:

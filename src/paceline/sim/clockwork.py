@@ -106,7 +106,7 @@ class Clockwork:
     def aborted(self, worker: int) -> None:
         self._job.pull_again(worker)
 
-    def sent(self, worker: int, shard: int) -> None:
+    def sent(self, worker: int, shard: int, *, rounded: bool) -> None:
         pass
 
     def combined(self, worker: int) -> None:

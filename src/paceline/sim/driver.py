@@ -34,8 +34,8 @@ class Driver(Protocol):
     def extended(self, worker: int) -> None:
         """Called when the worker needs memory for the extended model. `answered` follows when its weights arrive."""
 
-    def sent(self, worker: int, shard: int) -> None:
-        """Called when a shard sends its current weights to the worker."""
+    def sent(self, worker: int, shard: int, *, rounded: bool) -> None:
+        """Called when a shard sends its current weights to the worker, rounded or as they are."""
 
     def lost(self, worker: int) -> None:
         """Called when the worker is lost. The worker's later actions have no effect."""

@@ -28,6 +28,7 @@ from ..core.messages import (
     Message,
     ModelExtended,
     Observation,
+    PullRepeated,
     Started,
     StatesDecided,
     Status,
@@ -57,6 +58,7 @@ from ..core.server import Server
 from ..core.standstill import standstill
 from ..core.time_spent import Activity, Stopwatch
 from ..core.unsent_metrics import Settled
+from ..core.wire_format import EXACT, WireFormat
 from ..core.worker import Worker
 from ..errors import InternalError, RunFailedError
 from ..sync import SyncModel
@@ -104,6 +106,7 @@ class VirtualJob:
         translated: True to translate the hyper-parameters of each update.
         guard: judges what the workers report of their pushes. See `Coordinator`.
         planner: simulates what the coordinator requests; needed if the schedule is `auto`.
+        wire: the format in which gradients and weights travel.
         relaxes: False if `auto` chooses no model with stale gradients, because hyper-parameters are not translated.
 
     Attributes:
@@ -129,6 +132,7 @@ class VirtualJob:
         guard: Guard | None = None,
         planner: Planner = lambda situation: (),
         relaxes: bool = True,
+        wire: WireFormat = EXACT,
     ) -> None:
         count = shards
         ticks_per_s = recorders.ticks_per_s
@@ -157,7 +161,9 @@ class VirtualJob:
         self._schedule = schedule
         self._shards = shards
         self._stores: Sequence[ShardStore] = ()  # set by `run`
+        self._wire = wire
         self._shard_bytes: Sequence[int] = ()
+        self._rounded_bytes: Sequence[int] = ()
         self._seed = seed
         self._overlap = overlap
         self._recorders = recorders
@@ -196,6 +202,7 @@ class VirtualJob:
         models: Callable[[int], ModelSpec],
         stores: Sequence[ShardStore],
         shard_bytes: Sequence[int],
+        rounded_bytes: Sequence[int],
         until_s: Seconds,
     ) -> None:
         """Run until every worker has finished, or until the virtual time `until_s`.
@@ -206,12 +213,14 @@ class VirtualJob:
                 the beginning.
             stores: the store of each shard, in order.
             shard_bytes: size of each shard in bytes.
+            rounded_bytes: size of each shard in bytes if float32 values are rounded.
             until_s: virtual time at which to stop.
 
         Raises:
             RunFailedError: all workers wait for pulls that will never be answered, or the workers' models differ.
         """
-        self._driver, self._stores, self._shard_bytes = driver, stores, shard_bytes
+        self._driver, self._stores = driver, stores
+        self._shard_bytes, self._rounded_bytes = shard_bytes, rounded_bytes
         for worker in range(len(self.workers)):
             if worker not in self._first:
                 self._expect(self.kernel.in_ticks(self._cluster.presence[worker].joins_at_s), worker)
@@ -471,6 +480,7 @@ class VirtualJob:
         self._driver.joined(worker)
 
     def _new_core(self, worker: int) -> None:
+        self.workers[worker].pulls_rounded = False
         self.workers[worker].core = Worker(
             self._schedule,
             workers=len(self.workers),
@@ -658,7 +668,8 @@ class VirtualJob:
                 sent["control"] += HEADER_BYTES
                 state.to_coordinator.send(0, self._at_coordinator, worker, state.life, message)
             elif type(message) is Commit:
-                size_bytes = self._shard_bytes[message.shard]
+                state.pulls_rounded = self._wire.rounds_answer(message)
+                size_bytes = self._size_bytes(message.shard, rounded=self._wire.rounds_push(message))
                 if shares:
                     size_bytes = round(size_bytes * shares[message.shard])
                 sent["push"] += HEADER_BYTES + size_bytes
@@ -667,6 +678,8 @@ class VirtualJob:
                     size_bytes, self._at_server, to.index, worker, state.life, message, push
                 )
             else:
+                if type(message) is PullRepeated:
+                    state.pulls_rounded = self._wire.rounds_answer(message)
                 sent["control"] += HEADER_BYTES
                 state.to_server[to.index].send(
                     0, self._at_server, to.index, worker, state.life, message, None
@@ -699,8 +712,13 @@ class VirtualJob:
 
     def _answer(self, server: int, worker: int, answer: Answer) -> None:
         kind = "pull" if self.workers[worker].dropped_s is None else "pull again"
-        self._driver.sent(worker, answer.shard)
-        self._to_worker(server, worker, kind, self._shard_bytes[answer.shard], answer)
+        rounded = self.workers[worker].pulls_rounded
+        self._driver.sent(worker, answer.shard, rounded=rounded)
+        self._to_worker(server, worker, kind, self._size_bytes(answer.shard, rounded=rounded), answer)
+
+    def _size_bytes(self, shard: int, *, rounded: bool) -> int:
+        """Return the size of a push to a shard, or of its answer to a pull."""
+        return self._rounded_bytes[shard] if rounded else self._shard_bytes[shard]
 
     def _to_worker(self, server: int, worker: int, kind: str, size_bytes: int, message: Message) -> None:
         state = self.workers[worker]
@@ -750,6 +768,7 @@ class VirtualJob:
                 self._from_server(server, self._servers[server].handle(COORDINATOR, message, now_ticks))
                 if type(message) is ModelExtended and server == 0:
                     self._shard_bytes = [bounds.size_bytes for bounds in self.coordinator.slices]
+                    self._rounded_bytes = [bounds.rounded_bytes for bounds in self.coordinator.slices]
                     self._driver.model_extended(self._servers[0].initializer)
             else:
                 self._from_coordinator(self.coordinator.handle(server_peer(server), message, now_ticks))
@@ -783,6 +802,7 @@ class VirtualJob:
         state = self.workers[worker]
         state.refreshing = True
         self._enter(worker, "exchanging")
+        state.pulls_rounded = False
         state.core.await_extended_weights()
         self._driver.extended(worker)
         for index, server in enumerate(self._servers):

@@ -54,6 +54,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         sync: notation of the sync model or the schedule.
         hyperparameters: "translated" or "raw", as for `paceline.launch`; None without a training function.
+        wire: format in which gradients and weights travelled, as for `paceline.launch`.
         seed: random seed for the run.
         servers: number of servers.
         shards: number of shards.
@@ -84,6 +85,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
 
     sync: str
     hyperparameters: str | None
+    wire: str
     seed: int
     servers: int
     shards: int
@@ -219,6 +221,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         return {
             "sync": self.sync,
             **({"hyperparameters": self.hyperparameters} if self.hyperparameters else {}),
+            "wire": self.wire,
             "workers": len(self.measures.iterations),
             "servers": self.servers,
             "shards": self.shards,

@@ -16,6 +16,7 @@ from ..core.history import MetricHistory
 from ..core.layout import Layout
 from ..core.lease import BATCH_SIZINGS, BatchSizing
 from ..core.model_spec import ModelSpec, OptimizerSpec
+from ..core.wire_format import WireFormat
 from ..errors import ConfigurationError, RunFailedError, UsageError, unknown_name
 from ..plugins import load_models
 from ..runtime.job import ON_NAN, OVERLAPS, SLICINGS
@@ -59,6 +60,7 @@ def simulate(
     overlap: str = "shards",
     on_nan: str = "stop",
     hyperparameters: str = "translated",
+    wire: str = "float32",
     guard: str | None = None,
     batch: BatchSizing = "equal",
     data: Dataset | None = None,
@@ -91,6 +93,8 @@ def simulate(
             to all shards.
         on_nan: as for `paceline.launch`.
         hyperparameters: as for `paceline.launch`. Ignored without `train_fn`.
+        wire: as for `paceline.launch`, on all connections of the simulated network. Without `train_fn`, all
+            parameters count as float32.
         guard: as for `paceline.launch`. Ignored without `train_fn`. With "stop", the last good weights are saved in
             `run_dir`, if there is one.
         batch: as for `paceline.launch`. Ignored without `train_fn` and without `data`.
@@ -134,6 +138,7 @@ def simulate(
         batch,
         ends=data is not None,
     )
+    wire_format = WireFormat.read(wire)
     mode = guard_mode(guard, translated=hyperparameters == "translated")
     _require_compatible(cluster, schedule, train_fn, shard_bytes, snapshot_every_s, on_snapshot, data)
     first = [worker for worker in range(cluster.workers) if not cluster.joins_late(worker)]
@@ -158,6 +163,7 @@ def simulate(
             sizes = shard_bytes or [
                 cluster.size_bytes * (k + 1) // count - cluster.size_bytes * k // count for k in range(count)
             ]
+            halves = [-(-size // 2) for size in sizes]
             job = VirtualJob(
                 cluster,
                 schedule,
@@ -166,13 +172,14 @@ def simulate(
                 overlap=overlap == "shards",
                 recorders=recorders,
                 planner=_planner,
+                wire=wire_format,
             )
             clockwork = (
                 Clockwork(job, math.inf if iterations is None else iterations)
                 if data is None
                 else DatasetClockwork(job, data, batch)
             )
-            job.run(clockwork, lambda worker: NOTHING_TRAINED, [NullStore()] * count, sizes, until_s)
+            job.run(clockwork, lambda worker: NOTHING_TRAINED, [NullStore()] * count, sizes, halves, until_s)
         else:
             from .training import Training, computed_by
 
@@ -189,6 +196,7 @@ def simulate(
                 overlap=overlap,
                 shards=count,
                 batch=batch,
+                wire=wire_format,
                 observes=mode != "off",
             )
             with training:
@@ -206,11 +214,15 @@ def simulate(
                     guard=Guard(mode, skips_nan=on_nan == "skip"),
                     planner=_planner,
                     relaxes=translated,
+                    wire=wire_format,
                 )
                 stores = training.make_stores(first)
                 sizes = [store.bounds.size_bytes for store in stores]
+                halves = [store.bounds.rounded_bytes for store in stores]
                 if cluster.size_bytes:
-                    sizes = [cluster.size_bytes * size // max(1, sum(sizes)) for size in sizes]
+                    total = max(1, sum(sizes))
+                    halves = [cluster.size_bytes * size // total for size in halves]
+                    sizes = [cluster.size_bytes * size // total for size in sizes]
                 if snapshot_every_s is not None:
                     _take_snapshots(
                         job, training.snapshot, snapshot_every_s, on_snapshot or _snapshot_recorder(snapshots)
@@ -219,7 +231,7 @@ def simulate(
                 if mode == "stop":
                     recorders.takers.append(_good_weights_keeper(good, training.snapshot))
                 try:
-                    job.run(training, training.model_of, stores, sizes, until_s)
+                    job.run(training, training.model_of, stores, sizes, halves, until_s)
                 except RunFailedError as error:
                     if error.process == DIVERGED:
                         _save_good_weights(good.good, run_dir, error)
@@ -231,6 +243,7 @@ def simulate(
     result = SimResult(
         sync=str(schedule),
         hyperparameters=None if train_fn is None else hyperparameters,
+        wire=str(wire_format),
         seed=seed,
         servers=cluster.servers,
         shards=count,

@@ -28,6 +28,7 @@ from ..core.model_spec import BufferSpec, HyperParameters, ModelSpec, first_diff
 from ..core.requests import COORDINATOR, Request, Send
 from ..core.standstill import unable_to_begin
 from ..core.unsent_metrics import Noted, Settled
+from ..core.wire_format import WireFormat
 from ..core.worker import Worker
 from ..errors import RunFailedError, first_line
 from ..frontend.adapters import unwatch_adapters
@@ -40,9 +41,10 @@ from ..frontend.session import install
 from ..plugins.failures import script_traceback
 from ..runtime.reader import WeightsSnapshot, named_weights
 from ..shard.groups import GroupsReader
+from ..shard.rounding import round_trip
 from ..shard.slots import BufferSlots
 from ..shard.store import Push, Store, Vectors
-from ..shard.vectors import torch_dtype
+from ..shard.vectors import sliced, torch_dtype
 from ..sync import SyncModel
 from ..sync.draws import uniform
 from ..sync.events import Clip
@@ -70,6 +72,7 @@ class Training:
         overlap: "shards" or "off".
         shards: number of shards.
         batch: "equal" or "balanced". See `Session`.
+        wire: the format in which gradients and weights travel.
 
     Attributes:
         job: the simulated job. Must be set before `VirtualJob.run` is called.
@@ -91,8 +94,10 @@ class Training:
         overlap: str,
         shards: int,
         batch: BatchSizing,
+        wire: WireFormat,
     ) -> None:
         self.workers = workers
+        self.wire = wire
         self.batch = batch
         self.schedule = schedule
         self.overlap = overlap
@@ -271,18 +276,20 @@ class Training:
     def combined(self, worker: int) -> None:
         self._resume(self._sessions[worker])
 
-    def sent(self, worker: int, shard: int) -> None:
+    def sent(self, worker: int, shard: int, *, rounded: bool) -> None:
         session = self._sessions.get(worker)
         if session is None:  # the worker joins a run in progress, and its script has not begun yet
             weights = {vector: values.clone() for vector, values in self.stores[shard].weights.items()}
             self._first_weights.setdefault(worker, {})[shard] = weights
         elif session.weights:
+            weights = self.stores[shard].weights
+            weights = round_trip(weights) if rounded else weights
             bounds = of_set(self.slices[shard].bounds, session.pulls)
             for vector, (start, stop) in bounds.items():
                 if (
                     vector in session.weights
                 ):  # otherwise, the worker does not know yet that the model was extended
-                    session.weights[vector][start:stop] = self.stores[shard].weights[vector]
+                    session.weights[vector][start:stop] = weights[vector]
 
     def lost(self, worker: int) -> None:
         self._first_weights.pop(worker, None)
@@ -478,6 +485,10 @@ class VirtualSession:
         del self.initial
         return self._core.combined.refused if self._core.combined is not None else ""
 
+    @property
+    def rounds_weights(self) -> bool:
+        return self._training.wire.weights == "bf16"
+
     def weights_edited(self) -> bool | None:
         return None
 
@@ -549,7 +560,7 @@ class VirtualSession:
         self.strand.require_own_thread()
         training = self._training
         self.pulls = None
-        pushes = self._pushes(present, ()) if self._core.edits else []
+        pushes = self._pushes(present, (), exact=True) if self._core.edits else []
         if buffers:
             training.keep_buffers(self.worker, buffers)
         training.job.push_edit(self.worker, pushes)
@@ -712,32 +723,37 @@ class VirtualSession:
         self._training.job.request_sync(self.worker, models, shard)
 
     def _pushes(
-        self, present: bytes, groups: tuple[HyperParameters, ...], set_index: int | None = None
+        self,
+        present: bytes,
+        groups: tuple[HyperParameters, ...],
+        set_index: int | None = None,
+        *,
+        exact: bool = False,
     ) -> list[Push]:
-        """Return the push for each shard."""
-        return [
-            Push(
-                {
-                    d: self.gradients[d][start:stop]
-                    for d, (start, stop) in of_set(bounds.bounds, set_index).items()
-                },
-                present,
-                groups,
-                set_index or 0,
-            )
-            for bounds in self._training.slices
-        ]
+        """Return the push for each shard. If `exact` is True, it is not rounded on its way."""
+        pushed = [of_set(sliced(self.gradients, bounds), set_index) for bounds in self._training.slices]
+        if self._rounds_gradients and not exact:
+            pushed = [round_trip(gradient) for gradient in pushed]
+        return [Push(gradient, present, groups, set_index or 0) for gradient in pushed]
+
+    @property
+    def _rounds_gradients(self) -> bool:
+        return self._training.wire.gradients == "bf16"
 
     def _share(self, bounds: ShardSlice) -> float:
         """Return which share of a shard's bytes is pushed if sparse gradients are sent as rows with their indices."""
+        size_bytes = bounds.rounded_bytes if self._rounds_gradients else bounds.size_bytes
         saved = 0
         for segment in bounds.segments:
             if segment.parameter in self._sparse:
                 begin = bounds.bounds[segment.dtype][0]
                 values = self.gradients[segment.dtype][begin + segment.start : begin + segment.stop]
                 shape = self._training.model.layout.parameters[segment.parameter].shape
-                saved += max(0, values.nbytes - rows_bytes(values, segment.offset, math.prod(shape[1:])))
-        return 1 - saved / max(1, bounds.size_bytes)
+                halved = self._rounds_gradients and values.dtype == torch.float32
+                itemsize = torch.bfloat16.itemsize if halved else values.itemsize
+                rows = rows_bytes(values, segment.offset, math.prod(shape[1:]), itemsize)
+                saved += max(0, values.numel() * itemsize - rows)
+        return 1 - saved / max(1, size_bytes)
 
     def _end_uncommitted(self) -> None:
         """If `step()` raised an exception instead of committing, let the time of that computation pass."""
@@ -762,19 +778,21 @@ def _is_of_guard(error: BaseException) -> bool:
     return isinstance(error, RunFailedError) and error.process == DIVERGED
 
 
-def rows_bytes(values: torch.Tensor, offset: int, row_size: int) -> int:
+def rows_bytes(values: torch.Tensor, offset: int, row_size: int, itemsize: int) -> int:
     """Return the size in bytes of the rows that are not zero, with an index of 8 bytes for each row.
 
-    >>> rows_bytes(torch.tensor([0.0, 0.0, 1.0, 2.0, 0.0, 3.0]), offset=0, row_size=2)  # two of three rows
+    >>> values = torch.tensor([0.0, 0.0, 1.0, 2.0, 0.0, 3.0])  # two of three rows are sent
+    >>> rows_bytes(values, offset=0, row_size=2, itemsize=4)
     32
 
     Args:
         values: consecutive elements of a flattened gradient. An incomplete row is counted as a whole one.
         offset: index of the first element within the gradient.
         row_size: number of elements per row.
+        itemsize: size of an element on its way, in bytes.
     """
     rows: int = torch.unique_consecutive((values.nonzero().flatten() + offset) // row_size).numel()
-    return rows * (INDEX_BYTES + row_size * values.itemsize)
+    return rows * (INDEX_BYTES + row_size * itemsize)
 
 
 def computed_by() -> str:

@@ -37,6 +37,7 @@ class VirtualWorker:
         refreshing: True while the worker pulls without having pushed, because its script evaluates the model.
         standing_in: True from a push that the worker makes while its script waits in a barrier or a reduction, until
             the weights arrive.
+        pulls_rounded: True if the weights that the worker pulls are rounded on their way.
         joining: True while the worker joins a run in progress, until its weights arrive.
         restarted: pair (time of the abort, time of the restart) for the current iteration; None without a restart.
         finished_s: time at which the most recent iteration ended.
@@ -58,6 +59,7 @@ class VirtualWorker:
         "loss",
         "loss_follows",
         "peer",
+        "pulls_rounded",
         "pushed_s",
         "refreshing",
         "restarted",
@@ -87,6 +89,7 @@ class VirtualWorker:
         self.pushed_s = 0.0
         self.loss: float | None = None
         self.loss_follows = False
+        self.pulls_rounded = False
         self.unrecorded: IterationRecord | None = None
         self.dropped_s: float | None = None
         self.refreshing = False

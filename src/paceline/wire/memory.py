@@ -34,7 +34,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal, Protocol
 
-from ..core.layout import Layout, Piece, ShardSlice, item_bytes, of_set
+from ..core.layout import Layout, Piece, ShardSlice, item_bytes, of_set, ranges_of
 from ..errors import ProtocolError
 from .follow import Follower
 from .forks import close_in_forks
@@ -215,12 +215,20 @@ class Inbox(Protocol):
     gradient: dict[str, memoryview]
     weights: dict[str, memoryview] | None
 
-    def places(self, pieces: Sequence[int]) -> list[memoryview]:
-        """Return the memory for these pieces of a gradient. Raise `ProtocolError` if a piece does not exist."""
+    def places(self, pieces: Sequence[int], *, rounded: bool = False) -> list[memoryview]:
+        """Return the memory into which these pieces of a gradient are received.
+
+        Args:
+            pieces: the indices of the pieces.
+            rounded: True if their float32 values arrive as bfloat16.
+
+        Raises:
+            ProtocolError: a piece does not exist.
+        """
         ...
 
-    def take(self, pieces: Sequence[int]) -> None:
-        """Record that these pieces have been received."""
+    def take(self, pieces: Sequence[int], *, rounded: bool = False) -> None:
+        """Record that these pieces have been received, rounded or as they are."""
         ...
 
     def close(self, *, empty: bool, set_index: int | None = None) -> None:
@@ -243,12 +251,12 @@ class SharedInbox:
         self.gradient = cut(region.gradients, shard)
         self.weights: dict[str, memoryview] | None = cut(region.weights, shard)
 
-    def places(self, pieces: Sequence[int]) -> list[memoryview]:
+    def places(self, pieces: Sequence[int], *, rounded: bool = False) -> list[memoryview]:
         if pieces:
             raise ProtocolError("pieces of a gradient were sent although the gradient is in shared memory")
         return []
 
-    def take(self, pieces: Sequence[int]) -> None:
+    def take(self, pieces: Sequence[int], *, rounded: bool = False) -> None:
         pass
 
     def close(self, *, empty: bool, set_index: int | None = None) -> None:
@@ -272,14 +280,18 @@ class StreamedInbox:
         self.pieces = shard.pieces(PIECE_BYTES)
         self.missing = set(range(len(self.pieces)))
 
-    def places(self, pieces: Sequence[int]) -> list[memoryview]:
+    def places(self, pieces: Sequence[int], *, rounded: bool = False) -> list[memoryview]:
+        return cut_pieces(self.gradient, self.numbered(pieces))
+
+    def numbered(self, pieces: Sequence[int]) -> list[Piece]:
+        """Return the pieces with these indices. Raise `ProtocolError` if a piece does not exist."""
         if not all(0 <= piece < len(self.pieces) for piece in pieces):
             raise ProtocolError(
                 f"the gradient has {len(self.pieces)} pieces, numbered from 0, but the message names {pieces[:8]}"
             )
-        return cut_pieces(self.gradient, [self.pieces[piece] for piece in pieces])
+        return [self.pieces[piece] for piece in pieces]
 
-    def take(self, pieces: Sequence[int]) -> None:
+    def take(self, pieces: Sequence[int], *, rounded: bool = False) -> None:
         self.missing.difference_update(pieces)
 
     def close(self, *, empty: bool, set_index: int | None = None) -> None:
@@ -294,14 +306,9 @@ class StreamedInbox:
 
 def cut_pieces(vectors: Vectors, pieces: Sequence[Piece]) -> list[memoryview]:
     """Return the memory of the given pieces of `vectors`, in order. Adjacent pieces are merged."""
-    ranges: list[tuple[str, int, int]] = []
-    for dtype, start, stop, _ in pieces:
-        if ranges and ranges[-1][0] == dtype and ranges[-1][2] == start:
-            ranges[-1] = (dtype, ranges[-1][1], stop)
-        else:
-            ranges.append((dtype, start, stop))
     return [
-        vectors[dtype][start * item_bytes(dtype) : stop * item_bytes(dtype)] for dtype, start, stop in ranges
+        vectors[dtype][start * item_bytes(dtype) : stop * item_bytes(dtype)]
+        for dtype, start, stop in ranges_of(pieces)
     ]
 
 
