@@ -19,6 +19,7 @@ import paceline
 from paceline import DistributedOptimizer, launch
 from paceline.core.layout import Layout, Parameter
 from paceline.core.model_spec import OptimizerSpec
+from paceline.core.wire_format import WireFormat
 from paceline.errors import ConfigurationError, RunFailedError
 from paceline.runtime import coordinator, job
 from paceline.runtime.footprint import (
@@ -77,6 +78,28 @@ def test_a_worker_costs_at_most_3_times_the_parameters_beyond_its_model(transpor
         footprint(1000, vectors=2, workers=n, servers=1, transport=transport).to_come_bytes for n in (1, 2)
     )
     assert two - one <= 3 * 1000
+
+
+@pytest.mark.parametrize(
+    ("wire", "rounded"), [("gradients=bf16", 3000), ("weights=bf16", 2000), ("bf16", 5000)]
+)
+def test_rounded_values_need_memory_of_half_the_size_at_both_ends(wire: str, rounded: int) -> None:
+    """1000 bytes of weights and three workers: 3 * 2 * 500 for gradients, and (3 + 1) * 500 for weights."""
+    needed, exact = (
+        footprint(1000, vectors=0, workers=3, servers=1, transport="tcp", wire=WireFormat.read(name))
+        for name in (wire, "float32")
+    )
+    assert needed.rounded == rounded
+    assert needed.to_come_bytes == exact.to_come_bytes + rounded
+    shared = footprint(1000, vectors=0, workers=3, servers=1, transport="shm", wire=WireFormat.read(wire))
+    assert shared.rounded == 0
+
+
+def test_servers_that_machines_join_need_memory_for_rounded_values() -> None:
+    """(1 + 2 * 2) * 1000, 2 * 500 for rounded gradients and 500 for rounded weights."""
+    for available, fits in ((6499, False), (6500, True)):
+        reason = served_shortage(1000, 0, 2, available, wire=WireFormat("bf16", "bf16"))
+        assert (reason == "") == fits
 
 
 @pytest.mark.parametrize("servers", [1, 3])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from paceline.core.layout import Layout, Parameter, ranges_of
 from paceline.errors import ProtocolError
 from paceline.runtime.rounded_inbox import RoundedInbox
+from paceline.shard.buffers import bytes_of
 from paceline.shard.rounding import Rounded, round_trip, whole
 
 NAN, INF = 0x7FC00000, 0x7F800000
@@ -113,7 +114,7 @@ def test_an_inbox_receives_rounded_pieces_and_pieces_as_they_are() -> None:
     inbox.take([0, 2, 3], rounded=True)
     [place] = inbox.places([1])
     cut = slice(inbox.pieces[1].start, inbox.pieces[1].stop)
-    place[:] = memoryview(values["float32"][cut].numpy()).cast("B")
+    place[:] = bytes_of(values["float32"][cut])
     inbox.take([1])
     inbox.close(empty=False)
     expected = round_trip(values)["float32"]

@@ -17,6 +17,7 @@ import paceline
 from paceline import DistributedOptimizer, simulate, worker_index
 from paceline.core.layout import Layout, Parameter, ShardSlice
 from paceline.core.messages import Commit, PullRepeated, Stage
+from paceline.core.rounded_messages import rounds_answer, rounds_push
 from paceline.core.wire_format import EXACT, WireFormat
 from paceline.errors import ConfigurationError
 from paceline.frontend import session as sessions
@@ -77,17 +78,17 @@ def test_what_is_not_the_usual_exchange_is_not_rounded() -> None:
     edit = Commit(0, 1, edit=Edit(number=0, sole=True))
     gradient, restart = Commit(0, 1), PullRepeated(0, 1)
     evaluation, before_edit = PullRepeated(0, 1, restart=False), PullRepeated(0, 1, restart=False, edit=0)
-    assert both.rounds_push(gradient)
-    assert both.rounds_push(Stage(0, (1,)))
-    assert not both.rounds_push(edit)
-    assert both.rounds_answer(gradient)
-    assert both.rounds_answer(restart)
-    assert not any(both.rounds_answer(each) for each in (edit, evaluation, before_edit))
+    assert rounds_push(both, gradient)
+    assert rounds_push(both, Stage(0, (1,)))
+    assert not rounds_push(both, edit)
+    assert rounds_answer(both, gradient)
+    assert rounds_answer(both, restart)
+    assert not any(rounds_answer(both, each) for each in (edit, evaluation, before_edit))
     for message in (gradient, edit):
-        assert not EXACT.rounds_push(message)
-        assert not EXACT.rounds_answer(message)
-    assert not WireFormat(weights="bf16").rounds_push(gradient)
-    assert not WireFormat(gradients="bf16").rounds_answer(gradient)
+        assert not rounds_push(EXACT, message)
+        assert not rounds_answer(EXACT, message)
+    assert not rounds_push(WireFormat(weights="bf16"), gradient)
+    assert not rounds_answer(WireFormat(gradients="bf16"), gradient)
 
 
 def test_only_float32_counts_half() -> None:

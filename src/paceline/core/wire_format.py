@@ -4,15 +4,7 @@ On a slow link, the transfers of a large model take longer than its gradients. W
 float32 values to bfloat16, which has the same exponents, and the receiver widens them again. So half as many bytes
 travel. Each direction has a format of its own: gradients from the workers to the servers, and weights back. The
 shards hold float32 weights and apply updates to those, so an update that is too small to change a rounded weight is
-not lost.
-
-Values that are not part of the usual exchange of a gradient for new weights always travel as they are:
-
-- the initial weights, on their way to the servers and to the workers, also after a late join or an extension;
-- the values of an edit, and the weights that the editing worker pulls before and after it;
-- the weights that a worker pulls because its script evaluates the model;
-- what readers receive, and so what a run saves;
-- vectors with other dtypes, buffers and optimizer states.
+not lost. `core.rounded_messages` says which messages contain rounded values.
 """
 
 from __future__ import annotations
@@ -22,7 +14,6 @@ from typing import Literal, cast
 import msgspec
 
 from ..errors import ConfigurationError
-from .messages import Commit, PullRepeated, Stage
 
 __all__ = ["EXACT", "Format", "WireFormat"]
 
@@ -74,20 +65,6 @@ class WireFormat(msgspec.Struct, frozen=True):
     def exact(self) -> bool:
         """True if nothing is rounded."""
         return self == EXACT
-
-    def rounds_push(self, message: Commit | Stage) -> bool:
-        """Return True if the pieces of a gradient in a message are rounded. The values of an edit are not."""
-        edits = isinstance(message, Commit) and message.edit is not None
-        return self.gradients == "bf16" and not edits
-
-    def rounds_answer(self, request: Commit | PullRepeated) -> bool:
-        """Return True if the weights with which a shard answers are rounded.
-
-        They are if the worker computes its next gradient with them. They are not in the answer to an edit, and if the
-        script evaluates or edits the model.
-        """
-        trains = request.edit is None and (isinstance(request, Commit) or request.restart)
-        return self.weights == "bf16" and trains
 
 
 EXACT = WireFormat()

@@ -307,7 +307,13 @@ def _fewer_bytes(evidence: Evidence) -> Remedies:
         f"paceline serve --servers {more} --remote-servers {more - 1}, and paceline join --servers 1 on the other "
         "machine."
     )
-    return servers, *_fewer_steps()
+    if evidence.wire != "float32":
+        return servers, *_fewer_steps()
+    rounding = (
+        "Try --wire bf16: float32 gradients and weights are rounded on their way, so half as many bytes travel. The "
+        "servers keep float32 weights."
+    )
+    return servers, rounding, *_fewer_steps()
 
 
 def _fewer_steps() -> Remedies:

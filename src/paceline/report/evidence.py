@@ -32,6 +32,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         updates: number of updates.
         restarts: number of computations that were aborted; None if unknown.
         servers: number of servers.
+        wire: format in which gradients and weights travelled; see `core.wire_format`.
         joined: True if machines have joined the run.
         handout: how the data was handed out.
         overlap: False if the run had the option `--overlap off`.
@@ -57,6 +58,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     updates: int = 0
     restarts: int | None = None
     servers: int = 1
+    wire: str = "float32"
     joined: bool = False
     handout: Handout = Handout()
     overlap: bool = True

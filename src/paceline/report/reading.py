@@ -345,7 +345,18 @@ class _Assembly:
         """Return the settings. Without `run.json`, those that the summary contains."""
         if self._described is not None:
             return self._described.settings
-        names = ("sync", "workers", "servers", "batch", "split", "hyperparameters", "guard", "shards", "seed")
+        names = (
+            "sync",
+            "workers",
+            "servers",
+            "batch",
+            "split",
+            "hyperparameters",
+            "wire",
+            "guard",
+            "shards",
+            "seed",
+        )
         return tuple(
             Setting(f"--{name}", str(self._summary[name])) for name in names if name in self._summary
         )
@@ -403,6 +414,7 @@ class _Assembly:
             updates=summary.get("updates", 0),
             restarts=summary.get("restarts"),
             servers=int(summary.get("servers", 1 if described is None else described.servers)),
+            wire=next((each.value for each in self._settings() if each.name == "--wire"), "float32"),
             joined=joined,
             handout=handout,
             overlap=summary.get("overlap", "shards") == "shards",

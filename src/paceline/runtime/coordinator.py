@@ -880,8 +880,10 @@ class CoordinatorHost:
         vectors = vectors_of(model, fractions=job.takes_fractions)
         if job.joined:
             held_bytes = size_bytes * job.local_servers // job.servers
-            return served_shortage(held_bytes, vectors, workers, available_bytes(), read_bytes=size_bytes)
-        needed = footprint(size_bytes, vectors, workers, job.servers, job.transport)
+            return served_shortage(
+                held_bytes, vectors, workers, available_bytes(), read_bytes=size_bytes, wire=job.wire
+            )
+        needed = footprint(size_bytes, vectors, workers, job.servers, job.transport, job.wire)
         what = f"{workers} workers over {job.transport}"
         return shortage(needed, available_bytes(), what, shm=shared_memory_available())
 

@@ -9,12 +9,17 @@ vectors that the optimizer stores for each vector of weights. A run needs
     over streams        (4 + s) P + 4 n P    the same, and for each worker: P for its gradient at the servers, and up
                                              to P for answers that are still being sent when the weights change
 
-plus `PROCESS_BYTES` for the launcher and for the fork server, which have imported torch, and `FORKED_BYTES` for each
-server and worker, which share the memory of the fork server. When training begins, the weights in the regions, n P in
-total, replace the weights of the workers' models, which are then freed. All processes are running by then, so the
-memory *still to be allocated* at that time is the size in the table minus n P: besides its model, each worker needs P
-over shared memory and up to 3 P over streams. With shared memory and a sync model that keeps all workers in lockstep,
-the workers need even less: they read the servers' weights, and use the weights in their regions only at the end.
+Over streams, values may be rounded on their way (see `core.wire_format`), in memory of half the size at both ends.
+For gradients, this adds n P: P / 2 at each worker, and as much for it at the servers. For weights, it adds
+(n + 1) P / 2: P / 2 at each worker, and P / 2 at the servers, which round the weights once for all workers.
+
+To this, add `PROCESS_BYTES` for the launcher and for the fork server, which have imported torch, and `FORKED_BYTES`
+for each server and worker, which share the memory of the fork server. When training begins, the weights in the
+regions, n P in total, replace the weights of the workers' models, which are then freed. All processes are running by
+then, so the memory *still to be allocated* at that time is the size in the table minus n P: besides its model, each
+worker needs P over shared memory and up to 3 P over streams. With shared memory and a sync model that keeps all
+workers in lockstep, the workers need even less: they read the servers' weights, and use the weights in their regions
+only at the end.
 
 The 3 P for reading the weights consist of a copy that is queued at the servers, the vectors into which the launcher
 receives this copy, and the named tensors that it creates from these vectors. The launcher reads the weights when the
@@ -50,6 +55,7 @@ import msgspec
 
 from ..core.layout import dtype_of
 from ..core.model_spec import ModelSpec
+from ..core.wire_format import EXACT, WireFormat
 
 __all__ = [
     "DESCRIPTOR_HEADROOM",
@@ -110,6 +116,7 @@ class Footprint(msgspec.Struct, frozen=True):
         regions: the weights and gradients of all workers.
         inboxes: the memory into which the servers receive gradients over streams.
         answers: the maximum size of the copies of answers that are being sent over streams.
+        rounded: the rounded gradients and weights of all processes.
         reading: the copies of the final weights that are made when the launcher reads them.
         models: the original weights of the workers' models, which are freed when training begins.
         processes: the Python interpreters of all processes, with the libraries that they import.
@@ -120,6 +127,7 @@ class Footprint(msgspec.Struct, frozen=True):
     regions: int
     inboxes: int
     answers: int
+    rounded: int
     reading: int
     models: int
     processes: int
@@ -127,8 +135,8 @@ class Footprint(msgspec.Struct, frozen=True):
     @property
     def total_bytes(self) -> int:
         """The peak memory use of the run."""
-        vectors = self.weights + self.state + self.regions + self.inboxes + self.answers + self.reading
-        return vectors + self.processes
+        sent = self.inboxes + self.answers + self.rounded
+        return self.weights + self.state + self.regions + sent + self.reading + self.processes
 
     @property
     def to_come_bytes(self) -> int:
@@ -136,7 +144,14 @@ class Footprint(msgspec.Struct, frozen=True):
         return self.total_bytes - self.processes - self.models
 
 
-def footprint(parameters_bytes: int, vectors: int, workers: int, servers: int, transport: str) -> Footprint:
+def footprint(
+    parameters_bytes: int,
+    vectors: int,
+    workers: int,
+    servers: int,
+    transport: str,
+    wire: WireFormat = EXACT,
+) -> Footprint:
     """Return the memory that a run needs if all of its processes are on this machine. See the module's docstring.
 
     Args:
@@ -145,6 +160,7 @@ def footprint(parameters_bytes: int, vectors: int, workers: int, servers: int, t
         workers: number of workers.
         servers: number of servers, which affects only `processes`.
         transport: "shm", "unix" or "tcp".
+        wire: the format in which gradients and weights travel. All parameters count as float32.
 
     Example:
         >>> format_size(footprint(2**30, vectors=1, workers=4, servers=2, transport="shm").to_come_bytes)
@@ -160,10 +176,18 @@ def footprint(parameters_bytes: int, vectors: int, workers: int, servers: int, t
         regions=2 * each,
         inboxes=streamed,
         answers=streamed,
+        rounded=0 if transport == "shm" else _rounded_bytes(parameters_bytes, wire, workers, ends=2),
         reading=3 * parameters_bytes,
         models=each,
         processes=PROCESS_BYTES + child_bytes(workers, servers),
     )
+
+
+def _rounded_bytes(parameters_bytes: int, wire: WireFormat, workers: int, *, ends: int) -> int:
+    """Return the size of the memory for rounded values at the servers or, if `ends` is 2, also at the workers."""
+    gradients = workers * ends if wire.gradients == "bf16" else 0
+    weights = 1 + workers * (ends - 1) if wire.weights == "bf16" else 0
+    return (gradients + weights) * parameters_bytes // 2
 
 
 def state_vectors(
@@ -236,7 +260,13 @@ def shortage(needed: Footprint, available: int | None, what: str, *, shm: bool =
 
 
 def served_shortage(
-    held_bytes: int, vectors: int, workers: int, available: int | None, *, read_bytes: int = 0
+    held_bytes: int,
+    vectors: int,
+    workers: int,
+    available: int | None,
+    *,
+    read_bytes: int = 0,
+    wire: WireFormat = EXACT,
 ) -> str:
     """Return an error message if this machine has too little memory for its servers, else "". Workers join the run.
 
@@ -246,8 +276,10 @@ def served_shortage(
         workers: number of workers.
         available: available memory in bytes, see `available_bytes`. If it is None (unknown), the result is "".
         read_bytes: size of all parameters if their weights are read on this machine at the end of the run.
+        wire: the format in which gradients and weights travel. All parameters count as float32.
     """
-    needed = (1 + vectors + 2 * workers) * held_bytes + 3 * read_bytes
+    rounded_bytes = _rounded_bytes(held_bytes, wire, workers, ends=1)
+    needed = (1 + vectors + 2 * workers) * held_bytes + rounded_bytes + 3 * read_bytes
     if available is None or needed <= available:
         return ""
     return (

@@ -76,6 +76,7 @@ from ..core.requests import (
     Timer,
     worker_peer,
 )
+from ..core.rounded_messages import rounds_answer, rounds_push
 from ..errors import (
     ConfigurationError,
     InternalError,
@@ -301,13 +302,13 @@ class ServerHost:
                     f"{type(message).__name__} arrived before the previous answer of shard {message.shard} was read"
                 )
             case Stage() if message.shard in peer.inboxes:
-                rounded = self._job.wire.rounds_push(message)
+                rounded = rounds_push(self._job.wire, message)
                 peer.inboxes[message.shard][0].take(message.pieces, rounded=rounded)
             case Commit() if message.shard in peer.inboxes:
                 self._commit(peer, message, memory)
             case PullRequested() | PullRepeated() if message.shard in peer.inboxes:
                 if isinstance(message, PullRepeated):
-                    peer.pulls[message.shard] = Pull(rounded=self._job.wire.rounds_answer(message))
+                    peer.pulls[message.shard] = Pull(rounded=rounds_answer(self._job.wire, message))
                 self._pass_on(peer, message)
             case WorkerFinished() if peer.role == "worker":
                 self._pass_on(peer, message)
@@ -355,7 +356,7 @@ class ServerHost:
         targets = [memoryview(part) for part in peer.payload]
         if isinstance(message, Stage | Commit) and message.pieces and message.shard in peer.inboxes:
             inbox, _ = peer.inboxes[message.shard]
-            rounded = self._job.wire.rounds_push(message)
+            rounded = rounds_push(self._job.wire, message)
             return [*inbox.places(message.pieces, rounded=rounded), *targets]
         return targets
 
@@ -421,9 +422,8 @@ class ServerHost:
         if self._machine is msgspec.UNSET:
             return
         held_bytes = sum(shard.size_bytes for shard in shards)
-        if reason := served_shortage(
-            held_bytes, vectors_of(model, fractions=self._job.takes_fractions), workers, available_bytes()
-        ):
+        vectors = vectors_of(model, fractions=self._job.takes_fractions)
+        if reason := served_shortage(held_bytes, vectors, workers, available_bytes(), wire=self._job.wire):
             raise ConfigurationError(reason)
 
     def _traffic(self) -> tuple[ConnectionTraffic, ...]:
@@ -447,9 +447,9 @@ class ServerHost:
     def _commit(self, peer: ServerCaller, commit: Commit, memory: ServerMemory) -> None:
         inbox, gradient = peer.inboxes[commit.shard]
         push: Push | None = memory.read(commit, gradient)
-        inbox.take(commit.pieces, rounded=self._job.wire.rounds_push(commit))
+        inbox.take(commit.pieces, rounded=rounds_push(self._job.wire, commit))
         inbox.close(empty=commit.empty, set_index=commit.set_index)
-        peer.pulls[commit.shard] = Pull(commit.set_index, self._job.wire.rounds_answer(commit))
+        peer.pulls[commit.shard] = Pull(commit.set_index, rounds_answer(self._job.wire, commit))
         requests = self._core.handle(worker_peer(peer.index), commit, self._job.now_ticks())
         memory.keep(peer.index, commit, push, peer.payload)
         self._perform(requests)

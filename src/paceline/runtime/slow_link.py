@@ -18,6 +18,9 @@ FACTOR = 2.0  # sending may take this many times as long as computing before the
 class SlowLink:
     """Compares the time for which gradients are on their way with the time that a worker computes. It does so once.
 
+    Args:
+        rounded: True if gradients are rounded on their way.
+
     Example:
         >>> watch = SlowLink()
         >>> for n in range(LAST):
@@ -29,7 +32,8 @@ class SlowLink:
         over: True once the measurement has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, rounded: bool = False) -> None:
+        self._rounding = "" if rounded else "--wire bf16, "
         self.over = False
         self._computing_s: list[float] = []
         self._before: Sequence[Sending] = ()
@@ -58,5 +62,6 @@ class SlowLink:
         return (
             f"the link to the servers is slow for this model: a gradient of {sent_bytes / 1e6:.3g} MB leaves at "
             f"{sent_bytes / busy_s / 1e6:.3g} MB/s, which takes {busy_s:.2g} s, and the computation of an iteration "
-            f"takes {usual_s:.2g} s. Use a faster link, larger batches, or servers on several machines."
+            f"takes {usual_s:.2g} s. Use a faster link, {self._rounding}larger batches, or servers on several "
+            "machines."
         )

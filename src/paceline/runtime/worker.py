@@ -344,7 +344,7 @@ class WorkerSession:
             seen_from(address, self._reached) for address in dict.fromkeys(self._core.started.addresses)
         ]
         local = [is_here(address) for address in addresses]
-        self._slow_link = None if all(local) else SlowLink()
+        self._slow_link = None if all(local) else SlowLink(rounded=self._job.wire.gradients == "bf16")
         channels = len(addresses) if shared and rings_available() else 0
         self._attached.clear()
         # In a run that machines join, the user has not chosen TCP for connections within a machine.

@@ -54,6 +54,7 @@ from ..core.requests import (
     server_peer,
     worker_peer,
 )
+from ..core.rounded_messages import rounds_answer, rounds_push
 from ..core.server import Server
 from ..core.standstill import standstill
 from ..core.time_spent import Activity, Stopwatch
@@ -668,8 +669,8 @@ class VirtualJob:
                 sent["control"] += HEADER_BYTES
                 state.to_coordinator.send(0, self._at_coordinator, worker, state.life, message)
             elif type(message) is Commit:
-                state.pulls_rounded = self._wire.rounds_answer(message)
-                size_bytes = self._size_bytes(message.shard, rounded=self._wire.rounds_push(message))
+                state.pulls_rounded = rounds_answer(self._wire, message)
+                size_bytes = self._size_bytes(message.shard, rounded=rounds_push(self._wire, message))
                 if shares:
                     size_bytes = round(size_bytes * shares[message.shard])
                 sent["push"] += HEADER_BYTES + size_bytes
@@ -679,7 +680,7 @@ class VirtualJob:
                 )
             else:
                 if type(message) is PullRepeated:
-                    state.pulls_rounded = self._wire.rounds_answer(message)
+                    state.pulls_rounded = rounds_answer(self._wire, message)
                 sent["control"] += HEADER_BYTES
                 state.to_server[to.index].send(
                     0, self._at_server, to.index, worker, state.life, message, None

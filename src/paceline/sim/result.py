@@ -221,7 +221,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         return {
             "sync": self.sync,
             **({"hyperparameters": self.hyperparameters} if self.hyperparameters else {}),
-            "wire": self.wire,
+            **({"wire": self.wire} if self.wire != "float32" else {}),
             "workers": len(self.measures.iterations),
             "servers": self.servers,
             "shards": self.shards,
