@@ -12,10 +12,10 @@ from paceline.rehearsal.advice import advise
 from paceline.rehearsal.ranking import EVERY_MODEL, rank
 from paceline.rehearsal.sweeps import sweep
 from paceline.report.summary import summary_rows
-from paceline.sim import Cluster, Presence, Uniform, simulate
+from paceline.sim import Cluster, Dataset, Presence, Uniform, simulate
 from paceline.trace.findings import find
 from paceline.trace.measures import PushCounts
-from paceline.trace.unapplied import unapplied_pushes
+from paceline.trace.unapplied import missing_updates, unapplied_pushes
 
 from .live import run_program
 
@@ -110,6 +110,43 @@ def test_a_model_of_the_package_never_says_so_wherever_a_run_is_cut_off(sync: st
     cut = simulate(cluster, sync, None, until_s=until_s)
     assert cut.findings == []
     assert simulate(cluster, sync, 20).findings == []
+
+
+DATA = Dataset(samples=2000, batch_size=10, epochs=2)
+
+
+def test_a_run_that_makes_far_fewer_updates_than_bsp_says_so() -> None:
+    cluster = Cluster(compute_s=UNEVEN.compute_s, servers=1, latency_s=0.02)
+    result = simulate(cluster, "rennala:batch=4", data=DATA)
+    measures = result.measures
+    # As many samples are 400 gradients, of which bsp makes 100 updates.
+    share = measures.dropped_samples / 4000
+    assert 0.25 < share < 0.6
+    assert measures.updates < 75
+    [sentence] = result.findings
+    assert sentence.startswith(f"{share:.0%} of the samples were in gradients that were dropped")
+    assert f"has made {measures.updates} updates, while bsp makes about 100 with as many samples" in sentence
+    assert f"about {measures.updates / 100:.1f} times as far" in sentence
+    assert find(measures, lockstep=False)[0] == sentence
+
+
+@pytest.mark.parametrize(
+    "sync", [*EVERY_MODEL, "drop-stragglers:quorum=2", "drop-stragglers:quorum=1", "ringmaster:threshold=4"]
+)
+@pytest.mark.parametrize("until_s", [3.3, 31.3, 1e6])
+def test_models_that_make_up_for_what_they_drop_do_not_say_so(sync: str, until_s: float) -> None:
+    lost = {1: Presence(lost_at_s=9.5, back_after_s=3.0), 2: Presence(lost_at_s=20.2)}
+    for presence in ({}, lost):
+        cluster = Cluster(compute_s=UNEVEN.compute_s, servers=1, latency_s=0.2, presence=presence)
+        result = simulate(cluster, sync, until_s=until_s, data=DATA)
+        assert missing_updates(result.measures) == ""
+
+
+def test_nothing_is_said_if_the_numbers_of_samples_are_unknown() -> None:
+    measures = simulate(UNEVEN, "rennala:batch=4", 100, shards=1).measures
+    assert measures.pushes.dropped > 100
+    assert not measures.samples
+    assert missing_updates(measures) == ""
 
 
 @pytest.mark.usefixtures("failing")

@@ -40,6 +40,11 @@ REASONS = (
 FEWER, MANY = WORKERS[-2:]
 SMALL = min(FACTORS)
 
+TOLD = (
+    "But at the end, each of these runs says how many of its samples were in dropped gradients, and how many updates "
+    "are missing."
+)
+
 
 def reasons(cells: Sequence[Cell], results: Mapping[tuple[object, ...], Result]) -> list[str]:
     """Return why translated cells are not within the bounds, or have learned nothing.
@@ -108,9 +113,9 @@ def _quadratics(cells: Sequence[Cell], results: Mapping[tuple[object, ...], Resu
 
 
 def _lost(cells: Sequence[Cell], results: Mapping[tuple[object, ...], Result]) -> list[str]:
-    """Return how far bsp itself comes where runs have learned nothing, although they get better until the end."""
+    """Return how far bsp itself comes where runs are at chance, although they get better until the end."""
     found = []
-    slow = [cell for cell in cells if cell.untold and _gets_better(cell, results)]
+    slow = [cell for cell in cells if cell.at_chance and _gets_better(cell, results)]
     for name, model, factor in dict.fromkeys((cell.problem, cell.model, cell.factor) for cell in slow):
         own = [cell for cell in slow if (cell.problem, cell.model, cell.factor) == (name, model, factor)]
         problem, sign = PROBLEMS[name](), _sign(name)
@@ -126,7 +131,8 @@ def _lost(cells: Sequence[Cell], results: Mapping[tuple[object, ...], Result]) -
             f"{_range([100 * part for part in learned], '.0f')} % of its run to come so far, and ends at "
             f"{_range([cell.reference for cell in own], '.2f')}. The other runs end where `bsp` is after "
             f"{_range([100 * part for part in parts], '.0f')} % of its run. They learn until the end, only more "
-            "slowly, so there is nothing in their losses that a guard could notice."
+            "slowly, so there is nothing in their losses that a guard could notice. "
+            + ("" if any(cell.untold for cell in own) else TOLD)
         )
     return found
 

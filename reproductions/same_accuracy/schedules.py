@@ -19,6 +19,7 @@ from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.frontend.session import current
 from paceline.sim import Cluster, simulate
 from paceline.sync.events import RecordedEvent
+from paceline.trace.unapplied import missing_updates
 
 __all__ = ["Batch", "Epochs", "Schedule", "record"]
 
@@ -63,6 +64,7 @@ class Schedule(NamedTuple):
         times_s: virtual time of each event, in seconds.
         batches: for each worker, the batch of each of its iterations.
         end_s: virtual time at which the last worker finished, in seconds.
+        missing: what the user is told at the end about updates that are missing; "" if nothing.
     """
 
     sync: str
@@ -73,6 +75,7 @@ class Schedule(NamedTuple):
     times_s: Sequence[float]
     batches: dict[int, list[Batch]]
     end_s: float
+    missing: str
 
 
 def record(cluster: Cluster, sync: str, epochs: Epochs, seed: int) -> Schedule:
@@ -98,6 +101,7 @@ def record(cluster: Cluster, sync: str, epochs: Epochs, seed: int) -> Schedule:
         [trace.header.time_s(entry) for entry in trace.entries],
         batches,
         result.time_s,
+        missing_updates(result.measures),
     )
 
 

@@ -181,7 +181,7 @@ def findings(cells: Sequence[Cell]) -> list[str]:
         if own:
             runs = sum(cell.at_chance for cell in lost)
             words = (
-                f" ({runs} runs; the guard says nothing in {sum(c.untold for c in lost)} of them)"
+                f" ({runs} runs; in {sum(c.untold for c in lost)} of them, nothing has been said)"
                 if lost
                 else ""
             )

@@ -63,7 +63,8 @@ class Runs(msgspec.Struct, frozen=True, tag="runs"):
         factor: the learning rate, as a share of the best one for bsp.
         finals: final quality with each seed; None if it is not finite.
         curve: mean quality over the seeds at each evaluation; None if it is not finite.
-        told: for each seed, True if the user was told that training goes wrong.
+        told: for each seed, True if the user was told that training goes wrong or, at the end, that updates are
+            missing.
         tempered: number of seeds with which the guard has reduced the rate.
     """
 
@@ -243,6 +244,7 @@ def _make_ensemble(
     curves = np.stack([each.quality.mean(axis=1) for each in found], axis=1)
     finals = found[-1].quality
     told, tempered = (np.reshape(each, finals.shape) for each in (guards.told, guards.tempered))
+    told = told | bool(schedule.missing)
     for index, kind in enumerate(kinds):
         runs = [
             Runs(

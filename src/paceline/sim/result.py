@@ -17,7 +17,7 @@ from ..trace.measures import Measures
 from ..trace.recording import Trace, read_run
 from ..trace.records import IterationRecord, read_records
 from ..trace.time_use import TimeUse, time_shares
-from ..trace.unapplied import unapplied_pushes
+from ..trace.unapplied import missing_updates, unapplied_pushes
 from .recording import Recording, RunFolder
 
 if TYPE_CHECKING:
@@ -152,9 +152,11 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     def findings(self) -> list[str]:
         """Sentences about what made the result worse than it could be; [] if there are none.
 
-        They are about hyper-parameters that differ between workers, and about pushes that were never applied.
+        They are about hyper-parameters that differ between workers, about pushes that were never applied, and about
+        updates that are missing because gradients were dropped.
         """
         unapplied = unapplied_pushes(self.measures.pushes, self.measures.unapplied)
+        unapplied = unapplied or missing_updates(self.measures)
         return [*self.noticed, *([unapplied] if unapplied else [])]
 
     @property

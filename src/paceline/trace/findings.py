@@ -1,6 +1,7 @@
 """Describes in sentences what was wrong with a run, or could be better, and what would help.
 
-Pushes that were never applied come first, because such a run trains less than its speed promises. The other sentences
+Pushes that were never applied, and updates that are missing, come first, because such a run trains less than its
+speed promises. The other sentences
 are about time that the workers lost, and about unusual clipping.
 
 A sentence about time appears only if the statistics support it: the lost time must be at least 5 % of the run and at
@@ -21,7 +22,7 @@ from typing import NamedTuple
 from ..core.lease import Order, Split
 from ..sync.accuracy import EFFECTS, backup_quorum
 from .measures import Measures
-from .unapplied import unapplied_pushes
+from .unapplied import missing_updates, unapplied_pushes
 
 __all__ = [
     "DISTRIBUTE",
@@ -109,10 +110,10 @@ def find(
     advise: bool = True,
     auto: bool = False,
 ) -> list[str]:
-    """Return sentences about pushes that were never applied, what was `found` before, clipping, and lost time.
+    """Return sentences about pushes that were not applied, what was `found` before, clipping, and lost time.
 
-    If all pushes were applied or dropped, and the workers lost little time and did not clip their own gradients, the
-    result is [].
+    If few pushes were dropped and all others applied, and the workers lost little time and did not clip their own
+    gradients, the result is [].
 
     Args:
         measures: the statistics of the run.
@@ -148,7 +149,7 @@ def find(
     if waiting and advise and run_dir is not None:
         command = f"paceline advise {shlex.quote(run_dir)}"
         advice = [f"To compare the sync models on these machines, run: {command}"]
-    unapplied = unapplied_pushes(measures.pushes, measures.unapplied)
+    unapplied = unapplied_pushes(measures.pushes, measures.unapplied) or missing_updates(measures)
     if python:
         hints = [in_python(hint) for hint in hints]
     all_found = [unapplied, *found, *_clipping(measures, clippable), *sentences, *waiting, *hints, *advice]
