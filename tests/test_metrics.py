@@ -30,6 +30,7 @@ from paceline.core.unsent_metrics import Noted, UnsentMetrics
 from paceline.errors import RunFailedError, UsageError
 from paceline.frontend import readings
 from paceline.frontend.backward import BACKWARD, unwatch_backward, watch_backward
+from paceline.frontend.metrics import metrics_of
 from paceline.frontend.session import current
 from paceline.sim import Cluster, SimResult, simulate
 from paceline.sync.schedule import read_schedule
@@ -393,7 +394,7 @@ def test_other_threads_of_a_script_may_log(run_on_threads: RunOnThreads) -> None
 
         def log() -> None:  # in a worker's process, the session is that of all threads
             for number in range(3000):
-                session.metrics.add(session, {"beside": number})
+                metrics_of(session).add(session, {"beside": number})
 
         thread = threading.Thread(target=log)
         thread.start()
@@ -410,7 +411,7 @@ def test_very_many_values_between_two_pushes_take_bounded_memory() -> None:
         assert session is not None
         for number in range(10_000):
             paceline.log(a=number, b=-number, loss=1.0)
-        held.append(len(session.metrics._entries))
+        held.append(len(metrics_of(session)._entries))
         lesson("nothing", epochs=1)
 
     held: list[int] = []

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from .metrics import metrics_of
 from .session import current
 
 __all__ = ["unwatch_adapters", "watch_adapters"]
@@ -78,7 +79,7 @@ def _logging(original: Callable[..., Any], takes: tuple[str, ...]) -> Callable[.
             first, *rest = given
             metrics = {first: rest[0]} if rest else first
             if isinstance(metrics, Mapping):
-                session.metrics.add_legal(session, metrics)
+                metrics_of(session).add_legal(session, metrics)
         return result
 
     return log

@@ -18,6 +18,7 @@ import functools
 import threading
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -26,15 +27,22 @@ from .readings import keep, read
 from .session import Session, current
 from .untraced import untraced
 
-__all__ = ["Guess", "unwatch_backward", "watch_backward"]
+__all__ = ["Guess", "guess_of", "unwatch_backward", "watch_backward"]
 
 BACKWARD = torch.autograd.backward
 
 
 class Guess:
-    """What the script of one worker has called `backward()` on since its last step."""
+    """What the script of one worker has called `backward()` on since its last step.
+
+    Attributes:
+        computes: True if the script has begun to compute the gradient of the coming step.
+        in_closure: True while the closure of a step runs.
+    """
 
     def __init__(self) -> None:
+        self.computes = False
+        self.in_closure = False
         self._off = False
         self._thread = 0  # the thread that computes gradients now
         self._calls = 0
@@ -76,10 +84,15 @@ class Guess:
         finally:
             self._thread = 0
         if computes(session):
-            session.metrics.computes = True
+            self.computes = True
             self._calls += 1
-            self._calls_outside += not session.metrics.in_closure
+            self._calls_outside += not self.in_closure
             self._loss = None if self._off else _loss_of(*arguments, **options)
+
+
+def guess_of(session: Session) -> Guess:
+    """Return what the script of a session's worker has called `backward()` on."""
+    return _guesses.setdefault(session, Guess())
 
 
 def watch_backward() -> None:
@@ -108,4 +121,7 @@ def _backward(*arguments: Any, **options: Any) -> None:
     if session is None or torch.compiler.is_compiling():
         BACKWARD(*arguments, **options)
     else:
-        session.metrics.guess.watch(session, *arguments, **options)
+        guess_of(session).watch(session, *arguments, **options)
+
+
+_guesses: WeakKeyDictionary[Session, Guess] = WeakKeyDictionary()

@@ -10,6 +10,7 @@ from typing import TypeVar
 from torch import nn
 
 from ..errors import UsageError
+from .metrics import metrics_of
 from .newcomer import hold_job_model
 from .saving import pool_buffers
 from .session import current
@@ -60,7 +61,7 @@ def evaluating(model: Model) -> Iterator[Model]:
     training = training_of(session) if session is not None else None
     if training is None:
         hold_job_model(session, newest=True)
-        with session.metrics.evaluation(session) if session is not None else nullcontext():
+        with metrics_of(session).evaluation(session) if session is not None else nullcontext():
             yield copy.deepcopy(model).eval()
         return
     training.require_not_idle("evaluating()")
@@ -68,5 +69,5 @@ def evaluating(model: Model) -> Iterator[Model]:
     snapshot = copy.deepcopy(model).eval()
     pool_buffers(training, model, snapshot)
     assert session is not None
-    with session.metrics.evaluation(session), training.idle():
+    with metrics_of(session).evaluation(session), training.idle():
         yield snapshot

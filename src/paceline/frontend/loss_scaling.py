@@ -28,6 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.amp import GradScaler
 
+from .backward import guess_of
 from .session import Session, current
 
 __all__ = [
@@ -138,7 +139,7 @@ def _place(*methods: Callable[..., Any]) -> None:
 def _scale(self: GradScaler, outputs: Any) -> Any:
     if self.is_enabled() and (session := current()) is not None:
         _scaled.setdefault(session, _Scaled()).scaler = self
-        session.metrics.guess.give_up()
+        guess_of(session).give_up()
     return SCALE(self, outputs)
 
 

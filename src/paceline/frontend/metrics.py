@@ -17,17 +17,18 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from ..core.history import LONGEST_NAME, LOSS, MOST_METRICS, Source
 from ..core.unsent_metrics import Noted, Settled, merge
 from ..errors import UsageError
-from .backward import Guess
+from .backward import Guess, guess_of
 from .readings import keep, read
 from .session import Session, current
 
-__all__ = ["MetricLog", "log"]
+__all__ = ["MetricLog", "log", "metrics_of"]
 
 MOST_UNREAD = 1000
 """Number of values after which those of the same progress are merged, so that the memory stays bounded."""
@@ -71,7 +72,13 @@ def log(**metrics: Any) -> None:
     if session is None:
         _checked(metrics, set())
     else:
-        session.metrics.add(session, metrics)
+        metrics_of(session).add(session, metrics)
+
+
+def metrics_of(session: Session) -> MetricLog:
+    """Return what the script of a session's worker has logged since its last push."""
+    found = _logs.get(session)
+    return _logs.setdefault(session, MetricLog(guess_of(session))) if found is None else found
 
 
 class _Entry(NamedTuple):
@@ -95,16 +102,12 @@ class MetricLog:
 
     Any thread may add values. Only the thread that trains may call the other methods.
 
-    Attributes:
-        computes: True if the script has begun to compute the gradient of the coming step.
-        in_closure: True while the closure of a step runs.
-        guess: notices the loss of scripts that log none.
+    Args:
+        guess: notices the loss of scripts that log none, and what the script does.
     """
 
-    def __init__(self) -> None:
-        self.computes = False
-        self.in_closure = False
-        self.guess = Guess()
+    def __init__(self, guess: Guess) -> None:
+        self._guess = guess
         self._names: set[str] = set()
         self._follows = False  # True if the script logs the loss of an iteration after its step
         self._entries: deque[_Entry] = deque()
@@ -124,12 +127,12 @@ class MetricLog:
         values = _checked(metrics, self._names)
         evaluated = self._evaluated
         samples, updates = evaluated or _progress(session)
-        late = not (self.computes or session.data.has_drawn)
+        late = not (self._guess.computes or session.data.has_drawn)
         now_s = session.now_s
         for name, value in values.items():
             noted = Noted(name, 0.0, now_s, samples, updates, "script", evaluated is not None, late)
             is_loss = of_iteration and name == LOSS and evaluated is None
-            self._entries.append(_Entry(value, noted, is_loss, self.in_closure))
+            self._entries.append(_Entry(value, noted, is_loss, self._guess.in_closure))
         if len(self._entries) > self._most:
             self._compact()
 
@@ -151,11 +154,11 @@ class MetricLog:
     @contextmanager
     def closure(self) -> Iterator[None]:
         """Return a context in which a closure runs, which may be aborted and restarted."""
-        self.in_closure = True
+        self._guess.in_closure = True
         try:
             yield
         finally:
-            self.in_closure = False
+            self._guess.in_closure = False
 
     def restart(self) -> None:
         """Drop what a closure has logged that was aborted and is restarted."""
@@ -176,10 +179,10 @@ class MetricLog:
             has_closure: True if the step has a closure.
             sets: number of parameter sets that the script trains.
         """
-        self.computes = False
-        if has_closure and self.guess.accumulates():
+        self._guess.computes = False
+        if has_closure and self._guess.accumulates():
             result = None
-        guess = self.guess.take(usable=not has_closure and sets == 1)
+        guess = self._guess.take(usable=not has_closure and sets == 1)
         noted: list[Noted] = []
         logged = earlier_loss = shown = None
         if self._entries:
@@ -306,3 +309,6 @@ def _number(name: object, value: Any) -> float | torch.Tensor:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= LONGEST_REPR else f"{text[:LONGEST_REPR]}..."
+
+
+_logs: WeakKeyDictionary[Session, MetricLog] = WeakKeyDictionary()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -25,9 +25,6 @@ from ..shard.vectors import Vectors
 from ..sync import SyncModel
 from ..sync.events import Clip
 from ..sync.schedule import read_schedule
-
-if TYPE_CHECKING:
-    from .metrics import MetricLog  # imports this module
 
 __all__ = ["Session", "current", "install", "set_sync", "worker_count", "worker_index"]
 
@@ -60,7 +57,6 @@ class Session(Protocol):
         samples: number of samples that all workers together had used by that answer, as far as it is known.
         weights: dtype -> flat vector of the weights. Filled by `begin`.
         gradients: dtype -> flat vector of the gradients. Filled by `begin`.
-        metrics: what the script has logged since the last push.
         before_exchange: function that the session calls before it sends `gradients`, or requests new `weights`.
             Afterwards, nothing else uses this memory until the answer.
         on_moved: function that the session calls after it has moved `weights` to other memory.
@@ -79,7 +75,6 @@ class Session(Protocol):
     skips_nan: bool
     weights: Vectors
     gradients: Vectors
-    metrics: MetricLog
     before_exchange: Callable[[], object]
     on_moved: Callable[[], object]
     on_finish: Callable[[], str]

@@ -27,11 +27,12 @@ from ..errors import NonFiniteGradientError, UsageError
 from ..shard.optimizer_state import join_state
 from ..shard.vectors import Vectors, digest, sampled_norm, squared_norm, torch_dtype
 from ..sync.events import Clip
+from .backward import guess_of
 from .clipping import take_clipped
 from .first_forward import builds_graph
 from .gradients import Gradients
 from .hooks import after_each_forward, before_each_load, remove_now
-from .metrics import MetricLog
+from .metrics import MetricLog, metrics_of
 from .model import describe_parameter
 from .parameter_sets import ParameterSet, Trained
 from .restart import Restartable
@@ -265,7 +266,7 @@ class WorkerTraining:
 
         If the session aborts the computation, the closure runs again with newly pulled weights.
         """
-        with self._session.metrics.closure():
+        with metrics_of(self._session).closure():
             return self._compute(closure)
 
     def _compute(self, closure: Callable[[], Any]) -> Any:
@@ -278,7 +279,7 @@ class WorkerTraining:
                 self._trained.model,
                 self._trained.parameters,
                 self._session,
-                partial(_restart, self._gradients, self._weights, self._session.metrics),
+                partial(_restart, self._gradients, self._weights, metrics_of(self._session)),
             )
         return self._restartable.run(closure)
 
@@ -324,7 +325,7 @@ class WorkerTraining:
         scale_gradients = self._trained.sets[set_index].scale_gradients
         sets = len(self._trained.sets)
         selected = set_index if sets > 1 else None
-        logged = session.metrics.settle(session, result=result, has_closure=has_closure, sets=sets)
+        logged = metrics_of(session).settle(session, result=result, has_closure=has_closure, sets=sets)
         present = self._gradients.adopt_all(self._trained.members[set_index])
         empty = leave_out_gradient
         if not empty:
@@ -507,7 +508,7 @@ class WorkerTraining:
     def _after_forward(self, module: nn.Module, inputs: object, output: object) -> None:
         """Notice if the first output that is computed of a batch is a part of a gradient. See `core/drawn.py`."""
         if torch.is_grad_enabled():
-            self._session.metrics.computes = True
+            guess_of(self._session).computes = True
         batch = self._session.data.newest
         if batch is None or batch.watched or not builds_graph(self._session):
             return

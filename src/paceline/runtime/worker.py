@@ -67,7 +67,7 @@ from ..core.time_spent import Activity, Stopwatch
 from ..core.unsent_metrics import Noted, Settled
 from ..core.wire_format import Format
 from ..errors import DeadlineError, PeerLostError, ProtocolError, TakenOutError
-from ..frontend.metrics import MetricLog
+from ..frontend.metrics import metrics_of
 from ..shard.buffers import checksum, pack, packed_bytes, unpack
 from ..shard.rounding import Rounded
 from ..shard.store import Vectors
@@ -172,7 +172,6 @@ class WorkerSession:
         self.skips_nan = job.on_nan == "skip"
         self.weights: Vectors = {}
         self.gradients: Vectors = {}
-        self.metrics = MetricLog()
         self._job = job
         self._reached = place.coordinator
         self._incarnation = place.incarnation
@@ -835,7 +834,7 @@ class WorkerSession:
 
     def _send_rest(self) -> None:
         """Send what the script has logged since the last push, because no other push follows."""
-        logged = self.metrics.settle_rest()
+        logged = metrics_of(self).settle_rest()
         self._note_loss(logged)
         self._perform(self._core.log(logged.noted, self._job.now_s(), ended=True))
 

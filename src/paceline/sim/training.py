@@ -36,7 +36,7 @@ from ..frontend.backward import unwatch_backward, watch_backward
 from ..frontend.clipping import unwatch_torch, watch_torch
 from ..frontend.generators import GeneratorStates
 from ..frontend.loss_scaling import unwatch_scalers, watch_scalers
-from ..frontend.metrics import MetricLog
+from ..frontend.metrics import metrics_of
 from ..frontend.session import install
 from ..plugins.failures import script_traceback
 from ..runtime.reader import WeightsSnapshot, named_weights
@@ -365,7 +365,7 @@ class Training:
 
     def _finish(self, session: VirtualSession) -> None:
         """Let a worker whose function has ended leave the run."""
-        self.job.log(session.worker, session.metrics.settle_rest(), ended=True)
+        self.job.log(session.worker, metrics_of(session).settle_rest(), ended=True)
         self.job.finish(session.worker)
 
     def _swap_generators(self, session: VirtualSession) -> None:
@@ -394,7 +394,6 @@ class VirtualSession:
         self.observes = training.observes
         self.weights: Vectors = {}
         self.gradients: Vectors = {}
-        self.metrics = MetricLog()
         self.before_exchange: Callable[[], object] = lambda: None
         self.on_moved: Callable[[], object] = lambda: None
         self.on_finish: Callable[[], str] = str
