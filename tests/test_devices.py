@@ -26,7 +26,7 @@ import paceline
 from paceline.core.job_status import JobStatus, WorkerStatus
 from paceline.errors import ConfigurationError
 from paceline.launcher import devices, launch
-from paceline.launcher.child import memory_advice
+from paceline.launcher.child import with_advice
 from paceline.launcher.description import description_of
 from paceline.launcher.devices import Accelerators, Found, assign_devices, device_of_process, shared
 from paceline.launcher.masks import environment_of
@@ -386,10 +386,11 @@ def test_added_devices_are_found_and_no_process_that_forks_initializes_them(abac
     assert [device for device, *_ in workers] == ["abacus:0", "abacus:1"]
     assert [initialized for *_, initialized in workers] == ["False", "False"]
     asked = [line.split(maxsplit=1) for line in (abacus / "asked").read_text().splitlines()]
-    (counting,) = {process for process, question in asked if not question.startswith("set")}
+    [counting] = {process for process, question in asked if question == "device_count"}
     fork_server = workers[0][2]
     assert workers[1][2] == fork_server
-    assert counting not in (str(program.pid), fork_server, *(own for _, own, *_ in workers))
+    assert counting not in (str(program.pid), fork_server)
+    assert {process for process, _ in asked} <= {counting, *(own for _, own, *_ in workers)}
     # No driver hides these devices, so the second worker makes its own the current one.
     assert [each for each in asked if each[1].startswith("set")] == [[workers[1][1], "set 1"]]
     assert "devices worker 0: abacus:0 (Abacus 0); worker 1: abacus:1 (Abacus 1)" in " ".join(stdout.split())
@@ -469,15 +470,15 @@ def test_a_dry_run_and_the_settings_name_the_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA ran full"), RuntimeError("MPS backend out of memory")]
+    "error", [torch.OutOfMemoryError("CUDA ran full."), RuntimeError("MPS backend out of memory")]
 )
 def test_advice_follows_an_error_about_memory(error: Exception) -> None:
-    assert memory_advice(error) == (
-        ". Reduce the batch size, or balance the batches (--batch balanced) and limit those of this worker with "
-        "distribute(max_batch=...)."
+    advised = (
+        "it failed. Reduce the batch size, or balance the batches (--batch balanced) and limit those of this"
     )
-    assert memory_advice(RuntimeError("the socket is closed")) == ""
-    assert memory_advice(ValueError("out of memory")) == ""
+    assert with_advice("it failed.", [ValueError("it failed."), error]).startswith(advised)
+    for other in (RuntimeError("the socket is closed"), ValueError("out of memory")):
+        assert with_advice("it failed.", [other]) == "it failed."
 
 
 def test_a_run_that_fails_because_of_a_devices_memory_says_what_to_do(mark: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
@@ -38,7 +39,7 @@ from .orders import Descriptors, Order, open_file
 __all__ = ["main"]
 
 MEMORY_ADVICE = (
-    ". Reduce the batch size, or balance the batches (--batch balanced) and limit those of this worker with "
+    "Reduce the batch size, or balance the batches (--batch balanced) and limit those of this worker with "
     "distribute(max_batch=...)."
 )
 
@@ -125,7 +126,7 @@ def main(order: Order, descriptors: Descriptors) -> int:
         told = script_traceback(error)
         if job.joined:
             print(f"paceline: {first_line(reason)}" if consequence else told, file=sys.stderr, flush=True)
-        session.fail(first_line(reason) + memory_advice(reason), told, consequence=consequence)
+        session.fail(with_advice(first_line(reason), causes), told, consequence=consequence)
         return EXIT_PEER_LOST if consequence else 1
     session.finish()
     session.close()
@@ -185,16 +186,21 @@ def _train(kind: str, arguments: list[str], objects: BinaryIO) -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
-def memory_advice(error: BaseException) -> str:
-    """Return a sentence that follows an error if a device had too little memory; "" for any other error.
+def with_advice(reason: str, causes: Iterable[BaseException]) -> str:
+    """Return the reason for the failure of a script, and what to do if the memory of a device was too small.
 
-    >>> memory_advice(RuntimeError("Vulkan out of memory"))[:25], memory_advice(RuntimeError("closed"))
-    ('. Reduce the batch size, ', '')
+    Args:
+        reason: the reason.
+        causes: the error, and the errors that led to it.
+
+    >>> with_advice("it is closed", [OSError("it is closed")])
+    'it is closed'
     """
-    short = isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
-    )
-    return MEMORY_ADVICE if short else ""
+    for error in causes:
+        words = isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
+        if words or isinstance(error, torch.OutOfMemoryError):
+            return f"{reason.rstrip('.')}. {MEMORY_ADVICE}"
+    return reason
 
 
 def _describe_exit(code: object) -> str:
