@@ -7,7 +7,6 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from paceline.files import SYNC_BYTES, PatientWriter, Unfinished, write_json
 from paceline.launcher.results import save_weights, write_summary
 from paceline.runtime import best_effort
 from paceline.runtime.reader import WeightsSnapshot
+from paceline.runtime.segmented import SegmentedFile
 from paceline.runtime.traces import PART_BYTES, TraceFiles
 from paceline.wire.secret import new_secret, write_secret
 
@@ -158,19 +158,16 @@ def test_a_large_file_is_reported_part_by_part(tmp_path: Path) -> None:
     assert parts == [SYNC_BYTES + 5, 2 * SYNC_BYTES + 5, 3 * SYNC_BYTES + 5]
 
 
-def test_an_optional_file_is_written_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 100.0
-    monkeypatch.setattr(best_effort, "time", SimpleNamespace(monotonic=lambda: now_s))
+def test_an_optional_file_is_written_at_once_unless_it_is_tended(tmp_path: Path) -> None:
     file = best_effort.BestEffortFile(tmp_path / "log", pytest.fail)
     file.write(b"a")
-    now_s = 100.9
-    file.write(b"b")
-    assert (tmp_path / "log").read_bytes() == b""
-    now_s = 101.0
-    file.write(b"c")
-    assert (tmp_path / "log").read_bytes() == b"abc"
-    now_s = 101.9
-    file.write(b"d")
-    assert (tmp_path / "log").read_bytes() == b"abc"
+    assert (tmp_path / "log").read_bytes() == b"a"
     file.close()
-    assert (tmp_path / "log").read_bytes() == b"abcd"
+    tended = SegmentedFile(tmp_path / "trace", pytest.fail, None)
+    tended.write(b"a")
+    assert (tmp_path / "trace").read_bytes() == b""
+    tended.tend()
+    assert (tmp_path / "trace").read_bytes() == b"a"
+    tended.write(b"b")
+    tended.close()
+    assert (tmp_path / "trace").read_bytes() == b"ab"

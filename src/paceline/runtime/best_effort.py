@@ -1,13 +1,12 @@
 """Optional output files of a run: logs and traces. Training continues even if these files cannot be written.
 
-Data is buffered, but not for long, because others read these files while the run goes on, and because a process that
-is killed loses what is buffered.
+Others read these files while the run goes on, and a process that is killed loses what is buffered. So data is not
+buffered, except in files to which so much is written that their owners flush them regularly instead.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -15,8 +14,6 @@ from typing import IO
 from ..wire.forks import close_in_forks
 
 __all__ = ["BestEffortFile"]
-
-FLUSH_INTERVAL_S = 1.0
 
 
 class BestEffortFile:
@@ -26,13 +23,17 @@ class BestEffortFile:
         path: path of the file, which is overwritten if it exists.
         failed: called once with an error message when the file cannot be opened, written or closed.
         append: True to append to the file instead.
+
+    Attributes:
+        buffered: True if the owner calls `flush` again and again.
     """
+
+    buffered = False
 
     def __init__(self, path: Path, failed: Callable[[str], None], *, append: bool = False) -> None:
         self._path = path
         self._failed = failed
         self._file: IO[bytes] | None = None
-        self._flushed_s = time.monotonic()
         try:
             self._file = path.open("ab" if append else "wb")
         except OSError as error:
@@ -45,15 +46,11 @@ class BestEffortFile:
         return 0 if self._file is None else self._file.tell()
 
     def write(self, data: bytes | bytearray) -> None:
-        """Write data, unless an earlier operation has failed.
-
-        The data is buffered, unless the last flush was more than a second ago.
-        """
+        """Write data, unless an earlier operation has failed."""
         if self._file is not None:
             try:
                 self._file.write(data)
-                if (now_s := time.monotonic()) - self._flushed_s >= FLUSH_INTERVAL_S:
-                    self._flushed_s = now_s
+                if not self.buffered:
                     self._file.flush()
             except OSError as error:
                 self._give_up(error)

@@ -429,13 +429,13 @@ class CoordinatorHost:
         self._look_for_progress()
         if not self._stopping:
             self._look()
-        for timer in self._timers.take_due(self.job.now_ticks()):
-            self._perform(self.core.fire(timer, self.job.now_ticks()))
-        self._tend_trace()
-
-    def _tend_trace(self) -> None:
-        """Write what is buffered of the trace, and begin a new segment if there is enough. The core is idle."""
         now_ticks = self.job.now_ticks()
+        for timer in self._timers.take_due(now_ticks):
+            self._perform(self.core.fire(timer, self.job.now_ticks()))
+        self._tend_trace(now_ticks)
+
+    def _tend_trace(self, now_ticks: int) -> None:
+        """Write what is buffered of the trace, and begin a new segment if there is enough. The core is idle."""
         if self._trace is None or self._recorder is None or now_ticks < self._tend_ticks:
             return
         self._tend_ticks = now_ticks + TEND_TICKS

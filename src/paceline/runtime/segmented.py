@@ -64,7 +64,7 @@ def segmenting(
 
 
 class SegmentedFile(BestEffortFile):
-    """An output file that is written in segments.
+    """An output file that is written in segments. Its owner calls `tend` several times per second.
 
     Args:
         path: path of the file, which is overwritten if it exists.
@@ -72,6 +72,8 @@ class SegmentedFile(BestEffortFile):
         segmenting: how it is written in segments; None to write one that never ends.
         append: True to append to the file instead.
     """
+
+    buffered = True
 
     def __init__(
         self,

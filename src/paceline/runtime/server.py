@@ -112,6 +112,9 @@ log = logging.getLogger("paceline.server")
 # Maximum number of connections from readers, per shard. Each connection may hold a copy of a snapshot being sent.
 READERS_PER_SHARD = 32
 
+# The messages with the initial state of a shard, and those with parts of a gradient.
+INITIAL, GRADIENTS = (InitialState, InitialWeights), (Stage, Commit)
+
 
 class Pull(NamedTuple):
     """What a worker pulls from a shard.
@@ -224,15 +227,16 @@ class ServerHost:
     def run(self) -> None:
         """Handle messages until the coordinator sends `Shutdown` or the connection to the coordinator ends."""
         try:
+            now_ticks = self._job.now_ticks()
             while self._running:
-                now_ticks = self._job.now_ticks()
                 left_s = self._timers.left_s(now_ticks)
                 self._hub.poll(
                     TEND_S if left_s is None else min(left_s, TEND_S), spins=not self._core.awaits_factor
                 )
+                now_ticks = self._job.now_ticks()
                 if now_ticks >= self._tend_ticks:
                     self._tend_traces(now_ticks)
-                for timer in self._timers.take_due(self._job.now_ticks()):
+                for timer in self._timers.take_due(now_ticks):
                     self._perform(self._core.fire(timer, self._job.now_ticks()))
             if self._told_to_end and self._machine is not msgspec.UNSET:
                 self._send_traces()
@@ -350,11 +354,11 @@ class ServerHost:
     def payload_targets(self, peer: ServerCaller, message: Message, size_bytes: int) -> Sequence[memoryview]:
         if self._memory is None or peer.role != "worker":
             return []
-        if isinstance(message, InitialState | InitialWeights) and not self._initializes(peer):
+        if isinstance(message, INITIAL) and not self._initializes(peer):
             return []
         peer.payload = [bytearray(size) for size in self._memory.payload_sizes(message, size_bytes)]
         targets = [memoryview(part) for part in peer.payload]
-        if isinstance(message, Stage | Commit) and message.pieces and message.shard in peer.inboxes:
+        if isinstance(message, GRADIENTS) and message.pieces and message.shard in peer.inboxes:
             inbox, _ = peer.inboxes[message.shard]
             rounded = rounds_push(self._job.wire, message)
             return [*inbox.places(message.pieces, rounded=rounded), *targets]

@@ -75,6 +75,7 @@ from ..shard.vectors import sliced, tensors_over
 from ..sync import SyncModel
 from ..sync.events import Clip
 from ..sync.schedule import read_schedule
+from ..sync.ticks import TICKS_PER_S
 from ..trace.records import IterationRecord
 from ..wire.addresses import connect, is_here, seen_from
 from ..wire.forks import close_in_forks
@@ -200,6 +201,7 @@ class WorkerSession:
         self._orders = select.poll()  # watches only the connection to the coordinator
         self._orders.register(coordinator, select.POLLIN)
         self._servers: list[Stream[FromServer]] = []
+        self._writing: set[Stream[Any]] = set()  # the streams of which the selector also watches the writing
         self._slow_link: SlowLink | None = None  # set if the servers are on other machines
         self._ringed: list[Stream[FromServer]] = []  # the streams that use rings
         self._shards: tuple[ShardSlice, ...] = ()
@@ -240,6 +242,7 @@ class WorkerSession:
         if job.traces != "off":
             segments = segmenting(job, "worker", place.machine)
             self._log = SegmentedFile(path, self._warn, segments, append=place.incarnation > 0)
+        self._encode = msgspec.json.Encoder().encode  # encodes records
         self._tend_s = 0.0  # time at which the records are tended next
         close_in_forks(self)
 
@@ -439,6 +442,7 @@ class WorkerSession:
         # only now, because a server that sees no connection of a worker considers the worker as lost
         for stream in before:
             self._selector.unregister(stream)
+            self._writing.discard(stream)
             stream.close()
         return ""
 
@@ -447,7 +451,7 @@ class WorkerSession:
         self._await_answers()
         self._stopwatch.enter("computing", self._job.now_ticks())
         self._begun_s = self._job.now_s()
-        self._show("computing")
+        self._show("computing", self._begun_s)
 
     @property
     def iteration(self) -> int:
@@ -564,10 +568,11 @@ class WorkerSession:
         self._stopwatch.push(self._job.now_ticks())
         self._perform(self._core.push_edit(contents), payloads)
         self._await_answers()
-        self._stopwatch.enter("computing", self._job.now_ticks())
+        answered_ticks = self._job.now_ticks()
+        self._stopwatch.enter("computing", answered_ticks)
         if self._outbox is not None:
             self._outbox.begin()
-        self._end_iteration(pushed_s)
+        self._end_iteration(pushed_s, answered_ticks)
 
     def cancel_edit(self) -> None:
         self._core.cancel_edit()
@@ -687,8 +692,9 @@ class WorkerSession:
             self._heard_s = now_s
             self._hear_coordinator()
         self._note_loss(logged)
-        pushed_s = self._job.now_s()
-        self._stopwatch.push(self._job.now_ticks())
+        pushed_ticks = self._job.now_ticks()
+        pushed_s = pushed_ticks / TICKS_PER_S
+        self._stopwatch.push(pushed_ticks)
         self._computing_s.append(pushed_s - self._begun_s)
         if self._slow_link is not None:
             self._watch_link(self._slow_link)
@@ -720,11 +726,12 @@ class WorkerSession:
         self._leave_if_asked()
         self._await_answers()
         self._wait_while_paused()
-        self._stopwatch.enter("computing", self._job.now_ticks())
+        answered_ticks = self._job.now_ticks()
+        self._stopwatch.enter("computing", answered_ticks)
         self._pulls = None
         if self._outbox is not None:
             self._outbox.committed()
-        self._end_iteration(pushed_s, logged.loss, follows=logged.follows)
+        self._end_iteration(pushed_s, answered_ticks, logged.loss, follows=logged.follows)
 
     @_exclusive
     def observe(self, observed: Observation, noted: Sequence[Noted] = ()) -> None:
@@ -776,24 +783,29 @@ class WorkerSession:
         with self._doing("exchanging"):
             self._perform(self._core.stand_in([content] * len(self._shards)), payloads)
             self._await_answers()
-        self._end_iteration(pushed_s)
+        self._end_iteration(pushed_s, self._job.now_ticks())
 
-    def _end_iteration(self, pushed_s: float, loss: float | None = None, *, follows: bool = False) -> None:
+    def _end_iteration(
+        self, pushed_s: float, answered_ticks: int, loss: float | None = None, *, follows: bool = False
+    ) -> None:
         """Record the iteration that has ended, and begin the next one.
 
         Args:
             pushed_s: when its push began.
+            answered_ticks: when it ended.
             loss: its loss, if that is known.
             follows: True if the loss may become known before the next push. The record is then written after that.
         """
-        answered_s = self._job.now_s()
+        answered_s = answered_ticks / TICKS_PER_S
         if self._log is not None:
-            self._write_record()
-            self._unwritten = self._record(pushed_s, answered_s, loss)
-            if not follows:
-                self._write_record()
+            self._write_unwritten()
+            record = self._record(pushed_s, answered_s, loss)
+            if follows:
+                self._unwritten = record
+            else:
+                self._write(self._log, record)
         self._begun_s, self._restarted = answered_s, None
-        self._show("computing")
+        self._show("computing", answered_s)
 
     def _record(self, pushed_s: float, answered_s: float, loss: float | None) -> IterationRecord:
         """Return the record of the iteration that has ended."""
@@ -815,20 +827,24 @@ class WorkerSession:
             machine=self._machine,
         )
 
-    def _write_record(self, loss: float | None = None) -> None:
+    def _write_unwritten(self, loss: float | None = None) -> None:
         """Write the record that has waited for its loss, if there is one."""
         record, self._unwritten = self._unwritten, None
         if record is not None and self._log is not None:
             if loss is not None:
                 record = msgspec.structs.replace(record, loss=loss)
-            self._log.write(msgspec.json.encode(record) + b"\n")
-            if record.answered_s >= self._tend_s:
-                self._tend_s = record.answered_s + TEND_S
-                self._log.tend()
+            self._write(self._log, record)
+
+    def _write(self, log: SegmentedFile, record: IterationRecord) -> None:
+        """Write a record."""
+        log.write(self._encode(record) + b"\n")
+        if record.answered_s >= self._tend_s:
+            self._tend_s = record.answered_s + TEND_S
+            log.tend()
 
     def _note_loss(self, logged: Settled) -> None:
         """Keep the last loss that is known."""
-        self._write_record(logged.earlier_loss)
+        self._write_unwritten(logged.earlier_loss)
         if logged.shown is not None:
             self._loss, self._guessed = logged.shown, logged.guessed
 
@@ -943,7 +959,7 @@ class WorkerSession:
 
     def close(self) -> None:
         """Close the connections."""
-        self._write_record()
+        self._write_unwritten()
         if self._log is not None:
             self._log.close()
         for stream in self._streams():
@@ -990,7 +1006,7 @@ class WorkerSession:
         while self._core.waiting_for:
             self._leave_if_asked()
             if not self._hear(timeout_s=STATUS_INTERVAL_S) and self._begun_s is not None:
-                self._show("pulling" if self._core.partly_served else "waiting")
+                self._show("pulling" if self._core.partly_served else "waiting", self._job.now_s())
         if self._core.in_place != self._in_place:
             self._move(in_place=self._core.in_place)
 
@@ -1003,7 +1019,7 @@ class WorkerSession:
             while self._core.paused:
                 self._leave_if_asked()
                 self._hear(timeout_s=STATUS_INTERVAL_S)
-                self._show("paused")
+                self._show("paused", self._job.now_s())
         log.warning("the run continues")
 
     def _move(self, *, in_place: bool) -> None:
@@ -1123,7 +1139,6 @@ class WorkerSession:
 
     def _payload_targets(self, message: Message, size_bytes: int) -> list[memoryview]:
         assert self._region is not None
-        shards = {shard.index: shard for shard in self._shards}
         match message:
             case Answer() if self._core.awaits(message.shard):
                 if self._job.transport == "shm" or message.shard in self._attached:
@@ -1132,10 +1147,10 @@ class WorkerSession:
                     if self._rounded is None:
                         raise ProtocolError("a server sent rounded weights although weights are not rounded")
                     return self._rounded[message.shard].memory(self._pulled(message.shard))
-                weights = cut(self._region.weights, shards[message.shard])
+                weights = cut(self._region.weights, self._shards[message.shard])
                 return list(of_set(weights, self._pulls).values())
             case OptimizerState() if message.shard == self._fetching:
-                require_plausible_state(shards[message.shard], size_bytes)
+                require_plausible_state(self._shards[message.shard], size_bytes)
                 self._states[message.shard] = bytearray(size_bytes)
                 return [memoryview(self._states[message.shard])]
             case PooledBuffers() | InitialBuffers(equal=False) if self._fetched is not None:
@@ -1147,16 +1162,17 @@ class WorkerSession:
         return [*self._servers, self._coordinator]
 
     def _watch(self, stream: Stream[Any]) -> None:
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if stream.backlog else 0)
-        if self._selector.get_key(stream).events != wanted:
-            self._selector.modify(stream, wanted)
+        """Let the selector also watch the writing to a stream while there is a backlog."""
+        backlog = stream.backlog
+        if backlog != (stream in self._writing):
+            (self._writing.add if backlog else self._writing.discard)(stream)
+            self._selector.modify(stream, selectors.EVENT_READ | (selectors.EVENT_WRITE if backlog else 0))
 
-    def _show(self, state: Literal["computing", "waiting", "pulling", "paused"]) -> None:
+    def _show(self, state: Literal["computing", "waiting", "pulling", "paused"], now_s: float) -> None:
         """Report the worker's state to the coordinator for display, at most once per `STATUS_INTERVAL_S`.
 
         A change to "computing" is always reported, so that the display does not keep showing "waiting".
         """
-        now_s = self._job.now_s()
         due = now_s - self._status_s >= STATUS_INTERVAL_S
         if (state != self._shown and (due or state == "computing")) or (due and state == "computing"):
             self._status_s, self._shown = now_s, state
