@@ -86,7 +86,9 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        # Scripts call some of these functions in each iteration, so the next access finds the attribute here.
+        found = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        return found
     if name in __all__:
         return import_module(f".{name}", __name__)
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")

@@ -956,13 +956,15 @@ class Coordinator:
         if worker in self.members.gone:
             return []
         requests: list[Request] = []
+        now_s = now_ticks / self._ticks_per_s
+        alone = self._workers > 1 and worker == self.main.worker
         for logged in message.values:
             kept = self.history.note(
                 logged.name,
-                self._kind_of(worker, logged),
+                _kind_of(logged, alone=alone),
                 logged.value,
                 logged.weight,
-                time_s=max(0.0, now_ticks / self._ticks_per_s - logged.age_s),
+                time_s=max(0.0, now_s - logged.age_s),
                 samples=logged.samples,
                 updates=logged.updates,
                 worker=worker,
@@ -978,11 +980,6 @@ class Coordinator:
                 self.faults.append(words)
                 requests.append(Warn(words))
         return requests
-
-    def _kind_of(self, worker: int, logged: LoggedValue) -> Kind:
-        """Return the kind of a value. See `core.history`."""
-        alone = logged.source == "script" and self._workers > 1 and worker == self.main.worker
-        return "point" if logged.evaluating or alone else "mean"
 
     def _heed(self, verdict: Verdict) -> list[Request]:
         self.findings.append(verdict.words)
@@ -1155,3 +1152,8 @@ def fault_report(message: FaultReported) -> str:
     """Return the warning that a user-defined condition has failed at a shard."""
     report = f"shard {message.shard}: {message.reason}. The shard continues with {message.sync}."
     return f"{report}\n{message.traceback}".strip()
+
+
+def _kind_of(logged: LoggedValue, *, alone: bool) -> Kind:
+    """Return the kind of a value, given whether the main worker of several has logged it. See `core.history`."""
+    return "point" if logged.evaluating or (alone and logged.source == "script") else "mean"

@@ -208,7 +208,8 @@ class History:
         series = self._series.get((name, source))
         if series is None:
             series = self._series[name, source] = _Series()
-        series.note(kind, MetricPoint(time_s, samples, updates, value, weight, count, worker))
+        owner = worker if kind == "point" else -1
+        series.note(kind, MetricPoint(time_s, samples, updates, value, weight, count, owner))
         self.noted += 1
         return True
 

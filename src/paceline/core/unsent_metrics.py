@@ -9,7 +9,8 @@ has the weight of this push in a mean over the workers, however often the script
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from .history import Source
 from .messages import MOST_LOGGED, LoggedValue, MetricsLogged
@@ -23,7 +24,7 @@ LEAST_WEIGHT, MOST_WEIGHT = 1, 10**15
 MOST_AGE_S = 1e9
 
 
-class Noted(NamedTuple):
+class Noted(msgspec.Struct, frozen=True, gc=False):
     """A value that a script has logged, or the mean of several.
 
     Attributes:
@@ -49,7 +50,7 @@ class Noted(NamedTuple):
     times: int = 1
 
 
-class Settled(NamedTuple):
+class Settled(msgspec.Struct, frozen=True):
     """What a script has logged before a push.
 
     Attributes:
@@ -78,12 +79,13 @@ def merge(noted: Iterable[Noted]) -> list[Noted]:
     """
     merged: dict[tuple[object, ...], Noted] = {}
     for each in noted:
-        key = each[0], *each[3:8]
+        key = each.name, each.samples, each.updates, each.source, each.evaluating, each.late
         known = merged.get(key)
         if known is not None:
             times = known.times + each.times
             value = known.value * (known.times / times) + each.value * (each.times / times)
-            each = each._replace(value=value, time_s=max(known.time_s, each.time_s), times=times)
+            time_s = max(known.time_s, each.time_s)
+            each = msgspec.structs.replace(each, value=value, time_s=time_s, times=times)
         merged[key] = each
     return list(merged.values())
 

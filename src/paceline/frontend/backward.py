@@ -73,7 +73,7 @@ class Guess:
         return None if loss is None or self._off else read(loss)
 
     def watch(self, session: Session, *arguments: Any, **options: Any) -> None:
-        """Call torch's function for a session's worker, and note the loss."""
+        """Call torch's function for a session's worker, which computes, and note the loss."""
         thread = threading.get_ident()
         if self._thread == thread:
             BACKWARD(*arguments, **options)
@@ -83,16 +83,16 @@ class Guess:
             BACKWARD(*arguments, **options)
         finally:
             self._thread = 0
-        if computes(session):
-            self.computes = True
-            self._calls += 1
-            self._calls_outside += not self.in_closure
-            self._loss = None if self._off else _loss_of(*arguments, **options)
+        self.computes = True
+        self._calls += 1
+        self._calls_outside += not self.in_closure
+        self._loss = None if self._off else _loss_of(*arguments, **options)
 
 
 def guess_of(session: Session) -> Guess:
     """Return what the script of a session's worker has called `backward()` on."""
-    return _guesses.setdefault(session, Guess())
+    found = _guesses.get(session)
+    return _guesses.setdefault(session, Guess()) if found is None else found
 
 
 def watch_backward() -> None:
@@ -107,9 +107,11 @@ def unwatch_backward() -> None:
 
 def _loss_of(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> float | torch.Tensor | None:
     """Return the loss if the arguments of `torch.autograd.backward` are those for one; else None."""
-    if isinstance(tensors, Sequence) and len(tensors) == 1:
+    if type(tensors) is not torch.Tensor:
+        if not isinstance(tensors, Sequence) or len(tensors) != 1 or type(tensors[0]) is not torch.Tensor:
+            return None
         tensors = tensors[0]
-    if type(tensors) is not torch.Tensor or grad_tensors is not None or tensors.numel() != 1:
+    if grad_tensors is not None or tensors.numel() != 1:
         return None
     return keep(tensors)
 
@@ -118,7 +120,7 @@ def _loss_of(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> floa
 @functools.wraps(BACKWARD)
 def _backward(*arguments: Any, **options: Any) -> None:
     session = current()
-    if session is None or torch.compiler.is_compiling():
+    if session is None or not computes(session):
         BACKWARD(*arguments, **options)
     else:
         guess_of(session).watch(session, *arguments, **options)

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 
 from ..core.history import LONGEST_NAME, LOSS, MOST_METRICS, Source
@@ -85,14 +86,14 @@ class _Entry(NamedTuple):
     """A value that a script has logged since the last push.
 
     Attributes:
-        value: the value, which may have yet to be read.
-        noted: where and when it was logged; without the value.
+        noted: the value, and where and when it was logged.
+        unread: the value if it has yet to be read, so that `noted` does not contain it; else None.
         is_loss: True if it may be the loss of one iteration. What adapters log may be a mean over several.
         repeats: True if it was logged by a closure, which logs it again if it is restarted.
     """
 
-    value: float | torch.Tensor
     noted: Noted
+    unread: torch.Tensor | None
     is_loss: bool
     repeats: bool
 
@@ -129,10 +130,13 @@ class MetricLog:
         samples, updates = evaluated or _progress(session)
         late = not (self._guess.computes or session.data.has_drawn)
         now_s = session.now_s
+        evaluating = evaluated is not None
         for name, value in values.items():
-            noted = Noted(name, 0.0, now_s, samples, updates, "script", evaluated is not None, late)
-            is_loss = of_iteration and name == LOSS and evaluated is None
-            self._entries.append(_Entry(value, noted, is_loss, self._guess.in_closure))
+            unread = value if isinstance(value, torch.Tensor) else None
+            number = 0.0 if isinstance(value, torch.Tensor) else value
+            noted = Noted(name, number, now_s, samples, updates, "script", evaluating, late)
+            is_loss = of_iteration and name == LOSS and not evaluating
+            self._entries.append(_Entry(noted, unread, is_loss, self._guess.in_closure))
         if len(self._entries) > self._most:
             self._compact()
 
@@ -191,9 +195,8 @@ class MetricLog:
             losses = [entry.noted for entry in entries if entry.is_loss]
             if losses:
                 self._follows = losses[-1].late
-            logged, earlier_loss = (
-                _mean([loss for loss in losses if loss.late is late]) for late in (False, True)
-            )
+                logged = _mean([loss for loss in losses if not loss.late])
+                earlier_loss = _mean([loss for loss in losses if loss.late])
             shown = next((each.value for each in reversed(noted) if _is_loss(each)), None)
         guessed = False
         if result is not None:
@@ -217,15 +220,20 @@ class MetricLog:
         with self._draining:
             entries = [self._entries.popleft() for _ in range(len(self._entries))]
             self._most = MOST_UNREAD
-        return [entry._replace(noted=entry.noted._replace(value=read(entry.value))) for entry in entries]
+        return [entry if entry.unread is None else _read(entry, entry.unread) for entry in entries]
 
     def _compact(self) -> None:
         """Merge the values that belong together, because a script logs very much between two pushes."""
         entries = self._drain()
         for kind in sorted({entry[2:] for entry in entries}):
             merged = merge(entry.noted for entry in entries if entry[2:] == kind)
-            self._entries.extend(_Entry(noted.value, noted, *kind) for noted in merged)
+            self._entries.extend(_Entry(noted, None, *kind) for noted in merged)
         self._most = max(MOST_UNREAD, 2 * len(self._entries))
+
+
+def _read(entry: _Entry, unread: torch.Tensor) -> _Entry:
+    """Read the value of an entry."""
+    return entry._replace(noted=msgspec.structs.replace(entry.noted, value=read(unread)), unread=None)
 
 
 def _is_loss(noted: Noted) -> bool:

@@ -25,4 +25,4 @@ def read(kept: float | torch.Tensor) -> float:
 
 def _is_at_hand(tensor: torch.Tensor) -> bool:
     """Return True if a tensor can be read without waiting, or cannot be copied in the ordinary way."""
-    return tensor.device.type == "cpu" or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+    return tensor.is_cpu or type(tensor) not in (torch.Tensor, torch.nn.Parameter)

@@ -365,14 +365,19 @@ class Session(Protocol):
         ...
 
 
+class _OfThread(threading.local):
+    """The session of each thread. Threads without one find the class attribute, which is faster than no attribute."""
+
+    session: Session | None = None
+
+
 _of_process: Session | None = None
-_of_thread = threading.local()
+_of_thread = _OfThread()
 
 
 def current() -> Session | None:
     """Return the session of this thread; if it has none, the session of this process; None outside a run."""
-    session: Session | None = getattr(_of_thread, "session", None)
-    return session or _of_process
+    return _of_thread.session or _of_process
 
 
 def install(session: Session | None, *, for_thread: bool = False) -> None:
