@@ -38,8 +38,9 @@ test: check  ## run `make check` and all tests, three files at a time (about 18 
 check-models: $(READY)  ## check every interleaving of 3 workers, 2 shards and 4 iterations under every sync model (slow; prints its progress)
 	PACELINE_CHECK_MODELS=1 $(BIN)/python -m pytest -s tests/zipline/test_methods.py tests/sync/test_properties.py tests/sync/test_exhaustive.py tests/sync/test_exhaustive_search.py
 
-stress: $(READY)  ## test 100,000 pulls during concurrent pushes on each transport, a million small steps, and the directory of a run of a million iterations; keep workers on a loaded machine for ten minutes (about an hour and a half)
+stress: $(READY)  ## test 100,000 pulls during concurrent pushes on each transport, 10,000 scripts on the double of an accelerator, a million small steps, and the directory of a run of a million iterations; keep workers on a loaded machine for ten minutes (about an hour and a half)
 	PACELINE_STRESS=1 $(BIN)/python -m pytest -s tests/test_stress.py
+	PACELINE_STAGING_EXAMPLES=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_staging.py
 	PACELINE_STRESS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m chaos tests/test_patience.py
 
 chaos: $(READY)  ## test 50 runs in which a random process receives a random signal, 60 faults on emulated machines (root), and other ways in which runs end (about an hour)

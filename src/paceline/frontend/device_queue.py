@@ -41,7 +41,7 @@ class DeviceQueue(Protocol):
 
     overlaps: bool
 
-    def submit(self, work: Callable[[], None], *, writes: Sequence[torch.Tensor]) -> Ticket:
+    def submit(self, work: Callable[[], object], *, writes: Sequence[torch.Tensor]) -> Ticket:
         """Carry out a function that only starts copies and computations on the device.
 
         They begin after all computations that were started before this call.
@@ -76,7 +76,7 @@ class _StreamQueue:
         self._device = device
         self._stream = torch.Stream(device)
 
-    def submit(self, work: Callable[[], None], *, writes: Sequence[torch.Tensor]) -> Ticket:
+    def submit(self, work: Callable[[], object], *, writes: Sequence[torch.Tensor]) -> Ticket:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             work()
@@ -105,7 +105,7 @@ class _BlockingQueue:
 
     overlaps = False
 
-    def submit(self, work: Callable[[], None], *, writes: Sequence[torch.Tensor]) -> Ticket:
+    def submit(self, work: Callable[[], object], *, writes: Sequence[torch.Tensor]) -> Ticket:
         work()
         return _Ended()
 

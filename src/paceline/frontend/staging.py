@@ -8,7 +8,7 @@ gradients change memory.
 `Copying` copies gradients while the backward pass is still running. A *piece* is a range of a vector that is copied
 as a whole, once all of its gradients have been accumulated. After that, a script may still change its gradients: it
 clips, unscales or accumulates them. Versions of tensors do not tell, because some operations do not raise them. So
-each piece has three checksums: from before its copy, from after it, and from the commit. If they differ, the piece is
+the checksum of what was copied is compared with that of the gradients at the commit. If they differ, the piece is
 copied again. If a script changes its gradients after the backward pass, early copies save no time, and are suspended
 for a while.
 
@@ -21,12 +21,12 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ..core.layout import Layout, dtype_of, item_bytes, of_set
+from ..core.layout import Layout, dtype_of, of_set
 from ..shard.vectors import Vectors, parameter_views, torch_dtype
 from .device_queue import DeviceQueue, Ticket, queue_of
 from .session import Session
@@ -37,7 +37,7 @@ LARGE_BYTES = 2 * 1024 * 1024
 """Minimum size, in bytes, of a gradient that is copied with `memmove`."""
 
 PIECE_BYTES = 4 * 1024 * 1024
-"""Minimum size, in bytes, of a piece of the gradients that is copied early, unless a vector is smaller."""
+"""Maximum size, in bytes, of a piece of the gradients that is copied early."""
 
 LONGEST_PAUSE = 256
 """Maximum number of iterations for which early copies are suspended."""
@@ -131,39 +131,6 @@ class Aliasing:
         pass
 
 
-class Piece(NamedTuple):
-    """A range of a vector that is copied as a whole.
-
-    Attributes:
-        vector: name of the vector.
-        start: index of its first element.
-        stop: index of its last element, plus one.
-        parameters: the indices of the parameters in this range.
-    """
-
-    vector: str
-    start: int
-    stop: int
-    parameters: tuple[int, ...]
-
-
-def pieces_of(layout: Layout) -> list[Piece]:
-    """Divide the vectors of a layout into pieces. Each parameter lies in one piece."""
-    members: dict[str, list[int]] = {}
-    for index, parameter in enumerate(layout.parameters):
-        members.setdefault(parameter.vector, []).append(index)
-    pieces = []
-    for vector, indices in members.items():
-        start, held = 0, []
-        for index, following in zip(indices, [*indices[1:], None], strict=True):
-            held.append(index)
-            stop = layout.sizes[vector] if following is None else layout.offsets[following]
-            if following is None or (stop - start) * item_bytes(vector) >= PIECE_BYTES:
-                pieces.append(Piece(vector, start, stop, tuple(held)))
-                start, held = stop, []
-    return pieces
-
-
 class Copying:
     """The stager of parameters on a device.
 
@@ -176,28 +143,14 @@ class Copying:
 
     def __init__(self, layout: Layout, session: Session, device: torch.device, queue: DeviceQueue) -> None:
         self._queue = queue
-        self._true: Vectors = {}
-        self._sent = session.gradients
         self._layout = layout
+        self._sent = session.gradients
         self.weights = _on_device(layout, device)
         self.gradients = _on_device(layout, device)
-        self._pieces = pieces_of(layout)
-        self._piece_of = {
-            index: number for number, piece in enumerate(self._pieces) for index in piece.parameters
-        }
-        self._lock = threading.Lock()  # gradients become ready on a thread of autograd
-        self._tickets: list[Ticket] = []  # copies from or to the session's memory that may not have ended
-        self._missing: dict[
-            int, set[int]
-        ] = {}  # piece -> parameters whose gradients have not been accumulated
-        self._copied: dict[int, _Early] = {}  # the pieces that were copied early
-        self._arriving: list[int] = []  # those that the session has not been told of
-        self._sums = _Checksums(self._pieces, device) if queue.overlaps else None
-        self._pause = 0  # the number of iterations for which early copies are still suspended
-        self._next_pause = 1
+        self._unended: list[Ticket] = []  # copies from or to the session's memory that may not have ended
+        self._early = _EarlyCopies(self.gradients, self._sent, layout, queue) if queue.overlaps else None
         self.follow(session.weights)
         session.before_exchange = self.settle
-        self.begin_next()
 
     def follow(self, weights: Vectors) -> None:
         self.settle()
@@ -214,7 +167,7 @@ class Copying:
 
         ticket = self._queue.submit(copy, writes=list(pulled.values()))
         ticket.order()
-        self._tickets.append(ticket)
+        self._unended.append(ticket)
 
     def weights_edited(self) -> bool | None:
         return None
@@ -223,131 +176,163 @@ class Copying:
         return self._true_views[index]
 
     def gradient_ready(self, index: int) -> Sequence[int]:
-        if self._sums is None or self._pause:
-            return ()
-        with self._lock:
-            number = self._piece_of[index]
-            missing = self._missing[number]
-            missing.discard(index)
-            if not missing and number not in self._copied:
-                self._copied[number] = self._copy_early(number, self._sums)
-                self._arriving.append(number)
-            return self._arrived()
+        return () if self._early is None else self._early.ready(index)
 
     def deliver(self, set_index: int | None) -> None:
         vectors = of_set(self.gradients, set_index)
-        with self._lock:
-            early = [number for number in self._copied if self._pieces[number].vector in vectors]
-            changed = self._changed(early)
-            self._suspend_if(bool(changed), early)
-            rest = [
-                piece
-                for number, piece in enumerate(self._pieces)
-                if piece.vector in vectors and (number not in self._copied or number in changed)
-            ]
-        self._copy(rest)
+        if self._early is None:
+            rest = [(self._sent[name], vector) for name, vector in vectors.items()]
+        else:
+            rest = self._early.rest(vectors)
+
+        def copy() -> None:
+            for target, source in rest:
+                target.copy_(source, non_blocking=self._queue.overlaps)
+
+        self._unended.append(self._queue.submit(copy, writes=[target for target, _ in rest]))
         self.settle()
 
     def begin_next(self) -> None:
-        with self._lock:
-            self._copied.clear()
-            self._arriving.clear()
-            self._missing = {number: set(piece.parameters) for number, piece in enumerate(self._pieces)}
+        if self._early is not None:
+            self._early.begin()
 
     def settle(self) -> None:
-        for ticket in self._tickets:
+        if self._early is not None:
+            self._early.settle()
+        for ticket in self._unended:
             ticket.wait()
-        self._tickets.clear()
-
-    def _copy(self, pieces: Sequence[Piece]) -> None:
-        """Start to copy these pieces of the gradients to the session's vectors."""
-        pairs = [
-            (self._sent[p.vector][p.start : p.stop], self.gradients[p.vector][p.start : p.stop])
-            for p in pieces
-        ]
-
-        def copy() -> None:
-            for target, source in pairs:
-                target.copy_(source, non_blocking=self._queue.overlaps)
-
-        self._tickets.append(self._queue.submit(copy, writes=[target for target, _ in pairs]))
-
-    def _copy_early(self, number: int, sums: _Checksums) -> _Early:
-        piece = self._pieces[number]
-        values = self.gradients[piece.vector][piece.start : piece.stop]
-        target = self._sent[piece.vector][piece.start : piece.stop]
-        before, after = sums.of(values), sums.new()
-
-        def copy() -> None:
-            target.copy_(values, non_blocking=True)
-            after.copy_(sums.of(values))
-
-        ticket = self._queue.submit(copy, writes=[target, after])
-        self._tickets.append(ticket)
-        return _Early(ticket, before, after)
-
-    def _changed(self, early: Sequence[int]) -> set[int]:
-        """Return those of some pieces that were copied early whose gradients have changed since."""
-        if not early or self._sums is None:
-            return set()
-        found = []
-        for number in early:
-            piece, copied = self._pieces[number], self._copied[number]
-            now = self._sums.of(self.gradients[piece.vector][piece.start : piece.stop])
-            copied.ticket.order()
-            found.append(((copied.before == copied.after) & (copied.after == now)).all())
-        equal = torch.stack(found).cpu()  # waits until the gradients have been computed
-        return {number for number, unchanged in zip(early, equal.tolist(), strict=True) if not unchanged}
-
-    def _suspend_if(self, changed: bool, early: Sequence[int]) -> None:
-        if changed:
-            self._pause = self._next_pause
-            self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
-        else:
-            self._next_pause = 1 if early else self._next_pause
-            self._pause = max(0, self._pause - 1)
-
-    def _arrived(self) -> list[int]:
-        """Return the parameters whose gradients have arrived in the session's memory, and note that it is told."""
-        arrived: list[int] = []
-        while self._arriving and self._copied[self._arriving[0]].ticket.done():
-            arrived += self._pieces[self._arriving.pop(0)].parameters
-        return arrived
+        self._unended.clear()
 
 
-class _Early(NamedTuple):
-    """An early copy of a piece.
+class _EarlyCopies:
+    """Copies pieces of the gradients to the session's memory while the backward pass is still running.
 
-    Attributes:
-        ticket: the copy.
-        before: the checksums of what was to be copied.
-        after: the checksums after the copy.
+    A piece is copied twice: first on the device, to memory that no script can reach, and from there to the host. The
+    checksum is that of the first copy, so it belongs to what the host receives, whatever the script does meanwhile.
+
+    Args:
+        gradients: the flat vectors on the device.
+        sent: the session's flat vectors.
+        layout: layout of the parameters in the vectors.
+        queue: carries out the copies.
     """
 
-    ticket: Ticket
-    before: torch.Tensor
-    after: torch.Tensor
+    def __init__(self, gradients: Vectors, sent: Vectors, layout: Layout, queue: DeviceQueue) -> None:
+        self._queue = queue
+        self._pieces = layout.slice_evenly(1)[0].pieces(PIECE_BYTES)
+        self._sources = [gradients[piece.dtype][piece.start : piece.stop] for piece in self._pieces]
+        self._targets = [sent[piece.dtype][piece.start : piece.stop] for piece in self._pieces]
+        self._pieces_of: dict[int, list[int]] = {}
+        for number, piece in enumerate(self._pieces):
+            for index in piece.parameters:
+                self._pieces_of.setdefault(index, []).append(number)
+        device = self._sources[0].device
+        # Copies on the device: one for each dtype is enough, because the queue carries out one copy after another.
+        self._between = {
+            dtype: max((each for each in self._sources if each.dtype == dtype), key=torch.numel).clone()
+            for dtype in {each.dtype for each in self._sources}
+        }
+        self._sums = torch.zeros(len(self._pieces), 2, dtype=torch.int64, device=device)
+        self._sum = _Checksum(max(map(torch.numel, self._sources)), device)
+        self._lock = threading.Lock()  # gradients become ready on a thread of autograd
+        self._unended: list[Ticket] = []
+        self._pause = 0  # the number of iterations for which early copies are still suspended
+        self._next_pause = 1
+        self.begin()
+
+    def begin(self) -> None:
+        """Prepare for the gradients of another push."""
+        with self._lock:
+            # For each piece, the parameters whose gradients have not been computed yet.
+            self._missing = [set(piece.parameters) for piece in self._pieces]
+            self._copies: dict[int, Ticket] = {}  # the pieces that have been copied
+            self._arriving: list[int] = []  # those whose copies may not have ended, in their order
+            # For each parameter, the pieces that have not arrived.
+            self._outstanding = {index: len(numbers) for index, numbers in self._pieces_of.items()}
+
+    def ready(self, index: int) -> list[int]:
+        """Copy the pieces that are complete with this gradient. Return the parameters that have arrived now."""
+        if self._pause:
+            return []
+        with self._lock:
+            for number in self._pieces_of[index]:
+                self._missing[number].discard(index)
+                if not self._missing[number] and number not in self._copies:
+                    self._copy(number)
+            return self._arrived()
+
+    def rest(self, vectors: Vectors) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return what must be copied to the host besides, as pairs of target and source.
+
+        Args:
+            vectors: the vectors that are needed.
+        """
+        with self._lock:
+            needed = [number for number, piece in enumerate(self._pieces) if piece.dtype in vectors]
+            early = [number for number in needed if number in self._copies]
+            changed = self._changed(early)
+            if changed:
+                self._pause = self._next_pause
+                self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+            else:
+                self._next_pause = 1 if early else self._next_pause
+                self._pause = max(0, self._pause - 1)
+            late = [number for number in needed if number not in self._copies or number in changed]
+        return [(self._targets[number], self._sources[number]) for number in late]
+
+    def settle(self) -> None:
+        """Wait for the copies to the host."""
+        with self._lock:
+            unended, self._unended = self._unended, []
+        for ticket in unended:
+            ticket.wait()
+
+    def _copy(self, number: int) -> None:
+        source, target, checksum = self._sources[number], self._targets[number], self._sums[number]
+        between = self._between[source.dtype][: source.numel()]
+
+        def pass_on() -> None:
+            checksum.copy_(self._sum.of(between))
+            target.copy_(between, non_blocking=True)
+
+        self._queue.submit(lambda: between.copy_(source), writes=[between])
+        ticket = self._queue.submit(pass_on, writes=[checksum, target])
+        self._copies[number] = ticket
+        self._unended.append(ticket)
+        self._arriving.append(number)
+
+    def _arrived(self) -> list[int]:
+        arrived = []
+        while self._arriving and self._copies[self._arriving[0]].done():
+            for index in self._pieces[self._arriving.pop(0)].parameters:
+                self._outstanding[index] -= 1
+                if not self._outstanding[index]:
+                    arrived.append(index)
+        return arrived
+
+    def _changed(self, early: Sequence[int]) -> set[int]:
+        """Return those of some pieces whose gradients have changed since they were copied."""
+        if not early:
+            return set()
+        now = torch.stack([self._sum.of(self._sources[number]) for number in early])
+        self._copies[early[-1]].order()  # and so for the earlier ones
+        equal = (self._sums[early] == now).all(dim=1).tolist()  # waits until the gradients have been computed
+        return {number for number, unchanged in zip(early, equal, strict=True) if not unchanged}
 
 
-class _Checksums:
+class _Checksum:
     """Computes checksums on a device: sums of the bits, which do not depend on the order of the summation.
 
     The second sum weights each element by its place, so that it notices if elements are exchanged.
     """
 
-    def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
-        longest = max((piece.stop - piece.start for piece in pieces), default=0)
-        self._device = device
-        self._places = torch.arange(1, 2 * longest, 2, dtype=torch.int32, device=device)
-
-    def new(self) -> torch.Tensor:
-        """Return memory for the checksums of a piece."""
-        return torch.zeros(2, dtype=torch.int64, device=self._device)
+    def __init__(self, longest: int, device: torch.device) -> None:
+        self._weights = torch.arange(1, 2 * longest, 2, dtype=torch.int32, device=device)
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the checksums of a flat tensor."""
+        """Return the two checksums of a flat tensor of at most `longest` elements."""
         integers = bits(values)
-        weighted = integers * self._places[: integers.numel()].to(integers.dtype)
+        weighted = integers * self._weights[: integers.numel()].to(integers.dtype)
         return torch.stack([integers.sum(dtype=torch.int64), weighted.sum(dtype=torch.int64)])
 
 

@@ -1,0 +1,165 @@
+"""A double of a device with streams: its memory is on the CPU, but its copies are late.
+
+A stager without a single wait would pass on a device whose copies block. Here, nothing has been copied before
+somebody waits for it: until then, the memory that a copy writes contains NaN. A copy reads its source at a random
+time between `submit` and the wait, so it finds what was written there meanwhile. If the host writes memory from which
+the device still copies, the next wait raises an error, because the device might have read the memory later.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from paceline.frontend import staging, training
+from paceline.frontend.staging import Copying, Stager, bits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from paceline.core.layout import Layout
+    from paceline.frontend.session import Session
+
+__all__ = ["DelayedQueue", "on_the_double"]
+
+
+class DelayedQueue:
+    """Carries out what is submitted in its order, at random times.
+
+    Args:
+        seed: seed of these times.
+        host: the memory of the host.
+    """
+
+    overlaps = True
+
+    def __init__(self, seed: int, host: Mapping[str, torch.Tensor]) -> None:
+        self._random = random.Random(seed)
+        self._submitted: list[_Submitted] = []
+        self._host = {vector.untyped_storage().data_ptr() for vector in host.values()}
+
+    def submit(self, work: Callable[[], object], *, writes: Sequence[torch.Tensor]) -> _Submitted:
+        self.run_on()
+        to_host = any(each.untyped_storage().data_ptr() in self._host for each in writes)
+        submitted = _Submitted(self, work, writes, to_host=to_host)
+        self._submitted.append(submitted)
+        submitted.hide()
+        self.run_on()
+        return submitted
+
+    def run_on(self) -> None:
+        """Let the device carry out some of what has been submitted, as it does by itself."""
+        for submitted in self._submitted:
+            if submitted.result is None:
+                if self._random.random() < 0.5:
+                    return
+                submitted.carry_out()
+
+    def run_until(self, last: _Submitted) -> None:
+        """Let the device carry out everything up to this, and show the results."""
+        while not last.shown:
+            first = self._submitted.pop(0)
+            if first.result is None:
+                first.carry_out()
+            first.show()
+
+
+class _Submitted:
+    """A ticket.
+
+    Attributes:
+        result: the content of the memory that is written, once it has been written.
+        shown: True if this memory contains the result.
+    """
+
+    def __init__(
+        self,
+        queue: DelayedQueue,
+        work: Callable[[], object],
+        writes: Sequence[torch.Tensor],
+        *,
+        to_host: bool,
+    ) -> None:
+        self._queue = queue
+        self._work = work
+        self._writes = writes
+        self._to_host = to_host
+        self.result: list[torch.Tensor] | None = None
+        self.shown = False
+
+    def done(self) -> bool:
+        self._queue.run_on()
+        if self.result is not None:
+            self._queue.run_until(self)
+        return self.shown
+
+    def wait(self) -> None:
+        self._queue.run_until(self)
+        if not self._to_host:
+            self._require_same_source()
+
+    def order(self) -> None:
+        self._queue.run_until(self)
+
+    def hide(self) -> None:
+        """Fill the memory with NaN, or with the largest number if it contains integers."""
+        for each in self._writes:
+            _overwrite(each, torch.full_like(bits(each), -1))
+
+    def carry_out(self) -> None:
+        before = [each.clone() for each in self._writes]
+        self._work()
+        self.result = [each.clone() for each in self._writes]
+        for each, hidden in zip(self._writes, before, strict=True):
+            _overwrite(each, bits(hidden))
+
+    def show(self) -> None:
+        assert self.result is not None
+        for each, result in zip(self._writes, self.result, strict=True):
+            _overwrite(each, bits(result))
+        self.shown = True
+
+    def _require_same_source(self) -> None:
+        assert self.result is not None
+        now = [each.clone() for each in self._writes]
+        self._work()
+        again = [each.clone() for each in self._writes]
+        for each, content in zip(self._writes, now, strict=True):
+            _overwrite(each, bits(content))
+        for result, other in zip(self.result, again, strict=True):
+            assert torch.equal(bits(result), bits(other)), (
+                "the host has written memory that the device still reads"
+            )
+
+
+def _overwrite(tensor: torch.Tensor, content: torch.Tensor) -> None:
+    """Set the bits of a tensor without a change of its version, as a device does."""
+    with _unsafe_preserve_version_counter(tensor):
+        bits(tensor).copy_(content)
+
+
+@contextmanager
+def on_the_double(seed: int, piece_bytes: int = 64) -> Iterator[list[DelayedQueue]]:
+    """Return a context in which parameters on the CPU count as those of a device whose copies are late.
+
+    Returns:
+        The queues that have been created.
+    """
+    created: list[DelayedQueue] = []
+
+    def stager_of(layout: Layout, session: Session, device: torch.device) -> Stager:
+        assert device.type == "cpu"
+        queue = DelayedQueue(seed + len(created), session.gradients)
+        created.append(queue)
+        return Copying(layout, session, device, queue)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "stager_of", stager_of)
+        patch.setattr(staging, "PIECE_BYTES", piece_bytes)
+        yield created

@@ -1,0 +1,412 @@
+"""Parameters on a device whose copies are late: nothing is early, late or torn, and all is as on the CPU."""
+
+from __future__ import annotations
+import __future__
+
+import inspect
+import os
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import paceline
+from paceline.errors import RunFailedError
+from paceline.frontend.gradients import Gradients
+from paceline.frontend.staging import Copying, _Checksum, _EarlyCopies, bits
+from paceline.frontend.weights import Weights
+from paceline.sim import Cluster, Presence, simulate
+from tests.delayed_queue import on_the_double
+
+EXAMPLES = int(os.environ.get("PACELINE_STAGING_EXAMPLES", "80"))
+CLUSTER = Cluster(compute_s=[1.0, 1.3, 3.1], servers=2, latency_s=0.01)
+LATE = Cluster(compute_s=[1.0, 1.3, 1.1], servers=2, latency_s=0.01, presence={2: Presence(joins_at_s=2.5)})
+
+SYNCS = ["bsp", "asp", "ssp:staleness=1", "spec-sync", "elastic-bsp:lookahead=4", "drop-stragglers:quorum=2"]
+
+EDITS = [
+    "clip norm",
+    "clip value",
+    "double and halve",
+    "scale without a version",
+    "remove a gradient",
+    "replace a gradient",
+    "accumulate",
+    "begin anew",
+    "make NaN",
+    "set data of weights to the same values",
+]
+"""What a script does between the backward pass and the step."""
+
+BETWEEN = [
+    "edit",
+    "edit nothing",
+    "evaluate",
+    "reduce",
+    "fail in the middle",
+    "a graph that is too old",
+    "extend",
+]
+"""What a script does between two iterations."""
+
+
+class Iteration(NamedTuple):
+    """What a worker does in an iteration.
+
+    Attributes:
+        layers: the layers that the loss uses, in the order in which their losses are added.
+        edits: what is done with the gradients.
+        closure: True if the gradients are computed in a closure.
+        between: what follows.
+    """
+
+    layers: tuple[int, ...]
+    edits: tuple[str, ...]
+    closure: bool
+    between: str | None
+
+
+class Program(NamedTuple):
+    """What a script does.
+
+    Attributes:
+        iterations: its iterations.
+        optimizers: number of optimizers, which take their steps in turn.
+        momentum: momentum of the optimizers.
+        sync: the sync model.
+        seed: seed of the times of the copies.
+        piece_bytes: maximum size of the pieces of a gradient that are copied early.
+        late: True if a worker joins late.
+    """
+
+    iterations: tuple[Iteration, ...]
+    optimizers: int
+    momentum: float
+    sync: str
+    seed: int
+    piece_bytes: int
+    late: bool
+
+
+iterations = st.builds(
+    Iteration,
+    st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True).map(tuple),
+    st.lists(st.sampled_from(EDITS), max_size=3).map(tuple),
+    st.booleans(),
+    st.none() | st.sampled_from(BETWEEN),
+)
+programs = st.builds(
+    Program,
+    st.lists(iterations, min_size=2, max_size=5).map(tuple),
+    st.integers(1, 2),
+    st.sampled_from([0.0, 0.9]),
+    st.sampled_from(SYNCS),
+    st.integers(0, 2**20),
+    st.sampled_from([64, 256, 10**6]),
+    st.booleans(),
+)
+
+
+class Model(nn.Module):
+    """Four layers, of which a loss may use some, and the statistics of a BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.layers = nn.ModuleList([nn.Linear(3, size) for size in (1, 20, 7, 2)])
+
+    def forward(self, x: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
+        x = self.norm(x)
+        return torch.stack([self.layers[index](x).square().mean() for index in used]).sum()
+
+
+class Added(nn.Module):
+    """A layer that is trained later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 9))
+
+
+class ScriptError(Exception):
+    """Raised by the script in the middle of an iteration."""
+
+
+def outcome_of(program: Program, let_run: Callable[[], None] = lambda: None) -> list[Any]:
+    """Return what every worker sees after each step: its loss, and the bits of its weights and buffers.
+
+    Args:
+        program: what the script does.
+        let_run: function that lets copies be carried out, as they may be at any time.
+    """
+    seen: dict[int, list[Any]] = {}
+
+    def train() -> None:
+        records: list[Any] = []
+        seen[paceline.worker_index()] = records
+        torch.manual_seed(paceline.worker_index())
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            model = Model()
+        groups = [
+            [*model.norm.parameters(), *model.layers[:2].parameters()],
+            [*model.layers[2:].parameters()],
+        ]
+        if program.optimizers == 1:
+            groups = [groups[0] + groups[1]]
+        optimizers = [
+            paceline.DistributedOptimizer(
+                torch.optim.SGD(group, lr=0.1, momentum=program.momentum), model=model
+            )
+            for group in groups
+        ]
+        added = Added()
+        Script(program, model, optimizers, added, records, let_run).run()
+
+    result = simulate(
+        LATE if program.late else CLUSTER,
+        program.sync,
+        train_fn=train,
+        seed=program.seed,
+        on_nan="skip",
+        hyperparameters="raw",
+        guard="off",
+    )
+    assert result.state_dict is not None
+    return [seen, {name: bits_of(value) for name, value in sorted(result.state_dict.items())}]
+
+
+class Script:
+    """A script that carries out a program."""
+
+    def __init__(
+        self,
+        program: Program,
+        model: Model,
+        optimizers: list[paceline.DistributedOptimizer],
+        added: Added,
+        records: list[Any],
+        let_run: Callable[[], None],
+    ) -> None:
+        self.let_run = let_run
+        self.program = program
+        self.model = model
+        self.optimizers = optimizers
+        self.added = added
+        self.records = records
+        self.extended = False
+
+    def run(self) -> None:
+        """Carry out the program."""
+        for number, iteration in enumerate(self.program.iterations):
+            optimizer = self.optimizers[number % len(self.optimizers)]
+            x = torch.randn(5, 3)
+
+            def compute(
+                iteration: Iteration = iteration,
+                optimizer: paceline.DistributedOptimizer = optimizer,
+                x: torch.Tensor = x,
+            ) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = self.loss(x, iteration)
+                loss.backward()
+                for edit in iteration.edits:
+                    self.edit(edit, x, iteration, optimizer)
+                return loss.detach()
+
+            loss = optimizer.step(compute) if iteration.closure else compute()
+            if not iteration.closure:
+                optimizer.step()
+            self.record(loss)
+            if iteration.between is not None:
+                self.between(iteration.between, x)
+                self.record(loss)
+
+    def loss(self, x: torch.Tensor, iteration: Iteration) -> torch.Tensor:
+        """Return the loss of the layers that an iteration uses."""
+        loss: torch.Tensor = self.model(x, iteration.layers)
+        return loss * self.added.scale.square().mean() if self.extended else loss
+
+    def edit(
+        self, edit: str, x: torch.Tensor, iteration: Iteration, optimizer: paceline.DistributedOptimizer
+    ) -> None:
+        """Do something with the gradients."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
+        if edit.startswith("clip") and not with_gradients:
+            return
+        if edit == "clip norm":
+            nn.utils.clip_grad_norm_(parameters, 0.1)
+        elif edit == "clip value":
+            nn.utils.clip_grad_value_(parameters, 0.01)
+        elif edit == "double and halve":
+            for parameter in with_gradients:
+                parameter.grad.mul_(2)
+            self.let_run()
+            for parameter in with_gradients:
+                parameter.grad.mul_(0.5)
+        elif edit == "scale without a version":
+            for parameter in with_gradients:
+                parameter.grad.data.mul_(0.5)
+        elif edit == "accumulate":
+            self.loss(x + 1, iteration).backward()
+        elif edit == "begin anew":
+            optimizer.zero_grad(set_to_none=len(iteration.layers) > 1)
+            self.loss(x - 1, iteration).backward()
+        elif edit == "set data of weights to the same values":
+            for parameter in parameters:
+                parameter.data = parameter.data.clone()
+        elif with_gradients:
+            changed = with_gradients[-1]
+            assert changed.grad is not None
+            if edit == "remove a gradient":
+                changed.grad = None
+            elif edit == "replace a gradient":
+                changed.grad = torch.ones_like(changed)
+            else:
+                changed.grad.view(-1)[0] = torch.nan
+
+    def between(self, action: str, x: torch.Tensor) -> None:
+        """Do something between two iterations."""
+        optimizer = self.optimizers[0]
+        if action.startswith("edit"):
+            with optimizer.editing(), torch.no_grad():
+                if action == "edit":
+                    self.model.layers[1].get_parameter("weight").clamp_(-0.2, 0.2)
+        elif action == "evaluate":
+            with paceline.evaluating(self.model), torch.no_grad():
+                self.records.append(bits_of(self.model(x, (0, 1, 2, 3))))
+        elif action == "reduce":
+            self.records.append(paceline.reduce(float(paceline.worker_index())))
+        elif action == "fail in the middle":
+            handle = self.model.layers[0].get_parameter("weight").register_hook(_fail)
+            with pytest.raises(ScriptError):
+                self.model(x, (0, 1, 2, 3)).backward()
+            handle.remove()
+        elif action == "a graph that is too old":
+            loss = self.model(x, (0, 1, 2, 3)) * 1.0
+            self.model.zero_grad()
+            self.model(x, (0, 3)).backward()
+            for each in self.optimizers:
+                each.step()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        elif action == "extend" and not self.extended:
+            self.extended = True
+            optimizer.add_param_group({"params": [self.added.scale]})
+
+    def record(self, loss: torch.Tensor) -> None:
+        """Note the loss, the weights and the statistics of the BatchNorm."""
+        state = [*self.model.state_dict().values(), self.added.scale]
+        self.records.append([bits_of(loss), *(bits_of(tensor) for tensor in state)])
+
+
+def bits_of(tensor: torch.Tensor) -> list[int]:
+    """Return the bits of a tensor."""
+    values: list[int] = bits(tensor).reshape(-1).tolist()
+    return values
+
+
+def _fail(gradient: torch.Tensor) -> None:
+    raise ScriptError
+
+
+def on_device(program: Program) -> list[Any]:
+    """Return the outcome of a program on the double."""
+    with on_the_double(program.seed, program.piece_bytes) as queues:
+
+        def let_run() -> None:
+            for queue in queues:
+                queue.run_on()
+
+        outcome = outcome_of(program, let_run)
+        assert queues
+    return outcome
+
+
+PROGRAMS = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
+
+
+@PROGRAMS
+@given(programs)
+def test_a_device_computes_what_the_cpu_computes(program: Program) -> None:
+    assert on_device(program) == outcome_of(program)
+
+
+class Mutation(NamedTuple):
+    """A mistake.
+
+    Attributes:
+        owner: the class with the method.
+        method: name of the method.
+        right: a part of its source.
+        wrong: what is there instead.
+    """
+
+    owner: type
+    method: str
+    right: str
+    wrong: str
+
+
+MUTATIONS = [
+    Mutation(Copying, "deliver", "self.settle()", "pass"),
+    Mutation(Copying, "__init__", "session.before_exchange = self.settle", "pass"),
+    Mutation(Copying, "settle", "self._early.settle()", "pass"),
+    Mutation(Copying, "settle", "ticket.wait()", "pass"),
+    Mutation(Copying, "weights_pulled", "ticket.order()", "pass"),
+    Mutation(Copying, "weights_pulled", "self._unended.append(ticket)", "pass"),
+    Mutation(Copying, "weights_pulled", "of_set(self.weights, set_index)", "of_set(self.weights, 0)"),
+    Mutation(_EarlyCopies, "settle", "ticket.wait()", "pass"),
+    Mutation(_EarlyCopies, "_copy", "self._unended.append(ticket)", "pass"),
+    Mutation(_EarlyCopies, "_copy", "self._sum.of(between)", "self._sum.of(source)"),
+    Mutation(_EarlyCopies, "_copy", "target.copy_(between", "target.copy_(source"),
+    Mutation(_EarlyCopies, "_changed", "self._copies[early[-1]].order()", "pass"),
+    Mutation(_EarlyCopies, "_changed", "not unchanged", "False"),
+    Mutation(
+        _Checksum, "of", "integers.sum(dtype=torch.int64), weighted", "weighted, weighted * 0, 0 * weighted"
+    ),
+    Mutation(Gradients, "replaced_by", "self._stager.deliver(None)", "pass"),
+    Mutation(
+        Weights, "mark_pulled", "torch.autograd.graph.increment_version(self._parameters[index])", "pass"
+    ),
+    Mutation(Weights, "mark_pulled", "self._stager.weights_pulled(set_index)", "pass"),
+]
+"""Each wait, copy and version call of the stager, left out or done too early."""
+
+
+@pytest.mark.parametrize(
+    "mutation", MUTATIONS, ids=lambda each: f"{each.owner.__name__}.{each.method}: {each.right}"
+)
+def test_each_mistake_is_found(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    @settings(PROGRAMS, max_examples=100, phases=[Phase.generate], derandomize=True, database=None)
+    @given(programs)
+    def check(program: Program) -> None:
+        assert on_device(program) == outcome_of(program)
+
+    make(mutation, monkeypatch)
+    with pytest.raises((AssertionError, RunFailedError)):
+        check()
+
+
+def make(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a mistake in the source of a method."""
+    method = getattr(mutation.owner, mutation.method)
+    source = textwrap.dedent(inspect.getsource(method))
+    assert source.count(mutation.right) == 1
+    wrong = source.replace(mutation.right, mutation.wrong)
+    flags = __future__.annotations.compiler_flag
+    found: dict[str, Any] = {}
+    exec(compile(wrong, "mutation", "exec", flags=flags), vars(sys.modules[mutation.owner.__module__]), found)
+    monkeypatch.setattr(mutation.owner, mutation.method, found[mutation.method])
