@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import os
 import shutil
 import signal
 import sys
@@ -45,6 +46,7 @@ LONG_FILES = (
     "test_exhaustive.py",
     "test_exhaustive_search.py",
     "test_losing_machines.py",
+    "test_joined_servers.py",
     "test_joining.py",
     "test_torchrun.py",
     "test_ends.py",
@@ -90,6 +92,12 @@ def pytest_collection_finish() -> None:
 def no_imports_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes of a pool import what this process has imported by name, so each test starts with nothing."""
     monkeypatch.setattr(loading, "_imported", {})
+
+
+@pytest.fixture
+def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulations run in this process, as on a machine with one core: other processes import everything first."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
 
 
 @pytest.fixture

@@ -225,8 +225,10 @@ SCHEDULES: dict[str, Make] = {
 
 @pytest.mark.parametrize("sync", ["asp", *chaos("bsp", "ssp:staleness=2", "elastic-bsp:lookahead=4")])
 @pytest.mark.parametrize("split", ["auto", *chaos("static")])
-@pytest.mark.parametrize("prepared", [False, True])
-@pytest.mark.parametrize("stepped", ["epoch", "iteration"])
+@pytest.mark.parametrize(
+    ("prepared", "stepped"),
+    [(False, "epoch"), (True, "iteration"), *chaos((False, "iteration"), (True, "epoch"))],
+)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_ordinary_schedulers_are_no_finding(
     sync: str, split: str, prepared: bool, stepped: str, name: str

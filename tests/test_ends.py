@@ -177,6 +177,7 @@ def test_a_worker_that_is_killed_during_its_imports_is_lost_and_the_others_train
     assert "worker 1 was lost: it was terminated by signal SIGKILL" in said()
 
 
+@pytest.mark.chaos
 def test_the_error_says_how_a_worker_was_lost_before_the_run_could_begin(mark: str) -> None:
     """The worker registers, and is killed before it sends the initial weights."""
     kill = """
@@ -189,6 +190,7 @@ WorkerSession.initialize = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     assert "worker 0: it was terminated by signal SIGKILL" in ended.stderr
 
 
+@pytest.mark.chaos
 def test_a_run_whose_only_worker_is_killed_during_its_imports_ends(mark: str) -> None:
     with running(SLOW_IMPORT.format(worker=0), *ALONE) as program:
         await_that(lambda: "worker 0" in processes(mark), "worker 0 is there")
@@ -212,6 +214,7 @@ def act(worker, iteration):
 NEVER = ("--sync", "naive-waiting:delay_s=1000")
 
 
+@pytest.mark.chaos
 def test_the_times_of_a_run_that_is_interrupted_add_up_and_who_waited_has_waited() -> None:
     with running(ENDLESS.format(then="time.sleep(60.0)"), *NEVER) as program:
         await_that(lambda: Path("stuck").exists(), "worker 0 waits")
@@ -237,6 +240,7 @@ def test_the_times_of_a_run_with_a_worker_that_was_lost_add_up() -> None:
     assert (uses[0].absent_s, uses[1].idle_s) == (0.0, 0.0)
 
 
+@pytest.mark.chaos
 def test_in_a_run_that_fails_who_waited_has_waited() -> None:
     ended = run(ENDLESS.format(then="raise ValueError"), *NEVER)
 
@@ -446,7 +450,7 @@ def where_they_are(ended: subprocess.CompletedProcess[str]) -> Path:
     return Path(match[1])
 
 
-@pytest.mark.parametrize("transport", ["shm", *chaos("tcp")])
+@pytest.mark.parametrize("transport", chaos("shm", "tcp"))
 def test_weights_are_saved_elsewhere_if_the_run_directory_was_deleted(transport: str) -> None:
     ended = run(
         """
@@ -723,6 +727,7 @@ raise ImportError
 """
 
 
+@pytest.mark.chaos
 def test_children_that_are_still_importing_end_with_their_launcher(mark: str, tmp_path: Path) -> None:
     early = tmp_path / "early"
     early.mkdir()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.overlap.namespaces import NetworkLink, network, why_not
+from paceline.cli import main
 from paceline.core.coordinator import Coordinator
 from paceline.core.messages import TracePart
 from paceline.core.requests import server_peer
@@ -21,7 +22,7 @@ from paceline.runtime.traces import PART_BYTES, TraceFiles
 from paceline.sync.schedule import read_schedule
 from paceline.trace import read_run, replay
 
-from .live import await_that, mark, processes, run_program
+from .live import await_that, chaos, mark, processes, run_program
 from .served import ENDLESS_SCRIPT, Served, await_training, enough, output
 from .test_joining import assert_equal, listening_ports
 
@@ -110,7 +111,7 @@ def test_a_machine_with_servers_listens_on_one_port(mark: str, monkeypatch: pyte
     }
 
 
-@pytest.mark.parametrize("killed", ["server 1", "agent"])
+@pytest.mark.parametrize("killed", ["server 1", *chaos("agent")])
 def test_a_run_ends_when_it_loses_a_server_of_another_machine(killed: str, mark: str) -> None:
     served = Served("--workers", "2", *TWO_SERVERS)
     stays, brings = served.join("1000", "0.01"), served.join("1000", "0.01", options=BRINGS_ONE)
@@ -127,7 +128,7 @@ def test_a_run_ends_when_it_loses_a_server_of_another_machine(killed: str, mark:
     assert "Traceback" not in messages + ends[0][2] + ends[1][2]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *chaos(signal.SIGINT)])
 def test_a_run_keeps_its_weights_when_a_machine_with_servers_is_asked_to_leave(
     number: signal.Signals, mark: str
 ) -> None:
@@ -192,6 +193,7 @@ def test_a_server_of_another_machine_that_hangs_is_killed_after_the_timeout(mark
     assert "server 1 failed: it was terminated by signal SIGKILL: it had sent nothing for" in messages
 
 
+@pytest.mark.chaos
 def test_a_server_that_cannot_start_says_why_on_both_machines(
     mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +211,7 @@ def test_a_server_that_cannot_start_says_why_on_both_machines(
     assert "server 1 of machine 127.0.0.1 has left before the run has begun" in messages
 
 
+@pytest.mark.chaos
 @pytest.mark.usefixtures("machines_alone")
 @pytest.mark.skipif(bool(why_not()), reason=f"creating network namespaces needs {why_not()}")
 def test_servers_on_the_machines_of_a_network(mark: str) -> None:
@@ -234,6 +237,7 @@ def test_servers_on_the_machines_of_a_network(mark: str) -> None:
     assert_equal("run/weights.safetensors", "alone/weights.safetensors")
 
 
+@pytest.mark.chaos
 @pytest.mark.usefixtures("machines_alone")
 @pytest.mark.skipif(bool(why_not()), reason=f"creating network namespaces needs {why_not()}")
 def test_a_run_ends_when_the_link_of_a_machine_with_servers_swallows_everything(mark: str) -> None:
@@ -269,15 +273,26 @@ def test_a_run_ends_when_the_link_of_a_machine_with_servers_swallows_everything(
         ),
     ],
 )
-def test_bad_input(arguments: list[str], words: str, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
     monkeypatch.setenv("PACELINE_SECRET", "0" * 64)
+    monkeypatch.setattr("sys.argv", ["paceline", *arguments])
 
-    ended = run_program("-m", "paceline", *arguments)
+    with pytest.raises(SystemExit) as ended:
+        main()
 
-    assert ended.returncode == 2
-    assert words in " ".join(ended.stderr.replace("│", " ").split())
-    assert "Traceback" not in ended.stderr
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert words in " ".join(said.replace("│", " ").split())
+    assert "Traceback" not in said
+    assert list(tmp_path.iterdir()) == [tmp_path / "train.py"]
 
 
 def test_a_machine_with_too_little_memory_for_its_servers_says_so(mark: str) -> None:

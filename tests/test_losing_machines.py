@@ -37,6 +37,7 @@ NAN_SCRIPT = ENDLESS_SCRIPT.replace(
 )
 
 
+@pytest.mark.chaos
 @pytest.mark.usefixtures("machines_alone")
 @pytest.mark.skipif(bool(why_not()), reason=f"creating network namespaces needs {why_not()}")
 def test_the_others_continue_without_a_machine_whose_link_swallows_everything(mark: str) -> None:
@@ -108,6 +109,7 @@ def test_a_run_that_nobody_joins_gives_up(mark: str) -> None:
     assert "no machine has joined it within 0.1 s (--wait)" in served.failure()
 
 
+@pytest.mark.chaos
 def test_the_others_continue_while_a_worker_is_stopped(mark: str) -> None:
     served = Served("--workers", "2", "--sync", "bsp")
     joined = [served.join("10", "0.05"), served.join("10", "0.05")]
@@ -128,6 +130,7 @@ def test_the_others_continue_while_a_worker_is_stopped(mark: str) -> None:
     assert "error: no worker on this machine has finished its script (worker 1: it " in ends[1][2]
 
 
+@pytest.mark.chaos
 def test_a_machine_whose_workers_are_all_killed_fails(mark: str) -> None:
     served = Served("--workers", "1:2", "--sync", "asp")
     stays, loses = served.join("10", "0.1"), served.join("10", "0.1")
@@ -263,6 +266,7 @@ def test_a_machine_that_is_taken_away_leaves_and_loses_nothing(pause_s: str, mar
     assert times["absent_s"] > 0.0
 
 
+@pytest.mark.chaos
 def test_a_machine_that_is_taken_away_while_its_worker_starts_has_left(mark: str) -> None:
     served = Served("--workers", "1:2")
     with Path("leaves.log").open("w") as messages:
@@ -292,6 +296,7 @@ def test_a_machine_is_told_once_that_the_run_failed(mark: str) -> None:
     assert "error: the run failed: no worker called step()" in stderr
 
 
+@pytest.mark.chaos
 def test_a_machine_that_was_not_asked_to_leave_does_not_say_so_when_the_serving_machine_is_lost(
     mark: str,
 ) -> None:

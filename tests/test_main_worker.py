@@ -193,7 +193,7 @@ if paceline.is_main():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("sync", ["bsp", "asp"])
+@pytest.mark.parametrize("sync", ["bsp", *chaos("asp")])
 def test_the_output_and_the_checkpoints_of_a_run_go_on_without_worker_0(sync: str, mark: str) -> None:
     Path("train.py").write_text(SCRIPT)
     command = ["-m", "paceline", "run", "-n", "3", "--sync", sync, "--run-dir", "run", "train.py"]

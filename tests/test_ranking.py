@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,7 @@ PACED = dataclasses.replace(STRAGGLER, emulated="--pace 1,1,1,3 (minimum seconds
 EQUAL = Cluster(compute_s=[Uniform(low=0.99, high=1.01)] * 4)
 
 
+@pytest.mark.usefixtures("one_core")
 def test_the_ranking_is_by_gradients_and_marks_what_nothing_beats() -> None:
     rows = rank(STRAGGLER, ["bsp", "ssp:staleness=3", "asp", "elastic-bsp:lookahead=15"], iterations=40)
     assert [row.gradients_per_s for row in rows] == sorted(
@@ -53,12 +55,14 @@ def test_the_ranking_is_by_gradients_and_marks_what_nothing_beats() -> None:
         assert shares == pytest.approx(1.0, abs=0.03)
 
 
+@pytest.mark.usefixtures("one_core")
 def test_what_is_beaten_in_both_respects_is_not_marked() -> None:
     rows = rank(STRAGGLER, ["bsp", "naive-waiting:delay_s=3", "asp"], iterations=20)
     assert {row.sync: row.front for row in rows}["naive-waiting:delay_s=3"] is False
 
 
-def test_the_result_does_not_depend_on_how_many_processes_there_are() -> None:
+def test_the_result_does_not_depend_on_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     alone = rank(STRAGGLER, ["asp"], iterations=20)
     [beside] = [row for row in rank(STRAGGLER, ["asp", "bsp"], iterations=20) if row.sync == "asp"]
     assert (alone[0].gradients_per_s, alone[0].mean_staleness) == (
@@ -67,6 +71,7 @@ def test_the_result_does_not_depend_on_how_many_processes_there_are() -> None:
     )
 
 
+@pytest.mark.usefixtures("one_core")
 def test_progress_is_told() -> None:
     told: list[tuple[int, int]] = []
     rank(EQUAL, ["asp", "bsp"], iterations=3, tell=lambda done, of, what: told.append((done, of)))
@@ -74,6 +79,7 @@ def test_progress_is_told() -> None:
     assert run_tasks([]) == []
 
 
+@pytest.mark.usefixtures("one_core")
 def test_a_sweep_tries_each_value_under_each_model_that_has_the_key() -> None:
     points = sweep(STRAGGLER, ["bsp", "ssp", "pssp:staleness=9"], "staleness", [0.0, 4.0], iterations=20)
     assert [(value, row.sync) for value, row in points] == [
@@ -163,6 +169,7 @@ def saved_with_data(tmp_path: Path, cluster: Cluster, sync: str, data: Dataset, 
     return run_dir
 
 
+@pytest.mark.usefixtures("one_core")
 def test_with_data_models_are_advised_by_samples_per_second_and_balanced_batches_compete(
     tmp_path: Path,
 ) -> None:
@@ -195,6 +202,7 @@ def test_the_machines_of_a_run_with_balanced_batches_are_those_of_a_run_with_equ
     assert [found.compute(worker).typical_s for worker in range(4)] == pytest.approx([1, 1, 1, 3], rel=0.05)
 
 
+@pytest.mark.usefixtures("one_core")
 @pytest.mark.parametrize("sync", ["bsp", "asp", "spec-sync:abort_time_s=0.3,abort_rate=0"])
 def test_a_run_is_predicted_from_what_another_one_recorded(tmp_path: Path, sync: str) -> None:
     cluster = read_cluster_of_run(saved(tmp_path, STRAGGLER, sync))
@@ -205,6 +213,7 @@ def test_a_run_is_predicted_from_what_another_one_recorded(tmp_path: Path, sync:
         assert predicted.measures.mean_staleness == pytest.approx(truth.measures.mean_staleness, rel=0.03)
 
 
+@pytest.mark.usefixtures("one_core")
 def test_with_a_straggler_something_faster_is_advised_with_its_command(tmp_path: Path) -> None:
     report = advise(saved(tmp_path, STRAGGLER))
     assert report.simulated_updates_per_s == pytest.approx(report.measured_updates_per_s, rel=0.02)
@@ -236,6 +245,7 @@ def test_with_a_straggler_something_faster_is_advised_with_its_command(tmp_path:
     )
 
 
+@pytest.mark.usefixtures("one_core")
 def test_recommendations_are_called_rough_if_the_run_itself_is_not_simulated_well(tmp_path: Path) -> None:
     accurate = advise(saved(tmp_path / "accurate", STRAGGLER), ["bsp"])
     assert abs(accurate.deviation) < 0.02
@@ -256,11 +266,13 @@ def test_recommendations_are_called_rough_if_the_run_itself_is_not_simulated_wel
     assert report.caution in console.export_text()
 
 
+@pytest.mark.usefixtures("one_core")
 def test_where_machines_are_equal_bsp_is_advised(tmp_path: Path) -> None:
     report = advise(saved(tmp_path, EQUAL))
     assert [advice.sync for advice in report.advice] == ["bsp"]
 
 
+@pytest.mark.usefixtures("one_core")
 def test_a_model_that_such_a_job_cannot_have_is_left_out(tmp_path: Path) -> None:
     report = advise(saved(tmp_path, EQUAL), ["drop-stragglers:quorum=9", "asp"])
     assert {row.sync for row in report.rows} == {"bsp", "asp"}
@@ -315,7 +327,8 @@ def broken(state):
 """
 
 
-@pytest.mark.parametrize("way", ["ranking", "script", "advise"])
+@pytest.mark.usefixtures("one_core")
+@pytest.mark.parametrize("way", ["ranking", "advise", *chaos("script")])
 def test_a_condition_that_fails_is_shown_below_the_table(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -340,6 +353,7 @@ def test_a_condition_that_fails_is_shown_below_the_table(
     assert f"--sync conditions:pull=own_{way}:broken SCRIPT" not in printed
 
 
+@pytest.mark.usefixtures("one_core")
 def test_simulate_sweeps_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -367,6 +381,7 @@ def test_simulate_sweeps_a_key(
     assert (tmp_path / "out" / "sweep.png").stat().st_size > 10_000
 
 
+@pytest.mark.usefixtures("one_core")
 def test_advise_prints_a_reason_and_a_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -381,6 +396,7 @@ def test_advise_prints_a_reason_and_a_command(
     assert "emulated" not in printed
 
 
+@pytest.mark.usefixtures("one_core")
 def test_what_is_derived_from_emulated_machines_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -399,6 +415,7 @@ def test_what_is_derived_from_emulated_machines_says_so(
     assert json.loads(capsys.readouterr().out)["emulated"] == PACED.emulated
 
 
+@pytest.mark.usefixtures("one_core")
 def test_a_cluster_file_says_that_its_times_are_those_of_emulated_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -494,15 +511,18 @@ def test_simulate_trains_a_script_under_each_model(
     assert asp["figures"]["mean_staleness"] > 0 == bsp["figures"]["mean_staleness"]
 
 
+@pytest.mark.usefixtures("one_core")
 @pytest.mark.parametrize(
     ("options", "saved"),
     [
         (["--sync", "bsp,asp"], {"ranking.json": "ranking.png and timelines.png were"}),
-        (["--sync", "bsp", "--samples", "400"], {"ranking.json": "ranking.png and timelines.png were"}),
-        (["--sync", "elastic-bsp", "--sweep", "lookahead=5,10"], {"sweep.json": "sweep.png was"}),
-        (
-            ["--sync", "bsp", "--script", "train.py 6"],
-            {"training.json": "training.png was", "script-0.log": "", "script-1.log": ""},
+        *chaos(
+            (["--sync", "bsp", "--samples", "400"], {"ranking.json": "ranking.png and timelines.png were"}),
+            (["--sync", "elastic-bsp", "--sweep", "lookahead=5,10"], {"sweep.json": "sweep.png was"}),
+            (
+                ["--sync", "bsp", "--script", "train.py 6"],
+                {"training.json": "training.png was", "script-0.log": "", "script-1.log": ""},
+            ),
         ),
     ],
     ids=["ranking", "epochs", "sweep", "script"],
@@ -643,9 +663,9 @@ def test_steps_of_a_sweep_are_exact() -> None:
     ("script", "arguments", "code", "reason"),
     [
         (SCRIPT + "\nsys.exit(3)", "3", 1, "exit code 3"),
-        (SCRIPT.replace("return loss", "pass"), "3", 2, "reported no losses"),
-        (SCRIPT + "\nimport os\nos._exit(4)", "3", 1, "ended without an error message"),
         *chaos(
+            (SCRIPT.replace("return loss", "pass"), "3", 2, "reported no losses"),
+            (SCRIPT + "\nimport os\nos._exit(4)", "3", 1, "ended without an error message"),
             ("import paceline, sys\n" + SCRIPT + "\nsys.exit(0)", "3", 0, ""),
             (
                 SCRIPT + "\nimport io\nclass Own(torch.nn.Linear): pass\ntorch.save(Own(2, 2), io.BytesIO())",

@@ -98,6 +98,7 @@ def test_each_worker_uses_memory_or_tcp_and_the_result_is_the_same(mark: str) ->
     assert_equal("run/weights.safetensors", "alone/weights.safetensors")
 
 
+@pytest.mark.chaos
 @needs_namespaces
 def test_a_worker_shares_memory_with_one_server_and_uses_tcp_to_the_other(mark: str) -> None:
     served = Served("--workers", "2", "--servers", "2", "--remote-servers", "1", "--sync", "bsp")
@@ -123,6 +124,7 @@ def test_a_worker_shares_memory_with_one_server_and_uses_tcp_to_the_other(mark: 
     assert_equal("run/weights.safetensors", "alone/weights.safetensors")
 
 
+@pytest.mark.chaos
 @needs_namespaces
 def test_a_script_extends_the_model_in_memory_and_over_tcp(mark: str) -> None:
     served = Served("--workers", "2", "--servers", "2", "--sync", "bsp")

@@ -143,6 +143,7 @@ with Starter.here() as starter:
 """
 
 
+@pytest.mark.chaos
 def test_a_worker_finds_the_same_if_the_launcher_has_forked_the_fork_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -163,6 +164,7 @@ def test_a_worker_finds_the_same_if_the_launcher_has_forked_the_fork_server(
     assert len(set(seeds)) == len(seeds)
 
 
+@pytest.mark.chaos
 def test_all_processes_end_with_the_launcher_that_has_forked_the_fork_server(mark: str) -> None:
     Path("train.py").write_text("import time; time.sleep(1000)")
     killed = run_program("-P", "-c", HERE, "5")
@@ -225,6 +227,7 @@ def test_a_forked_process_ends_like_a_program(tmp_path: Path) -> None:
     assert [Path(f"left-{worker}").read_text() for worker in range(2)] == ["kept", "kept"]
 
 
+@pytest.mark.chaos
 def test_threads_that_end_before_a_fork_are_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "4")  # OpenBLAS, which NumPy loads, starts threads
     Path("train.py").write_text(LOOK)

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.overlap.namespaces import why_not
 
-from .live import await_that, mark, processes, run_program, start_program
+from .live import await_that, chaos, mark, processes, run_program, start_program
 from .scheduled import SCRIPT, assert_trained_as_alone, program, summary
 from .served import two_machines
 
@@ -104,7 +104,7 @@ def test_torchrun_starts_a_failed_job_again_as_another_job(mark: str) -> None:
         ({}, [], "torchrun has not started this process"),
         ({"WORLD_SIZE": "2"}, [], "the secret of the job is unknown. Write one to a file"),
         ({}, ["--sync", "bps"], "'bps'"),
-        ({}, ["--workers", "4:2"], "the least number of workers is 4 and the largest is 2"),
+        *chaos(({}, ["--workers", "4:2"], "the least number of workers is 4 and the largest is 2")),
     ],
 )
 def test_mistakes_are_named_before_anything_starts(

@@ -149,7 +149,7 @@ def test_nothing_is_said_if_the_numbers_of_samples_are_unknown() -> None:
     assert missing_updates(measures) == ""
 
 
-@pytest.mark.usefixtures("failing")
+@pytest.mark.usefixtures("failing", "one_core")
 def test_models_that_do_not_train_come_last_without_a_star() -> None:
     rows = rank(
         UNEVEN, ["failing:how=holds", "bsp", "failing:how=drops", "failing:how=pushed"], iterations=10
@@ -165,7 +165,7 @@ def test_models_that_do_not_train_come_last_without_a_star() -> None:
     )
 
 
-@pytest.mark.usefixtures("failing")
+@pytest.mark.usefixtures("failing", "one_core")
 def test_a_model_that_stops_the_simulation_does_not_stop_the_others() -> None:
     rows = rank(UNEVEN, ["failing:how=blocks", "asp"], iterations=10)
     assert [row.sync for row in rows] == ["asp", "failing:how=blocks"]
@@ -219,6 +219,7 @@ def test_if_every_model_fails_the_comparison_fails(
     assert "every simulation failed: failing:how=pushed: the sync model" in capsys.readouterr().err
 
 
+@pytest.mark.chaos
 @pytest.mark.usefixtures("failing")
 def test_a_script_trains_under_the_models_that_do_not_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -234,7 +235,7 @@ def test_a_script_trains_under_the_models_that_do_not_fail(
     assert "failing:how=pushed: the sync model failing:how=pushed raised KeyError: 'missing'" in words
 
 
-@pytest.mark.usefixtures("failing")
+@pytest.mark.usefixtures("failing", "one_core")
 def test_they_are_never_advised(tmp_path: Path) -> None:
     run_dir = simulate(UNEVEN, "failing:how=holds", 60, record=True).save(tmp_path / "run")
     report = advise(run_dir, ["failing:how=holds", "failing:how=drops", "failing:how=pushed", "asp"])

@@ -219,7 +219,22 @@ def visit(name: str, cluster: SmallJob) -> int:
 # -- one model all the way ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+small = pytest.mark.skipif(bool(LARGE), reason="the small sizes are visited by every run of the tests")
+
+# These take long, and are variants of models that every run of the tests visits. `make check-models` visits them.
+VARIANTS = {
+    *("spec-sync-half", "spec-sync-ssp", "mixed-failing"),
+    *(name for name in MODELS if name.startswith("spec-sync-adaptive")),
+}
+
+
+def larger(*values: Any) -> list[Any]:
+    """Parameters that only `make check-models` visits."""
+    mark = pytest.mark.skipif(not LARGE, reason="make check-models visits the larger sizes")
+    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark) for value in values]
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if LARGE or name not in VARIANTS])
 def test_no_interleaving_with_a_loss_deadlocks_or_breaks_the_bound(name: str) -> None:
     size = LARGE if "," in LARGE else "3,2,4,1" if LARGE else "2,2,3,1"
     workers, shards, iterations, losses = map(int, size.split(","))
@@ -230,17 +245,14 @@ def test_no_interleaving_with_a_loss_deadlocks_or_breaks_the_bound(name: str) ->
         assert visit(name, cluster) > 100
 
 
-small = pytest.mark.skipif(bool(LARGE), reason="the small sizes are visited by every run of the tests")
-
-# With a join, these take long, and are variants of models that every run of the tests visits. `make check-models`
-# visits them, and all random choices of the models that draw.
-VARIANTS = {
-    "spec-sync-half",
-    "spec-sync-ssp",
-    *(name for name in MODELS if name.startswith("spec-sync-adaptive")),
-    *("dssp-1", "dssp-2", "dsps-1", "dsps-2", "pssp-lazy", "pssp-per-shard", "dynamic-pssp-per-shard"),
+# With a join, these take long, too. `make check-models` visits them, and all random choices of the models that draw.
+JOINING_VARIANTS = {
+    *VARIANTS,
+    *("ssp-lazy", "conditions-lazy", "mixed-timers"),
+    *(f"{name}-{table}" for name in ("dssp", "dsps") for table in (1, 2, 3)),
+    *("pssp-lazy", "pssp-per-shard", "dynamic-pssp-per-shard"),
 }
-JOINING = [name for name in MODELS if (name in VARIANTS) == bool(LARGE) or (LARGE and name in SEEDS)]
+JOINING = [name for name in MODELS if (name in JOINING_VARIANTS) == bool(LARGE) or (LARGE and name in SEEDS)]
 
 
 @pytest.mark.parametrize("name", JOINING)
@@ -306,8 +318,7 @@ def test_no_interleaving_of_two_supersteps_deadlocks() -> None:
     assert explore(cluster_of("elastic-bsp", workers=2, shards=1, iterations=6)) > 2_000
 
 
-@small
-@pytest.mark.parametrize("iterations", [3, 4])
+@pytest.mark.parametrize("iterations", [4] if LARGE else [3])
 def test_no_interleaving_of_a_quorum_of_three_workers_deadlocks(iterations: int) -> None:
     """Two shards may disagree about who is late, and by how much; the worker goes on from the later round at both."""
     cluster = SmallJob(
@@ -336,41 +347,43 @@ def sized_cluster(sync: Any, size: str, **options: Any) -> SmallJob:
 CHANGES = [
     ("asp", ["bsp"], 1, 1),
     ("asp", ["bsp"], 2, 0),
-    ("bsp", ["asp"], 1, 1),
     ("bsp", ["asp"], 2, 0),
-    ("ssp-lazy", ["bsp"], 1, 1),
     ("ssp-lazy", ["bsp"], 2, 0),
     ("elastic-bsp", ["bsp"], 3, 0),
-    ("elastic-bsp", ["bsp"], 1, 1),
-    ("bsp", ["elastic-bsp"], 1, 1),
     ("bsp", ["elastic-bsp"], 2, 0),
-    ("asp", [str(SPEC_SYNC)], 1, 1),
     ("asp", [str(SPEC_SYNC)], 2, 0),
-    ("spec-sync", ["ssp:staleness=1"], 1, 1),
     ("spec-sync", ["ssp:staleness=1"], 2, 0),
-    ("spec-sync", ["elastic-bsp"], 2, 0),
-    ("drop-stragglers", ["ssp:staleness=1"], 1, 1),
     ("drop-stragglers", ["ssp:staleness=1"], 2, 0),
-    ("bsp", ["drop-stragglers:quorum=1"], 3, 0),
     ("naive-waiting", ["bsp"], 3, 0),
-    ("ssp", ["ssp:staleness=1,execution=lazy|bsp"], 1, 1),
     ("ssp", ["ssp:staleness=1,execution=lazy|bsp"], 2, 0),
-    ("mixed", ["elastic-bsp"], 3, 0),
-    ("conditions-failing", ["ssp:staleness=1"], 1, 1),
     ("conditions-failing", ["ssp:staleness=1"], 2, 0),
-    ("ssp", [str(FAILING)], 1, 1),
     ("ssp", [str(FAILING)], 2, 0),
-    ("elastic-bsp", [str(FAILING)], 3, 0),
     ("pssp-per-shard", ["dsps:lower=0,upper=1"], 3, 0),
-    ("asp", ["bsp", "ssp:staleness=1"], 3, 0),
     ("bsp", ["asp", "bsp"], 3, 0),
-    ("elastic-bsp", ["bsp", "elastic-bsp"], 2, 0),
-    ("asp", [str(SPEC_SYNC), "bsp"], 2, 0),
 ]
 """(before, after, iterations, losses); a second one that follows may be asked for while the first is under way."""
 
-LARGER_CHANGES = [(name, changes, 3, losses) for name, changes, _, losses in CHANGES]
-LARGER_CHANGES.append(("naive-waiting", ["bsp"], 1, 1))
+LARGER_CHANGES = [
+    *((name, changes, 3, losses) for name, changes, _, losses in CHANGES),
+    ("bsp", ["asp"], 3, 1),
+    ("ssp-lazy", ["bsp"], 3, 1),
+    ("elastic-bsp", ["bsp"], 3, 1),
+    ("bsp", ["elastic-bsp"], 3, 1),
+    ("asp", [str(SPEC_SYNC)], 3, 1),
+    ("spec-sync", ["ssp:staleness=1"], 3, 1),
+    ("spec-sync", ["elastic-bsp"], 3, 0),
+    ("drop-stragglers", ["ssp:staleness=1"], 3, 1),
+    ("bsp", ["drop-stragglers:quorum=1"], 3, 0),
+    ("naive-waiting", ["bsp"], 1, 1),
+    ("ssp", ["ssp:staleness=1,execution=lazy|bsp"], 3, 1),
+    ("mixed", ["elastic-bsp"], 3, 0),
+    ("conditions-failing", ["ssp:staleness=1"], 3, 1),
+    ("ssp", [str(FAILING)], 3, 1),
+    ("elastic-bsp", [str(FAILING)], 3, 0),
+    ("asp", ["bsp", "ssp:staleness=1"], 3, 0),
+    ("elastic-bsp", ["bsp", "elastic-bsp"], 3, 0),
+    ("asp", [str(SPEC_SYNC), "bsp"], 3, 0),
+]
 
 
 @pytest.mark.parametrize(("name", "changes", "iterations", "losses"), LARGER_CHANGES if LARGE else CHANGES)

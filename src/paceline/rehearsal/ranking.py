@@ -8,6 +8,7 @@ module `training` in this package.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from statistics import fmean
@@ -258,12 +259,21 @@ def balanced_task(cluster: Cluster, until_s: float, seed: int, shards: int | Non
 
 
 def run_tasks(tasks: Sequence[Task], tell: TellCount = lambda done, of, what: None) -> list[Figures]:
-    """Run simulations on all cores. Return the results in the order of the tasks."""
-    if len(tasks) > 1:
-        return on_all_cores(run_task, tasks, lambda task: run_name(task.sync, task.batch), tell)
+    """Run simulations on all cores. Return the results in the order of the tasks.
+
+    With only one core or task, they run in this process, because another one would first have to import everything.
+    """
+
+    def name_of(task: Task) -> str:
+        return run_name(task.sync, task.batch)
+
+    if min(len(tasks), os.cpu_count() or 1) > 1:
+        return on_all_cores(run_task, tasks, name_of, tell)
     tell(0, len(tasks), "")
-    figures = [run_task(task) for task in tasks]
-    tell(len(tasks), len(tasks), "")
+    figures = []
+    for done, task in enumerate(tasks, start=1):
+        figures.append(run_task(task))
+        tell(done, len(tasks), name_of(task))
     return figures
 
 
