@@ -133,6 +133,7 @@ class ThreadedRun:
     time_use: dict[int, TimeUse] = field(default_factory=dict)  # worker -> what it has spent its time on
     samples: dict[str, PositionCounts] = field(default_factory=dict)  # loader -> what became of its samples
     history: MetricHistory = field(default_factory=MetricHistory)  # what the function has logged
+    servers: list[ServerHost] = field(default_factory=list)
 
     @property
     def shards(self) -> list[Trace]:
@@ -183,6 +184,7 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
             for i in range(job.servers)
         ]
         connected = [ServerHost.connect(place) for place in places]
+        outcome.servers = connected
         servers = [threading.Thread(target=serve, args=(server,), daemon=True) for server in connected]
         workers = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(job.workers)]
         for thread in [*servers, *workers]:
@@ -195,7 +197,7 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
                 assert coordinator.over.wait(10.0), "a worker has not left"
                 collection = coordinator.collect()
                 assert collection.finished.wait(10.0), "the weights have not arrived"
-                outcome.state_dict = collection.result().state_dict
+                outcome.state_dict = collection.result().completed(outcome.run_dir).state_dict
         finally:
             coordinator.stop()
             for thread in servers:

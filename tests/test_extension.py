@@ -453,7 +453,7 @@ def changed(**changes: object) -> ModelSpec:
     return msgspec.structs.replace(EXTENDED, **changes)
 
 
-BUFFER = BufferSpec("mean", (3,), "float32", False)
+BUFFER = BufferSpec("mean", (3,), "float32")
 UNSUITABLE: dict[str, tuple[ModelSpec, ModelSpec, str]] = {
     "another part": (
         MODEL,

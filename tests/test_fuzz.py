@@ -293,7 +293,7 @@ OPTIMIZERS = {
 
 def model_of(optimizer: str) -> ModelSpec:
     spec = OptimizerSpec(optimizer, read_groups(OPTIMIZERS[optimizer]), (0, 0))
-    return ModelSpec(Layout.of(PARAMETERS), spec, (BufferSpec("count", (3,), "float32", False),))
+    return ModelSpec(Layout.of(PARAMETERS), spec, (BufferSpec("count", (3,), "float32"),))
 
 
 def extended(model: ModelSpec) -> ModelSpec:

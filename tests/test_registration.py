@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
 
 PARAMETERS = [Parameter(("a",), (40,), "float32"), Parameter(("b", "c"), (3, 8), "float16")]
-BUFFER = BufferSpec("count", (3,), "float32", False)
+BUFFER = BufferSpec("count", (3,), "float32")
 
 
 def model_with(name: str = "SGD", **changes: Any) -> ModelSpec:
@@ -84,11 +84,11 @@ UNSOUND: dict[str, ModelSpec] = {
     "a learning rate below zero": optimizer_with(groups=group_with(lr=-1.0)),
     "a learning rate that is no number": optimizer_with(groups=group_with(lr=math.nan)),
     "a learning rate that is none": optimizer_with(groups=group_with(lr=None)),
-    "a buffer of a dtype that there is not": model_with(buffers=(BufferSpec("x", (3,), "float7", False),)),
-    "a buffer of a dtype that is something else": model_with(buffers=(BufferSpec("x", (3,), "nn", False),)),
-    "a buffer below zero": model_with(buffers=(BufferSpec("x", (-3,), "float32", False),)),
+    "a buffer of a dtype that there is not": model_with(buffers=(BufferSpec("x", (3,), "float7"),)),
+    "a buffer of a dtype that is something else": model_with(buffers=(BufferSpec("x", (3,), "nn"),)),
+    "a buffer below zero": model_with(buffers=(BufferSpec("x", (-3,), "float32"),)),
     "a buffer of more than there is memory": model_with(
-        buffers=(BufferSpec("x", (2**40, 2**40), "float32", False),)
+        buffers=(BufferSpec("x", (2**40, 2**40), "float32"),)
     ),
 }
 

@@ -665,7 +665,14 @@ class Coordinator:
     def _start_if_ready(self) -> list[Request]:
         if len(self._ready) < self._servers:
             return []
-        started = Started(self.slices, self.addresses, self.initializer, main_worker=self.main.worker)
+        assert self.model is not None
+        started = Started(
+            self.slices,
+            self.addresses,
+            self.initializer,
+            main_worker=self.main.worker,
+            digests=self.model.digests,
+        )
         return [
             Send(worker_peer(worker), started)
             for worker in sorted(self._connected)
@@ -694,7 +701,6 @@ class Coordinator:
         if reason := self._shortage(model, len(models)):
             return self._refuse(list(models), reason, "the run")
         self._extension = Extension(
-            model,
             model.layout.sliced(self._shards, self._slicing),
             models,
             self._servers,
@@ -760,7 +766,17 @@ class Coordinator:
         # The index of the initializer may have been used again, so nobody is named.
         became_main = self.main.joined(worker)
         main = self.main.worker
-        started = Started(self.slices, self.addresses, -1, joined.iteration, sync, self._extended, main)
+        assert self.model is not None
+        started = Started(
+            self.slices,
+            self.addresses,
+            -1,
+            joined.iteration,
+            sync,
+            self._extended,
+            main,
+            self.model.digests,
+        )
         stopped = [Send(worker_peer(worker), TrainingStopped(loop)) for loop in sorted(self._stopped)]
         if self._uneven:
             stopped.append(Send(worker_peer(worker), StandInAllowed()))

@@ -18,13 +18,14 @@ it with the extension in force, or refuses it.
 
 The initializer is the worker with the lowest index. If it is lost before all servers are ready, the next worker takes
 its place, and sends its weights to all servers. So the initial weights of all shards come from one worker. Until all
-servers are ready, the shards keep their earlier parameters only. An extension is not an event of the sync model: no
-worker computes while it lasts, it is not an iteration, and it is not an update.
+servers are ready, the shards keep their earlier parameters only. The digests of frozen parameters are the
+initializer's, too. An extension is not an event of the sync model: no worker computes while it lasts, it is not an
+iteration, and it is not an update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 from .layout import ShardSlice
 from .messages import ExtendShards, ExtensionReady, ModelExtended
@@ -38,33 +39,35 @@ class Extension:
     """The coordinator's part of an extension that is in progress.
 
     Args:
-        model: the extended model.
         slices: the slices of the extended model.
-        workers: the workers that wait for the extension.
+        models: the extended model of each worker that waits for the extension.
         servers: number of servers. Shard k is at server k modulo the number of servers.
         number: number of the extension.
 
     Attributes:
-        model: the extended model.
         slices: the slices of the extended model.
         complete: True once all servers have received the initial weights from the same worker.
     """
 
     def __init__(
         self,
-        model: ModelSpec,
         slices: Sequence[ShardSlice],
-        workers: Iterable[int],
+        models: Mapping[int, ModelSpec],
         servers: int,
         number: int,
     ) -> None:
-        self.model = model
         self.slices = tuple(slices)
         self.complete = False
-        self._workers = sorted(workers)
+        self._models = models
+        self._workers = sorted(models)
         self._servers = servers
         self._number = number
         self._ready: set[int] = set()  # servers that have received the initial weights
+
+    @property
+    def model(self) -> ModelSpec:
+        """The extended model, as the initializer has described it."""
+        return self._models[self._workers[0]]
 
     def begin(self) -> list[Request]:
         """Let the servers fetch the initial weights from the initializer."""
@@ -88,7 +91,7 @@ class Extension:
         if len(self._ready) < self._servers:
             return []
         self.complete = True
-        extended = ModelExtended(self.slices, self._number)
+        extended = ModelExtended(self.slices, self._number, self.model.digests)
         return [
             *(Send(server_peer(each), extended) for each in range(self._servers)),
             *(Send(worker_peer(worker), extended) for worker in self._workers),

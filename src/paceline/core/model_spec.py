@@ -13,6 +13,7 @@ from .layout import Layout
 
 __all__ = [
     "BufferSpec",
+    "FrozenSpec",
     "HyperParameters",
     "ModelSpec",
     "OptimizerSpec",
@@ -44,22 +45,30 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
 
 
 class BufferSpec(msgspec.Struct, frozen=True):
-    """A tensor of the model's `state_dict` that the optimizer does not train.
+    """A tensor of the model's `state_dict` that is not a parameter, such as a running mean of BatchNorm.
 
     Attributes:
         name: name of the tensor in the `state_dict`.
         shape: shape of the tensor.
         dtype: name of the dtype in torch.
-        fixed: True for a parameter that the optimizer does not update. Training does not change such a parameter.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    fixed: bool
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype}{list(self.shape)}"
+
+
+class FrozenSpec(BufferSpec, frozen=True):
+    """A parameter of the model that no optimizer trains. Training does not change it.
+
+    Attributes:
+        digest: hash of the dtype, the shape and the values, as 64 hexadecimal digits (see `shard.digests`).
+    """
+
+    digest: str
 
 
 class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -72,7 +81,8 @@ class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         layout: layout of the parameters of all sets.
         optimizer: the optimizer of the first parameter set.
-        buffers: the tensors that no optimizer trains.
+        buffers: the tensors that are not parameters, and that each worker changes on its own.
+        frozen: the parameters that no optimizer trains, with the digests of this worker's values.
         further: the optimizers of the other parameter sets, in order.
     """
 
@@ -80,6 +90,12 @@ class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     optimizer: OptimizerSpec
     buffers: tuple[BufferSpec, ...]
     further: tuple[OptimizerSpec, ...] = ()
+    frozen: tuple[FrozenSpec, ...] = ()
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """The digests of the frozen parameters, in order."""
+        return tuple(spec.digest for spec in self.frozen)
 
     @property
     def optimizers(self) -> tuple[OptimizerSpec, ...]:
@@ -90,6 +106,11 @@ class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
         """Return the buffers that this model has and a model without its latest parameters does not have."""
         known = {buffer.name for buffer in before.buffers}
         return [buffer for buffer in self.buffers if buffer.name not in known]
+
+    def frozen_beyond(self, before: ModelSpec) -> list[FrozenSpec]:
+        """Return the frozen parameters that this model has and a model without its latest parameters lacks."""
+        known = {spec.name for spec in before.frozen}
+        return [spec for spec in self.frozen if spec.name not in known]
 
     @property
     def optimizers_over_layout(self) -> tuple[OptimizerSpec, ...]:
@@ -107,7 +128,10 @@ class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def first_difference(model: ModelSpec, other: ModelSpec) -> str:
-    """Describe the first difference between `model` and `other`, ignoring hyper-parameters; return "" if none."""
+    """Describe the first difference between `model` and `other`; return "" if there is none.
+
+    Hyper-parameters and the values of frozen parameters may differ.
+    """
     pairs = zip(model.layout.parameters, other.layout.parameters, strict=False)
     for expected, found in pairs:
         if expected != found:
@@ -121,11 +145,15 @@ def first_difference(model: ModelSpec, other: ModelSpec) -> str:
     for expected_optimizer, found_optimizer in zip(model.optimizers, other.optimizers, strict=True):
         if difference := _difference_of_optimizers(expected_optimizer, found_optimizer):
             return difference
-    for expected_buffer, found_buffer in zip(model.buffers, other.buffers, strict=False):
-        if expected_buffer != found_buffer:
-            return f"buffer {found_buffer} instead of {expected_buffer}"
-    if len(model.buffers) != len(other.buffers):
-        return f"{len(other.buffers)} buffers instead of {len(model.buffers)}"
+    for kind, expected_tensors, found_tensors in (
+        ("buffer", model.buffers, other.buffers),
+        ("frozen parameter", model.frozen, other.frozen),
+    ):
+        for expected_tensor, found_tensor in zip(expected_tensors, found_tensors, strict=False):
+            if str(expected_tensor) != str(found_tensor):
+                return f"{kind} {found_tensor} instead of {expected_tensor}"
+        if len(expected_tensors) != len(found_tensors):
+            return f"{len(found_tensors)} {kind}s instead of {len(expected_tensors)}"
     return ""
 
 
@@ -154,10 +182,14 @@ def require_extension(model: ModelSpec, extended: ModelSpec) -> None:
             raise ProtocolError("the extended model changes the groups of earlier parameters")
     if len(extended.optimizers) < len(model.optimizers):
         raise ProtocolError("the extended model lacks an optimizer")
-    named = {buffer.name: buffer for buffer in model.buffers}
-    for buffer in extended.buffers:
-        if named.get(buffer.name, buffer) != buffer:
-            raise ProtocolError(f"the buffer {named[buffer.name]} has become {buffer} since training began")
+    for kind, earlier, later in (
+        ("buffer", model.buffers, extended.buffers),
+        ("frozen parameter", model.frozen, extended.frozen),
+    ):
+        named = {spec.name: str(spec) for spec in earlier}
+        for spec in later:
+            if named.get(spec.name, str(spec)) != str(spec):
+                raise ProtocolError(f"the {kind} {named[spec.name]} has become {spec} since training began")
 
 
 def _difference_of_optimizers(expected: OptimizerSpec, found: OptimizerSpec) -> str:

@@ -1,14 +1,18 @@
-"""The tensors of a model that its optimizer does not train, such as BatchNorm's running statistics."""
+"""The tensors of a model that its optimizer does not train: buffers, such as BatchNorm's statistics, and frozen
+parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 import torch
 from torch import nn
 
-from ..core.model_spec import BufferSpec
+from ..core.model_spec import BufferSpec, FrozenSpec
 from ..errors import UsageError
+from ..shard.digests import chunks, digest_of, digests_of
 from ..shard.vectors import dtype_name
 from .joint_model import JointModel
 
@@ -19,95 +23,147 @@ COMPARED_SIZE = 65_536
 
 
 class Buffers:
-    """Detects changes to a model's untrained tensors: those in its `state_dict` that the optimizer does not train.
+    """Detects changes to a model's buffers, and describes its frozen parameters.
+
+    These are the tensors in the model's `state_dict` that the optimizer does not train. They may be on any device.
+    What this class returns is in host memory, unless stated otherwise.
 
     Args:
         model: the model.
         trained: the parameters that the optimizer trains.
+        before: the buffers of a smaller model, which this model extends. What they have sent is not sent again.
 
     Attributes:
-        specs: description of each untrained tensor, in the order of the `state_dict`.
+        specs: description of each buffer, in the order of the `state_dict`.
+        frozen: description of each frozen parameter, in the order of the `state_dict`.
+        added: the buffers that the smaller model did not have, by name. They count as sent.
         have_changed: True if `changed` has returned a buffer that had been returned before.
     """
 
-    def __init__(self, model: JointModel, trained: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, model: JointModel, trained: Sequence[torch.Tensor], before: Buffers | None = None
+    ) -> None:
         self._model = model
         trained_ids = set(map(id, trained))
         tensors = {name: tensor for name, tensor in model.tensors().items() if id(tensor) not in trained_ids}
+        parameters = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
         self.specs = tuple(
-            BufferSpec(name, tuple(t.shape), dtype_name(t.dtype), isinstance(t, nn.Parameter))
-            for name, t in tensors.items()
+            BufferSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype))
+            for name, tensor in tensors.items()
+            if name not in parameters
         )
+        known = {spec.name: spec for spec in before.frozen} if before is not None else {}
+        new = [name for name in parameters if name not in known]
+        digests = dict(zip(new, digests_of([parameters[name] for name in new]), strict=True))
+        self.frozen: tuple[FrozenSpec, ...] = tuple(
+            known.get(name) or FrozenSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype), digests[name])
+            for name, tensor in parameters.items()
+        )
+        self.added: dict[str, torch.Tensor] = {}
         self.have_changed = False
-        self._sent: dict[int, _Sent] = {}
+        self._sent: dict[str, _Sent] = {}
+        if before is not None:
+            self._follow(before)
 
-    def all(self) -> list[torch.Tensor]:
-        """Return every tensor, in the order of `specs`."""
-        return [self._get(spec) for spec in self.specs]
-
-    def follow(self, before: Buffers) -> dict[str, torch.Tensor]:
-        """Continue for the buffers of a smaller model: what they have sent is not sent again.
-
-        Returns:
-            The buffers that the smaller model did not have, by name. They count as sent.
-        """
+    def _follow(self, before: Buffers) -> None:
         self.have_changed = before.have_changed
-        sent = {before.specs[index].name: each for index, each in before._sent.items()}
         earlier = {spec.name for spec in before.specs}
-        added = {spec.name: self._get(spec) for spec in self.specs if spec.name not in earlier}
-        for index, spec in enumerate(self.specs):
-            if spec.name in added and not spec.fixed:
-                self._sent[index] = _Sent(added[spec.name])
-            elif spec.name in sent:
-                self._sent[index] = sent[spec.name]
-        return added
+        tensors = self.all()
+        self.added = _on_host({name: each for name, each in tensors.items() if name not in earlier})
+        sent = {name: each for name, each in before._sent.items() if name in tensors}
+        self._sent = sent | {name: _Sent(tensors[name], value) for name, value in self.added.items()}
+
+    def all(self) -> dict[str, torch.Tensor]:
+        """Return every buffer by name, on its own device."""
+        return {spec.name: self._get(spec.name) for spec in self.specs}
+
+    def values(self, specs: Sequence[BufferSpec]) -> list[torch.Tensor]:
+        """Return the values of these buffers, in this order."""
+        return list(_on_host({spec.name: self._get(spec.name) for spec in specs}).values())
+
+    def chunks_of(self, digest: str) -> Iterator[memoryview] | None:
+        """Return the bytes of the frozen parameter with this digest, in parts; None if there is none."""
+        for spec in self.frozen:
+            if spec.digest == digest:
+                return chunks(self._get(spec.name))
+        return None
 
     @torch.no_grad()
     def take_over(self, values: Mapping[str, torch.Tensor]) -> bool:
-        """Set buffers, by name, to these values, which count as sent. Return True if one has changed."""
-        differs = False
-        for index, spec in enumerate(self.specs):
-            if spec.name not in values:
-                continue
-            tensor, value = self._get(spec), values[spec.name]
-            if not torch.equal(_bits(tensor), _bits(value)):  # the bits, so that NaN equals NaN
-                tensor.copy_(value)
-                differs = True
-            if not spec.fixed:
-                self._sent[index] = _Sent(tensor)
-        return differs
+        """Set buffers and frozen parameters, by name, to these values. Return True if one has changed.
+
+        The buffers count as sent.
+        """
+        buffers = {name: tensor for name, tensor in self.all().items() if name in values}
+        differing = [name for name, own in _on_host(buffers).items() if not _same_bits(own, values[name])]
+        differing += [spec.name for spec in self.frozen if spec.name in values]
+        for name in differing:
+            self._get(name).copy_(values[name])
+        for name, tensor in buffers.items():
+            self._sent[name] = _Sent(tensor, values[name])
+        self.frozen = tuple(
+            msgspec.structs.replace(spec, digest=digest_of(values[spec.name]))
+            if spec.name in values
+            else spec
+            for spec in self.frozen
+        )
+        return bool(differing)
 
     def changed(self) -> dict[int, torch.Tensor]:
         """Return the buffers that have changed since the last call, by index in `specs`. The first call returns all.
 
-        Untrained parameters are never included, because training does not change them.
-
         Raises:
             UsageError: the shape or dtype of a tensor has changed since training began.
         """
-        found = {}
+        suspected: dict[str, torch.Tensor] = {}
+        index_of = {}
         for index, spec in enumerate(self.specs):
-            if spec.fixed:
-                continue
-            tensor = self._get(spec)
+            tensor = self._get(spec.name)
             shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
             if (shape, dtype) != (spec.shape, spec.dtype):
                 raise UsageError(
                     f"Buffer {spec.name!r} was {spec.dtype}{list(spec.shape)} when training began, but is now "
                     f"{dtype}{list(shape)}. Do not change the shape or dtype of a buffer during training."
                 )
-            if index not in self._sent or self._sent[index].differs_from(tensor):
-                self.have_changed |= index in self._sent
-                self._sent[index] = _Sent(tensor)
-                found[index] = tensor
+            sent = self._sent.get(spec.name)
+            if sent is None or sent.may_differ_from(tensor):
+                suspected[spec.name], index_of[spec.name] = tensor, index
+        found = {}
+        for name, value in _on_host(suspected).items():
+            sent = self._sent.get(name)
+            if sent is None or sent.differs_from(suspected[name], value):
+                self.have_changed |= sent is not None
+                self._sent[name] = _Sent(suspected[name], value)
+                found[index_of[name]] = value
         return found
 
-    def _get(self, spec: BufferSpec) -> torch.Tensor:
-        return self._model.tensor(spec.name).detach()
+    def _get(self, name: str) -> torch.Tensor:
+        return self._model.tensor(name).detach()
+
+
+def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return these tensors in host memory: those on the CPU themselves, others as parts of one copy.
+
+    There is one copy for all tensors of a device and dtype, because each copy waits for the device.
+    """
+    groups: defaultdict[tuple[torch.device, torch.dtype], list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        if tensor.device.type != "cpu":
+            groups[tensor.device, tensor.dtype].append(name)
+    found = dict(tensors)
+    for members in groups.values():
+        flat = torch.cat([tensors[name].reshape(-1) for name in members]).cpu()
+        parts = flat.split([tensors[name].numel() for name in members])
+        found |= {name: part.view(tensors[name].shape) for name, part in zip(members, parts, strict=True)}
+    return found
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(_bits(tensor), _bits(other))  # so that NaN equals NaN
 
 
 class _Sent:
@@ -115,14 +171,24 @@ class _Sent:
 
     A tensor's version counter reveals most changes. However, BatchNorm's kernel writes the running statistics without
     incrementing the counter, so buffers of up to `COMPARED_SIZE` elements are also compared with a copy.
+
+    Args:
+        tensor: the buffer.
+        value: its content, in host memory.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         self._version = (tensor.data_ptr(), tensor._version)
-        self._copy = tensor.clone() if tensor.numel() <= COMPARED_SIZE else None
+        self._copy: torch.Tensor | None = None
+        if tensor.numel() <= COMPARED_SIZE:
+            self._copy = value.clone() if tensor.device.type == "cpu" else value
 
-    def differs_from(self, tensor: torch.Tensor) -> bool:
-        """Return True if the buffer may have changed."""
+    def may_differ_from(self, tensor: torch.Tensor) -> bool:
+        """Return True if the buffer may have changed, so that its content has to be looked at."""
+        return self._copy is not None or (tensor.data_ptr(), tensor._version) != self._version
+
+    def differs_from(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
+        """Return True if the buffer, whose content is now `value`, may have changed."""
         if (tensor.data_ptr(), tensor._version) != self._version:
             return True
-        return self._copy is not None and not torch.equal(tensor, self._copy)
+        return self._copy is not None and not torch.equal(value, self._copy)

@@ -21,7 +21,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..core.model_spec import FrozenSpec
+from ..shard.digests import digest_of
 from ..shard.optimizer_state import join_state
+from ..shard.vectors import dtype_name
 from .joint_model import JointModel
 from .lazy import any_lazy
 from .parameter_sets import ParameterSet, Trained
@@ -57,12 +60,14 @@ class _Newcomer:
             or in which parameters were added to them.
         in_progress: True if the run was in progress when the worker came; None while this is not known.
         held: the number of optimizers whose models hold the job's weights.
+        digests: the digests of the frozen parameters of these models, by name.
     """
 
     def __init__(self) -> None:
         self.optimizers: list[ref[Any]] = []
         self.in_progress: bool | None = None
         self.held = 0
+        self.digests: dict[str, str] = {}
 
 
 def add_untrained(session: Session, optimizer: Untrained) -> None:
@@ -108,11 +113,20 @@ def hold_job_model(session: Session | None, *, newest: bool = False) -> None:
         return
     if newcomer.held == len(optimizers) and not newest:
         return
-    state = session.fetch_model()
+    tensors = JointModel([model for optimizer in optimizers for model in optimizer.models()]).tensors()
+
+    def digest(spec: FrozenSpec) -> str:
+        known = newcomer.digests
+        if spec.name not in known and _fits(tensors.get(spec.name), spec):
+            known[spec.name] = digest_of(tensors[spec.name])
+        return known.get(spec.name, "")
+
+    state = session.fetch_model(digest)
     newcomer.in_progress = state is not None
     if state is not None:
         newcomer.held = len(optimizers)
-        _copy(state, JointModel([model for optimizer in optimizers for model in optimizer.models()]))
+        newcomer.digests |= {name: digest_of(state[name]) for name in newcomer.digests if name in state}
+        _copy(state, tensors)
 
 
 def job_state(session: Session, optimizer: Untrained) -> dict[int, dict[str, Any]] | None:
@@ -141,9 +155,18 @@ def job_state(session: Session, optimizer: Untrained) -> dict[int, dict[str, Any
     return {position: state[index] for position, index in enumerate(members) if index in state}
 
 
+def _fits(tensor: torch.Tensor | None, spec: FrozenSpec) -> bool:
+    """Return True if a tensor of this worker could have the value of a frozen parameter of the job."""
+    return (
+        tensor is not None
+        and not is_lazy(tensor)
+        and (tuple(tensor.shape), dtype_name(tensor.dtype)) == (spec.shape, spec.dtype)
+    )
+
+
 @torch.no_grad()
-def _copy(state: Mapping[str, torch.Tensor], model: JointModel) -> None:
-    for name, tensor in model.tensors().items():
+def _copy(state: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
         value = state.get(name)
         if value is None or is_lazy(tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
             continue

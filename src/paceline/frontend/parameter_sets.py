@@ -103,7 +103,7 @@ class Trained(NamedTuple):
         index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         members = [[index_of[id(parameter)] for parameter in each.parameters] for each in sets]
         layout = layout_of(model, added, described)
-        buffers = Buffers(model, parameters)
+        buffers = Buffers(model, parameters, before.buffers if before else None)
         first, *further = (
             msgspec.structs.replace(
                 each.optimizer,
@@ -112,7 +112,7 @@ class Trained(NamedTuple):
             )
             for set_index, each in enumerate(sets)
         )
-        spec = ModelSpec(layout, first, buffers.specs, tuple(further))
+        spec = ModelSpec(layout, first, buffers.specs, tuple(further), buffers.frozen)
         return cls(sets, model, parameters, members, buffers, spec, device_of(model, parameters))
 
     def new_since(self, before: Trained) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ process of a live run and on a thread of a simulation. Without a session, a scri
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
@@ -17,7 +17,7 @@ from ..core.data_feed import DataFeed
 from ..core.layout import ShardSlice
 from ..core.lease import BatchSizing, Split
 from ..core.messages import Combined, LoopPosition, Observation
-from ..core.model_spec import BufferSpec, ModelSpec
+from ..core.model_spec import BufferSpec, FrozenSpec, ModelSpec
 from ..core.requests import Request
 from ..core.unsent_metrics import Noted, Settled
 from ..errors import ConfigurationError
@@ -59,6 +59,8 @@ class Session(Protocol):
         gradients: dtype -> flat vector of the gradients. Filled by `begin`.
         before_exchange: function that the session calls before it sends `gradients`, or requests new `weights`.
             Afterwards, nothing else uses this memory until the answer.
+        frozen: function that returns the bytes of this worker's frozen parameter with a digest, in parts; None if
+            there is none. Set before `begin`, and before `extend`.
         on_moved: function that the session calls after it has moved `weights` to other memory.
         on_finish: function that the session calls when the script ends. It returns a warning, or "".
         rounds_weights: True if weights may be rounded on their way to this worker, and so differ from those of the
@@ -76,6 +78,7 @@ class Session(Protocol):
     weights: Vectors
     gradients: Vectors
     before_exchange: Callable[[], object]
+    frozen: Callable[[str], Iterable[memoryview] | None]
     on_moved: Callable[[], object]
     on_finish: Callable[[], str]
 
@@ -113,11 +116,15 @@ class Session(Protocol):
         """Ask the coordinator, and return True if this worker is the main worker now."""
         ...
 
-    def fetch_model(self) -> Mapping[str, torch.Tensor] | None:
+    def fetch_model(self, digest: Callable[[FrozenSpec], str]) -> Mapping[str, torch.Tensor] | None:
         """Return the job's weights, and its buffers pooled over the workers, by their names in the `state_dict`.
 
         A worker that joins a run in progress may call this before `begin`. It takes no part in the run until then, so
         no other worker waits for it.
+
+        Args:
+            digest: function that returns the digest of this worker's value of a frozen parameter; "" if it has none.
+                The job's values are included where they differ.
 
         Returns:
             None if the run is only beginning, so that there is no model to read.
@@ -138,7 +145,7 @@ class Session(Protocol):
         Only the initializer calls this method. The initial weights are taken from `weights`.
 
         Args:
-            buffers: the model's tensors that the optimizer does not train.
+            buffers: the values of the model's buffers.
             state_of: function that returns a shard's part of the initial optimizer state.
         """
         ...
@@ -163,7 +170,7 @@ class Session(Protocol):
         Args:
             model: the extended model.
             weights: name -> flat vector with the initial weights of the new parameters. Those of one worker are used.
-            buffers: the buffers that the model did not have before.
+            buffers: the values of the buffers that the model did not have before.
             state_of: function that returns a shard's part of the new parameters' initial optimizer state.
 
         Returns:
@@ -326,6 +333,14 @@ class Session(Protocol):
         Args:
             specs: these buffers.
             own: this worker's own values of these buffers. If they are equal, the result may be {}.
+        """
+        ...
+
+    def fetch_frozen(self, specs: Sequence[FrozenSpec]) -> Mapping[str, torch.Tensor]:
+        """Return the run's values of those of these frozen parameters whose own digests are others, by name.
+
+        Raises:
+            ConfigurationError: no worker of the run has these values any more.
         """
         ...
 

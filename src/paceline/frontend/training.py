@@ -20,7 +20,7 @@ from ..core.drawn import DrawnBatch
 from ..core.fingerprints import HASHED_ITERATIONS
 from ..core.layout import of_set
 from ..core.messages import MOST_PARAMETER, Combined, GradientHashed, Observation, Warned
-from ..core.model_spec import BufferSpec, HyperParameters
+from ..core.model_spec import BufferSpec, FrozenSpec, HyperParameters
 from ..core.requests import COORDINATOR, Send
 from ..core.unsent_metrics import Settled
 from ..errors import NonFiniteGradientError, UsageError
@@ -100,17 +100,18 @@ class WorkerTraining:
         trained = Trained.of(sets)
         layout = trained.spec.layout
         self._expect_batches_for(trained)
+        session.frozen = trained.buffers.chunks_of
         initializer = session.begin(trained.spec)
         weights = Weights(layout, trained.parameters)
         if initializer:
             weights.copy_to(session.weights)
-            session.initialize(trained.buffers.all(), trained.initial_state(trained.parameters))
+            buffers = trained.buffers.values(trained.buffers.specs)
+            session.initialize(buffers, trained.initial_state(trained.parameters))
         else:
             session.await_first_weights()
         trained.buffers.changed()  # from here on, only changed buffers are sent
-        self._train(
-            trained, weights, range(len(trained.parameters)), () if initializer else trained.buffers.specs
-        )
+        new = ((), ()) if initializer else (trained.spec.buffers, trained.spec.frozen)
+        self._train(trained, weights, range(len(trained.parameters)), *new)
         # The session refers to this object, so that it lives on if the script keeps only the model.
         session.on_moved = self._follow_weights
         session.on_finish = self._finish
@@ -166,22 +167,28 @@ class WorkerTraining:
         }
         weights = Weights(layout, trained.parameters)
         weights.copy_to(initial)
-        buffers = trained.buffers.follow(before.buffers)
+        session.frozen = trained.buffers.chunks_of
         state_of = trained.initial_state(trained.new_since(before))
         pulled, iteration = self._weights.copies(), session.iteration
-        if refused := session.extend(trained.spec, initial, list(buffers.values()), state_of):
+        if refused := session.extend(trained.spec, initial, list(trained.buffers.added.values()), state_of):
             raise UsageError(f"The workers' calls differ: {refused}")
         if session.iteration == iteration or self.graph_begun:
             # The weights that the worker has pulled with its last step. A graph may hold them.
             self._weights.keep_in(session.weights, pulled)
         remove_now(session)
-        self._train(trained, weights, added, trained.spec.buffers_beyond(before.spec))
+        new = trained.spec.buffers_beyond(before.spec), trained.spec.frozen_beyond(before.spec)
+        self._train(trained, weights, added, *new)
         for index, parameter in enumerate(before.parameters):
             if parameter.grad is not None:  # it is in the session's former memory, which is freed now
                 self._gradients.adopt(index)
 
     def _train(
-        self, trained: Trained, weights: Weights, added: range, new_buffers: Sequence[BufferSpec]
+        self,
+        trained: Trained,
+        weights: Weights,
+        added: range,
+        new_buffers: Sequence[BufferSpec],
+        new_frozen: Sequence[FrozenSpec],
     ) -> None:
         """Take over the weights of the session, and train with its memory from now on.
 
@@ -190,6 +197,7 @@ class WorkerTraining:
             weights: the weights of all parameters.
             added: the indices of the parameters that were not trained before.
             new_buffers: the buffers whose values must be taken over from the initializer.
+            new_frozen: the frozen parameters whose values must be taken over if they differ.
         """
         session, parameters = self._session, trained.parameters
         self._trained, self._weights = trained, weights
@@ -198,8 +206,10 @@ class WorkerTraining:
         self._stager = stager_of(trained.spec.layout, session, trained.device)
         replaced = any(index in added for index in weights.use(self._stager))
         if new_buffers:
-            own = [trained.model.tensor(spec.name) for spec in new_buffers]
+            own = trained.buffers.values(new_buffers)
             replaced |= trained.buffers.take_over(session.fetch_initial_buffers(new_buffers, own))
+        if new_frozen:
+            replaced |= trained.buffers.take_over(session.fetch_frozen(new_frozen))
         if replaced:
             self.stale |= {
                 set_index
@@ -482,8 +492,7 @@ class WorkerTraining:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return this worker's own buffers, by their names in the model's `state_dict`."""
-        buffers = self._trained.buffers
-        return dict(zip((spec.name for spec in buffers.specs), buffers.all(), strict=True))
+        return self._trained.buffers.all()
 
     def fetch_state(self, set_index: int) -> dict[int, dict[str, Any]]:
         """Fetch the state of a set's optimizer from the servers, as the "state" entry of a `state_dict()`."""

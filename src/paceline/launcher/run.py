@@ -27,6 +27,7 @@ from ..outlets.wanted import Outlets
 from ..plugins.conditions import local_conditions
 from ..report.run_file import write_run_file
 from ..runtime.coordinator import CoordinatorHost
+from ..runtime.frozen_files import remove_frozen
 from ..runtime.in_progress import published
 from ..runtime.job import Job, claim_run_dir
 from ..runtime.listener import Listener
@@ -287,6 +288,7 @@ class LiveRun:
         for worker, process in engine.workers.items():
             if process.ending:
                 coordinator.core.note_ending(worker, process.ending)
+        remove_frozen(self._run_dir)
         for process in left:
             self._notes.append(f"{process.name} (process {process.id}) was killed, but has not ended yet")
         if failure is not None:
@@ -448,10 +450,14 @@ class LiveRun:
                     )
         missing = {shard % self._job.servers for shard in collection.missing}
         coordinator.end_collection("a second signal came before its weights")
-        self._weights = collection.result()
+        self._weights = collection.result().completed(self._run_dir)
         self._give_up(missing, "" if self._weights.absent else "; its part was read from shared memory")
         self._weights_path, messages = save_weights(self._weights, self._run_dir)
         self._notes += messages
+        if left_out := len(self._weights.frozen):
+            self._say(
+                f"The saved weights lack {left_out} frozen parameters, which every worker has loaded itself."
+            )
 
     def _give_up(self, servers: Iterable[int], then: str = "") -> None:
         """Note why servers are no longer awaited, and kill those that run on this machine."""

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from ..core.good_weights import GoodWeights
 from ..errors import PacelineError
@@ -94,7 +95,7 @@ class Sampler(_Reading):
         return not self._is_over_after(max(0.0, due_s - self._coordinator.job.now_s()))
 
     def _take(self, reader: Reader) -> None:
-        snapshot = reader.read()
+        snapshot = reader.read().completed(Path(self._coordinator.job.run_dir))
         now_s = self._coordinator.job.now_s() - self._coordinator.started_s
         self.taken.append((now_s, snapshot))
         # Skip the due times that passed while the snapshot was being taken.
@@ -125,6 +126,6 @@ class Keeper(_Reading):
 
     def _take(self, reader: Reader) -> None:
         begun_s = time.monotonic()
-        self._weights.take(reader.read())
+        self._weights.take(reader.read().completed(Path(self._coordinator.job.run_dir)))
         now_s = time.monotonic()
         self._due_s = now_s + max(LEAST_KEEPING_S, (now_s - begun_s) / KEEPING_SHARE)

@@ -53,7 +53,7 @@ class Collection:
         """
         if message.shard not in self.owed_by(server, servers):
             raise ProtocolError(f"shard {message.shard} is not expected from server {server}")
-        return self._assembly.targets(message.shard)
+        return self._assembly.targets(message)
 
     def arrived(self, message: Snapshot) -> None:
         """Record that a shard has arrived."""

@@ -16,10 +16,12 @@ import torch
 from ..core.layout import Layout, ShardSlice, item_bytes
 from ..core.messages import (
     MOST_STATES_BYTES,
+    FetchFrozen,
     FetchOptimizerState,
     FetchSnapshot,
     FetchStates,
     FromServer,
+    FrozenTensors,
     Hello,
     KeptStates,
     LoopPosition,
@@ -27,7 +29,7 @@ from ..core.messages import (
     OptimizerState,
     Snapshot,
 )
-from ..core.model_spec import ModelSpec
+from ..core.model_spec import FrozenSpec, ModelSpec
 from ..errors import ProtocolError
 from ..files import Unfinished
 from ..shard.buffers import packed_bytes, unpack
@@ -37,9 +39,14 @@ from ..wire.addresses import connect
 from ..wire.memory import cut
 from ..wire.stream import Stream
 from ..wire.tls import Contexts
+from .frozen_files import read_frozen
+from .frozen_values import require_complete
 from .server_memory import require_plausible_state
 
 __all__ = ["Assembly", "Reader", "WeightsSnapshot", "named_weights", "read_states"]
+
+FROZEN_SILENCE_S = 600.0
+"""Time within which a server sends a frozen parameter: a worker sends it to the server only between computations."""
 
 
 class WeightsSnapshot(msgspec.Struct, frozen=True):
@@ -49,11 +56,21 @@ class WeightsSnapshot(msgspec.Struct, frozen=True):
         state_dict: name -> tensor, as in the model's `state_dict()`. A tied weight appears under each of its names.
         versions: for each shard, the number of updates that its weights include; -1 if the number is unknown.
         absent: names of the tensors that are missing or incomplete because a shard could not be read.
+        frozen: the frozen parameters whose values the servers do not have, because every worker has loaded the same.
     """
 
     state_dict: dict[str, torch.Tensor]
     versions: tuple[int, ...]
     absent: tuple[str, ...] = ()
+    frozen: tuple[FrozenSpec, ...] = ()
+
+    def completed(self, run_dir: Path) -> WeightsSnapshot:
+        """Return the snapshot with the frozen parameters that are in files in the run directory."""
+        read = {
+            spec.name: tensor for spec in self.frozen if (tensor := read_frozen(run_dir, spec)) is not None
+        }
+        left = tuple(spec for spec in self.frozen if spec.name not in read)
+        return msgspec.structs.replace(self, state_dict=self.state_dict | read, frozen=left)
 
     def save(self, path: Path) -> Path:
         """Write the tensors to a file in safetensors format, which is then complete or absent. Return its path."""
@@ -87,11 +104,22 @@ class Assembly:
         # The model's buffers, which are sent with the snapshot of shard 0.
         self._buffers = [bytearray(packed_bytes(spec)) for spec in model.buffers]
         self._lacks_buffers = bool(self._buffers)
+        self._frozen: dict[str, bytearray] = {}  # digest -> value, for the values that the server has
 
-    def targets(self, shard: int) -> list[memoryview]:
-        """Return the memory into which the payload of a shard's snapshot is received."""
+    def targets(self, snapshot: Snapshot) -> list[memoryview]:
+        """Return the memory into which the payload of a shard's snapshot is received.
+
+        Raises:
+            ProtocolError: the snapshot contains values of unknown frozen parameters.
+        """
+        shard = snapshot.shard
         targets = list(cut(self._vectors, self._shards[shard]).values())
-        return targets + [memoryview(buffer) for buffer in self._buffers if shard == 0]
+        sizes = {spec.digest: packed_bytes(spec) for spec in self._model.frozen} if shard == 0 else {}
+        if not sizes.keys() >= set(snapshot.digests):
+            raise ProtocolError(f"the snapshot of shard {shard} contains unknown frozen parameters")
+        self._frozen |= {digest: bytearray(sizes[digest]) for digest in snapshot.digests}
+        others = [*self._buffers, *(self._frozen[each] for each in snapshot.digests)] if shard == 0 else []
+        return targets + [memoryview(each) for each in others]
 
     def arrived(self, snapshot: Snapshot) -> None:
         """Record that the payload of a shard's snapshot has been received."""
@@ -121,9 +149,13 @@ class Assembly:
             state[spec.name] = unpack(spec, buffer)
         if self._lacks_buffers:
             absent.update(spec.name for spec in self._model.buffers)
+        for each in self._model.frozen:
+            if each.digest in self._frozen:
+                state[each.name] = unpack(each, self._frozen[each.digest])
+        frozen = tuple(each for each in self._model.frozen if each.digest not in self._frozen)
         versions = tuple(self._versions[shard] for shard in sorted(self._versions))
         complete = {name: tensor for name, tensor in state.items() if name not in absent}
-        return WeightsSnapshot(complete, versions, tuple(name for name in state if name in absent))
+        return WeightsSnapshot(complete, versions, tuple(name for name in state if name in absent), frozen)
 
 
 class Reader:
@@ -145,6 +177,7 @@ class Reader:
         self._assembly: Assembly | None = None  # the snapshot that is being read
         self._fetching: ShardSlice | None = None  # the shard whose optimizer state is being read
         self._state = bytearray()  # the optimizer state that was received last
+        self._values: dict[str, bytearray] = {}  # digest -> memory for the value of a frozen parameter
         for stream in streams:
             stream.sink = self._payload_targets
 
@@ -209,6 +242,26 @@ class Reader:
         self._fetching, self._state = None, bytearray()
         return states
 
+    def read_frozen(self, specs: Sequence[FrozenSpec]) -> dict[str, torch.Tensor]:
+        """Return the values of these frozen parameters, by name.
+
+        Raises:
+            ConfigurationError: no worker has one of these values any more.
+            PeerLostError: the connection to the server is lost.
+            DeadlineError: the server does not answer in time.
+            ProtocolError: the server sent another message.
+        """
+        if not specs:
+            return {}
+        self._values = {spec.digest: bytearray(packed_bytes(spec)) for spec in specs}
+        stream = self._streams[0]
+        stream.send(FetchFrozen(0, tuple(self._values)))
+        answer = stream.wait(FROZEN_SILENCE_S)
+        if not isinstance(answer, FrozenTensors):
+            raise ProtocolError(f"a server sent {type(answer).__name__} to a reader, expected FrozenTensors")
+        require_complete({spec.digest: spec.name for spec in specs}, answer.digests)
+        return {spec.name: unpack(spec, self._values[spec.digest]) for spec in specs}
+
     def close(self) -> None:
         """Close the connections."""
         for stream in self._streams:
@@ -220,9 +273,11 @@ class Reader:
             require_plausible_state(shard, size_bytes)
             self._state = bytearray(size_bytes)
             return [memoryview(self._state)]
+        if isinstance(message, FrozenTensors) and self._values.keys() >= set(message.digests):
+            return [memoryview(self._values[digest]) for digest in message.digests]
         if assembly is None or not isinstance(message, Snapshot) or message.shard not in assembly.missing:
             return []
-        return assembly.targets(message.shard)
+        return assembly.targets(message)
 
 
 def read_states(

@@ -8,6 +8,7 @@ steps with the same code as a shard, on an optimizer that has one parameter elem
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,7 @@ from ..core.model_spec import HyperParameters, ModelSpec, OptimizerSpec
 from ..errors import ConfigurationError, ProtocolError
 from ..plugins.optimizer_sources import OptimizerSources
 from ..shard.buffers import packed_bytes
+from ..shard.digests import DIGITS
 from ..shard.optimizers import ELEMENTWISE, read_groups, rehearse
 from ..shard.slice_optimizers import optimizer_of_slice
 
@@ -25,6 +27,7 @@ __all__ = ["require_groups", "require_sound"]
 NO_SOURCES = OptimizerSources()
 MOST_BYTES = 2**48  # maximum size of the parameters and of each buffer; no machine has this much memory
 PLAIN_RATE = 1e4  # learning rates up to this value need no trial, because every dtype can represent them
+DIGEST = re.compile(f"[0-9a-f]{{{DIGITS}}}")
 LATE_STEP = 1e9  # a step number that no run reaches
 
 # For each optimizer: the bounds of its numeric hyper-parameters, and None for its flags. torch accepts every
@@ -54,7 +57,8 @@ def require_sound(model: ModelSpec, sources: OptimizerSources = NO_SOURCES) -> N
         ProtocolError: the model is not valid; the message says why.
     """
     parameters = model.layout.parameters
-    shapes = [parameter.shape for parameter in parameters] + [buffer.shape for buffer in model.buffers]
+    untrained = [*model.buffers, *model.frozen]
+    shapes = [parameter.shape for parameter in parameters] + [tensor.shape for tensor in untrained]
     if not all(parameter.names for parameter in parameters) or any(n < 0 for shape in shapes for n in shape):
         raise ProtocolError("the model has a parameter without a name, or a shape with a negative size")
     try:
@@ -63,10 +67,12 @@ def require_sound(model: ModelSpec, sources: OptimizerSources = NO_SOURCES) -> N
         raise ProtocolError(f"the model cannot be trained: {error}") from error
     if layout != model.layout:
         raise ProtocolError("the model's layout does not match its parameters")
-    for buffer in model.buffers:
-        if not isinstance(getattr(torch, buffer.dtype, None), torch.dtype):
-            raise ProtocolError(f"the buffer {buffer} has an unknown dtype")
-    if (largest := max(layout.size_bytes, *(packed_bytes(spec) for spec in model.buffers), 0)) > MOST_BYTES:
+    for tensor in untrained:
+        if not isinstance(getattr(torch, tensor.dtype, None), torch.dtype):
+            raise ProtocolError(f"the buffer {tensor} has an unknown dtype")
+    if not all(DIGEST.fullmatch(digest) for digest in model.digests):  # a digest is the name of a file
+        raise ProtocolError("the digest of a frozen parameter is not valid")
+    if (largest := max(layout.size_bytes, *(packed_bytes(spec) for spec in untrained), 0)) > MOST_BYTES:
         raise ProtocolError(f"a buffer or the parameters have {largest} bytes, expected at most {MOST_BYTES}")
     members = [
         sum(parameter.set_index == set_index for parameter in parameters)

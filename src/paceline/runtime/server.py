@@ -29,6 +29,7 @@ from ..core.messages import (
     ExtendShards,
     Failed,
     FetchBuffers,
+    FetchFrozen,
     FetchInitialBuffers,
     FetchOptimizerState,
     FetchSnapshot,
@@ -36,6 +37,7 @@ from ..core.messages import (
     FetchWaits,
     FromCoordinatorToServer,
     FromPeerToServer,
+    FrozenTensors,
     Hello,
     InitialBuffers,
     InitialState,
@@ -98,6 +100,7 @@ from ..wire.ring import Ring
 from ..wire.stream import Stream
 from ..wire.traffic import Traffic, traffic_of
 from .footprint import available_bytes, served_shortage, vectors_of
+from .frozen_values import FrozenValues
 from .hub import Caller, Hub
 from .job import Assignment
 from .segmented import TEND_S, TEND_TICKS, SegmentedFile, segmenting
@@ -180,6 +183,7 @@ class ServerHost:
             place.job.seed, place.job.read_sync, self._recorder_of, translated=place.job.translated
         )
         self._memory: ServerMemory | None = None  # None until training begins
+        self._frozen: FrozenValues[ServerCaller] = FrozenValues()  # empty unless this server holds shard 0
         self._timers: Timers[Timer] = Timers()
         self._running = True
         self._told_to_end = False  # True once `Shutdown` has arrived
@@ -263,7 +267,7 @@ class ServerHost:
         self._core.require_expected(hello.index, hello.extension, hello.incarnation)
         memory = self._require_memory()
         if hello.extension > self._core.extension:
-            memory.extend()
+            self._extend()
         region = None
         if hello.memory_bytes:
             if not peer.stream.descriptors:
@@ -275,6 +279,7 @@ class ServerHost:
         if region is not None and hello.place is not None:
             self._hub.send(peer, MemoryAttached(memory.shards))
         peer.inboxes = memory.inboxes(region)
+        self._frozen.gone(peer.index)
         self._workers[peer.index] = peer
         if peer.index in self._core.ending:  # this greeting is one of the last messages of a lost worker
             self._expect_end(peer.index)
@@ -291,6 +296,7 @@ class ServerHost:
             reads_in_place=in_place,
         )
         self._perform(connected)
+        self._pass_on_frozen()
 
     def received(self, peer: ServerCaller, message: Message) -> None:
         if peer is self._coordinator:
@@ -330,6 +336,13 @@ class ServerHost:
                 self._core.shard(0)
                 initial = memory.initial_buffers(unless=message.checksum)
                 self._hub.send(peer, InitialBuffers(0, equal=initial is None), initial or ())
+            case FetchFrozen(shard=0) if not peer.stream.backlog:
+                self._core.shard(0)
+                self._frozen.request(peer, message.digests, memory.frozen_sizes())
+                self._pass_on_frozen()
+            case FrozenTensors(shard=0) if peer.role == "worker":
+                self._frozen.arrived(peer.index, message.digests, peer.payload)
+                self._pass_on_frozen()
             case KeepStates(shard=0, position=position) if peer.role == "worker" and peer.payload:
                 self._core.shard(0)
                 memory.states = position, peer.payload[0]
@@ -356,7 +369,11 @@ class ServerHost:
             return []
         if isinstance(message, INITIAL) and not self._initializes(peer):
             return []
-        peer.payload = [bytearray(size) for size in self._memory.payload_sizes(message, size_bytes)]
+        if isinstance(message, FrozenTensors):
+            sizes = self._frozen.sizes(message.digests)
+        else:
+            sizes = self._memory.payload_sizes(message, size_bytes)
+        peer.payload = [bytearray(size) for size in sizes]
         targets = [memoryview(part) for part in peer.payload]
         if isinstance(message, GRADIENTS) and message.pieces and message.shard in peer.inboxes:
             inbox, _ = peer.inboxes[message.shard]
@@ -367,10 +384,14 @@ class ServerHost:
     def gone(self, peer: ServerCaller, reason: str) -> None:
         if peer is self._coordinator:
             self._running = False  # the run is over, although no `Shutdown` has arrived
-        elif self._workers.get(peer.index) is peer:
+            return
+        self._frozen.forget(peer)
+        if self._workers.get(peer.index) is peer:
             del self._workers[peer.index]
             if (traffic := traffic_of(peer.stream.sock)) is not None:
                 self._carried[peer.index] = traffic
+            self._frozen.gone(peer.index)
+            self._pass_on_frozen()
             self._perform(self._core.disconnected(peer.index, self._job.now_ticks()))
 
     # -- messages -----------------------------------------------------------------------------------------
@@ -390,7 +411,7 @@ class ServerHost:
                 self._require_memory().prepare(model, shards, self._attach_master(model.layout))
                 self._pass_on(self._coordinator, message)
             case ModelExtended():
-                self._require_memory().extend()
+                self._extend()
                 self._pass_on(self._coordinator, message)
             case WorkerLost(worker, at_once=at_once):
                 peer = self._workers.get(worker)
@@ -516,8 +537,23 @@ class ServerHost:
 
     def _send_snapshot(self, peer: ServerCaller, index: int) -> None:
         # The weights are lent, because the first bytes of a copy would leave only after all of it had been made.
-        version = self._core.shard(index).version
-        self._hub.send(peer, Snapshot(index, version), self._require_memory().snapshot(index), lent=index)
+        version, memory = self._core.shard(index).version, self._require_memory()
+        frozen = self._frozen.kept if index == 0 else {}
+        payload = [*memory.snapshot(index), *(memoryview(value) for value in frozen.values())]
+        self._hub.send(peer, Snapshot(index, version, tuple(frozen)), payload, lent=index)
+
+    def _pass_on_frozen(self) -> None:
+        """Answer those who wait for values of frozen parameters, or request the values from a worker."""
+        workers = sorted(self._workers, key=lambda worker: (worker != self._core.initializer, worker))
+        for to, message, payload in self._frozen.due(workers):
+            peer = self._workers[to] if isinstance(to, int) else to
+            self._hub.send(peer, message, payload, lent=FrozenTensors)  # the values do not change
+
+    def _extend(self) -> None:
+        """Store the extended model from now on, if it has not been done yet."""
+        memory = self._require_memory()
+        memory.extend()
+        self._frozen.retain(memory.frozen_sizes())
 
     def _save_states(self) -> None:
         """Write the states of tracked objects that were kept last, if this server has any, to the run directory."""

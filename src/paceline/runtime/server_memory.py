@@ -336,6 +336,10 @@ class ServerMemory:
         """Return the weights of a shard and, for shard 0, the pooled buffers of the model."""
         return [*self.weights[index].values(), *(self.pooled_buffers() if index == 0 else [])]
 
+    def frozen_sizes(self) -> dict[str, int]:
+        """Return the size in bytes of each frozen parameter, by its digest."""
+        return {spec.digest: packed_bytes(spec) for spec in self._plan.model.frozen}
+
     def pooled_buffers(self) -> list[memoryview]:
         """Return the model's buffers, pooled over the workers. Only the server of shard 0 has them."""
         if self._slots is None:

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
 
@@ -39,10 +39,12 @@ from ..core.messages import (
     Content,
     Failed,
     FetchBuffers,
+    FetchFrozen,
     FetchInitialBuffers,
     FetchOptimizerState,
     FromCoordinatorToWorker,
     FromServer,
+    FrozenTensors,
     Hello,
     InitialBuffers,
     InitialState,
@@ -61,7 +63,7 @@ from ..core.messages import (
     TakenOut,
     Warned,
 )
-from ..core.model_spec import BufferSpec, ModelSpec
+from ..core.model_spec import BufferSpec, FrozenSpec, ModelSpec
 from ..core.requests import COORDINATOR, Request, Send
 from ..core.time_spent import Activity, Stopwatch
 from ..core.unsent_metrics import Noted, Settled
@@ -84,6 +86,8 @@ from ..wire.ring import Ring
 from ..wire.ring import available as rings_available
 from ..wire.stream import Stream
 from ..wire.traffic import sending_of
+from .frozen_files import write_frozen
+from .frozen_values import require_complete
 from .job import Assignment
 from .outbox import Outbox
 from .reader import Reader, read_states
@@ -151,12 +155,14 @@ class _Initial(NamedTuple):
         weights: the flat vectors of the initial weights.
         buffers: the initial values of the model's buffers.
         state_of: function that returns a shard's part of the initial optimizer state.
+        frozen: the frozen parameters, which are written to files.
     """
 
     shards: Sequence[ShardSlice]
     weights: Vectors
     buffers: Sequence[torch.Tensor]
     state_of: Callable[[ShardSlice], Vectors]
+    frozen: Sequence[FrozenSpec]
 
 
 class WorkerSession:
@@ -178,6 +184,7 @@ class WorkerSession:
         self._incarnation = place.incarnation
         self._lock = threading.RLock()
         self.before_exchange: Callable[[], object] = lambda: None
+        self.frozen: Callable[[str], Iterable[memoryview] | None] = lambda digest: None
         self.on_moved: Callable[[], object] = lambda: None
         self.on_finish: Callable[[], str] = str
         self._core = core.Worker(
@@ -217,7 +224,8 @@ class WorkerSession:
         self._attached: set[int] = set()
         self._in_place = False  # True while `weights` refers to memory that the servers update
         self._states: dict[int, bytearray] = {}  # shard -> bytes of the optimizer state that is being fetched
-        self._buffer_specs: tuple[BufferSpec, ...] = ()
+        self._model: ModelSpec | None = None  # None until the worker takes part in the run
+        self._frozen: dict[str, bytearray] | None = None  # memory for frozen parameters, like `_fetched`
         # Memory for the buffers that are being fetched; None if they are not, or have arrived.
         self._fetched: list[bytearray] | None = None
         self._fetching = -1  # the shard whose optimizer state is being received; -1 for none
@@ -281,9 +289,14 @@ class WorkerSession:
             self._hear(timeout_s=STATUS_INTERVAL_S)
         return self._core.main_worker == self.worker
 
-    def fetch_model(self) -> Mapping[str, torch.Tensor] | None:
-        snapshot = self._read(Reader.read)
-        return snapshot.state_dict if snapshot is not None else None
+    def fetch_model(self, digest: Callable[[FrozenSpec], str]) -> Mapping[str, torch.Tensor] | None:
+        return self._read(partial(self._read_model, digest))
+
+    def _read_model(self, digest: Callable[[FrozenSpec], str], reader: Reader) -> dict[str, torch.Tensor]:
+        """Read the weights and buffers of the run, and those of its frozen parameters that this worker lacks."""
+        snapshot = reader.read()
+        differing = [spec for spec in snapshot.frozen if digest(spec) not in ("", spec.digest)]
+        return snapshot.state_dict | reader.read_frozen(differing)
 
     @_exclusive
     def _read(self, read: Callable[[Reader], Found]) -> Found | None:
@@ -334,7 +347,7 @@ class WorkerSession:
         assert self._core.started is not None
         self._servers, self._ringed = [], []
         self._parameters = len(model.layout.parameters)
-        self._buffer_specs = model.buffers
+        self._model = model
         self._shards = shards
         self._in_place = False
         for memory in (self._region, self._master):
@@ -409,7 +422,8 @@ class WorkerSession:
 
     @_exclusive
     def initialize(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
-        self._initial = _Initial(self._shards, self.weights, buffers, state_of)
+        assert self._model is not None
+        self._initial = _Initial(self._shards, self.weights, buffers, state_of, self._model.frozen)
         self._perform(self._core.initialize())
         self.await_first_weights()
         self._initial = None
@@ -423,7 +437,7 @@ class WorkerSession:
         state_of: Callable[[ShardSlice], Vectors],
     ) -> str:
         shards = model.layout.sliced(self._job.shards, self._job.slicing)
-        self._initial = _Initial(shards, weights, buffers, state_of)
+        self._initial = _Initial(shards, weights, buffers, state_of, model.frozen)
         self._coordinator.takes_descriptor = self._job.transport == "shm"
         self._perform(self._core.propose(model))
         with self._doing("outside"):
@@ -872,7 +886,8 @@ class WorkerSession:
 
     @_exclusive
     def fetch_buffers(self) -> dict[str, torch.Tensor]:
-        return self._fetch_buffers(self._buffer_specs, FetchBuffers(0))
+        assert self._model is not None
+        return self._fetch_buffers(self._model.buffers, FetchBuffers(0))
 
     @_exclusive
     def fetch_initial_buffers(
@@ -889,6 +904,45 @@ class WorkerSession:
         while self._fetched is not None:
             self._hear(timeout_s=None)
         return {spec.name: unpack(spec, data) for spec, data in zip(specs, received, strict=False)}
+
+    @_exclusive
+    def fetch_frozen(self, specs: Sequence[FrozenSpec]) -> dict[str, torch.Tensor]:
+        core, model = self._core, self._model
+        assert core.started is not None
+        assert model is not None
+        digests = core.started.digests if core.extended is None else core.extended.digests
+        of_run = dict(zip((spec.name for spec in model.frozen), digests, strict=True))
+        differing = {spec: of_run[spec.name] for spec in specs if of_run[spec.name] != spec.digest}
+        if not differing:
+            return {}
+        received = {digest: bytearray(packed_bytes(spec)) for spec, digest in differing.items()}
+        self._frozen = received
+        self._send_to_shard(0, FetchFrozen(0, tuple(received)))
+        while self._frozen is not None:
+            self._leave_if_asked()
+            self._hear(timeout_s=STATUS_INTERVAL_S)
+        require_complete({digest: spec.name for spec, digest in differing.items()}, received)
+        return {spec.name: unpack(spec, received[digest]) for spec, digest in differing.items()}
+
+    def _send_frozen(self, digests: Sequence[str]) -> None:
+        """Send the server of shard 0 the values of frozen parameters, as far as this worker has them."""
+        found = {digest: parts for digest in digests if (parts := self.frozen(digest)) is not None}
+        payload = [part for parts in found.values() for part in parts]
+        self._send_to_shard(0, FrozenTensors(0, tuple(found)), payload, lent=FrozenTensors)
+
+    def _write_frozen(self, specs: Sequence[FrozenSpec]) -> None:
+        """Write the frozen parameters to the run directory, if it is the launcher's."""
+        if self._job.joined:
+            return
+        try:
+            for spec in specs:
+                if (parts := self.frozen(spec.digest)) is not None:
+                    write_frozen(Path(self._job.run_dir), spec, parts)
+        except OSError as error:
+            self._warn(
+                f"the frozen parameters cannot be written to {self._job.run_dir}, so the saved weights will lack "
+                f"them: {error.strerror or error}"
+            )
 
     @_exclusive
     def keep_states(self, position: LoopPosition, states: Sequence[memoryview]) -> None:
@@ -1079,6 +1133,12 @@ class WorkerSession:
                 if self._fetched is not None and type(message) is InitialBuffers and message.equal:
                     self._fetched.clear()
                 self._fetched = None
+            elif type(message) is FetchFrozen:
+                self._send_frozen(message.digests)
+            elif type(message) is FrozenTensors:
+                for digest in (self._frozen or {}).keys() - set(message.digests):
+                    del self._frozen[digest]  # type: ignore[union-attr]
+                self._frozen = None
             elif type(message) is MemoryAttached:
                 self._attached.update(message.shards)
                 if self._outbox is not None:
@@ -1119,8 +1179,10 @@ class WorkerSession:
     def _send_initial(self, message: InitialWeights) -> None:
         """Send a shard its initial weights, preceded by the initial optimizer state if there is one."""
         assert self._initial is not None
-        shards, vectors, buffers, state_of = self._initial
+        shards, vectors, buffers, state_of, frozen = self._initial
         shard = shards[message.shard]
+        if shard.index == 0:
+            self._write_frozen(frozen)
         if state := state_of(shard):
             blob = safetensors.torch.save({key: value.contiguous() for key, value in state.items()})
             self._send_to_shard(shard.index, InitialState(shard.index), [memoryview(blob)])
@@ -1155,6 +1217,8 @@ class WorkerSession:
                 return [memoryview(self._states[message.shard])]
             case PooledBuffers() | InitialBuffers(equal=False) if self._fetched is not None:
                 return [memoryview(buffer) for buffer in self._fetched]
+            case FrozenTensors() if self._frozen is not None and self._frozen.keys() >= set(message.digests):
+                return [memoryview(self._frozen[digest]) for digest in message.digests]
             case _:
                 return []
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from ..core.guard import DIVERGED
 from ..core.layout import ShardSlice, of_set
 from ..core.lease import BatchSizing, Split
 from ..core.messages import Combined, Contributed, LoopPosition, Observation, Warned
-from ..core.model_spec import BufferSpec, HyperParameters, ModelSpec, first_difference
+from ..core.model_spec import BufferSpec, FrozenSpec, HyperParameters, ModelSpec, first_difference
 from ..core.requests import COORDINATOR, Request, Send
 from ..core.standstill import unable_to_begin
 from ..core.unsent_metrics import Noted, Settled
@@ -40,6 +40,7 @@ from ..frontend.metrics import metrics_of
 from ..frontend.session import install
 from ..plugins.failures import script_traceback
 from ..runtime.reader import WeightsSnapshot, named_weights
+from ..shard.buffers import unpack
 from ..shard.groups import GroupsReader
 from ..shard.rounding import round_trip
 from ..shard.slots import BufferSlots
@@ -117,6 +118,7 @@ class Training:
         self._first_weights: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
         self._lives = [0] * workers
         self._slots: BufferSlots  # set by `make_stores`
+        self._frozen: dict[str, torch.Tensor] = {}  # the frozen parameters, by name
         self._initializer = -1
         self._running: VirtualSession | None = None  # the session whose random generators are active
         self._outside: GeneratorStates | None = None  # states of the caller's random generators
@@ -206,16 +208,24 @@ class Training:
             self.stores[index] = store
         added = zip(model.buffers_beyond(self.model), buffers, strict=True)
         self._slots.extend(model.buffers, {spec.name: tensor.clone() for spec, tensor in added})
+        self._frozen = self._frozen_of(self._sessions[initializer], model)
         self.model, self.slices = model, slices
 
     def extended(self, worker: int) -> None:
         self._sessions[worker].allocate(self.model)
+
+    def _frozen_of(self, session: VirtualSession, model: ModelSpec) -> dict[str, torch.Tensor]:
+        """Return copies of the frozen parameters of a worker, by name; those of the run, if they are known."""
+        known = {spec.name: self._frozen[spec.name] for spec in model.frozen if spec.name in self._frozen}
+        new = [spec for spec in model.frozen if spec.name not in known]
+        return known | {spec.name: unpack(spec, b"".join(session.frozen(spec.digest) or ())) for spec in new}
 
     def start_stores(
         self, vectors: Vectors, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]
     ) -> None:
         """Create the stores from the initializer's initial weights, buffers and optimizer state."""
         self._slots = BufferSlots(self.model.buffers, [tensor.clone() for tensor in buffers])
+        self._frozen = self._frozen_of(self._sessions[self._initializer], self.model)
         for bounds in self.slices:
             weights = {d: vectors[d][start:stop].clone() for d, (start, stop) in bounds.bounds.items()}
             store = Store(bounds, weights, self.model.optimizers_over_layout)
@@ -313,8 +323,17 @@ class Training:
         """The initial values of the buffers that were added last."""
         return self._slots.added
 
+    def frozen_beyond(self, specs: Sequence[FrozenSpec]) -> dict[str, torch.Tensor]:
+        """Return the frozen parameters that differ from those with these descriptions."""
+        own = {spec.name: spec.digest for spec in specs}
+        return {
+            spec.name: self._frozen[spec.name]
+            for spec in self.model.frozen
+            if own.get(spec.name, spec.digest) != spec.digest
+        }
+
     def snapshot(self) -> WeightsSnapshot:
-        """Return the current weights and versions of all shards, and the buffers pooled over the workers."""
+        """Return the current weights and versions of all shards, the frozen parameters, and the pooled buffers."""
         vectors = {
             dtype: torch.empty(size, dtype=torch_dtype(dtype))
             for dtype, size in self.model.layout.sizes.items()
@@ -324,6 +343,7 @@ class Training:
                 vectors[dtype][start:stop] = store.weights[dtype]
         state = named_weights(self.model.layout, vectors)
         state |= self.pooled_buffers()
+        state |= {name: tensor.clone() for name, tensor in self._frozen.items()}
         versions = self.job.versions
         return WeightsSnapshot(state, versions)
 
@@ -395,6 +415,7 @@ class VirtualSession:
         self.weights: Vectors = {}
         self.gradients: Vectors = {}
         self.before_exchange: Callable[[], object] = lambda: None
+        self.frozen: Callable[[str], Iterable[memoryview] | None] = lambda digest: None
         self.on_moved: Callable[[], object] = lambda: None
         self.on_finish: Callable[[], str] = str
         self.strand: Strand
@@ -432,7 +453,7 @@ class VirtualSession:
     def is_main_now(self) -> bool:
         return self.main_worker == self.worker
 
-    def fetch_model(self) -> Mapping[str, torch.Tensor] | None:
+    def fetch_model(self, digest: Callable[[FrozenSpec], str]) -> Mapping[str, torch.Tensor] | None:
         return self._training.snapshot().state_dict if self._training.stores else None
 
     def begin(self, model: ModelSpec) -> bool:
@@ -659,6 +680,9 @@ class VirtualSession:
         late = self._core.joined_late and self._core.extended is None
         return self._training.pooled_buffers() if late else self._training.initial_buffers
 
+    def fetch_frozen(self, specs: Sequence[FrozenSpec]) -> Mapping[str, torch.Tensor]:
+        return self._training.frozen_beyond(specs)
+
     def keep_states(self, position: LoopPosition, states: Sequence[memoryview]) -> None:
         self._training.states = position, b"".join(states)
 
@@ -700,6 +724,7 @@ class VirtualSession:
     def end(self) -> None:
         """End the function, and release the callbacks that refer back to this session."""
         self.strand.end()
+        self.frozen = lambda digest: None
         self.before_exchange = self.on_moved = lambda: None
         self.on_finish = str
         self.commit_waits = None

@@ -28,11 +28,12 @@ a push event and, if it includes a pull, a pull event.
                             LossSettled, MeanClipped, MeanAwaited, RateTempered, FetchSnapshot, FetchWaits,
                             Shutdown
     worker -> server        Hello, InitialState, InitialWeights, Stage, Commit, PullRequested, PullRepeated,
-                            FetchOptimizerState, FetchBuffers, FetchInitialBuffers, KeepStates, WorkerFinished
+                            FetchOptimizerState, FetchBuffers, FetchInitialBuffers, FetchFrozen, FrozenTensors,
+                            KeepStates, WorkerFinished
     server -> worker        MemoryAttached, Committed, Answer, InitialWeightsRequested, OptimizerState,
-                            PooledBuffers, InitialBuffers
-    reader -> server        Hello, FetchSnapshot, FetchOptimizerState, FetchStates
-    server -> reader        Snapshot, OptimizerState, KeptStates
+                            PooledBuffers, InitialBuffers, FetchFrozen, FrozenTensors
+    reader -> server        Hello, FetchSnapshot, FetchOptimizerState, FetchStates, FetchFrozen
+    server -> reader        Snapshot, OptimizerState, KeptStates, FrozenTensors
 """
 
 from __future__ import annotations
@@ -136,11 +137,13 @@ from .state import (
     MOST_STATES_BYTES,
     ConnectionTraffic,
     FetchBuffers,
+    FetchFrozen,
     FetchInitialBuffers,
     FetchOptimizerState,
     FetchSnapshot,
     FetchStates,
     FetchWaits,
+    FrozenTensors,
     InitialBuffers,
     KeepStates,
     KeptStates,
@@ -183,6 +186,7 @@ __all__ = [
     "Failed",
     "FaultReported",
     "FetchBuffers",
+    "FetchFrozen",
     "FetchInitialBuffers",
     "FetchOptimizerState",
     "FetchSnapshot",
@@ -195,6 +199,7 @@ __all__ = [
     "FromPeerToCoordinator",
     "FromPeerToServer",
     "FromServer",
+    "FrozenTensors",
     "GradientHashed",
     "Heartbeat",
     "HeartbeatAnswered",

@@ -81,11 +81,13 @@ from .start import (
 )
 from .state import (
     FetchBuffers,
+    FetchFrozen,
     FetchInitialBuffers,
     FetchOptimizerState,
     FetchSnapshot,
     FetchStates,
     FetchWaits,
+    FrozenTensors,
     InitialBuffers,
     KeepStates,
     KeptStates,
@@ -196,6 +198,8 @@ FromPeerToServer = (
     | FetchOptimizerState
     | FetchBuffers
     | FetchInitialBuffers
+    | FetchFrozen
+    | FrozenTensors
     | FetchSnapshot
     | FetchStates
     | KeepStates
@@ -210,6 +214,8 @@ FromServer = (
     | OptimizerState
     | PooledBuffers
     | InitialBuffers
+    | FetchFrozen
+    | FrozenTensors
     | Snapshot
     | KeptStates
     | Bell

@@ -59,7 +59,9 @@ class ModelExtended(Message, frozen=True, tag=True):
     Attributes:
         shards: the slices of all shards, in order.
         number: number of the extension.
+        digests: the digests of the run's values of the frozen parameters, in the order of the extended model.
     """
 
     shards: tuple[ShardSlice, ...]
     number: int
+    digests: tuple[str, ...] = ()

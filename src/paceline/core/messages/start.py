@@ -80,6 +80,7 @@ class Started(Message, frozen=True, tag=True):
         sync: the sync model in force, in the notation of the command line; "" for the first model of the run.
         extension: number of the extension of the model in force; 0 if the model has not been extended.
         main_worker: the main worker (see `core.main_worker`).
+        digests: the digests of the run's values of the frozen parameters, in the order of the model.
     """
 
     shards: tuple[ShardSlice, ...]
@@ -89,6 +90,7 @@ class Started(Message, frozen=True, tag=True):
     sync: str = ""
     extension: int = 0
     main_worker: int = 0
+    digests: tuple[str, ...] = ()
 
 
 class MainRequested(Message, frozen=True, tag=True):
@@ -195,7 +197,7 @@ class InitialState(Message, frozen=True, tag=True):
 class InitialWeights(Message, frozen=True, tag=True):
     """The initial weights of a shard, sent by the initializer.
 
-    The payload contains the weights and, for shard 0, the other tensors of the model. If the model is being extended,
+    The payload contains the weights and, for shard 0, the buffers of the model. If the model is being extended,
     it contains only those that are new.
     """
 

@@ -12,11 +12,13 @@ __all__ = [
     "MOST_STATES_BYTES",
     "ConnectionTraffic",
     "FetchBuffers",
+    "FetchFrozen",
     "FetchInitialBuffers",
     "FetchOptimizerState",
     "FetchSnapshot",
     "FetchStates",
     "FetchWaits",
+    "FrozenTensors",
     "InitialBuffers",
     "KeepStates",
     "KeptStates",
@@ -79,6 +81,32 @@ class InitialBuffers(Message, frozen=True, tag=True):
     equal: bool = False
 
 
+class FetchFrozen(Message, frozen=True, tag=True):
+    """Request values of frozen parameters: from the server of shard 0, or by this server from a worker.
+
+    The server keeps no values until they are requested. It then requests them from a worker that has them.
+
+    Attributes:
+        shard: 0.
+        digests: the digests of the values, each of them once.
+    """
+
+    shard: Number
+    digests: tuple[str, ...]
+
+
+class FrozenTensors(Message, frozen=True, tag=True):
+    """Values of frozen parameters: the answer to a `FetchFrozen`. They are the payload, in the order of `digests`.
+
+    Attributes:
+        shard: 0.
+        digests: those of the requested digests whose values are known, in the order of the request.
+    """
+
+    shard: Number
+    digests: tuple[str, ...]
+
+
 class KeepStates(Message, frozen=True, tag=True):
     """The states of the objects that the script tracks, to be kept by the server of shard 0. They are the payload.
 
@@ -125,11 +153,18 @@ class FetchSnapshot(Message, frozen=True, tag=True):
 class Snapshot(Message, frozen=True, tag=True):
     """The current weights of a shard, with their version.
 
-    The payload contains the weights and, for shard 0, the other tensors of the model, pooled across workers.
+    The payload contains the weights and, for shard 0, the buffers of the model, pooled across workers, followed by
+    those values of frozen parameters that the server keeps.
+
+    Attributes:
+        shard: index of the shard.
+        version: number of updates of the shard.
+        digests: the digests of the values of frozen parameters in the payload.
     """
 
     shard: int
     version: int
+    digests: tuple[str, ...] = ()
 
 
 class ShardWaits(msgspec.Struct, frozen=True):
