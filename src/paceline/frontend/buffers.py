@@ -52,6 +52,7 @@ class Buffers:
             for name, tensor in tensors.items()
             if name not in parameters
         )
+        self._dtypes = [tensors[spec.name].dtype for spec in self.specs]
         known = {spec.name: spec for spec in before.frozen} if before is not None else {}
         new = [name for name in parameters if name not in known]
         digests = dict(zip(new, digests_of([parameters[name] for name in new]), strict=True))
@@ -119,11 +120,10 @@ class Buffers:
         index_of = {}
         for index, spec in enumerate(self.specs):
             tensor = self._get(spec.name)
-            shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
-            if (shape, dtype) != (spec.shape, spec.dtype):
+            if tensor.shape != spec.shape or tensor.dtype != self._dtypes[index]:
                 raise UsageError(
                     f"Buffer {spec.name!r} was {spec.dtype}{list(spec.shape)} when training began, but is now "
-                    f"{dtype}{list(shape)}. Do not change the shape or dtype of a buffer during training."
+                    f"{dtype_name(tensor.dtype)}{list(tensor.shape)}. Do not change the shape or dtype of a buffer during training."
                 )
             sent = self._sent.get(spec.name)
             if sent is None or sent.may_differ_from(tensor):
