@@ -52,6 +52,7 @@ from paceline.core.messages import (
     Failed,
     FaultReported,
     FetchBuffers,
+    FetchFrozen,
     FetchInitialBuffers,
     FetchOptimizerState,
     FetchSnapshot,
@@ -59,6 +60,7 @@ from paceline.core.messages import (
     FetchWaits,
     FromCoordinatorToWorker,
     FromServer,
+    FrozenTensors,
     GradientHashed,
     Hello,
     HyperParametersReported,
@@ -90,7 +92,7 @@ from paceline.core.messages import (
     WorkerFinished,
     WorkerLost,
 )
-from paceline.core.model_spec import BufferSpec, ModelSpec, OptimizerSpec
+from paceline.core.model_spec import BufferSpec, FrozenSpec, ModelSpec, OptimizerSpec
 from paceline.core.requests import COORDINATOR, Request, Send
 from paceline.errors import PacelineError, PeerLostError, ProtocolError
 from paceline.frontend.session import current
@@ -284,6 +286,7 @@ def mutated(message: Message, size_bytes: int, choice: random.Random) -> tuple[b
 # -- a run that is polled by hand -------------------------------------------------------------------------
 
 PARAMETERS = [Parameter(("a",), (40,), "float32"), Parameter(("b",), (3, 8), "float32")]
+FROZEN = "0123456789abcdef" * 4  # a digest
 OPTIMIZERS = {
     "SGD": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR),
     "Adam": torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=LR),
@@ -293,7 +296,8 @@ OPTIMIZERS = {
 
 def model_of(optimizer: str) -> ModelSpec:
     spec = OptimizerSpec(optimizer, read_groups(OPTIMIZERS[optimizer]), (0, 0))
-    return ModelSpec(Layout.of(PARAMETERS), spec, (BufferSpec("count", (3,), "float32"),))
+    frozen = FrozenSpec("fixed", (2,), "float32", FROZEN)
+    return ModelSpec(Layout.of(PARAMETERS), spec, (BufferSpec("count", (3,), "float32"),), frozen=(frozen,))
 
 
 def extended(model: ModelSpec) -> ModelSpec:
@@ -301,7 +305,7 @@ def extended(model: ModelSpec) -> ModelSpec:
     added = [Parameter(("c",), (9,), "float32", 0, 1), Parameter(("d",), (2, 2), "float64", 1, 1)]
     first = msgspec.structs.replace(model.optimizer, group_of=(0, 0, 0))
     further = OptimizerSpec("SGD", read_groups(OPTIMIZERS["SGD"]), (0,))
-    return ModelSpec(Layout.of([*PARAMETERS, *added]), first, model.buffers, (further,))
+    return ModelSpec(Layout.of([*PARAMETERS, *added]), first, model.buffers, (further,), model.frozen)
 
 
 class Puppet:
@@ -623,6 +627,11 @@ class Attacker:
             (FetchOptimizerState(shard.index), 0),
             (FetchBuffers(shard.index), 0),
             (FetchInitialBuffers(shard.index, 7), 0),
+            (FetchFrozen(shard.index, choice.choice(((), (FROZEN,), (FROZEN,) * 2, ("0" * 64,)))), 0),
+            (
+                FrozenTensors(shard.index, choice.choice(((), (FROZEN,), ("0" * 64,)))),
+                choice.choice((0, 8)),
+            ),
             (FetchStates(shard.index), 0),
             (KeepStates(shard.index, self.position()), choice.choice((0, 8))),
             (ModelExtended(puppet.shards, 1), 0),

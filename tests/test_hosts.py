@@ -23,8 +23,10 @@ from paceline.core.layout import ITEM_BYTES, Layout, Parameter
 from paceline.core.messages import (
     Commit,
     Content,
+    FetchFrozen,
     FetchOptimizerState,
     FetchSnapshot,
+    FrozenTensors,
     Hello,
     InitialState,
     InitialWeights,
@@ -344,6 +346,12 @@ ATTACKS: dict[str, Callable[[Worker], None]] = {
     "a learning rate without end": lambda w: w.push(groups=groups_with(lr=math.inf)),
     "a weight decay that is no number": lambda w: w.push(groups=groups_with(weight_decay=math.nan)),
     "the same buffer twice": lambda w: w.push(buffers=(0, 0), payload=[*w.pieces, memoryview(bytes(24))]),
+    "a request for frozen parameters that there are not": lambda w: w.send(FetchFrozen(0, ("0" * 64,))),
+    "a request for frozen parameters of another shard": lambda w: w.send(FetchFrozen(1, ())),
+    "frozen parameters that nobody has requested": lambda w: w.send(
+        FrozenTensors(0, ("0" * 64,)), b"12345678"
+    ),
+    "frozen parameters of another shard": lambda w: w.send(FrozenTensors(1, ())),
     "a significance that is no number": lambda w: w.push(significance=math.nan),
     "a significance below zero": lambda w: w.push(significance=-1.0),
     "a round that nobody has come to": lambda w: w.push(progress=2**40),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -129,6 +130,42 @@ def test_a_framework_under_bsp_equals_one_process_on_the_joint_batch(
     whole_loss = read_metrics(tmp_path / "one" / "run")["loss"]
     assert loss.values == pytest.approx(whole_loss.values, rel=1e-3)
     assert loss.samples == whole_loss.samples
+
+
+def test_adapters_equal_one_process_on_the_joint_batch_and_nothing_else_travels(
+    mark: str, tmp_path: Path
+) -> None:
+    require("peft")
+    script = BLOCKS["train_lora.py"]
+    plain = script.replace("AdamW(", "SGD(").replace("lr=1e-3", "lr=0.1")
+    whole = plain.replace("batch_size=4", "batch_size=8").replace("paceline.save", "torch.save")
+    process = start(tmp_path / "one", whole + 'torch.save(model.state_dict(), "model.pt")\n')
+    printed = output(process)
+    assert process.returncode == 0, printed
+    measured = "        print('traffic', *(sum(s.traffic[i] for s in current()._servers) for i in (0, 1)))\n"
+    measured = plain.replace("        optimizer.step()\n", "        optimizer.step()\n" + measured)
+    measured = "from paceline.frontend.session import current\n" + measured
+    measured += "print('trained', sum(p.nbytes for p in model.parameters() if p.requires_grad))\n"
+    weights = run(tmp_path / "two", measured, "--transport", "tcp")
+    expected = torch.load(tmp_path / "one" / "model.pt")
+    assert weights.keys() == expected.keys()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(weights[key], tensor, rtol=1e-5, atol=1e-6, msg=key)
+    adapters = torch.load(tmp_path / "one" / "adapters.pt")
+    saved = torch.load(tmp_path / "two" / "adapters.pt")
+    assert saved.keys() == adapters.keys()
+    for key, tensor in adapters.items():
+        torch.testing.assert_close(saved[key], tensor, rtol=1e-5, atol=1e-6, msg=key)
+    log = (tmp_path / "two" / "run" / "worker-0.log").read_text().splitlines()
+    traffic = [list(map(int, line.split()[1:])) for line in log if line.startswith("traffic ")]
+    [trained] = [int(line.split()[1]) for line in log if line.startswith("trained ")]
+    assert len(traffic) == 24
+    assert all(total <= 2 * (trained + 1024) for total in traffic[0]), "the initial weights, and one step"
+    for before, after in itertools.pairwise(traffic):
+        for now, earlier in zip(after, before, strict=True):
+            assert trained <= now - earlier <= trained + 1024
+    page = PAGE.read_text()
+    assert f"adapters and classifier have {trained:,} bytes" in page
 
 
 @pytest.mark.parametrize("steps", [1, 2])

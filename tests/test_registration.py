@@ -18,7 +18,7 @@ from torch import nn
 from paceline import DistributedOptimizer, worker_index
 from paceline.core.layout import Layout, Parameter
 from paceline.core.messages import FromPeerToCoordinator, Register
-from paceline.core.model_spec import BufferSpec, HyperParameters, ModelSpec, OptimizerSpec
+from paceline.core.model_spec import BufferSpec, FrozenSpec, HyperParameters, ModelSpec, OptimizerSpec
 from paceline.errors import ProtocolError
 from paceline.frontend.session import current
 from paceline.runtime import registration
@@ -90,6 +90,17 @@ UNSOUND: dict[str, ModelSpec] = {
     "a buffer of more than there is memory": model_with(
         buffers=(BufferSpec("x", (2**40, 2**40), "float32"),)
     ),
+    "a frozen parameter below zero": model_with(frozen=(FrozenSpec("x", (-3,), "float32", "0" * 64),)),
+    "a frozen parameter of a dtype that there is not": model_with(
+        frozen=(FrozenSpec("x", (3,), "float7", "0" * 64),)
+    ),
+    "a digest that is the path of a file": model_with(
+        frozen=(FrozenSpec("x", (3,), "float32", "../" * 18 + "etc/passwd"),)
+    ),
+    "a digest that ends with a new line": model_with(
+        frozen=(FrozenSpec("x", (3,), "float32", "0" * 64 + "\n"),)
+    ),
+    "a digest that is too short": model_with(frozen=(FrozenSpec("x", (3,), "float32", "0" * 63),)),
 }
 
 

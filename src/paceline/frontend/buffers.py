@@ -121,9 +121,10 @@ class Buffers:
         for index, spec in enumerate(self.specs):
             tensor = self._get(spec.name)
             if tensor.shape != spec.shape or tensor.dtype != self._dtypes[index]:
+                now = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
                 raise UsageError(
-                    f"Buffer {spec.name!r} was {spec.dtype}{list(spec.shape)} when training began, but is now "
-                    f"{dtype_name(tensor.dtype)}{list(tensor.shape)}. Do not change the shape or dtype of a buffer during training."
+                    f"Buffer {spec.name!r} was {spec.dtype}{list(spec.shape)} when training began, but is now {now}. "
+                    "Do not change the shape or dtype of a buffer during training."
                 )
             sent = self._sent.get(spec.name)
             if sent is None or sent.may_differ_from(tensor):
