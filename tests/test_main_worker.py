@@ -214,7 +214,7 @@ def test_the_output_and_the_checkpoints_of_a_run_go_on_without_worker_0(sync: st
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("sync", ["asp", *chaos("bsp")])
+@pytest.mark.parametrize("sync", chaos("asp", "bsp"))
 def test_a_worker_0_that_returns_prints_and_overwrites_nothing(sync: str, mark: str) -> None:
     """Both wait after their fifth epoch until worker 0 has returned. Under bsp, it is ahead of worker 1 then."""
     served = Served("--workers", "2", "--sync", sync)
