@@ -112,6 +112,29 @@ def test_nothing_is_counted_if_torch_has_no_accelerators(
 
 
 @pytest.mark.parametrize(
+    ("driver", "found"),
+    [("/nonexistent", False), ("libnonexistent.so.1", False), ("/dev", True), ("libc.so.6", True)],
+)
+def test_nothing_is_counted_without_a_driver(
+    driver: str, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This build of torch has no accelerators, so torch is made to say that it has."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(devices, "DRIVERS", {"cuda": driver})
+    assert devices.may_have_accelerators(()) == found
+
+
+def test_torch_is_not_imported_to_find_out_that_it_has_no_accelerators() -> None:
+    program = (
+        "import sys; from paceline.launcher.devices import assign_devices; "
+        "print(assign_devices(None, None, usual=2).workers, 'torch' in sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(paceline.__file__).parents[1])}
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert ended.stdout.split() == ["2", "False"], ended.stderr
+
+
+@pytest.mark.parametrize(
     ("wanted", "workers", "message"),
     [
         ("cuda:7", None, f"'cuda:7', but {HERE}; use cuda:0 to cuda:1."),
@@ -406,6 +429,16 @@ def test_a_machine_that_joins_brings_one_worker_for_each_of_its_devices(abacus: 
     assert served.summary()["devices"] == {"0": "abacus:0 (Abacus 0)", "1": "abacus:1 (Abacus 1)"}
     seen_devices = [(abacus / f"seen-{worker}").read_text().split()[0] for worker in range(2)]
     assert seen_devices == ["abacus:0", "abacus:1"]
+
+
+def test_under_torchrun_a_worker_has_the_accelerator_with_the_number_of_its_process(abacus: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "paceline.join"]
+    ended = run_program(*torchrun, "--import", "abacus", "--run-dir", "run", "train.py")
+    assert ended.returncode == 0, ended.stderr
+    devices_of_workers = [(abacus / f"seen-{worker}").read_text().split()[0] for worker in range(2)]
+    assert devices_of_workers == ["abacus:0", "abacus:1"]
+    summary = json.loads(Path("run", "summary.json").read_text())
+    assert summary["devices"] == {"0": "abacus:0 (Abacus 0)", "1": "abacus:1 (Abacus 1)"}
 
 
 def test_workers_that_share_an_added_device_are_warned_of_before_they_start(abacus: Path) -> None:

@@ -16,6 +16,7 @@ from paceline.trace import read_run, replay
 
 from .live import await_that, chaos, mark, processes, times_in
 from .served import ENDLESS_SCRIPT, Served, await_training, enough, output, trained
+from .test_devices import ADDED
 
 __all__ = ["mark"]
 
@@ -181,10 +182,12 @@ def test_a_worker_that_keeps_sending_nan_does_not_join_again(mark: str) -> None:
 def test_a_worker_that_was_stopped_joins_again(mark: str) -> None:
     served = Served("--workers", "1:2", "--sync", "bsp")
     Path("train.py").write_text(CALLS_AGAIN)
+    Path("abacus.py").write_text(ADDED)
+    options = ["--run-dir", "again", "--import", "abacus", "--devices", "abacus:1"]
     with open("join.log", "w") as messages:
         stays = served.join("1000000")
         await_that(lambda: "worker 0" in processes(mark), "worker 0 has been started")
-        again = served.join("1000000", options=["--run-dir", "again"], stderr=messages)
+        again = served.join("1000000", options=options, stderr=messages)
     await_training(2)
     stopped = processes(mark)["worker 1"]
     os.kill(stopped, signal.SIGSTOP)
@@ -202,6 +205,8 @@ def test_a_worker_that_was_stopped_joins_again(mark: str) -> None:
     log = Path("again", "worker-1.log").read_text()
     assert "TakenOutError: worker 1 was taken out of the run: the process of worker 1" in log
     assert "worker 1 has finished" in log
+    assert summary["devices"] == {"0": "cpu", "1": "abacus:1 (Abacus 1)"}  # it has kept its device
+    assert Path("asked").read_text().count("set 1") == 2
     assert summary["lost_workers"] == [1]
     times_in(summary)
     cause = summary["losses"]["1"]  # type: ignore[index]

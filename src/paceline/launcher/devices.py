@@ -6,6 +6,7 @@ and only if torch may have any: torch is not imported here to find out.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -38,6 +39,9 @@ __all__ = [
 
 PROGRAM = str(Path(__file__).with_name("counting.py"))
 """Path of the program that counts accelerators; see `counting`."""
+
+DRIVERS = {"cuda": "libcuda.so.1", "rocm": "/dev/kfd", "xpu": "/dev/dri"}
+"""Kind of accelerator (see `masks.MASKS`) -> library or file without which no driver can work."""
 
 AUTO = "auto"
 BACKENDS = "torch.backends"  # group of entry points that torch loads by itself
@@ -226,7 +230,10 @@ def _missing(kind: str, index: int, accelerators: Accelerators) -> str:
 
 
 def may_have_accelerators(imports: Sequence[str]) -> bool:
-    """Return False if torch has no accelerators on any machine: neither its build nor a package adds some.
+    """Return False if it is certain that torch has no accelerator here.
+
+    This is so if neither its build nor a package adds a kind of accelerator, or if the driver is missing: the builds
+    that package indexes offer by default are for accelerators, also on machines without any.
 
     Raises:
         ConfigurationError: a module cannot be imported.
@@ -234,8 +241,21 @@ def may_have_accelerators(imports: Sequence[str]) -> bool:
     load_models("", imports)
     torch = sys.modules.get("torch")
     if torch is not None:  # this neither initializes an accelerator nor asks a driver
-        return torch.accelerator.current_accelerator() is not None
-    return bool(torch_build().kinds) or bool(entry_points(group=BACKENDS))
+        chosen = torch.accelerator.current_accelerator()
+        return chosen is not None and _may_have_driver(chosen.type)
+    return any(map(_may_have_driver, torch_build().kinds)) or bool(entry_points(group=BACKENDS))
+
+
+def _may_have_driver(kind: str) -> bool:
+    """Return False if the driver of a kind of accelerator is missing. A library is loaded, but not initialized."""
+    driver = DRIVERS.get("rocm" if kind == "cuda" and torch_build().rocm else kind, "/")
+    if driver.startswith("/"):
+        return Path(driver).exists()
+    try:
+        ctypes.CDLL(driver)
+    except OSError:
+        return False
+    return True
 
 
 def count_accelerators(imports: Sequence[str], kinds: Sequence[str] = ()) -> Accelerators:

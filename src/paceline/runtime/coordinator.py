@@ -146,7 +146,7 @@ class CoordinatorHost:
         asked_s: server -> time on the monotonic clock at which the server was asked which workers are waiting.
             Contains only servers that have not answered yet.
         crashed: workers on other machines whose processes have crashed.
-        devices: worker -> its device and the model of this device, for workers to which a device is assigned.
+        devices: worker -> its device and the model of this device, for workers that have connected.
         status: the state of the job when it was computed last for `refresh`; None before.
     """
 
@@ -606,8 +606,8 @@ class CoordinatorHost:
         peer.role, peer.index = hello.role, hello.index
         self._members[peer.role, peer.index] = peer
         self.heard_s[peer.role, peer.index] = time.monotonic()
-        if hello.role == "worker" and hello.device:
-            self.devices[hello.index] = hello.device
+        if hello.role == "worker":
+            self.devices[hello.index] = hello.device or CPU.label
         self._perform(self.core.connected(party, self.job.now_ticks(), hello.address, hello.incarnation))
 
     def payload_targets(self, peer: Caller, message: Message, size_bytes: int) -> Sequence[memoryview]:

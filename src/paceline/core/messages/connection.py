@@ -60,7 +60,8 @@ class Hello(Message, frozen=True, tag=True):
         incarnation: how often the index of the worker has been used before.
         place: over TCP, where the server finds the shared memory of a worker if both run on the same machine; None if
             they do not.
-        device: the device of a worker and its model, for the user; "" if none is assigned to it.
+        device: the device of a worker and its model, for the user; "" if none is assigned to it, so
+            that it uses the CPU.
     """
 
     token: str
