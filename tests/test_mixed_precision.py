@@ -22,7 +22,7 @@ from paceline.errors import RunFailedError, UsageError
 from paceline.frontend.loss_scaling import SCALE, UNSCALE, UPDATE, unwatch_scalers, watch_scalers
 from paceline.runtime import worker as worker_module
 from paceline.runtime.worker import WorkerSession
-from paceline.sim import Cluster, SimResult, simulate
+from paceline.sim import Cluster, Presence, SimResult, simulate
 from paceline.trace.measures import measure
 
 if TYPE_CHECKING:
@@ -577,6 +577,28 @@ def test_a_scaler_is_as_before_after_a_run() -> None:
     unwatch_scalers()
 
 
+def test_a_worker_that_joins_late_takes_over_a_scale_that_is_tracked() -> None:
+    scales: dict[int, list[float]] = {0: [], 1: []}
+
+    def train() -> None:
+        model = copy.deepcopy(FIRST)
+        optimizer, scaler = DistributedOptimizer(sgd(model), model=model), scaler_of()
+        loader = paceline.distribute(DataLoader(TensorDataset(torch.cat([rows(0), rows(1)])), batch_size=3))
+        paceline.track(scaler=scaler)
+        for _ in paceline.epochs(4):
+            for (x,) in loader:
+                scales[worker_index()].append(scaler.get_scale())
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, x)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+    cluster = Cluster(compute_s=[1.0, 1.0], presence={1: Presence(joins_at_s=12.5)})
+    simulate(cluster, "asp", train_fn=train)
+    assert scales[0][0] == 2.0**12
+    assert scales[1][0] == scales[0][8]  # at the beginning of the second epoch
+
+
 # -- autocast --------------------------------------------------------------------------------------------------
 
 
@@ -722,6 +744,32 @@ def test_compiled_and_checkpointed_models_train_as_others(
     assert_close(state_of(simulated(lambda: train(kind))), expected, rtol=1e-3 if autocasts else 1e-6)
     if not autocasts:
         assert_close(run_on_threads(lambda: train(kind), transport="tcp").state_dict, expected)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "never"])
+def test_a_model_may_be_compiled_before_and_after_it_is_prepared(when: str) -> None:
+    def train() -> None:
+        model: Any = copy.deepcopy(FIRST)
+        if when == "before":
+            model = torch.compile(model, backend="eager")
+        optimizer = sgd(model)
+        model, optimizer = paceline.prepare(model, optimizer)
+        if when == "after":
+            model = torch.compile(model, backend="eager")
+        for iteration in range(4):
+            optimizer.zero_grad()
+            loss_of(model, own_rows(iteration)).backward()
+            optimizer.step()
+
+    torch.compiler.reset()
+    model = copy.deepcopy(FIRST)
+    optimizer = sgd(model)
+    for iteration in range(4):
+        optimizer.zero_grad()
+        loss_of(model, rows(iteration)).backward()
+        optimizer.step()
+    state = state_of(simulated(train))
+    assert_close({name.removeprefix("_orig_mod."): state[name] for name in state}, weights_of(model))
 
 
 # torch asks for the gradients of all tensors that go from one graph to the next.

@@ -59,9 +59,10 @@ def output(process: subprocess.Popen[str]) -> str:
     return printed
 
 
-def run(folder: Path, script: str, *options: str) -> dict[str, torch.Tensor]:
-    """Run a script with two workers; return the weights that the run saves."""
-    command = ("-m", "paceline", "run", "--workers", "2", "--servers", "1", "--run-dir", "run", *options)
+def run(folder: Path, script: str, *options: str, workers: int = 2) -> dict[str, torch.Tensor]:
+    """Run a script with some workers; return the weights that the run saves."""
+    count = ("--workers", str(workers), "--servers", "1")
+    command = ("-m", "paceline", "run", *count, "--run-dir", "run", *options)
     process = start(folder, script, *command)
     printed = output(process)
     assert process.returncode == 0, printed
@@ -120,10 +121,7 @@ def test_a_framework_under_bsp_equals_one_process_on_the_joint_batch(
     assert ("train_loss" in history) == (name == "train_trainer.py")
     whole = re.sub(r"batch_size=4", "batch_size=8", BLOCKS[name])
     assert whole != BLOCKS[name]
-    process = start(tmp_path / "one", whole, "-m", "paceline", "run", "--workers", "1", "--run-dir", "run")
-    printed = output(process)
-    assert process.returncode == 0, printed
-    expected = load_file(tmp_path / "one" / "run" / "weights.safetensors")
+    expected = run(tmp_path / "one", whole, workers=1)
     assert weights.keys() == expected.keys()
     for key, tensor in expected.items():
         torch.testing.assert_close(weights[key], tensor, rtol=1e-4, atol=1e-5)
@@ -166,6 +164,71 @@ def test_adapters_equal_one_process_on_the_joint_batch_and_nothing_else_travels(
             assert trained <= now - earlier <= trained + 1024
     page = PAGE.read_text()
     assert f"adapters and classifier have {trained:,} bytes" in page
+
+
+def test_mixed_precision_equals_one_process_on_the_joint_batch(mark: str, tmp_path: Path) -> None:
+    script = BLOCKS["train_mixed.py"]
+    weights = run(tmp_path / "two", script)
+    history = read_metrics(tmp_path / "two" / "run")
+    alone = script.replace("batch_size=16", "batch_size=32")
+    process = start(tmp_path / "one", alone)
+    printed = output(process)
+    assert process.returncode == 0, printed
+    expected = torch.load(tmp_path / "one" / "model.pt")
+    saved = torch.load(tmp_path / "two" / "model.pt")
+    assert weights.keys() == saved.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (weights[name] - tensor).norm() <= 0.005 * tensor.norm()  # float16 has 11 bits
+        assert torch.equal(saved[name], weights[name])
+    losses = history["loss"].values
+    assert len(losses) == 48
+    assert losses[-1] < losses[0] / 2
+
+
+LIGHTNING_PLUGIN = """import torch
+from lightning.{}.plugins import MixedPrecision
+
+plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))
+"""
+
+# Each framework would use float16, with a scaler, only on an accelerator. So these scripts pass it to them.
+PRECISIONS = {
+    ("train_trainer.py", "bfloat16"): [("use_cpu=True", "use_cpu=True, bf16=True")],
+    ("train_lightning.py", "bfloat16"): [('accelerator="cpu"', 'accelerator="cpu", precision="bf16-mixed"')],
+    ("train_lightning.py", "float16"): [
+        ("import torch\n", LIGHTNING_PLUGIN.format("pytorch")),
+        ('accelerator="cpu"', 'accelerator="cpu", plugins=plugin'),
+    ],
+    ("train_fabric.py", "bfloat16"): [('accelerator="cpu"', 'accelerator="cpu", precision="bf16-mixed"')],
+    ("train_fabric.py", "float16"): [
+        ("import torch\n", LIGHTNING_PLUGIN.format("fabric")),
+        ('accelerator="cpu"', 'accelerator="cpu", plugins=plugin'),
+    ],
+    ("train_accelerate.py", "bfloat16"): [("cpu=True", 'cpu=True, mixed_precision="bf16"')],
+    ("train_accelerate.py", "float16"): [
+        (
+            "accelerator = Accelerator(cpu=True)",
+            "accelerator = Accelerator(cpu=True)\n"
+            'accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)',
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "precision"), PRECISIONS)
+def test_a_framework_with_mixed_precision_equals_one_process(
+    name: str, precision: str, mark: str, tmp_path: Path
+) -> None:
+    require(FRAMEWORKS[name])
+    script = BLOCKS[name]
+    for old, new in PRECISIONS[name, precision]:
+        assert old in script
+        script = script.replace(old, new, 1)
+    expected = run(tmp_path / "one", script.replace("batch_size=4", "batch_size=8"), workers=1)
+    weights = run(tmp_path / "two", script)
+    assert weights.keys() == expected.keys()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(weights[key], tensor, rtol=0.02, atol=0.002)
 
 
 @pytest.mark.parametrize("steps", [1, 2])
