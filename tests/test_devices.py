@@ -30,8 +30,10 @@ from paceline.launcher.child import with_advice
 from paceline.launcher.description import description_of
 from paceline.launcher.devices import Accelerators, Found, assign_devices, device_of_process, shared
 from paceline.launcher.masks import environment_of
+from paceline.outlets.live_report import with_devices
 from paceline.report.job_status import StatusView
 from paceline.report.reading import read_report
+from paceline.report.run_report import RunReport, WorkerReport
 from paceline.report.summary import summary_rows
 from paceline.runtime.devices import CPU, Device
 from paceline.runtime.job import describe, make_job
@@ -289,8 +291,8 @@ def test_with_the_variables_of_torchrun_all_accelerators_are_seen(
 ) -> None:
     """A script that chooses its accelerator by LOCAL_RANK finds it."""
     have("cuda", "cuda")
-    look(devices="cuda:0,cpu", torchrun_env=True)
-    assert seen(2) == [{"device": "cuda:0"}, {"device": "cpu"}]
+    look(torchrun_env=True)
+    assert seen(2) == [{"device": "cuda:0"}, {"device": "cuda:1"}]
 
 
 def test_without_accelerators_nothing_is_said_about_devices(
@@ -487,6 +489,19 @@ def test_the_status_names_devices_if_there_are_accelerators() -> None:
     assert "device" in lines[1]
     assert "cuda:0 (Model 0)" in lines[2]
     assert "cpu" in lines[3]
+
+
+def test_the_report_of_a_run_in_progress_names_devices() -> None:
+    workers = tuple(WorkerReport(worker=worker) for worker in range(3))
+    report = RunReport(name="run", run_dir="run", state="running", workers=workers)
+    rows = (
+        WorkerStatus(0, "this machine", "computing", device="cuda:0 (Model 0)"),
+        WorkerStatus(1, "this machine", "computing", device="cpu"),
+    )
+    named = with_devices(report, JobStatus("bsp", 1, 1.0, rows))
+    assert [worker.device for worker in named.workers] == ["cuda:0 (Model 0)", "", ""]
+    plain = (structs.replace(row, device=msgspec.UNSET) for row in rows)
+    assert with_devices(report, JobStatus("bsp", 1, 1.0, tuple(plain))) == report
 
 
 def test_a_dry_run_and_the_settings_name_the_devices() -> None:

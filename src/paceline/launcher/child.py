@@ -29,6 +29,7 @@ from ..frontend.loss_scaling import watch_scalers
 from ..plugins import load_models
 from ..plugins.conditions import local_conditions
 from ..plugins.failures import script_traceback
+from ..runtime.devices import Device
 from ..runtime.server import ServerHost
 from ..runtime.worker import WorkerSession
 from ..shard.foreign import use_sources
@@ -88,8 +89,8 @@ def main(order: Order, descriptors: Descriptors) -> int:
         # `python script.py` adds the directory of the script, `python -m module` the current directory.
         sys.path.insert(0, os.getcwd() if kind == "module" else str(Path(arguments[0]).resolve().parent))
     load_models(job.sync, [*job.imports, *assignment.imports])
-    if assignment.device is not None and assignment.device.own_index:
-        torch.accelerator.set_device_index(assignment.device.own_index)
+    if assignment.device is not None:
+        _make_current(assignment.device)
     try:
         session = WorkerSession.connect(assignment)
     except (PeerLostError, ProtocolError) as error:
@@ -131,6 +132,13 @@ def main(order: Order, descriptors: Descriptors) -> int:
     session.finish()
     session.close()
     return 0
+
+
+def _make_current(device: Device) -> None:
+    """Make a device torch's current one, unless it already is, or torch has chosen another kind of accelerator."""
+    chosen = torch.accelerator.current_accelerator()
+    if device.own_index and chosen is not None and chosen.type == device.kind:
+        torch.accelerator.set_device_index(device.own_index)
 
 
 def _cut_off(error: PacelineError) -> int:

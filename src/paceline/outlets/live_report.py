@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from ..core.job_status import JobStatus
 from ..errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
@@ -59,9 +59,20 @@ class LiveReport:
         now_s = None if status is None else status.elapsed_s
         # The run has ended when all of its files are there, and not as soon as one of them says so.
         report = structs.replace(self._read(now_s), state="running", failure="", live=status, now_s=now_s)
+        if status is not None:
+            report = with_devices(report, status)
         took_s = time.thread_time() - begun_s
         self._made_until_s = time.monotonic() + max(LEAST_AGE_S, took_s / MOST_SHARE)
         return report
+
+
+def with_devices(report: RunReport, status: JobStatus) -> RunReport:
+    """Return a report that names the workers' devices, which its files contain only after the end of the run."""
+    devices = {
+        worker.worker: worker.device for worker in status.workers if worker.device not in ("cpu", UNSET)
+    }
+    workers = (structs.replace(each, device=devices.get(each.worker, "")) for each in report.workers)
+    return structs.replace(report, workers=tuple(workers))
 
 
 class LiveStatus:
