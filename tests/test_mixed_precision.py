@@ -459,6 +459,22 @@ def test_an_overflow_is_no_error_but_nan_after_it_was_unscaled_is(on_nan: str) -
             simulated(lambda: train(True), on_nan=on_nan)
 
 
+def test_a_worker_whose_gradients_always_overflow_says_so_once() -> None:
+    def train(lost: int) -> None:
+        model = nn.Linear(INPUTS, 1)
+        optimizer, scaler = DistributedOptimizer(sgd(model), model=model), scaler_of()
+        for iteration in range(100):
+            optimizer.zero_grad()
+            is_lost = worker_index() == 1 and iteration % 40 >= 40 - lost
+            scaler.scale(loss_of(model, own_rows(iteration)) * (math.nan if is_lost else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    assert simulated(lambda: train(31)).faults == []
+    [fault] = simulated(lambda: train(32)).faults
+    assert fault.startswith("worker 1: the gradients have overflowed in 32 steps in a row")
+
+
 def test_a_batch_whose_gradients_overflow_is_used_up_as_in_one_process(run_on_threads: RunOnThreads) -> None:
     drawn: list[int] = []
 

@@ -20,6 +20,7 @@ step know their scale. The wrappers change nothing else. What is pushed does not
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -28,10 +29,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.amp import GradScaler
 
+from ..core.messages import Warned
+from ..core.requests import COORDINATOR, Send
 from .backward import guess_of
 from .session import Session, current
 
 __all__ = [
+    "OverflowWatch",
     "Scaling",
     "lent_scaling",
     "scale_of",
@@ -87,6 +91,40 @@ def unscale(parameters: Iterable[torch.Tensor], scale: float) -> None:
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(1.0 / scale)
+
+
+log = logging.getLogger("paceline.frontend.loss_scaling")
+
+MOST_OVERFLOWS = 32
+"""Number of steps in a row whose gradients may overflow before it is said. By then, a scale of 2**16 is 2**-16."""
+
+ALWAYS_OVERFLOWS = (
+    f"the gradients have overflowed in {MOST_OVERFLOWS} steps in a row, although the GradScaler has lowered its "
+    "scale each time. So the weights, the data or the loss contain NaN or inf. Log the loss; if all workers say "
+    "this, lower the learning rate"
+)
+"""Warning about a worker whose gradients overflow whatever the scale is."""
+
+
+class OverflowWatch:
+    """Warns once if the gradients of one optimizer overflow in each of many steps in a row.
+
+    Args:
+        session: this worker's session.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._in_a_row = 0
+        self._said = False
+
+    def look(self, *, overflows: bool) -> None:
+        """Record whether the gradients of a step overflow."""
+        self._in_a_row = self._in_a_row + 1 if overflows else 0
+        if self._in_a_row == MOST_OVERFLOWS and not self._said:
+            self._said = True
+            log.warning("%s", ALWAYS_OVERFLOWS)
+            self._session.exchange(lambda: [Send(COORDINATOR, Warned(ALWAYS_OVERFLOWS))])
 
 
 class _Scaled:

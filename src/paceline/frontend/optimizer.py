@@ -33,7 +33,7 @@ from .clipping import gradient_norm
 from .first_forward import can_compute_gradients, may_look
 from .hooks import before_each_forward
 from .lazy import any_lazy, initialize, require_initialized
-from .loss_scaling import lent_scaling, scale_of, scaling_of, unscale
+from .loss_scaling import OverflowWatch, lent_scaling, scale_of, scaling_of, unscale
 from .marks import Marks
 from .model import find_model, require_not_wrapped
 from .newcomer import add_untrained, are_trained, hold_job_model, job_state, untrained
@@ -108,6 +108,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Lightning and Fabric wrap an optimizer in an object that reads its attributes, but has its own assignments.
         self._clip: list[Clip] = []
         self.schedule_watch = ScheduleWatch(self._session) if self._session is not None else None
+        self._overflow_watch = OverflowWatch(self._session) if self._session is not None else None
         self.marks = Marks(self._session) if self._session is not None and self._session.workers > 1 else None
         self._set_index = 0  # index of this optimizer among those of the script
         # True if a graph may hold the initial weights of lazy parameters, which must not change before the step.
@@ -205,6 +206,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._session.exchange(lambda: [sent])
         clip = self._clip.pop() if self._clip else None
         overflows = scaling is not None and scaling.overflows
+        if scaling is not None and self._overflow_watch is not None:
+            self._overflow_watch.look(overflows=overflows)
         if scaling is not None and not overflows:
             unscale(self._parameters(), scaling.scale)
             if clip is not None:  # when its norm was computed, the gradient may have been scaled
