@@ -49,6 +49,7 @@ LONG_FILES = (
     "test_joined_servers.py",
     "test_joining.py",
     "test_torchrun.py",
+    "test_devices.py",
     "test_ends.py",
     "test_live.py",
     "test_training.py",

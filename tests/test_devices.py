@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from io import StringIO
 from pathlib import Path
 
@@ -82,12 +82,13 @@ def names(assigned: devices.Assigned) -> list[str]:
         ("cuda:1,cuda,cpu", None, ["cuda:1", "cuda:0", "cpu"]),
         (["cuda:1", torch.device("cpu")], 2, ["cuda:1", "cpu"]),
         ("cuda:1", 2, ["cuda:1", "cuda:1"]),
+        (torch.device("xpu", 0), None, ["xpu:0"]),
         ("xpu, cpu", None, ["xpu:0", "cpu"]),
         ("cpu", None, ["cpu"]),
     ],
 )
 def test_there_is_one_worker_for_each_device(
-    have: Have, wanted: str | Sequence[object] | None, workers: int | None, expected: list[str]
+    have: Have, wanted: object, workers: int | None, expected: list[str]
 ) -> None:
     have("cuda", "cuda", "xpu")
     assigned = assign_devices(wanted, workers, usual=2)
@@ -160,11 +161,20 @@ def test_devices_that_cannot_be_used_are_refused(
         assign_devices(wanted, workers, usual=2)
 
 
+@pytest.mark.parametrize("workers", [0, -1, "4", True, 1.5])
+def test_a_number_of_workers_that_is_none_is_refused(have: Have, workers: object, tmp_path: Path) -> None:
+    have("cuda", "cuda")
+    with pytest.raises(
+        ConfigurationError, match=f"workers is {re.escape(repr(workers))}, expected a whole number"
+    ):
+        paceline.launch(print, workers=workers, run_dir=tmp_path / "run")  # type: ignore[arg-type]
+
+
 def test_workers_that_share_a_device_are_warned_of() -> None:
     cuda = [Device(kind="cuda", index=index) for index in range(2)]
     assert shared([*cuda, CPU, CPU]) == ""
     assert shared([cuda[0], CPU, cuda[0], cuda[1], cuda[1]]) == (
-        "workers 0, 2 share cuda:0, workers 3, 4 share cuda:1, so they slow each other down and their memory adds "
+        "2 workers share cuda:0, 2 workers share cuda:1, so they slow each other down and their memory adds "
         "up; use fewer workers (--workers), or name a device for each (--devices)."
     )
 
@@ -447,7 +457,7 @@ def test_workers_that_share_an_added_device_are_warned_of_before_they_start(abac
     with_devices = run_program(
         "-m", "paceline", "run", "--dry-run", "--import", "abacus", "--workers", "3", "train.py"
     )
-    assert "workers 0, 2 share abacus:0" in " ".join(with_devices.stderr.split())
+    assert "2 workers share abacus:0" in " ".join(with_devices.stderr.split())
     assert "abacus:0 (Abacus 0); abacus:1 (Abacus 1); abacus:0 (Abacus 0)" in " ".join(
         with_devices.stdout.split()
     )

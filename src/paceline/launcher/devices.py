@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -22,7 +23,6 @@ import msgspec
 
 from ..errors import ConfigurationError
 from ..plugins import load_models
-from ..report.words import named_workers
 from ..runtime.devices import CPU, Device
 from ..wire.secret import without_secret
 from .masks import BUILT_IN, alone, torch_build
@@ -95,7 +95,7 @@ class Assigned(NamedTuple):
 
 
 def assign_devices(
-    wanted: str | Iterable[object] | None,
+    wanted: object,
     workers: int | None,
     *,
     usual: int,
@@ -105,7 +105,7 @@ def assign_devices(
     """Return how many workers to start on this machine, and the device of each.
 
     Args:
-        wanted: the devices that the user wants, separated by commas or as a sequence, such as "cuda:0,cpu"; one
+        wanted: the devices that the user wants, as a sequence or separated by commas, such as "cuda:0,cpu"; one
             worker for each. None and "auto" stand for all accelerators of the kind that torch chooses.
         workers: the number of workers that the user wants; None for one per device.
         usual: the number of workers if there is no accelerator and the user wants no number.
@@ -116,8 +116,9 @@ def assign_devices(
         ConfigurationError: the devices cannot be used, or do not fit the number of workers.
     """
     entries = _entries(wanted)
+    some = type(workers) is int and workers > 0  # whoever makes the job refuses other numbers
     if entries is None:
-        if workers == 0 or not may_have_accelerators(imports):
+        if not (workers is None or some) or not may_have_accelerators(imports):
             return Assigned(usual if workers is None else workers)
         accelerators = count_accelerators(imports)
         found = accelerators.devices(accelerators.chosen)
@@ -126,7 +127,7 @@ def assign_devices(
         count = len(found) if workers is None else workers
         devices = [found[worker % len(found)] for worker in range(count)]
     else:
-        if len(entries) == 1 and workers:
+        if len(entries) == 1 and workers is not None and some:
             entries = entries * workers
         if workers is not None and workers != len(entries):
             raise ConfigurationError(
@@ -157,13 +158,10 @@ def shared(devices: Sequence[Device]) -> str:
     """Return a warning about accelerators that several workers use; "" if there are none.
 
     >>> shared([Device(kind="cuda"), Device(kind="cuda"), CPU, CPU]).partition(" so ")[0]
-    'workers 0, 1 share cuda:0,'
+    '2 workers share cuda:0,'
     """
-    users: dict[str, list[int]] = {}
-    for worker, device in enumerate(devices):
-        if device.kind != CPU.kind:
-            users.setdefault(device.name, []).append(worker)
-    several = [f"{named_workers(each)} share {name}" for name, each in users.items() if len(each) > 1]
+    users = Counter(device.name for device in devices if device.kind != CPU.kind)
+    several = [f"{count} workers share {name}" for name, count in users.items() if count > 1]
     if not several:
         return ""
     return (
@@ -172,11 +170,12 @@ def shared(devices: Sequence[Device]) -> str:
     )
 
 
-def _entries(wanted: str | Iterable[object] | None) -> list[tuple[str, int]] | None:
+def _entries(wanted: object) -> list[tuple[str, int]] | None:
     """Return the kind and the index of each device that the user wants; None for all accelerators."""
     if wanted is None:
         return None
-    words = [str(word).strip() for word in (wanted.split(",") if isinstance(wanted, str) else wanted)]
+    each = wanted if isinstance(wanted, Iterable) and not isinstance(wanted, str) else str(wanted).split(",")
+    words = [str(word).strip() for word in each]
     if words == [AUTO]:
         return None
     entries = []

@@ -45,7 +45,7 @@ def launch(
     *,
     args: Sequence[object] = (),
     workers: int | tuple[int, int] | None = None,
-    devices: str | Sequence[str | torch.device] | None = None,
+    devices: str | torch.device | Sequence[str | torch.device] | None = None,
     servers: int | None = None,
     shards: int | None = None,
     slicing: str = "even",
