@@ -24,7 +24,7 @@ from ..core.layout import Layout, of_set
 from ..shard.vectors import Vectors, parameter_views, squared_norm
 from .capturing import require_not_capturing
 from .hooks import Weakly, remove_after
-from .loss_scaling import scales_losses
+from .loss_scaling import Scales, scales_of
 from .session import Session
 from .staging import Stager, move_into
 from .weights import change_outside_step, shape_change_outside_step
@@ -113,11 +113,13 @@ class Gradients:
                 If the script scales its losses, the step divides the gradients, so none is moved early.
         """
         accumulated = Weakly(self._accumulated)
-        owner = ref(session)
+        owner, scales = ref(session), scales_of(session)
         remove_after(
             session,
             [
-                parameter.register_post_accumulate_grad_hook(partial(accumulated, index, owner, final))
+                parameter.register_post_accumulate_grad_hook(
+                    partial(accumulated, index, owner, scales, final)
+                )
                 for index, parameter in enumerate(self._parameters)
                 if index in indices and parameter.requires_grad
             ],
@@ -166,7 +168,9 @@ class Gradients:
         self._accumulated_since_push = [False] * len(self._views)
         self._stager.begin_next()
 
-    def _accumulated(self, index: int, owner: ref[Session], final: bool, parameter: torch.Tensor) -> None:
+    def _accumulated(
+        self, index: int, owner: ref[Session], scales: Scales, final: bool, parameter: torch.Tensor
+    ) -> None:
         require_not_capturing("A gradient was computed")
         gradient = parameter.grad
         # Without create_graph=True, autograd adds to a gradient in place. So this is the first one, or a later one
@@ -181,7 +185,7 @@ class Gradients:
             self.begin_next()
         self._accumulated_since_push[index] = True
         session.data.accumulate()
-        if scales_losses(session):
+        if scales.used:
             return
         arrived = self._stager.gradient_ready(index)
         if final and session.sends_early:

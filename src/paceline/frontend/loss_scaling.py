@@ -36,10 +36,10 @@ from .session import Session, current
 
 __all__ = [
     "OverflowWatch",
+    "Scales",
     "Scaling",
     "lent_scaling",
-    "scale_of",
-    "scales_losses",
+    "scales_of",
     "scaling_of",
     "unscale",
     "unwatch_scalers",
@@ -127,34 +127,33 @@ class OverflowWatch:
             self._session.exchange(lambda: [Send(COORDINATOR, Warned(ALWAYS_OVERFLOWS))])
 
 
-class _Scaled:
+class Scales:
     """What the script of one worker has scaled.
 
     Attributes:
+        used: True if the script has scaled a loss.
         scaler: the scaler that the script has used last; None if the script has called its `update` since.
         unscaled: the `id` of each parameter whose gradient the script has unscaled since.
     """
 
     def __init__(self) -> None:
+        self.used = False
         self.scaler: GradScaler | None = None
         self.unscaled: set[int] = set()
 
-
-_scaled: WeakKeyDictionary[Session, _Scaled] = WeakKeyDictionary()
-
-
-def scales_losses(session: Session) -> bool:
-    """Return True if the script of a session's worker has scaled a loss."""
-    return session in _scaled
+    def of(self, parameters: Iterable[torch.Tensor]) -> float:
+        """Return the scale of the parameters' gradients; 1.0 if they are not scaled, as far as it is known."""
+        if self.scaler is None or any(id(each) in self.unscaled for each in parameters):
+            return 1.0
+        return float(self.scaler.get_scale())
 
 
-def scale_of(session: Session, parameters: Iterable[torch.Tensor]) -> float:
-    """Return the scale of the parameters' gradients; 1.0 if they are not scaled, as far as it is known."""
-    scaled = _scaled.get(session)
-    if scaled is None or scaled.scaler is None or any(id(each) in scaled.unscaled for each in parameters):
-        return 1.0
-    return float(scaled.scaler.get_scale())
+def scales_of(session: Session) -> Scales:
+    """Return what the script of a session's worker has scaled."""
+    return _scales.setdefault(session, Scales())
 
+
+_scales: WeakKeyDictionary[Session, Scales] = WeakKeyDictionary()
 
 SCALE, UNSCALE, UPDATE = GradScaler.scale, GradScaler.unscale_, GradScaler.update
 
@@ -176,7 +175,8 @@ def _place(*methods: Callable[..., Any]) -> None:
 @functools.wraps(SCALE)
 def _scale(self: GradScaler, outputs: Any) -> Any:
     if self.is_enabled() and (session := current()) is not None:
-        _scaled.setdefault(session, _Scaled()).scaler = self
+        scales = scales_of(session)
+        scales.used, scales.scaler = True, self
         guess_of(session).give_up()
     return SCALE(self, outputs)
 
@@ -184,13 +184,15 @@ def _scale(self: GradScaler, outputs: Any) -> Any:
 @functools.wraps(UNSCALE)
 def _unscale(self: GradScaler, optimizer: torch.optim.Optimizer) -> None:
     UNSCALE(self, optimizer)
-    if (session := current()) is not None and (scaled := _scaled.get(session)) is not None:
-        scaled.unscaled.update(id(each) for group in optimizer.param_groups for each in group["params"])
+    if (session := current()) is not None:
+        parameters = (each for group in optimizer.param_groups for each in group["params"])
+        scales_of(session).unscaled.update(map(id, parameters))
 
 
 @functools.wraps(UPDATE)
 def _update(self: GradScaler, *arguments: Any, **options: Any) -> None:
     UPDATE(self, *arguments, **options)
-    if (session := current()) is not None and (scaled := _scaled.get(session)) is not None:
-        scaled.scaler = None
-        scaled.unscaled.clear()
+    if (session := current()) is not None:
+        scales = scales_of(session)
+        scales.scaler = None
+        scales.unscaled.clear()

@@ -33,7 +33,7 @@ from .clipping import gradient_norm
 from .first_forward import can_compute_gradients, may_look
 from .hooks import before_each_forward
 from .lazy import any_lazy, initialize, require_initialized
-from .loss_scaling import OverflowWatch, lent_scaling, scale_of, scaling_of, unscale
+from .loss_scaling import OverflowWatch, lent_scaling, scales_of, scaling_of, unscale
 from .marks import Marks
 from .model import find_model, require_not_wrapped
 from .newcomer import add_untrained, are_trained, hold_job_model, job_state, untrained
@@ -157,7 +157,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             NonFiniteGradientError: a gradient contains NaN or inf, and the run does not skip it. Nothing was pushed.
             WeightsChangedError: weights have been edited or moved since the last step.
             UsageError: the groups were replaced, or no longer hold the same parameters as when training began, or
-                `samples` is not a positive integer.
+                `samples` is not a positive integer, or a `GradScaler` has passed a closure, or a graph of the
+                accelerator's operations is captured.
         """
         if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
             raise UsageError(
@@ -246,6 +247,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         run with clipping equals a single process on the joint batch. `torch.nn.utils.clip_grad_norm_` would clip each
         worker's gradient before the mean, which is not the same. Outside a run, the two are the same.
 
+        If the loss is scaled by a `GradScaler`, call `scaler.unscale_(optimizer)` first, as for torch's own function.
+        In a run, the method knows the scale without this call, too.
+
         The method does not change `p.grad` in a run. If it is called several times before a step, the smallest
         `max_norm` counts; if workers pass different values, the value of the most advanced worker counts. `LARS`
         scales gradients before they are averaged, so with `LARS`, each worker's gradient is clipped.
@@ -277,7 +281,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._session is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         self._session.require_clippable()
-        norm = gradient_norm(parameters) / scale_of(self._session, parameters)
+        norm = gradient_norm(parameters) / scales_of(self._session).of(parameters)
         largest = min(float(max_norm), *(clip.max_norm for clip in self._clip), math.inf)
         if largest <= MOST_NORM:
             self._clip[:] = [_clip_to(largest, norm)]
@@ -297,7 +301,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         _require_limit("clip_value", clip_value)
         parameters = self._parameters()
-        scale = 1.0 if self._session is None else scale_of(self._session, parameters)
+        scale = 1.0 if self._session is None else scales_of(self._session).of(parameters)
         torch.nn.utils.clip_grad_value_(parameters, scale * clip_value)
 
     def editing(self) -> AbstractContextManager[None]:
