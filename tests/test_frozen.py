@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
@@ -387,10 +388,34 @@ def by_training(model: Adapted) -> torch.Tensor:
     return torch.empty(0)
 
 
-@pytest.mark.parametrize("look", [by_evaluating, by_training])
-@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def by_its_steps(model: Adapted, late_has_trained: threading.Event, step: Callable[[], None]) -> None:
+    while not late_has_trained.is_set():
+        step()
+
+
+def in_a_barrier(model: Adapted, late_has_trained: threading.Event, step: Callable[[], None]) -> None:
+    paceline.barrier()
+    assert late_has_trained.is_set()
+
+
+def in_an_evaluation(model: Adapted, late_has_trained: threading.Event, step: Callable[[], None]) -> None:
+    with paceline.evaluating(model):
+        assert late_has_trained.wait(30.0)
+
+
+@pytest.mark.parametrize(
+    ("sync", "wait", "look"),
+    [
+        ("bsp", by_its_steps, by_evaluating),
+        ("asp", by_its_steps, by_training),
+        ("asp", in_a_barrier, by_training),  # in lockstep, the late worker joins only when worker 0 pushes
+        ("asp", in_an_evaluation, by_evaluating),
+        ("bsp", in_an_evaluation, by_training),
+        ("asp", in_an_evaluation, by_training),
+    ],
+)
 def test_a_live_worker_that_joins_late_receives_what_differs_from_a_worker_that_trains(
-    sync: str, look: Callable[[Adapted], torch.Tensor], tmp_path: Path
+    sync: str, wait: Callable[..., None], look: Callable[[Adapted], torch.Tensor], tmp_path: Path
 ) -> None:
     """Worker 0 alone has begun the run, so no server has the values. The late worker looks first, or trains."""
     job = make_job(
@@ -400,7 +425,7 @@ def test_a_live_worker_that_joins_late_receives_what_differs_from_a_worker_that_
     coordinator.core.invite(1)
     coordinator.start()
     server = ServerHost.connect(Assignment(job=job, role="server", index=0, coordinator=coordinator.address))
-    begun, late_has_trained = threading.Event(), threading.Event()
+    begun, invited_late, late_has_trained = (threading.Event() for _ in range(3))
     states: dict[int, State] = {}
     seen: list[torch.Tensor] = []
     errors: list[BaseException] = []
@@ -411,15 +436,24 @@ def test_a_live_worker_that_joins_late_receives_what_differs_from_a_worker_that_
         optimizer = paceline.DistributedOptimizer(adam(model), model=model)
         if worker:
             seen.append(look(model))
-        step = 0
-        while step < 5 or not (worker or late_has_trained.is_set()):
+
+        def step() -> None:
             optimizer.zero_grad()
-            model(batch(worker, step)).square().mean().backward()
+            model(batch(worker, 0)).square().mean().backward()
             optimizer.step()
-            step += 1
-            begun.set()
+
+        step()
         if worker:
+            step()
             late_has_trained.set()
+        else:
+            begun.set()
+            assert invited_late.wait(60.0)
+            while wait is in_a_barrier and 1 not in coordinator.core.members.present:
+                time.sleep(0.01)
+            wait(model, late_has_trained, step)
+        if wait is in_a_barrier and worker:
+            paceline.barrier()
         states[worker] = state_of(model)
 
     def work(index: int) -> None:
@@ -445,6 +479,7 @@ def test_a_live_worker_that_joins_late_receives_what_differs_from_a_worker_that_
         coordinator._call(lambda: invited.set_result(coordinator.core.invite(1)))
         assert invited.result(30.0) == {1: 0}
         assert server._frozen.kept == {}
+        invited_late.set()
         threads[1].start()
         for thread in threads:
             thread.join(60.0)

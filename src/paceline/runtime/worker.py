@@ -95,7 +95,7 @@ from .repeating import Repeating
 from .segmented import TEND_S, SegmentedFile, segmenting
 from .server_memory import require_plausible_state
 from .slow_link import SlowLink
-from .spin import fall_asleep, spin, wake_up
+from .spin import SPIN_S, fall_asleep, spin, wake_up
 
 __all__ = ["WorkerSession"]
 
@@ -635,18 +635,17 @@ class WorkerSession:
 
         Args:
             ended: function that returns True once the call has ended.
-            servers: True if servers may send messages before it ends.
+            servers: True if servers take part in the call.
         """
         interval_s = self._idle_interval_s
         due_s = self._job.now_s() + max(interval_s, COMBINING_S)
         while not ended():
             self._leave_if_asked()
             wait_s = min(max(due_s - self._job.now_s(), LEAST_IDLE_S), STATUS_INTERVAL_S)
-            if servers or self._coordinator.backlog:
+            if servers:
                 self._hear(timeout_s=wait_s)
             else:
-                self._orders.poll(1000 * wait_s)
-                self._hear_coordinator()
+                self._hear_coordinator_first(wait_s)
             if not ended() and self._core.may_stand_in and self._job.now_s() >= due_s:
                 self._stand_in()
                 due_s = self._job.now_s() + interval_s
@@ -668,11 +667,7 @@ class WorkerSession:
             self._perform(ask())
             while self._core.data.waiting:
                 self._leave_if_asked()
-                if self._coordinator.backlog:
-                    self._hear(timeout_s=STATUS_INTERVAL_S)
-                else:
-                    self._orders.poll(1000 * STATUS_INTERVAL_S)
-                    self._hear_coordinator()
+                self._hear_coordinator_first(STATUS_INTERVAL_S)
         self._supply_s += self._job.now_s() - began_s
 
     def epoch_begins(self, epoch: int) -> None:
@@ -788,6 +783,7 @@ class WorkerSession:
         """While the script is not training, push without a gradient if other workers may be waiting for a push."""
         self._hear_coordinator()
         if not self._core.is_awaited:
+            self._hear(timeout_s=0.0)  # a server may request a frozen parameter
             return
         if self._outbox is not None:
             self._outbox.begin()
@@ -1087,7 +1083,7 @@ class WorkerSession:
     def _hear(self, timeout_s: float | None) -> bool:
         """Wait for messages for at most `timeout_s`, and handle them. Return False if this time has passed."""
         if self._ringed:
-            streams = spin(self._ringed)
+            streams = spin(self._ringed, SPIN_S if timeout_s != 0 else 0.0)
             for ringed in streams:
                 self._hear_server(ringed.receive(from_socket=False))
             if streams or not fall_asleep(self._ringed):
@@ -1106,6 +1102,16 @@ class WorkerSession:
                 else:
                     self._hear_server(stream.receive())
         return bool(ready)
+
+    def _hear_coordinator_first(self, timeout_s: float) -> None:
+        """Wait for messages of the coordinator for at most `timeout_s`; then handle those of the servers, too.
+
+        A server may request a frozen parameter, for a worker without which this worker's wait does not end.
+        """
+        if not self._coordinator.backlog and self._orders.poll(1000 * timeout_s):
+            self._hear_coordinator()
+        else:
+            self._hear(timeout_s=timeout_s if self._coordinator.backlog else 0.0)
 
     def _raise_if_taken_out(self, error: PeerLostError) -> None:
         """If this worker was taken out of the run, raise an exception that says why.
