@@ -273,6 +273,7 @@ def test_a_frozen_parameter_can_be_trained_later(run_on_threads: RunOnThreads, d
         return state_of(model)
 
     run = run_on_threads(function, workers=2, servers=2)
+    simulated = simulate(Cluster(compute_s=[1.0, 1.0]), "bsp", train_fn=function)
     model = Adapted(bias_seed=0)
     optimizer = adam(model)
     for step in range(8):
@@ -283,6 +284,7 @@ def test_a_frozen_parameter_can_be_trained_later(run_on_threads: RunOnThreads, d
         (model(x).squeeze(1) - x.sum(1)).square().mean().backward()
         optimizer.step()
     require_close(run.state_dict, state_of(model))
+    require_close(simulated.state_dict or {}, state_of(model))
     assert kept(run) == 0  # the bias is not frozen any more
 
 
@@ -342,7 +344,14 @@ def second_part(path: str) -> None:
 
 @pytest.mark.processes
 def test_a_run_saves_the_whole_model_from_which_another_run_goes_on(mark: str, tmp_path: Path) -> None:
-    first = paceline.launch(first_part, workers=2, run_dir=tmp_path / "first")
+    pace = [0.5, 0.5]  # the run lasts long enough for a snapshot
+    first = paceline.launch(
+        first_part, workers=2, run_dir=tmp_path / "first", snapshot_every_s=0.2, pace=pace
+    )
+    snapshots = [snapshot for _, snapshot in first.snapshots]
+    assert snapshots
+    assert {snapshot.frozen for snapshot in snapshots} == {()}
+    assert all(snapshot.state_dict.keys() == first.state_dict.keys() for snapshot in snapshots)
     path = tmp_path / "first" / "weights.safetensors"
     assert not (tmp_path / "first" / "frozen").exists()
     require_close(load_file(path), first.state_dict)
@@ -352,6 +361,17 @@ def test_a_run_saves_the_whole_model_from_which_another_run_goes_on(mark: str, t
 
 
 # -- a worker that joins late -----------------------------------------------------------------------------
+
+
+def test_simulated_workers_with_random_frozen_layers_train_the_same_model() -> None:
+    states: list[State] = []
+    result = simulate(
+        Cluster(compute_s=[1.0, 2.0]),
+        "bsp",
+        train_fn=lambda: states.append(state_of(train(Adapted(seed=paceline.worker_index()), 6))),
+    )
+    for state in [*states, result.state_dict or {}]:
+        require_close(state, alone(Adapted(seed=0), 6, 2))
 
 
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
