@@ -46,19 +46,19 @@ class Buffers:
         self._model = model
         trained_ids = set(map(id, trained))
         tensors = {name: tensor for name, tensor in model.tensors().items() if id(tensor) not in trained_ids}
-        parameters = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
-        self.specs = tuple(
+        described = [
             BufferSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype))
             for name, tensor in tensors.items()
-            if name not in parameters
-        )
+        ]
+        self.specs = tuple(spec for spec in described if not isinstance(tensors[spec.name], nn.Parameter))
         self._dtypes = [tensors[spec.name].dtype for spec in self.specs]
-        known = {spec.name: spec for spec in before.frozen} if before is not None else {}
-        new = [name for name in parameters if name not in known]
-        digests = dict(zip(new, digests_of([parameters[name] for name in new]), strict=True))
+        frozen = [spec for spec in described if isinstance(tensors[spec.name], nn.Parameter)]
+        digests = {str(spec): spec.digest for spec in before.frozen} if before is not None else {}
+        new = [spec for spec in frozen if str(spec) not in digests]
+        found = digests_of([tensors[spec.name] for spec in new])
+        digests |= {str(spec): digest for spec, digest in zip(new, found, strict=True)}
         self.frozen: tuple[FrozenSpec, ...] = tuple(
-            known.get(name) or FrozenSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype), digests[name])
-            for name, tensor in parameters.items()
+            FrozenSpec(spec.name, spec.shape, spec.dtype, digests[str(spec)]) for spec in frozen
         )
         self.added: dict[str, torch.Tensor] = {}
         self.have_changed = False
