@@ -239,6 +239,25 @@ def same_accuracy(
         )
 
 
+@app.command("wire")
+def wire(
+    wire: Annotated[
+        str,
+        typer.Option("--wire", metavar="<bf16>", help="The format that is compared with float32."),
+    ] = "bf16",
+    seeds: Annotated[int, whole_number_option("--seeds", least=2, help="Number of seeds.")] = 5,
+) -> None:
+    """Compare how many iterations training needs to the same loss if gradients and weights are rounded on their way.
+
+    Takes about 5 minutes on an idle machine.
+    """
+    from .wire import compare_formats, result_table
+
+    with interruptible("there are no results"), shown_progress(Console(stderr=True)) as tell:
+        results = compare_formats(wire, seeds, tell=tell)
+    Console().print(result_table(results))
+
+
 @app.command("tune-demo")
 def tune_demo(
     run_dir: Annotated[

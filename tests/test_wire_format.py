@@ -33,6 +33,8 @@ from paceline.sim import Cluster
 from paceline.sync.events import Edit
 from paceline.trace import replay
 
+from .live import train as live_training
+
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
 
@@ -245,6 +247,21 @@ def test_pieces_that_were_sent_early_and_changed_are_rounded_again(
         assert isinstance(steps, list)
         for iteration, (gradients, _) in enumerate(steps):
             assert same(flat(watched.pushed[worker, iteration]), rounded(gradients))
+
+
+def test_weights_that_change_while_they_are_sent_arrive_as_they_were(
+    run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are more than a socket holds, and the other workers push meanwhile."""
+    watched = Watched(monkeypatch)
+    run = run_on_threads(
+        training(6), workers=3, servers=1, shards=1, sync="asp", transport="tcp", wire="bf16"
+    )
+    sent = [rounded(flat(held)) for held in watched.held.values()]
+    for steps in run.results.values():
+        assert isinstance(steps, list)
+        for _, weights in steps:
+            assert any(same(weights, version) for version in sent)
 
 
 def test_updates_that_are_too_small_for_rounded_weights_are_not_lost(run_on_threads: RunOnThreads) -> None:
@@ -554,3 +571,29 @@ def test_half_as_many_bytes_are_simulated(wire: str, push: float, pull: float) -
     assert sent["pull"] == pytest.approx(20 * 8e6 * pull, rel=1e-3)
     # Both workers send 8 MB over the links of the servers, 4 MB to each, and receive as much.
     assert result.time_s == pytest.approx(10 * (1 + 0.64 * (push + pull)), rel=0.05)
+
+
+# -- runs in processes of their own ---------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_a_run_that_shares_memory_says_that_the_format_has_had_no_effect(mark: str) -> None:
+    result = paceline.launch(live_training(), args=(3,), workers=1, servers=1, transport="shm", wire="bf16")
+    assert result.summary["wire"] == "bf16"
+    assert any("--wire bf16 had no effect" in finding for finding in result.summary["findings"])
+
+
+@pytest.mark.processes
+def test_a_run_over_tcp_rounds_and_its_settings_name_the_format(mark: str, tmp_path: Path) -> None:
+    result = paceline.launch(
+        live_training(),
+        args=(3,),
+        workers=2,
+        servers=1,
+        transport="tcp",
+        wire="gradients=bf16",
+        run_dir=tmp_path / "run",
+    )
+    assert result.summary["wire"] == "gradients=bf16,weights=float32"
+    assert not any("--wire" in finding for finding in result.summary["findings"])
+    assert '"--wire"' in (tmp_path / "run" / "run.json").read_text()

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 OPTIONS = {
     "transport": {"--json", "--sizes", "--workers", "--servers", "--rounds", "--systems"},
     "overlap": {"--json", "--rate", "--rounds", "--iterations", "--shards", "--picture"},
-    "links": {"--json", "--rate", "--sizes", "--rounds"},
+    "links": {"--json", "--rate", "--sizes", "--rounds", "--wire"},
     "sync": {"--json"},
     "zipline": {"--json", "--rounds", "--quick"},
     "simulator": {"--json"},

@@ -73,7 +73,7 @@ def test_the_program_names_its_commands() -> None:
         cwd=ROOT,
         check=True,
     )
-    for words in ("python -m reproductions", "exhibits", "tune-demo", "cherry-pick"):
+    for words in ("python -m reproductions", "exhibits", "tune-demo", "cherry-pick", "wire"):
         assert words in ended.stdout
 
 

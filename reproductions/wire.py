@@ -1,0 +1,249 @@
+"""Whether training with rounded gradients and weights (`--wire bf16`) needs more iterations to reach the same loss.
+
+Two small problems, a convolutional network on digits and a byte-level transformer, are trained by four workers under
+bsp, in virtual time, with float32 and with another format. For each seed, both runs begin with the same weights and
+see the same batches. After each update, the loss on the validation data is computed from the servers' weights. The
+*iterations to the target* are the number of updates until the mean of the last 10 of these losses is at most the
+target. Rounding is that of a live run (`paceline.shard.rounding`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from rich import box
+from rich.table import Table
+from torch import Tensor, nn
+
+import paceline
+from paceline.cli.progress import TellShare
+from paceline.core.wire_format import WireFormat
+from paceline.errors import ConfigurationError
+from paceline.runtime.reader import WeightsSnapshot
+
+from .evidence.images import DigitImages
+from .evidence.language import ByteTransformer
+from .evidence.schedules import Gradient
+from .evidence.statistics import Ratio, compare
+
+__all__ = ["PROBLEMS", "WireResult", "compare_formats", "result_table"]
+
+WORKERS = 4
+SMOOTHED = 10
+"""Number of the last losses whose mean must reach the target."""
+
+MOST = 1.05
+"""The goal: the ratio of the iterations to the target, and the upper end of its interval, are at most this."""
+
+
+class Learned(Protocol):
+    """A network with its data; see `reproductions.evidence`."""
+
+    def initial(self, seed: int) -> dict[str, Tensor]: ...
+
+    def batch(self, seed: int, gradient: Gradient) -> tuple[Tensor, ...]: ...
+
+    def loss(self, weights: dict[str, Tensor], *batch: Tensor) -> Tensor: ...
+
+    def validation(self, weights: dict[str, Tensor]) -> Tensor: ...
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """What is learned.
+
+    Attributes:
+        name: name of the problem.
+        learned: function that returns the network with its data.
+        optimizer: function that returns the optimizer of some parameters.
+        target: the loss on the validation data that must be reached.
+        iterations: number of iterations of a run.
+    """
+
+    name: str
+    learned: Callable[[], Learned]
+    optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+    target: float
+    iterations: int
+
+
+PROBLEMS = (
+    Problem(
+        "digits: CNN, SGD",
+        DigitImages,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9),
+        target=0.12,
+        iterations=160,
+    ),
+    Problem(
+        "text: transformer, AdamW",
+        ByteTransformer,
+        lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.95)),
+        target=3.3,
+        iterations=240,
+    ),
+)
+
+
+class WireResult(msgspec.Struct, frozen=True):
+    """The results of one problem.
+
+    Attributes:
+        problem: name of the problem.
+        wire: the format that is compared with float32.
+        target: the loss on the validation data that must be reached.
+        exact: iterations to the target with float32, for each seed; inf if it is not reached.
+        rounded: the same with the other format.
+        last: the median over the seeds of the last losses, with float32 and with the other format.
+    """
+
+    problem: str
+    wire: str
+    target: float
+    exact: tuple[float, ...]
+    rounded: tuple[float, ...]
+    last: tuple[float, float]
+
+    @property
+    def ratio(self) -> Ratio:
+        """The ratio of the iterations to the target, with its interval."""
+        return compare(self.rounded, self.exact)
+
+    @property
+    def verdict(self) -> str:
+        """Whether the goal is met: "met", "missed", or "open" if the interval contains the limit."""
+        ratio = self.ratio
+        return "met" if ratio.high <= MOST else "missed" if ratio.low > MOST else "open"
+
+
+def compare_formats(
+    wire: str,
+    seeds: int,
+    problems: Sequence[Problem] = PROBLEMS,
+    tell: TellShare = lambda what, share, slow=False: None,
+) -> list[WireResult]:
+    """Train each problem with float32 and with another format, and compare the iterations to the target.
+
+    Args:
+        wire: the other format, in the notation of the command line.
+        seeds: number of seeds.
+        problems: the problems.
+        tell: function that shows the progress.
+
+    Raises:
+        ConfigurationError: the format is unknown, or is float32.
+    """
+    if WireFormat.read(wire).exact:
+        raise ConfigurationError("wire is 'float32', with which it is compared; expected another format.")
+    results = []
+    for place, problem in enumerate(problems):
+        learned = problem.learned()
+        losses: dict[str, list[list[float]]] = {"float32": [], wire: []}
+        for seed in range(seeds):
+            for index, each in enumerate(losses):
+                done = (place + (seed + index / 2) / seeds) / len(problems)
+                tell(f"{problem.name}, seed {seed + 1} of {seeds}, {each}", done, slow=True)
+                losses[each].append(_losses(problem, learned, seed, each))
+        reached = {
+            each: tuple(_iterations_to(problem.target, run) for run in runs) for each, runs in losses.items()
+        }
+        lasts = [median(_smoothed(run)[-1] for run in runs) for runs in losses.values()]
+        results.append(
+            WireResult(problem.name, wire, problem.target, *reached.values(), (lasts[0], lasts[1]))
+        )
+    return results
+
+
+class _Trained(nn.Module):
+    """The weights of a network as parameters."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.names = list(weights)
+        self.values = nn.ParameterList(nn.Parameter(value.clone()) for value in weights.values())
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return dict(zip(self.names, self.values, strict=True))
+
+    def named(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights in a `state_dict` by their own names."""
+        return {name: state[f"values.{index}"] for index, name in enumerate(self.names)}
+
+
+def _losses(problem: Problem, learned: Learned, seed: int, wire: str) -> list[float]:
+    """Return the loss on the validation data after each update."""
+
+    def train() -> None:
+        model = _Trained(learned.initial(seed))
+        inner = problem.optimizer(list(model.parameters()))
+        optimizer = paceline.DistributedOptimizer(inner, model=model)
+        worker = paceline.worker_index()
+        for iteration in range(problem.iterations):
+            number = WORKERS * iteration + worker
+            gradient = Gradient(worker, iteration, number, iteration, 1 / WORKERS, 1.0)
+            optimizer.zero_grad()
+            learned.loss(model.weights, *learned.batch(seed, gradient)).backward()
+            optimizer.step()
+
+    names = _Trained(learned.initial(seed))
+    losses: list[float] = []
+
+    def look(time_s: float, snapshot: WeightsSnapshot) -> bool:
+        with torch.inference_mode():
+            losses.append(float(learned.validation(names.named(snapshot.state_dict))))
+        return False
+
+    cluster = paceline.Cluster(compute_s=[1.0] * WORKERS)
+    settings: dict[str, Any] = {"wire": wire, "snapshot_every_s": 1.0, "on_snapshot": look}
+    paceline.simulate(cluster, "bsp", train_fn=train, seed=seed, **settings)
+    return losses
+
+
+def _smoothed(losses: Sequence[float]) -> list[float]:
+    """Return the mean of the last losses after each update."""
+    return [
+        sum(losses[max(0, end - SMOOTHED) : end]) / min(end, SMOOTHED) for end in range(1, len(losses) + 1)
+    ]
+
+
+def _iterations_to(target: float, losses: Sequence[float]) -> float:
+    """Return the number of updates until the target is reached; inf if it is not."""
+    return next((float(n) for n, loss in enumerate(_smoothed(losses)) if loss <= target), float("inf"))
+
+
+def result_table(results: Sequence[WireResult]) -> Table:
+    """Return the table of the results."""
+    made = Table(
+        title=f"Iterations to the same loss with --wire {results[0].wire}, {WORKERS} workers, "
+        f"{len(results[0].exact)} seeds",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+    )
+    headings = (
+        "problem",
+        "target",
+        "float32",
+        results[0].wire,
+        "ratio [95 %]",
+        "last losses",
+        f"goal <= {MOST:g}",
+    )
+    for heading in headings:
+        made.add_column(heading, justify="left" if heading == "problem" else "right", no_wrap=True)
+    for result in results:
+        made.add_row(
+            result.problem,
+            f"{result.target:g}",
+            f"{median(result.exact):g}",
+            f"{median(result.rounded):g}",
+            f"{result.ratio.ratio:.3f} [{result.ratio.low:.3f}, {result.ratio.high:.3f}]",
+            f"{result.last[0]:.3f}, {result.last[1]:.3f}",
+            result.verdict,
+        )
+    return made
