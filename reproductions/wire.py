@@ -147,13 +147,12 @@ def compare_formats(
                 done = (place + (seed + index / 2) / seeds) / len(problems)
                 tell(f"{problem.name}, seed {seed + 1} of {seeds}, {each}", done, slow=True)
                 losses[each].append(_losses(problem, learned, seed, each))
-        reached = {
-            each: tuple(_iterations_to(problem.target, run) for run in runs) for each, runs in losses.items()
-        }
-        lasts = [median(_smoothed(run)[-1] for run in runs) for runs in losses.values()]
-        results.append(
-            WireResult(problem.name, wire, problem.target, *reached.values(), (lasts[0], lasts[1]))
+        exact, rounded = (
+            tuple(_iterations_to(problem.target, run) for run in runs) for runs in losses.values()
         )
+        last_exact, last_rounded = (median(_smoothed(run)[-1] for run in runs) for runs in losses.values())
+        last = last_exact, last_rounded
+        results.append(WireResult(problem.name, wire, problem.target, exact, rounded, last))
     return results
 
 
