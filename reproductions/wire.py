@@ -72,14 +72,14 @@ class Problem(msgspec.Struct, frozen=True):
 
 PROBLEMS = (
     Problem(
-        "digits: CNN, SGD",
+        "digits, CNN",
         DigitImages,
         lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9),
         target=0.12,
         iterations=160,
     ),
     Problem(
-        "text: transformer, AdamW",
+        "text, transformer",
         ByteTransformer,
         lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.95)),
         target=3.3,
@@ -217,23 +217,13 @@ def _iterations_to(target: float, losses: Sequence[float]) -> float:
 def result_table(results: Sequence[WireResult]) -> Table:
     """Return the table of the results."""
     made = Table(
-        title=f"Iterations to the same loss with --wire {results[0].wire}, {WORKERS} workers, "
-        f"{len(results[0].exact)} seeds",
+        title=f"Iterations to the same loss, {WORKERS} workers, {len(results[0].exact)} seeds, medians",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
     )
-    headings = (
-        "problem",
-        "target",
-        "float32",
-        results[0].wire,
-        "ratio [95 %]",
-        "last losses",
-        f"goal <= {MOST:g}",
-    )
-    for heading in headings:
+    for heading in ("problem", "loss", "float32", results[0].wire, "ratio [95 %]", f"goal <= {MOST:g}"):
         made.add_column(heading, justify="left" if heading == "problem" else "right", no_wrap=True)
     for result in results:
         made.add_row(
@@ -242,7 +232,6 @@ def result_table(results: Sequence[WireResult]) -> Table:
             f"{median(result.exact):g}",
             f"{median(result.rounded):g}",
             f"{result.ratio.ratio:.3f} [{result.ratio.low:.3f}, {result.ratio.high:.3f}]",
-            f"{result.last[0]:.3f}, {result.last[1]:.3f}",
             result.verdict,
         )
     return made
