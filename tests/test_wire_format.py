@@ -249,6 +249,30 @@ def test_pieces_that_were_sent_early_and_changed_are_rounded_again(
             assert same(flat(watched.pushed[worker, iteration]), rounded(gradients))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap": "off", "shards": 2},
+        {"slicing": "by-parameter", "shards": 2},
+        {"sync": "ssp:staleness=1"},
+        {"sync": "bsp@0,asp@2"},
+    ],
+    ids=str,
+)
+def test_each_way_of_training_rounds_both_directions(
+    options: dict[str, Any], run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(monkeypatch)
+    run = run_on_threads(training(), workers=2, servers=1, transport="tcp", wire="bf16", **options)
+    for worker, steps in run.results.items():
+        assert isinstance(steps, list)
+        for iteration, (gradients, weights) in enumerate(steps):
+            assert same(flat(watched.pushed[worker, iteration]), rounded(gradients))
+            assert same(weights, rounded(weights))
+    for trace in run.traces:
+        assert replay(trace) == []
+
+
 def test_weights_that_change_while_they_are_sent_arrive_as_they_were(
     run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
