@@ -123,6 +123,25 @@ def assert_timelines_agree(folders: Sequence[str]) -> None:
     assert read_timeline(Path("run")).bound_s > 0
 
 
+FROZEN_SCRIPT = SCRIPT.replace("optimizer =", "model[0].requires_grad_(False)\noptimizer =", 1).replace(
+    "model.parameters()", "model[2].parameters()", 1
+)
+
+
+def test_a_run_that_machines_join_saves_what_is_trained_and_says_so(mark: str) -> None:
+    """Both workers have the same first layer, so no server has it."""
+    served = Served("--workers", "2")
+    Path("train.py").write_text(FROZEN_SCRIPT)
+    joined = served.join("1", options=["-n", "2", "--run-dir", "first"])
+    code, _, errors = output(joined)
+    summary = served.summary()
+    assert code == 0, errors
+    assert (summary["samples"], summary["faults"]) == (96, [])
+    assert set(load_file("run/weights.safetensors")) == {"2.weight", "2.bias"}
+    assert "The saved weights lack 2 frozen parameters" in served.messages
+    assert not [*Path("run").glob("frozen"), *Path("first").glob("frozen")]
+
+
 def test_two_machines_train_what_one_machine_trains(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their clocks differ by a minute, and drift apart. One of them reaches the run through a tunnel."""
     Path("clocks").mkdir()
