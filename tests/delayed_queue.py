@@ -42,6 +42,7 @@ class DelayedQueue:
     def __init__(self, seed: int, host: Mapping[str, torch.Tensor]) -> None:
         self._random = random.Random(seed)
         self._submitted: list[_Submitted] = []
+        self.registered: set[int] = set()  # the addresses of the memory that is registered
         self._host = {vector.untyped_storage().data_ptr() for vector in host.values()}
 
     def submit(self, work: Callable[[], object], *, writes: Sequence[torch.Tensor]) -> _Submitted:
@@ -52,6 +53,16 @@ class DelayedQueue:
         submitted.hide()
         self.run_on()
         return submitted
+
+    def wait(self) -> None:
+        """The CPU computes at once."""
+
+    def register(self, memory: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Count the memory as registered until the result is called."""
+        places = [each.data_ptr() for each in memory]
+        assert not self.registered & set(places)
+        self.registered.update(places)
+        return lambda: self.registered.difference_update(places)
 
     def run_on(self) -> None:
         """Let the device carry out some of what has been submitted, as it does by itself."""

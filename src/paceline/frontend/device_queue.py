@@ -8,12 +8,15 @@ Later computations may overlap with the copy, unless they are told to wait.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 __all__ = ["DeviceQueue", "Ticket", "queue_of"]
+
+log = logging.getLogger("paceline.frontend.device_queue")
 
 
 class Ticket(Protocol):
@@ -54,13 +57,25 @@ class DeviceQueue(Protocol):
         """
         ...
 
+    def wait(self) -> None:
+        """Wait on the host until all computations that were started before this call have ended."""
+        ...
+
+    def register(self, memory: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Let the device copy from and to this memory of the host without the host's help, where that is possible.
+
+        Returns:
+            A function that ends this. It must be called before the memory is freed.
+        """
+        ...
+
 
 def queue_of(device: torch.device) -> DeviceQueue:
     """Return a queue for a device. The device of torch's backend may have no streams; then copies do not overlap."""
     try:
         return _StreamQueue(device)
     except RuntimeError:  # this is how backends say that they have no streams
-        return _BlockingQueue()
+        return _BlockingQueue(device)
 
 
 class _StreamQueue:
@@ -84,6 +99,31 @@ class _StreamQueue:
         event.record(self._stream)
         return _StreamTicket(event, self._device)
 
+    def wait(self) -> None:
+        torch.accelerator.current_stream(self._device).synchronize()
+
+    def register(self, memory: Sequence[torch.Tensor]) -> Callable[[], None]:
+        if self._device.type != "cuda":  # torch has no generic function for this
+            return _nothing
+        runtime = torch.cuda.cudart()
+        addresses = [each.data_ptr() for each in memory if each.numel()]
+        sizes_bytes = [each.nbytes for each in memory if each.numel()]
+        registered = [
+            address
+            for address, size_bytes in zip(addresses, sizes_bytes, strict=True)
+            if int(runtime.cudaHostRegister(address, size_bytes, 0)) == 0
+        ]
+        if len(registered) < len(addresses):
+            log.warning(
+                "the memory of a worker cannot be locked for its device, so copies take longer (ulimit -l)"
+            )
+
+        def unregister(memory: Sequence[torch.Tensor] = memory) -> None:  # keeps the memory until then
+            for address in registered:
+                runtime.cudaHostUnregister(address)
+
+        return unregister
+
 
 class _StreamTicket:
     def __init__(self, event: torch.Event, device: torch.device) -> None:
@@ -105,9 +145,22 @@ class _BlockingQueue:
 
     overlaps = False
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
     def submit(self, work: Callable[[], object], *, writes: Sequence[torch.Tensor]) -> Ticket:
         work()
         return _Ended()
+
+    def wait(self) -> None:
+        torch.accelerator.synchronize(self._device)
+
+    def register(self, memory: Sequence[torch.Tensor]) -> Callable[[], None]:
+        return _nothing
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Ended:

@@ -22,6 +22,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from typing import Protocol
+from weakref import finalize
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -78,6 +79,10 @@ class Stager(Protocol):
         """
         ...
 
+    def await_gradients(self) -> None:
+        """Return when the gradients have been computed."""
+        ...
+
     def deliver(self, set_index: int | None) -> None:
         """Return when the session's vectors contain `gradients`; those of one parameter set if it is not None."""
         ...
@@ -121,6 +126,9 @@ class Aliasing:
     def gradient_ready(self, index: int) -> Sequence[int]:
         return (index,)
 
+    def await_gradients(self) -> None:
+        pass
+
     def deliver(self, set_index: int | None) -> None:
         pass
 
@@ -149,11 +157,20 @@ class Copying:
         self.gradients = _on_device(layout, device)
         self._unended: list[Ticket] = []  # copies from or to the session's memory that may not have ended
         self._early = _EarlyCopies(self.gradients, self._sent, layout, queue) if queue.overlaps else None
+        self._session = session
+        finalize(self, queue.register(list(self._sent.values())))
+        self._unregister_weights: finalize[..., Copying] | None = None
         self.follow(session.weights)
         session.before_exchange = self.settle
 
     def follow(self, weights: Vectors) -> None:
         self.settle()
+        if self._unregister_weights is not None:
+            self._unregister_weights()
+            self._unregister_weights = None
+        # The servers' memory is mapped privately. A view that a device has locked would no longer follow the servers.
+        if self._session.weights_edited() is None:
+            self._unregister_weights = finalize(self, self._queue.register(list(weights.values())))
         self._true = weights
         self._true_views = parameter_views(self._layout, weights)
         self.weights_pulled(None)
@@ -177,6 +194,9 @@ class Copying:
 
     def gradient_ready(self, index: int) -> Sequence[int]:
         return () if self._early is None else self._early.ready(index)
+
+    def await_gradients(self) -> None:
+        self._queue.wait()
 
     def deliver(self, set_index: int | None) -> None:
         vectors = of_set(self.gradients, set_index)

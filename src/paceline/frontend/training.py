@@ -280,8 +280,13 @@ class WorkerTraining:
             return self._compute(closure)
 
     def _compute(self, closure: Callable[[], Any]) -> Any:
-        if not self._session.may_restart:
+        def computed() -> Any:
             result = closure()
+            self._stager.await_gradients()
+            return result
+
+        if not self._session.may_restart:
+            result = computed()
             self._session.hold_back(droppable=False)
             return result
         if self._restartable is None:
@@ -291,7 +296,7 @@ class WorkerTraining:
                 self._session,
                 partial(_restart, self._gradients, self._weights, metrics_of(self._session)),
             )
-        return self._restartable.run(closure)
+        return self._restartable.run(computed)
 
     def computed_without_closure(self) -> None:
         """Tell the session that the gradients are already computed, so that it is too late to abort the computation.
@@ -304,6 +309,7 @@ class WorkerTraining:
             if session.main_worker == session.worker:
                 log.warning("%s", UNABORTABLE)
                 session.exchange(lambda: [Send(COORDINATOR, Warned(UNABORTABLE))])
+        self._stager.await_gradients()
         session.hold_back(droppable=False)
 
     def commit(
