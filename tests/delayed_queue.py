@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from paceline.frontend import staging, training
-from paceline.frontend.staging import Copying, Stager, bits
+from paceline.frontend import early_copies, training
+from paceline.frontend.staging import Copying, Stager
+from paceline.shard.vectors import bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -172,5 +173,5 @@ def on_the_double(seed: int, piece_bytes: int = 64) -> Iterator[list[DelayedQueu
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "stager_of", stager_of)
-        patch.setattr(staging, "PIECE_BYTES", piece_bytes)
+        patch.setattr(early_copies, "PIECE_BYTES", piece_bytes)
         yield created

@@ -18,9 +18,11 @@ from torch import nn
 
 import paceline
 from paceline.errors import RunFailedError
+from paceline.frontend.early_copies import EarlyCopies, _Checksum
 from paceline.frontend.gradients import Gradients
-from paceline.frontend.staging import Copying, _Checksum, _EarlyCopies, bits
+from paceline.frontend.staging import Copying
 from paceline.frontend.weights import Weights
+from paceline.shard.vectors import bits
 from paceline.sim import Cluster, Presence, simulate
 from tests.delayed_queue import on_the_double
 
@@ -373,12 +375,12 @@ MUTATIONS = [
     Mutation(Copying, "weights_pulled", "ticket.order()", "pass"),
     Mutation(Copying, "weights_pulled", "self._unended.append(ticket)", "pass"),
     Mutation(Copying, "weights_pulled", "of_set(self.weights, set_index)", "of_set(self.weights, 0)"),
-    Mutation(_EarlyCopies, "settle", "ticket.wait()", "pass"),
-    Mutation(_EarlyCopies, "_copy", "self._unended.append(ticket)", "pass"),
-    Mutation(_EarlyCopies, "_copy", "self._sum.of(between)", "self._sum.of(source)"),
-    Mutation(_EarlyCopies, "_copy", "target.copy_(between", "target.copy_(source"),
-    Mutation(_EarlyCopies, "_changed", "self._copies[early[-1]].order()", "pass"),
-    Mutation(_EarlyCopies, "_changed", "not unchanged", "False"),
+    Mutation(EarlyCopies, "settle", "ticket.wait()", "pass"),
+    Mutation(EarlyCopies, "_copy", "self._unended.append(ticket)", "pass"),
+    Mutation(EarlyCopies, "_copy", "self._sum.of(between)", "self._sum.of(source)"),
+    Mutation(EarlyCopies, "_copy", "target.copy_(between", "target.copy_(source"),
+    Mutation(EarlyCopies, "_changed", "self._copies[early[-1]].order()", "pass"),
+    Mutation(EarlyCopies, "_changed", "not unchanged", "False"),
     Mutation(
         _Checksum, "of", "integers.sum(dtype=torch.int64), weighted", "weighted, weighted * 0, 0 * weighted"
     ),

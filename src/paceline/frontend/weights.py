@@ -20,8 +20,8 @@ import torch
 
 from ..core.layout import Layout, Parameter
 from ..errors import WeightsChangedError
-from ..shard.vectors import Vectors, dtype_name, parameter_views
-from .staging import Stager, bits, is_at, point_at, same
+from ..shard.vectors import Vectors, bits, dtype_name, parameter_views, same
+from .staging import Stager, is_at, point_at
 
 __all__ = ["Weights", "change_outside_step", "shape_change_outside_step"]
 

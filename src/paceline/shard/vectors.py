@@ -12,10 +12,12 @@ from ..core.layout import Layout, ShardSlice, dtype_of
 
 __all__ = [
     "Vectors",
+    "bits",
     "digest",
     "dtype_name",
     "l2_norm",
     "parameter_views",
+    "same",
     "sampled_norm",
     "segment_views",
     "sliced",
@@ -134,3 +136,13 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
         nonzero = nonzero or bool(sample.any())
         hashed.update(sample.numpy().tobytes())
     return hashed.hexdigest() if nonzero else ""
+
+
+def same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if two tensors have the same bits, so that NaN equals NaN. They may be on different devices."""
+    return torch.equal(bits(tensor), bits(other).to(tensor.device))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor's memory as integers."""
+    return tensor.detach().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize])

@@ -1,0 +1,159 @@
+"""Copies gradients from a device to the host while the backward pass is still running.
+
+A *piece* is a range of a vector that is copied as a whole, once all of its gradients have been accumulated. After
+that, a script may still change its gradients: it clips, unscales or accumulates them. Versions of tensors do not
+tell, because some operations do not raise them. So the checksum of what was copied is compared with that of the
+gradients at the commit. If they differ, the piece is copied again. If a script changes its gradients after the
+backward pass, early copies save no time, and are suspended for a while.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from ..core.layout import Layout
+from ..shard.vectors import Vectors, bits
+from .device_queue import DeviceQueue, Ticket
+
+__all__ = ["EarlyCopies"]
+
+PIECE_BYTES = 4 * 1024 * 1024
+"""Maximum size, in bytes, of a piece of the gradients that is copied early."""
+
+LONGEST_PAUSE = 256
+"""Maximum number of iterations for which early copies are suspended."""
+
+
+class EarlyCopies:
+    """Copies pieces of the gradients to the session's memory while the backward pass is still running.
+
+    A piece is copied twice: first on the device, to memory that no script can reach, and from there to the host. The
+    checksum is that of the first copy, so it belongs to what the host receives, whatever the script does meanwhile.
+
+    Args:
+        gradients: the flat vectors on the device.
+        sent: the session's flat vectors.
+        layout: layout of the parameters in the vectors.
+        queue: carries out the copies.
+    """
+
+    def __init__(self, gradients: Vectors, sent: Vectors, layout: Layout, queue: DeviceQueue) -> None:
+        self._queue = queue
+        self._pieces = layout.slice_evenly(1)[0].pieces(PIECE_BYTES)
+        self._sources = [gradients[piece.dtype][piece.start : piece.stop] for piece in self._pieces]
+        self._targets = [sent[piece.dtype][piece.start : piece.stop] for piece in self._pieces]
+        self._pieces_of: dict[int, list[int]] = {}
+        for number, piece in enumerate(self._pieces):
+            for index in piece.parameters:
+                self._pieces_of.setdefault(index, []).append(number)
+        device = self._sources[0].device
+        # Copies on the device: one for each dtype is enough, because the queue carries out one copy after another.
+        self._between = {
+            dtype: max((each for each in self._sources if each.dtype == dtype), key=torch.numel).clone()
+            for dtype in {each.dtype for each in self._sources}
+        }
+        self._sums = torch.zeros(len(self._pieces), 2, dtype=torch.int64, device=device)
+        self._sum = _Checksum(max(map(torch.numel, self._sources)), device)
+        self._lock = threading.Lock()  # gradients become ready on a thread of autograd
+        self._unended: list[Ticket] = []
+        self._pause = 0  # the number of iterations for which early copies are still suspended
+        self._next_pause = 1
+        self.begin()
+
+    def begin(self) -> None:
+        """Prepare for the gradients of another push."""
+        with self._lock:
+            # For each piece, the parameters whose gradients have not been computed yet.
+            self._missing = [set(piece.parameters) for piece in self._pieces]
+            self._copies: dict[int, Ticket] = {}  # the pieces that have been copied
+            self._arriving: list[int] = []  # those whose copies may not have ended, in their order
+            # For each parameter, the pieces that have not arrived.
+            self._outstanding = {index: len(numbers) for index, numbers in self._pieces_of.items()}
+
+    def ready(self, index: int) -> list[int]:
+        """Copy the pieces that are complete with this gradient. Return the parameters that have arrived now."""
+        if self._pause:
+            return []
+        with self._lock:
+            for number in self._pieces_of[index]:
+                self._missing[number].discard(index)
+                if not self._missing[number] and number not in self._copies:
+                    self._copy(number)
+            return self._arrived()
+
+    def rest(self, vectors: Vectors) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return what must be copied to the host besides, as pairs of target and source.
+
+        Args:
+            vectors: the vectors that are needed.
+        """
+        with self._lock:
+            needed = [number for number, piece in enumerate(self._pieces) if piece.dtype in vectors]
+            early = [number for number in needed if number in self._copies]
+            changed = self._changed(early)
+            if changed:
+                self._pause = self._next_pause
+                self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+            else:
+                self._next_pause = 1 if early else self._next_pause
+                self._pause = max(0, self._pause - 1)
+            late = [number for number in needed if number not in self._copies or number in changed]
+        return [(self._targets[number], self._sources[number]) for number in late]
+
+    def settle(self) -> None:
+        """Wait for the copies to the host."""
+        with self._lock:
+            unended, self._unended = self._unended, []
+        for ticket in unended:
+            ticket.wait()
+
+    def _copy(self, number: int) -> None:
+        source, target, checksum = self._sources[number], self._targets[number], self._sums[number]
+        between = self._between[source.dtype][: source.numel()]
+
+        def pass_on() -> None:
+            checksum.copy_(self._sum.of(between))
+            target.copy_(between, non_blocking=True)
+
+        self._queue.submit(lambda: between.copy_(source), writes=[between])
+        ticket = self._queue.submit(pass_on, writes=[checksum, target])
+        self._copies[number] = ticket
+        self._unended.append(ticket)
+        self._arriving.append(number)
+
+    def _arrived(self) -> list[int]:
+        arrived = []
+        while self._arriving and self._copies[self._arriving[0]].done():
+            for index in self._pieces[self._arriving.pop(0)].parameters:
+                self._outstanding[index] -= 1
+                if not self._outstanding[index]:
+                    arrived.append(index)
+        return arrived
+
+    def _changed(self, early: Sequence[int]) -> set[int]:
+        """Return those of some pieces whose gradients have changed since they were copied."""
+        if not early:
+            return set()
+        now = torch.stack([self._sum.of(self._sources[number]) for number in early])
+        self._copies[early[-1]].order()  # and so for the earlier ones
+        equal = (self._sums[early] == now).all(dim=1).tolist()  # waits until the gradients have been computed
+        return {number for number, unchanged in zip(early, equal, strict=True) if not unchanged}
+
+
+class _Checksum:
+    """Computes checksums on a device: sums of the bits, which do not depend on the order of the summation.
+
+    The second sum weights each element by its place, so that it notices if elements are exchanged.
+    """
+
+    def __init__(self, longest: int, device: torch.device) -> None:
+        self._weights = torch.arange(1, 2 * longest, 2, dtype=torch.int32, device=device)
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the two checksums of a flat tensor of at most `longest` elements."""
+        integers = bits(values)
+        weighted = integers * self._weights[: integers.numel()].to(integers.dtype)
+        return torch.stack([integers.sum(dtype=torch.int64), weighted.sum(dtype=torch.int64)])
