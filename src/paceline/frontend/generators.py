@@ -1,4 +1,4 @@
-"""The random generators that scripts use implicitly: torch's default generator, Python's `random`, and NumPy's.
+"""The random generators that scripts use implicitly: torch's default generators, Python's `random`, and NumPy's.
 
 Simulated workers use these generators in turn, so the generators' states are saved and restored for each worker. The
 states are also saved before a computation that may be aborted. With NumPy's own functions, saving and restoring the
@@ -9,6 +9,9 @@ restores a state by writing to this memory. The memory's address is part of NumP
 NumPy draws normal deviates in pairs and stores the second one outside this memory for the next call. Therefore a
 change goes undetected if a script calls `set_state` with a state that differs from the saved state only in the stored
 deviate.
+
+Each accelerator has a default generator of its own, which belongs to the others once something has used the
+accelerator. Their states are in the memory of the host, so saving them waits for no device.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+from collections.abc import Iterable
 from threading import RLock
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -39,13 +43,15 @@ _RAW_BYTES = _KEY_BYTES + 4  # the generator's key, followed by the position in 
 
 
 class GeneratorStates:
-    """The states of all three generators at the time when this object is created.
+    """The states of all generators at the time when this object is created.
 
-    If the process has not imported NumPy, NumPy's generator is ignored.
+    If the process has not imported NumPy, NumPy's generator is ignored, and so are those of accelerators that it has
+    not used.
     """
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
+        self._devices = {device: _module(device).get_rng_state(device) for device in _used_devices()}
         self._python = random.getstate()
         self._numpy = _numpy.state() if "numpy" in sys.modules else None
 
@@ -53,7 +59,8 @@ class GeneratorStates:
     def seeded(cls, seed: int) -> GeneratorStates:
         """Return the states that the generators would have after seeding. The current states do not change."""
         before = cls()
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed every accelerator
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed what is not used yet
+        _seed_devices(before._devices, seed)
         random.seed(seed)
         if before._numpy is not None:
             sys.modules["numpy"].random.seed(seed % 2**32)
@@ -61,12 +68,37 @@ class GeneratorStates:
         before.give_back()
         return seeded
 
+    def later(self, seed: int) -> GeneratorStates:
+        """Return the current states. Accelerators that have been used only since are seeded first."""
+        _seed_devices([device for device in _used_devices() if device not in self._devices], seed)
+        return GeneratorStates()
+
     def give_back(self) -> None:
         """Set the generators to the saved states."""
         torch.set_rng_state(self._torch)
+        for device, state in self._devices.items():
+            _module(device).set_rng_state(state, device)
         random.setstate(self._python)
         if self._numpy is not None:
             _numpy.restore(self._numpy)
+
+
+def _used_devices() -> Iterable[torch.device]:
+    """Return the accelerators of this process, if it has used any of them."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not _module(accelerator).is_initialized():
+        return ()
+    return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def _seed_devices(devices: Iterable[torch.device], seed: int) -> None:
+    for module in {_module(device) for device in devices}:
+        module.manual_seed_all(seed)
+
+
+def _module(device: torch.device) -> Any:
+    """Return the module of torch that belongs to a kind of device, such as `torch.cuda`."""
+    return torch.get_device_module(device)
 
 
 class _NumpyState(NamedTuple):
@@ -152,6 +184,8 @@ def seed_worker(session: Session) -> None:
         seed = int(uniform(session.seed, session.worker, OF_WORKER) * 2**53)
         with generators_lock:
             GeneratorStates.seeded(seed).give_back()
+            if session.device.type != "cpu":  # the script may use it only later
+                _seed_devices([session.device], seed)
 
 
 def loader_seed(session: Session, epoch: int) -> int:

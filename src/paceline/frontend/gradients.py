@@ -26,7 +26,7 @@ from .capturing import require_not_capturing
 from .hooks import Weakly, remove_after
 from .loss_scaling import Scales, scales_of
 from .session import Session
-from .staging import Stager, move_into
+from .staging import Stager, is_at, move_into
 from .weights import change_outside_step, shape_change_outside_step
 
 __all__ = ["Gradients"]
@@ -59,6 +59,8 @@ class Gradients:
         self._vectors = stager.gradients
         self._pushed = pushed
         self._views = parameter_views(layout, stager.gradients)
+        # What becomes `.grad`: other tensors of the same memory, because a script may move these, as `model.cpu()` does
+        self._lent = [view.detach() for view in self._views]
         self._written = [False] * len(self._views)  # True for each view that may contain nonzero values
         # True for each parameter of which a gradient has been accumulated since the last push
         self._accumulated_since_push = [False] * len(self._views)
@@ -89,8 +91,10 @@ class Gradients:
         if gradient.is_sparse and not self._pushes_rows(index):
             self._warn_of_sparse(index)
         move_into(view, gradient)
-        if gradient is not view:
-            parameter.grad = view
+        if not is_at(self._lent[index], view):
+            self._lent[index] = view.detach()
+        if gradient is not self._lent[index]:
+            parameter.grad = self._lent[index]
         return True
 
     def adopt_all(self, indices: Sequence[int]) -> bytes:
@@ -175,7 +179,7 @@ class Gradients:
         gradient = parameter.grad
         # Without create_graph=True, autograd adds to a gradient in place. So this is the first one, or a later one
         # after the script has dropped what was accumulated before, as zero_grad() does.
-        is_first = gradient is not self._views[index] and gradient is not None and not gradient.requires_grad
+        is_first = gradient is not self._lent[index] and gradient is not None and not gradient.requires_grad
         self.adopt(index)
         session = owner()
         if session is None:

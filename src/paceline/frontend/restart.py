@@ -6,7 +6,8 @@ closure. Then the state from before the closure ran is restored: the model's buf
 generators, and the gradients to which the closure was adding. The worker pulls the new weights, and the closure runs
 again on the same batch. A closure that catches `BaseException` is aborted only when it returns.
 
-The random generators are torch's default one, Python's `random`, and NumPy's global one if NumPy has been imported.
+The random generators are torch's default ones, that of each accelerator that is in use included, Python's `random`,
+and NumPy's global one if NumPy has been imported.
 Other side effects of a closure, such as incrementing a counter or drawing from another generator, are repeated.
 
 Full backward hooks are not used, because they break modules that modify their inputs in place.

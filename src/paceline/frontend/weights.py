@@ -148,9 +148,7 @@ class Weights:
                     )
                 if not same(self._views[index], true):
                     raise change_outside_step(self._layout.parameters[index], "was edited")
-        if moved:
-            for index in moved:
-                self._parameters[index].data = self._views[index]
+        point_at([self._parameters[index] for index in moved], [self._views[index] for index in moved])
         if moved or suspects:
             self._mark()
 

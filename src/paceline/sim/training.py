@@ -391,7 +391,8 @@ class Training:
     def _swap_generators(self, session: VirtualSession) -> None:
         if self._running is not session:
             if self._running is not None:
-                self._running.generators = GeneratorStates()
+                assert self._running.generators is not None
+                self._running.generators = self._running.generators.later(self._running.generator_seed)
                 self._running.main = sys.modules["__main__"]
             self._running = session
             if session.generators is None:
