@@ -6,11 +6,13 @@ READY  := $(VENV)/.ready
 PORTING := .venv-porting
 SCHEDULERS := .venv-schedulers
 LOOK := .venv-look
+ACCELERATOR := .venv-accelerator
 
+DEVICE ?= vulkan
 FUZZ   ?= 500000
 NAMES  ?= all
 
-.PHONY: help install demo check test check-models stress chaos fuzz siege clusters porting ray look bench bench-overlap paper tune docs clean
+.PHONY: help install demo check test check-models stress chaos fuzz siege clusters porting ray look accelerator bench bench-overlap paper tune docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -84,6 +86,17 @@ $(LOOK)/.ready: pyproject.toml constraints.txt
 look: $(LOOK)/.ready  ## create .venv-look with playwright and axe-core, and look at the report page in Chromium: themes, widths, keyboard, accessibility (needs chromium and npm; 4 minutes after the installation)
 	PACELINE_LOOK=1 OMP_NUM_THREADS=1 $(LOOK)/bin/python -m pytest -s -p no:cacheprovider tests/test_page_in_browser.py tests/test_live_page_in_browser.py
 
+# Debian's packages for the device "vulkan" without a graphics card: mesa-vulkan-drivers libvulkan1
+$(ACCELERATOR)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(ACCELERATOR)
+	$(ACCELERATOR)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 torchvulkan==0.2.1
+	$(ACCELERATOR)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+accelerator: $(ACCELERATOR)/.ready  ## create .venv-accelerator with torchvulkan, and train on a device (DEVICE=cuda for another one, if its torch supports it; the default needs a Vulkan driver; 3 minutes after the installation)
+	XDG_RUNTIME_DIR=$${XDG_RUNTIME_DIR:-$$(mktemp -d)} TORCH_CUDA_SANITIZER=1 PACELINE_ACCELERATOR=$(DEVICE) OMP_NUM_THREADS=1 \
+		$(ACCELERATOR)/bin/python -m pytest -s -p no:cacheprovider tests/accelerator
+
 bench: $(READY)  ## measure a training step against plain copies, plain sockets and gloo all-reduce (about 11 minutes, idle machine)
 	$(BIN)/python -m benchmarks transport
 
@@ -105,4 +118,4 @@ docs: $(READY)  ## regenerate pages and pictures of the documentation, and run i
 	$(BIN)/python -m pytest docs README.md
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(PORTING) $(SCHEDULERS) $(LOOK) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PORTING) $(SCHEDULERS) $(LOOK) $(ACCELERATOR) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -257,6 +257,30 @@ def test_weights_may_change_before_the_first_step(run_on_threads: RunOnThreads) 
     torch.testing.assert_close(run.results[0], weights_of(expected), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_gradients_that_a_script_moves_to_other_memory_and_back_are_pushed(
+    run_on_threads: RunOnThreads, accumulates: bool
+) -> None:
+    """`Module.to` moves each gradient in place, so what was lent as `.grad` is elsewhere afterwards."""
+
+    def train(*, moves: bool) -> State:
+        model, _, optimizer = begun()
+        for iteration in range(1, 5):
+            if not accumulates:
+                optimizer.zero_grad()
+            backward(model, iteration)
+            if moves:
+                model.to(torch.float64)
+                model.to(torch.float32)
+            optimizer.step()
+        return weights_of(model)
+
+    there, back = (
+        run_on_threads(lambda moves=moves: train(moves=moves), workers=1) for moves in (False, True)
+    )
+    assert_same(back.state_dict, there.state_dict)
+
+
 def test_looking_at_the_weights_is_not_changing_them(run_on_threads: RunOnThreads) -> None:
     def train() -> None:
         model, _, optimizer = begun()

@@ -5,8 +5,26 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
+
+NEEDS = {
+    "vulkan": "It needs a Vulkan driver: Debian's packages mesa-vulkan-drivers and libvulkan1 compute on the CPU"
+}
 
 collect_ignore_glob = [] if os.environ.get("PACELINE_ACCELERATOR") else ["test_*.py"]
+
+
+def pytest_sessionstart() -> None:
+    """Say what to do if there is no such device."""
+    if collect_ignore_glob:
+        return
+    from .device import DEVICE, KIND
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != DEVICE.type or not torch.accelerator.device_count():
+        raise pytest.UsageError(
+            f"torch has no device {KIND!r} here. {NEEDS.get(KIND, 'Install its driver')}."
+        )
 
 
 def pytest_configure(config: pytest.Config) -> None:

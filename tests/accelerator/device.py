@@ -23,6 +23,7 @@ from paceline.sim import Cluster, SimResult, simulate
 __all__ = [
     "DEVICE",
     "IMPORTS",
+    "KIND",
     "Immediate",
     "State",
     "assert_equal",
@@ -81,12 +82,14 @@ def weights_of(*models: nn.Module) -> State:
     }
 
 
-def cluster(workers: int = 2, **options: Any) -> Cluster:
-    return Cluster(compute_s=[1.0, 1.3, 3.1][:workers], servers=2, latency_s=0.01, **options)
+def cluster(workers: int = 2, servers: int = 2, **options: Any) -> Cluster:
+    return Cluster(compute_s=[1.0, 1.3, 3.1][:workers], servers=servers, latency_s=0.01, **options)
 
 
-def simulated(train: Callable[[], object], sync: str = "bsp", workers: int = 2, **options: Any) -> SimResult:
-    return simulate(cluster(workers), sync, train_fn=train, **options)
+def simulated(
+    train: Callable[[], object], sync: str = "bsp", workers: int = 2, servers: int = 2, **options: Any
+) -> SimResult:
+    return simulate(cluster(workers, servers), sync, train_fn=train, **options)
 
 
 def assert_equal(state: State, expected: State, what: str) -> None:

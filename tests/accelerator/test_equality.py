@@ -16,7 +16,18 @@ from torch.utils.checkpoint import checkpoint
 import paceline
 from paceline import DistributedOptimizer, worker_index
 
-from .device import DEVICE, State, assert_equal, early_copies, loss_of, made, own_rows, rows, simulated, weights_of
+from .device import (
+    DEVICE,
+    State,
+    assert_equal,
+    early_copies,
+    loss_of,
+    made,
+    own_rows,
+    rows,
+    simulated,
+    weights_of,
+)
 
 STEPS = 20
 LARGE = 1e35  # multiplies a loss whose scaled gradients then overflow
@@ -184,7 +195,7 @@ def test_two_workers_equal_one_process(name: str) -> None:
     for early in (False, True):
         seen: list[State] = []
         with early_copies() if early else nullcontext([]) as queues:
-            result = simulated(lambda: seen.append(FITS[name]()))
+            result = simulated(lambda seen=seen: seen.append(FITS[name]()))
         assert result.state_dict is not None
         assert len(seen) == 2
         assert len(queues) == (2 if early else 0) or name == "two optimizers"

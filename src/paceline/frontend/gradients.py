@@ -59,7 +59,8 @@ class Gradients:
         self._vectors = stager.gradients
         self._pushed = pushed
         self._views = parameter_views(layout, stager.gradients)
-        # What becomes `.grad`: other tensors of the same memory, because a script may move these, as `model.cpu()` does
+        # What becomes `.grad`: other tensors of the same memory, because a script may move them to other memory, as
+        # `model.cpu()` does.
         self._lent = [view.detach() for view in self._views]
         self._written = [False] * len(self._views)  # True for each view that may contain nonzero values
         # True for each parameter of which a gradient has been accumulated since the last push
