@@ -11,7 +11,7 @@ NEEDS = {
     "vulkan": "It needs a Vulkan driver: Debian's packages mesa-vulkan-drivers and libvulkan1 compute on the CPU"
 }
 
-collect_ignore_glob = [] if os.environ.get("PACELINE_ACCELERATOR") else ["test_*.py"]
+collect_ignore_glob = [] if os.environ.get("PACELINE_ACCELERATOR") else ["*.py"]
 
 
 def pytest_sessionstart() -> None:

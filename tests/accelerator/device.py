@@ -123,15 +123,25 @@ class Immediate:
     def order(self) -> None:
         pass
 
+    def register(self, memory: Sequence[torch.Tensor]) -> Callable[[], None]:
+        return lambda: None
+
 
 @contextmanager
-def early_copies(piece_bytes: int = 256) -> Iterator[list[Immediate]]:
+def early_copies(early: bool, piece_bytes: int = 256) -> Iterator[list[Immediate]]:
     """Return a context in which gradients are copied early, whether the device has streams or not.
+
+    Args:
+        early: False to leave the device's own queue.
+        piece_bytes: maximum size, in bytes, of a piece.
 
     Returns:
         The queues that have been created.
     """
     queues: list[Immediate] = []
+    if not early:
+        yield queues
+        return
 
     def queue_of(device: torch.device) -> Immediate:
         queues.append(Immediate())

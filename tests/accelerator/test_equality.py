@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -96,7 +96,7 @@ def of_two_optimizers() -> State:
     for iteration in range(STEPS // 2):
         for index, optimizer in enumerate(optimizers):
             optimizer.zero_grad()
-            loss_of(lambda x, m=models: m[1](m[0](x)), own_rows(2 * iteration + index)).backward()
+            loss_of(lambda x: models[1](models[0](x)), own_rows(2 * iteration + index)).backward()
             optimizer.step()
     return weights_of(models)
 
@@ -189,13 +189,17 @@ FITS: dict[str, Fit] = {
 }
 
 
+def note(seen: list[State], fit: Fit) -> None:
+    seen.append(fit())
+
+
 @pytest.mark.parametrize("name", FITS)
 def test_two_workers_equal_one_process(name: str) -> None:
     expected = FITS[name]()
     for early in (False, True):
         seen: list[State] = []
-        with early_copies() if early else nullcontext([]) as queues:
-            result = simulated(lambda seen=seen: seen.append(FITS[name]()))
+        with early_copies(early) as queues:
+            result = simulated(partial(note, seen, FITS[name]))
         assert result.state_dict is not None
         assert len(seen) == 2
         assert len(queues) == (2 if early else 0) or name == "two optimizers"
@@ -243,7 +247,7 @@ def test_a_worker_on_the_cpu_and_one_on_the_device_equal_two_on_the_cpu(early: b
             optimizer.step()
 
     expected = simulated(lambda: train("cpu", "cpu")).state_dict
-    with early_copies() if early else nullcontext():
+    with early_copies(early):
         found = simulated(lambda: train("cpu", DEVICE)).state_dict
     assert expected is not None
     assert found is not None

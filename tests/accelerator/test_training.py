@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def loss_with(state: dict[str, torch.Tensor]) -> float:
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("sync", SYNCS + ONE_SHARD)
 def test_every_sync_model_trains(sync: str, early: bool) -> None:
-    with early_copies() if early else nullcontext():
+    with early_copies(early):
         result = simulated(train, sync, workers=3, servers=1 if sync in ONE_SHARD else 2)
     before, after = loss_with(weights_of(made())), loss_with(state_of(result))
     print(f"{sync}: loss {before:.3f} -> {after:.3f}, {result.restarts} restarts")
@@ -136,7 +136,7 @@ def test_workers_draw_their_own_numbers_on_the_device() -> None:
     runs: list[dict[int, list[float]]] = [{}, {}]
     outside = GeneratorStates()
     for seen in runs:
-        simulated(lambda seen=seen: draw(seen))
+        simulated(partial(draw, seen))
     after = torch.rand(3, device=DEVICE).tolist()
     outside.give_back()
     assert torch.rand(3, device=DEVICE).tolist() == after
@@ -168,8 +168,8 @@ def test_edits_reach_all_workers(sync: str) -> None:
         for iteration in range(6):
             step(model, optimizer, iteration)
         with optimizer.editing(), torch.no_grad():
-            model[2].weight.fill_(0.25)
-        ends.append(model[2].weight.detach().cpu())
+            model.get_parameter("2.weight").fill_(0.25)
+        ends.append(model.get_parameter("2.weight").detach().cpu())
 
     result = simulated(edit, sync)
     assert torch.equal(ends[0], torch.full_like(ends[0], 0.25))
@@ -208,7 +208,7 @@ def test_a_worker_that_joins_late_continues_with_the_jobs_model() -> None:
         paceline.track(ema=ema)
         loader = paceline.distribute(DataLoader(TensorDataset(rows(1, "cpu").repeat(8, 1)), batch_size=4))
         for _ in paceline.epochs(3):
-            begun.setdefault(worker_index(), model[0].weight.detach().cpu().clone())
+            begun.setdefault(worker_index(), model.get_parameter("0.weight").detach().cpu().clone())
             for (x,) in loader:
                 optimizer.zero_grad()
                 loss_of(model, x.to(DEVICE)).backward()
@@ -252,7 +252,7 @@ grown: list[dict[str, torch.Tensor]] = []
 def test_a_group_that_is_added_later_is_trained(early: bool) -> None:
     grown.clear()
     grow()
-    with early_copies() if early else nullcontext():
+    with early_copies(early):
         result = simulated(grow)
     assert_equal(state_of(result), grown[0], f"a group that is added later, early={early}")
 
@@ -267,7 +267,7 @@ def test_batch_norm_statistics_are_pooled() -> None:
             step(model, optimizer, iteration)
         if worker_index() == 0:
             with paceline.evaluating(model) as snapshot:
-                assert snapshot[0].running_mean.device == DEVICE
+                assert snapshot.get_buffer("0.running_mean").device == DEVICE
         own.append(weights_of(model))
 
     result = simulated(normalize)
@@ -327,7 +327,7 @@ def test_a_model_may_be_saved_from_the_cpu_after_training_began() -> None:
                 assert kept["0.weight"].device.type == "cpu"
                 model.to(DEVICE)
 
-    there, back = (simulated(lambda visits=visits: visit(visits=visits)) for visits in (False, True))
+    there, back = (simulated(partial(visit, visits=visits)) for visits in (False, True))
     assert_equal(state_of(back), state_of(there), "saved from the CPU")
 
 
