@@ -94,7 +94,7 @@ $(ACCELERATOR)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 accelerator: $(ACCELERATOR)/.ready  ## create .venv-accelerator with torchvulkan, and train on a device (DEVICE=cuda for another one, if its torch supports it; the default needs a Vulkan driver; 3 minutes after the installation)
-	XDG_RUNTIME_DIR=$${XDG_RUNTIME_DIR:-$$(mktemp -d)} TORCH_CUDA_SANITIZER=1 PACELINE_ACCELERATOR=$(DEVICE) OMP_NUM_THREADS=1 \
+	XDG_RUNTIME_DIR=$${XDG_RUNTIME_DIR:-$$(mktemp -d)} $(if $(filter cuda%,$(DEVICE)),TORCH_CUDA_SANITIZER=1) PACELINE_ACCELERATOR=$(DEVICE) OMP_NUM_THREADS=1 \
 		$(ACCELERATOR)/bin/python -m pytest -s -p no:cacheprovider tests/accelerator
 
 bench: $(READY)  ## measure a training step against plain copies, plain sockets and gloo all-reduce (about 11 minutes, idle machine)

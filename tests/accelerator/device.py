@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from paceline import worker_count, worker_index
-from paceline.frontend import staging
+from paceline.frontend import early_copies, staging
 from paceline.sim import Cluster, SimResult, simulate
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "State",
     "assert_equal",
     "cluster",
-    "early_copies",
+    "copying_early",
     "loss_of",
     "made",
     "own_rows",
@@ -128,7 +128,7 @@ class Immediate:
 
 
 @contextmanager
-def early_copies(early: bool, piece_bytes: int = 256) -> Iterator[list[Immediate]]:
+def copying_early(early: bool, piece_bytes: int = 256) -> Iterator[list[Immediate]]:
     """Return a context in which gradients are copied early, whether the device has streams or not.
 
     Args:
@@ -149,5 +149,5 @@ def early_copies(early: bool, piece_bytes: int = 256) -> Iterator[list[Immediate
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging, "queue_of", queue_of)
-        patch.setattr(staging, "PIECE_BYTES", piece_bytes)
+        patch.setattr(early_copies, "PIECE_BYTES", piece_bytes)
         yield queues

@@ -20,7 +20,7 @@ from .device import (
     DEVICE,
     State,
     assert_equal,
-    early_copies,
+    copying_early,
     loss_of,
     made,
     own_rows,
@@ -198,7 +198,7 @@ def test_two_workers_equal_one_process(name: str) -> None:
     expected = FITS[name]()
     for early in (False, True):
         seen: list[State] = []
-        with early_copies(early) as queues:
+        with copying_early(early) as queues:
             result = simulated(partial(note, seen, FITS[name]))
         assert result.state_dict is not None
         assert len(seen) == 2
@@ -247,7 +247,7 @@ def test_a_worker_on_the_cpu_and_one_on_the_device_equal_two_on_the_cpu(early: b
             optimizer.step()
 
     expected = simulated(lambda: train("cpu", "cpu")).state_dict
-    with early_copies(early):
+    with copying_early(early):
         found = simulated(lambda: train("cpu", DEVICE)).state_dict
     assert expected is not None
     assert found is not None

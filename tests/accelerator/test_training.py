@@ -24,7 +24,7 @@ from .device import (
     DEVICE,
     assert_equal,
     cluster,
-    early_copies,
+    copying_early,
     loss_of,
     made,
     own_rows,
@@ -90,7 +90,7 @@ def loss_with(state: dict[str, torch.Tensor]) -> float:
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("sync", SYNCS + ONE_SHARD)
 def test_every_sync_model_trains(sync: str, early: bool) -> None:
-    with early_copies(early):
+    with copying_early(early):
         result = simulated(train, sync, workers=3, servers=1 if sync in ONE_SHARD else 2)
     before, after = loss_with(weights_of(made())), loss_with(state_of(result))
     print(f"{sync}: loss {before:.3f} -> {after:.3f}, {result.restarts} restarts")
@@ -252,7 +252,7 @@ grown: list[dict[str, torch.Tensor]] = []
 def test_a_group_that_is_added_later_is_trained(early: bool) -> None:
     grown.clear()
     grow()
-    with early_copies(early):
+    with copying_early(early):
         result = simulated(grow)
     assert_equal(state_of(result), grown[0], f"a group that is added later, early={early}")
 
