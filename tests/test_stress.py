@@ -221,6 +221,7 @@ def test_a_million_iterations_stay_under_200_megabytes(mark: str, tmp_path: Path
     assert sum(run.summary["iterations"].values()) == 4 * steps
     assert max([*watch.sizes, size_bytes(run.run_dir)]) < 200e6
     for name, each in watch.memory_kb.items():
-        settled = each[len(each) // 3 :]
+        # In the last sample, the launcher may be reading what the run has left, for the summary and the report.
+        settled = each[len(each) // 3 : -1]
         assert max(settled) - settled[0] < 8192, f"{name}: {each}"
     assert "digester" in watch.memory_kb
