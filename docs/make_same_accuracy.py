@@ -21,10 +21,13 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # `reproductions` is not installed
 
 from reproductions.same_accuracy.plan import (  # noqa: E402
+    CLUSTERS,
     FACTORS,
     GPT_MODELS,
     GPT_PLACES,
+    MANY,
     MODELS,
+    MODELS_OF_MANY,
     PROBLEMS,
     SEEDS,
     Scope,
@@ -123,7 +126,8 @@ def completeness(results: Sequence[Result]) -> str:
     return (
         f"{len(results)} results with {runs} training runs, which have taken {hours:.1f} hours of one core. {left}"
         f"The GPT is trained only under {models}, and only in these clusters: {places}. Its runs take much longer "
-        "than all others."
+        f"than all others. With {MANY} workers, all models are trained in the cluster {next(iter(CLUSTERS))}, and "
+        f"only {', '.join(f'`{model}`' for model in MODELS_OF_MANY)} in the others."
     )
 
 

@@ -48,8 +48,7 @@ class DelayedQueue:
 
     def submit(self, work: Callable[[], object], *, writes: Sequence[torch.Tensor]) -> _Submitted:
         self.run_on()
-        to_host = any(each.untyped_storage().data_ptr() in self._host for each in writes)
-        submitted = _Submitted(self, work, writes, to_host=to_host)
+        submitted = _Submitted(self, work, writes, to_host=any(map(self.is_of_host, writes)))
         self._submitted.append(submitted)
         submitted.hide()
         self.run_on()
@@ -69,23 +68,39 @@ class DelayedQueue:
         """Let the device carry out some of what has been submitted, as it does by itself."""
         for submitted in self._submitted:
             if submitted.result is None:
-                if self._random.random() < 0.5:
+                if self._random.random() < 0.75:
                     return
                 submitted.carry_out()
 
-    def run_until(self, last: _Submitted) -> None:
-        """Let the device carry out everything up to this, and show the results."""
-        while not last.shown:
-            first = self._submitted.pop(0)
-            if first.result is None:
-                first.carry_out()
-            first.show()
+    def run_until(self, last: _Submitted, *, for_host: bool) -> None:
+        """Let the device carry out everything up to this, and show the results to the device, or to the host, too."""
+        if last.shown:
+            return
+        for submitted in self._submitted:
+            if submitted.result is None:
+                submitted.carry_out()
+            submitted.show(for_host=for_host)
+            if for_host and submitted.reads_host:
+                submitted.require_same_source()
+            if submitted is last:
+                break
+        self._submitted = [each for each in self._submitted if not each.shown]
+
+    def is_of_host(self, memory: torch.Tensor) -> bool:
+        """Return True if this is memory of the host."""
+        return memory.untyped_storage().data_ptr() in self._host
+
+    def before(self, submitted: _Submitted) -> list[_Submitted]:
+        """Return what was submitted before this and has been carried out, but is not shown completely."""
+        return self._submitted[: self._submitted.index(submitted)]
 
 
 class _Submitted:
     """A ticket.
 
     Attributes:
+        to_host: True if memory of the host is written.
+        reads_host: True if memory of the host is known to be read.
         result: the content of the memory that is written, once it has been written.
         shown: True if this memory contains the result.
     """
@@ -101,23 +116,24 @@ class _Submitted:
         self._queue = queue
         self._work = work
         self._writes = writes
-        self._to_host = to_host
+        self.to_host = to_host
+        self.reads_host = False
+        self._ordered = False  # True once the memory of the device contains the result
         self.result: list[torch.Tensor] | None = None
         self.shown = False
 
     def done(self) -> bool:
         self._queue.run_on()
         if self.result is not None:
-            self._queue.run_until(self)
+            self._queue.run_until(self, for_host=True)
         return self.shown
 
     def wait(self) -> None:
-        self._queue.run_until(self)
-        if not self._to_host:
-            self._require_same_source()
+        self._queue.run_until(self, for_host=True)
 
     def order(self) -> None:
-        self._queue.run_until(self)
+        self.reads_host = not self.to_host  # only what comes from the host is awaited by the device alone
+        self._queue.run_until(self, for_host=False)
 
     def hide(self) -> None:
         """Fill the memory with NaN, or with the largest number if it contains integers."""
@@ -125,19 +141,30 @@ class _Submitted:
             _overwrite(each, torch.full_like(bits(each), -1))
 
     def carry_out(self) -> None:
-        before = [each.clone() for each in self._writes]
+        earlier = self._queue.before(self)  # the device sees its own results, in the order of the queue
+        memory = [each for submitted in [*earlier, self] for each in submitted._writes]
+        hidden = [each.clone() for each in memory]
+        for submitted in earlier:
+            submitted._write(lambda each: True)
         self._work()
         self.result = [each.clone() for each in self._writes]
-        for each, hidden in zip(self._writes, before, strict=True):
-            _overwrite(each, bits(hidden))
+        for each, content in zip(memory, hidden, strict=True):
+            _overwrite(each, bits(content))
 
-    def show(self) -> None:
+    def show(self, *, for_host: bool) -> None:
+        """Show the results in the memory of the device and, if `for_host` is True, in that of the host."""
+        self._write(lambda each: self._queue.is_of_host(each) if self._ordered else True, for_host=for_host)
+        self._ordered = True
+        self.shown = for_host
+
+    def _write(self, chosen: Callable[[torch.Tensor], bool], *, for_host: bool = True) -> None:
         assert self.result is not None
         for each, result in zip(self._writes, self.result, strict=True):
-            _overwrite(each, bits(result))
-        self.shown = True
+            if chosen(each) and (for_host or not self._queue.is_of_host(each)):
+                _overwrite(each, bits(result))
 
-    def _require_same_source(self) -> None:
+    def require_same_source(self) -> None:
+        """Check that what was read is as it was when it was read."""
         assert self.result is not None
         now = [each.clone() for each in self._writes]
         self._work()

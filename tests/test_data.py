@@ -53,6 +53,7 @@ class Worker:
         self.main_worker = 0
         self.split = "auto"
         self.seed = seed
+        self.device = torch.device("cpu")
         self.batch = "equal"
         self.data = DataFeed()
         self.epochs: list[int] = []  # announced by epoch_begins()

@@ -57,6 +57,9 @@ BETWEEN = [
 ]
 """What a script does between two iterations."""
 
+REFUSED = ["The workers' calls differ", "it joins a run whose script has added parameters"]
+"""How programs end that are wrong if a worker joins late."""
+
 
 class Iteration(NamedTuple):
     """What a worker does in an iteration.
@@ -112,6 +115,19 @@ programs = st.builds(
     st.integers(0, 2**20),
     st.sampled_from([64, 256, 10**6]),
     st.booleans(),
+)
+
+HALVED = Iteration((3, 2, 1, 0), ("double and halve",), closure=False, between=None)
+# A gradient that is changed and changed back while its piece is copied is what is hardest to notice.
+halving = st.builds(
+    Program,
+    st.just((HALVED,) * 3),
+    st.just(1),
+    st.just(0.0),
+    st.sampled_from(SYNCS),
+    st.integers(0, 2**20),
+    st.just(64),
+    st.just(False),
 )
 
 
@@ -182,9 +198,10 @@ def outcome_of(program: Program, let_run: Callable[[], None] = lambda: None) -> 
             guard="off",
         )
     except RunFailedError as error:
-        if "The workers' calls differ" not in str(error):  # as is right if a worker joins late
+        refused = [reason for reason in REFUSED if reason in str(error)]
+        if not refused:
             raise
-        return [seen, "the workers' calls differ"]
+        return [seen, refused]
     assert result.state_dict is not None
     return [seen, {name: bits_of(value) for name, value in sorted(result.state_dict.items())}]
 
@@ -346,7 +363,7 @@ PROGRAMS = settings(
 
 
 @PROGRAMS
-@given(programs)
+@given(programs | halving)
 def test_a_device_computes_what_the_cpu_computes(program: Program) -> None:
     assert on_device(program) == outcome_of(program)
 
@@ -370,16 +387,12 @@ class Mutation(NamedTuple):
 MUTATIONS = [
     Mutation(Copying, "deliver", "self.settle()", "pass"),
     Mutation(Copying, "__init__", "session.before_exchange = self.settle", "pass"),
-    Mutation(Copying, "settle", "self._early.settle()", "pass"),
     Mutation(Copying, "settle", "ticket.wait()", "pass"),
     Mutation(Copying, "weights_pulled", "ticket.order()", "pass"),
     Mutation(Copying, "weights_pulled", "self._unended.append(ticket)", "pass"),
     Mutation(Copying, "weights_pulled", "of_set(self.weights, set_index)", "of_set(self.weights, 0)"),
-    Mutation(EarlyCopies, "settle", "ticket.wait()", "pass"),
-    Mutation(EarlyCopies, "_copy", "self._unended.append(ticket)", "pass"),
     Mutation(EarlyCopies, "_copy", "self._sum.of(between)", "self._sum.of(source)"),
     Mutation(EarlyCopies, "_copy", "target.copy_(between", "target.copy_(source"),
-    Mutation(EarlyCopies, "_changed", "self._copies[early[-1]].order()", "pass"),
     Mutation(EarlyCopies, "_changed", "not unchanged", "False"),
     Mutation(
         _Checksum, "of", "integers.sum(dtype=torch.int64), weighted", "weighted, weighted * 0, 0 * weighted"
@@ -390,7 +403,10 @@ MUTATIONS = [
     ),
     Mutation(Weights, "mark_pulled", "self._stager.weights_pulled(set_index)", "pass"),
 ]
-"""Each wait, copy and version call of the stager, left out or done too early."""
+"""Each wait, copy and version call of the stager that decides what is computed, left out or done too early.
+
+Not those that only save copies, nor those that the queue's order makes unnecessary.
+"""
 
 
 @pytest.mark.parametrize(
@@ -398,7 +414,7 @@ MUTATIONS = [
 )
 def test_each_mistake_is_found(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     @settings(PROGRAMS, max_examples=100, phases=[Phase.generate], derandomize=True, database=None)
-    @given(programs)
+    @given(programs | halving)
     def check(program: Program) -> None:
         assert on_device(program) == outcome_of(program)
 
