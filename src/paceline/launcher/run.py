@@ -59,7 +59,7 @@ log = logging.getLogger("paceline.run")
 
 POLL_INTERVAL_S = 0.05
 # Maximum time to wait, after the first sign of a failure, for its cause to become known.
-CAUSE_TIMEOUT_S = 5.0
+CAUSE_TIMEOUT_S = 10.0
 # Time after which the terminal names a server that sends nothing while its weights are collected.
 TELL_S = 5.0
 GONE = {"lost": "was lost", "left": "has left"}
