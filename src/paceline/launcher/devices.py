@@ -278,6 +278,6 @@ def count_accelerators(imports: Sequence[str], kinds: Sequence[str] = ()) -> Acc
         last = (counting.stderr.strip().splitlines() or [f"exit code {counting.returncode}"])[-1]
         raise ConfigurationError(
             f"the accelerators of this machine cannot be counted ({last}); train on the CPU (--devices cpu), or make "
-            "torch.accelerator.devicecount_accelerators() work."
+            "torch.accelerator.device_count() work."
         )
     return msgspec.json.decode(counting.stdout, type=Accelerators)
