@@ -114,9 +114,7 @@ class _StreamQueue:
             if int(runtime.cudaHostRegister(address, size_bytes, 0)) == 0
         ]
         if len(registered) < len(addresses):
-            log.warning(
-                "the memory of a worker cannot be locked for its device, so copies take longer (ulimit -l)"
-            )
+            log.warning("the memory of a worker cannot be locked for its device, so copies take longer")
 
         def unregister(memory: Sequence[torch.Tensor] = memory) -> None:  # keeps the memory until then
             for address in registered:
