@@ -54,6 +54,10 @@ class DelayedQueue:
         self.run_on()
         return submitted
 
+    def drain(self) -> None:
+        if self._submitted:
+            self.run_until(self._submitted[-1], for_host=True)
+
     def wait(self) -> None:
         """The CPU computes at once."""
 
@@ -127,9 +131,6 @@ class _Submitted:
         if self.result is not None:
             self._queue.run_until(self, for_host=True)
         return self.shown
-
-    def wait(self) -> None:
-        self._queue.run_until(self, for_host=True)
 
     def order(self) -> None:
         self.reads_host = not self.to_host  # only what comes from the host is awaited by the device alone

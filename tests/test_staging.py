@@ -385,11 +385,9 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = [
-    Mutation(Copying, "deliver", "self.settle()", "pass"),
-    Mutation(Copying, "__init__", "session.before_exchange = self.settle", "pass"),
-    Mutation(Copying, "settle", "ticket.wait()", "pass"),
-    Mutation(Copying, "weights_pulled", "ticket.order()", "pass"),
-    Mutation(Copying, "weights_pulled", "self._unended.append(ticket)", "pass"),
+    Mutation(Copying, "deliver", "self._queue.drain()", "pass"),
+    Mutation(Copying, "__init__", "session.before_exchange = queue.drain", "pass"),
+    Mutation(Copying, "weights_pulled", ".order()", ""),
     Mutation(Copying, "weights_pulled", "of_set(self.weights, set_index)", "of_set(self.weights, 0)"),
     Mutation(EarlyCopies, "_copy", "self._sum.of(between)", "self._sum.of(source)"),
     Mutation(EarlyCopies, "_copy", "target.copy_(between", "target.copy_(source"),
@@ -405,7 +403,7 @@ MUTATIONS = [
 ]
 """Each wait, copy and version call of the stager that decides what is computed, left out or done too early.
 
-Not those that only save copies, nor those that the queue's order makes unnecessary.
+Not those that only save copies.
 """
 
 

@@ -117,6 +117,9 @@ class Immediate:
     def done(self) -> bool:
         return True
 
+    def drain(self) -> None:
+        pass
+
     def wait(self) -> None:
         pass
 

@@ -26,10 +26,6 @@ class Ticket(Protocol):
         """Return True if it has ended."""
         ...
 
-    def wait(self) -> None:
-        """Wait on the host until it has ended."""
-        ...
-
     def order(self) -> None:
         """Let the device wait for its end before all computations that are started after this call."""
         ...
@@ -47,14 +43,18 @@ class DeviceQueue(Protocol):
     def submit(self, work: Callable[[], object], *, writes: Sequence[torch.Tensor]) -> Ticket:
         """Carry out a function that only starts copies and computations on the device.
 
-        They begin after all computations that were started before this call.
+        They begin after all computations that were started before this call, and after all that was submitted before.
 
         Args:
             work: the function.
-            writes: the memory that the function writes. Before `Ticket.wait`, the host may not use such memory, and
-                neither may it write memory that the function reads. Before `Ticket.order`, the device may not
-                use such memory.
+            writes: the memory that the function writes. Before `drain`, the host may not use such memory, and neither
+                may it write memory that the function reads. Before `Ticket.order`, the device may not use such
+                memory.
         """
+        ...
+
+    def drain(self) -> None:
+        """Wait on the host until everything that was submitted has ended."""
         ...
 
     def wait(self) -> None:
@@ -99,6 +99,9 @@ class _StreamQueue:
         event.record(self._stream)
         return _StreamTicket(event, self._device)
 
+    def drain(self) -> None:
+        self._stream.synchronize()
+
     def wait(self) -> None:
         torch.accelerator.current_stream(self._device).synchronize()
 
@@ -131,9 +134,6 @@ class _StreamTicket:
     def done(self) -> bool:
         return self._event.query()
 
-    def wait(self) -> None:
-        self._event.synchronize()
-
     def order(self) -> None:
         torch.accelerator.current_stream(self._device).wait_event(self._event)
 
@@ -150,6 +150,9 @@ class _BlockingQueue:
         work()
         return _Ended()
 
+    def drain(self) -> None:
+        pass
+
     def wait(self) -> None:
         torch.accelerator.synchronize(self._device)
 
@@ -164,9 +167,6 @@ def _nothing() -> None:
 class _Ended:
     def done(self) -> bool:
         return True
-
-    def wait(self) -> None:
-        pass
 
     def order(self) -> None:
         pass

@@ -58,7 +58,6 @@ class EarlyCopies:
         self._sums = torch.zeros(len(self._pieces), 2, dtype=torch.int64, device=device)
         self._sum = _Checksum(max(map(torch.numel, self._sources)), device)
         self._lock = threading.Lock()  # gradients become ready on a thread of autograd
-        self._unended: list[Ticket] = []
         self._pause = 0  # the number of iterations for which early copies are still suspended
         self._next_pause = 1
         self.begin()
@@ -103,13 +102,6 @@ class EarlyCopies:
             late = [number for number in needed if number not in self._copies or number in changed]
         return [(self._targets[number], self._sources[number]) for number in late]
 
-    def settle(self) -> None:
-        """Wait for the copies to the host."""
-        with self._lock:
-            unended, self._unended = self._unended, []
-        for ticket in unended:
-            ticket.wait()
-
     def _copy(self, number: int) -> None:
         source, target, checksum = self._sources[number], self._targets[number], self._sums[number]
         between = self._between[source.dtype][: source.numel()]
@@ -121,7 +113,6 @@ class EarlyCopies:
         self._queue.submit(lambda: between.copy_(source), writes=[between])
         ticket = self._queue.submit(pass_on, writes=[checksum, target])
         self._copies[number] = ticket
-        self._unended.append(ticket)
         self._arriving.append(number)
 
     def _arrived(self) -> list[int]:

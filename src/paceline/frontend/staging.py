@@ -7,7 +7,7 @@ gradients change memory.
 
 `Copying` copies gradients while the backward pass is still running (see `early_copies.py`). Weights are copied to the
 device after each pull. The device waits for this copy before it computes anything else, and the host waits for it
-before the session uses its memory again (`settle`).
+before the session uses its memory again (`Session.before_exchange`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..core.layout import Layout, dtype_of, of_set
 from ..shard.vectors import Vectors, parameter_views, torch_dtype
-from .device_queue import DeviceQueue, Ticket, queue_of
+from .device_queue import DeviceQueue, queue_of
 from .early_copies import EarlyCopies
 from .session import Session
 
@@ -79,10 +79,6 @@ class Stager(Protocol):
         """Record that the gradients from now on belong to the next push."""
         ...
 
-    def settle(self) -> None:
-        """Return when nothing reads or writes the session's memory any more."""
-        ...
-
 
 def stager_of(layout: Layout, session: Session, device: torch.device) -> Stager:
     """Return the stager for parameters on a device."""
@@ -123,9 +119,6 @@ class Aliasing:
     def begin_next(self) -> None:
         pass
 
-    def settle(self) -> None:
-        pass
-
 
 class Copying:
     """The stager of parameters on a device.
@@ -143,16 +136,15 @@ class Copying:
         self._sent = session.gradients
         self.weights = _on_device(layout, device)
         self.gradients = _on_device(layout, device)
-        self._unended: list[Ticket] = []  # copies from or to the session's memory that may not have ended
         self._early = EarlyCopies(self.gradients, self._sent, layout, queue) if queue.overlaps else None
         self._session = session
         finalize(self, queue.register(list(self._sent.values())))
         self._unregister_weights: finalize[..., Copying] | None = None
         self.follow(session.weights)
-        session.before_exchange = self.settle
+        session.before_exchange = queue.drain
 
     def follow(self, weights: Vectors) -> None:
-        self.settle()
+        self._queue.drain()
         if self._unregister_weights is not None:
             self._unregister_weights()
             self._unregister_weights = None
@@ -170,9 +162,7 @@ class Copying:
             for name, vector in pulled.items():
                 vector.copy_(self._true[name], non_blocking=self._queue.overlaps)
 
-        ticket = self._queue.submit(copy, writes=list(pulled.values()))
-        ticket.order()
-        self._unended.append(ticket)
+        self._queue.submit(copy, writes=list(pulled.values())).order()
 
     def weights_edited(self) -> bool | None:
         return None
@@ -197,19 +187,12 @@ class Copying:
             for target, source in rest:
                 target.copy_(source, non_blocking=self._queue.overlaps)
 
-        self._unended.append(self._queue.submit(copy, writes=[target for target, _ in rest]))
-        self.settle()
+        self._queue.submit(copy, writes=[target for target, _ in rest])
+        self._queue.drain()
 
     def begin_next(self) -> None:
         if self._early is not None:
             self._early.begin()
-
-    def settle(self) -> None:
-        if self._early is not None:
-            self._early.settle()
-        for ticket in self._unended:
-            ticket.wait()
-        self._unended.clear()
 
 
 def _on_device(layout: Layout, device: torch.device) -> Vectors:
