@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.core.early_pause import LONGEST_PAUSE
 from paceline.core.layout import Layout, Parameter
 from paceline.core.messages import Message, Stage
-from paceline.runtime.outbox import LONGEST_PAUSE, Outbox
+from paceline.runtime.outbox import Outbox
 from paceline.runtime.rounded_inbox import RoundedInbox
 from paceline.shard.buffers import bytes_of
 from paceline.shard.rounding import Rounded, round_trip

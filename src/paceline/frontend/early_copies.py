@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..core.early_pause import EarlyPause
 from ..core.layout import Layout
 from ..shard.vectors import Vectors, bits
 from .device_queue import DeviceQueue, Ticket
@@ -22,9 +23,6 @@ __all__ = ["EarlyCopies"]
 
 PIECE_BYTES = 4 * 1024 * 1024
 """Maximum size, in bytes, of a piece of the gradients that is copied early."""
-
-LONGEST_PAUSE = 256
-"""Maximum number of iterations for which early copies are suspended."""
 
 
 class EarlyCopies:
@@ -58,8 +56,7 @@ class EarlyCopies:
         self._sums = torch.zeros(len(self._pieces), 2, dtype=torch.int64, device=device)
         self._sum = _Checksum(max(map(torch.numel, self._sources)), device)
         self._lock = threading.Lock()  # gradients become ready on a thread of autograd
-        self._pause = 0  # the number of iterations for which early copies are still suspended
-        self._next_pause = 1
+        self._pause = EarlyPause()
         self.begin()
 
     def begin(self) -> None:
@@ -74,7 +71,7 @@ class EarlyCopies:
 
     def ready(self, index: int) -> list[int]:
         """Copy the pieces that are complete with this gradient. Return the parameters that have arrived now."""
-        if self._pause:
+        if self._pause.is_on:
             return []
         with self._lock:
             for number in self._pieces_of[index]:
@@ -93,12 +90,7 @@ class EarlyCopies:
             needed = [number for number, piece in enumerate(self._pieces) if piece.dtype in vectors]
             early = [number for number in needed if number in self._copies]
             changed = self._changed(early)
-            if changed:
-                self._pause = self._next_pause
-                self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
-            else:
-                self._next_pause = 1 if early else self._next_pause
-                self._pause = max(0, self._pause - 1)
+            self._pause.ended(changed=bool(changed))
             late = [number for number in needed if number not in self._copies or number in changed]
         return [(self._targets[number], self._sources[number]) for number in late]
 

@@ -17,14 +17,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
+from ..core.early_pause import EarlyPause
 from ..core.layout import ShardSlice, of_set, ranges_of
 from ..core.messages import Message, Stage
 from ..shard.rounding import Rounded
 from ..wire.memory import PIECE_BYTES, cut, cut_pieces
 
 __all__ = ["Outbox"]
-
-LONGEST_PAUSE = 256  # maximum number of iterations for which early sending is suspended
 
 Send = Callable[[int, Message, Sequence[memoryview]], None]
 """A function of (shard, message, payload) that sends the message to the server that holds the shard."""
@@ -81,9 +80,7 @@ class Outbox:
         self._due: list[tuple[int, int]] = []
         # True if a piece of this iteration was changed after it had been sent.
         self._changed = False
-        # The number of iterations for which early sending is still suspended.
-        self._pause = 0
-        self._next_pause = 1
+        self._pause = EarlyPause()
         self.begin()
 
     def leave_out(self, shards: Collection[int]) -> None:
@@ -102,7 +99,7 @@ class Outbox:
     @property
     def early(self) -> bool:
         """True if pieces are sent early in the current iteration."""
-        return self._early and not self._pause
+        return self._early and not self._pause.is_on
 
     def begin(self) -> None:
         """Prepare for a new iteration, or for the restart of the current one."""
@@ -152,12 +149,7 @@ class Outbox:
 
     def committed(self) -> None:
         """Record that the iteration was committed, and prepare for the next one."""
-        if self._changed:
-            self._pause = self._next_pause
-            self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
-        else:
-            self._next_pause = 1 if self.early else self._next_pause
-            self._pause = max(0, self._pause - 1)
+        self._pause.ended(changed=self._changed)
         self._changed = False
         self.begin()
 
