@@ -43,8 +43,10 @@ EDITS = [
     "begin anew",
     "make NaN",
     "set data of weights to the same values",
+    "edit weights",
+    "evaluate before the step",
 ]
-"""What a script does between the backward pass and the step."""
+"""What a script does between the backward pass and the step. The last two are left out in a closure."""
 
 BETWEEN = [
     "edit",
@@ -117,11 +119,12 @@ programs = st.builds(
     st.booleans(),
 )
 
-HALVED = Iteration((3, 2, 1, 0), ("double and halve",), closure=False, between=None)
-# A gradient that is changed and changed back while its piece is copied is what is hardest to notice.
-halving = st.builds(
+# Some mistakes show only if nothing else is done: the same iteration three times, with one edit.
+plain_programs = st.builds(
     Program,
-    st.just((HALVED,) * 3),
+    (st.just("double and halve") | st.sampled_from(EDITS)).map(
+        lambda edit: (Iteration((3, 2, 1, 0), (edit,), closure=False, between=None),) * 3
+    ),
     st.just(1),
     st.just(0.0),
     st.sampled_from(SYNCS),
@@ -283,6 +286,9 @@ class Script:
         elif edit == "begin anew":
             optimizer.zero_grad(set_to_none=len(iteration.layers) > 1)
             self.loss(x - 1, iteration).backward()
+        elif edit in EDITS[-2:]:
+            if not iteration.closure:
+                self.between("edit" if edit == "edit weights" else "evaluate", x)
         elif edit == "set data of weights to the same values":
             for parameter in parameters:
                 parameter.data = parameter.data.clone()
@@ -363,7 +369,7 @@ PROGRAMS = settings(
 
 
 @PROGRAMS
-@given(programs | halving)
+@given(programs | plain_programs)
 def test_a_device_computes_what_the_cpu_computes(program: Program) -> None:
     assert on_device(program) == outcome_of(program)
 
@@ -412,7 +418,7 @@ Not those that only save copies.
 )
 def test_each_mistake_is_found(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     @settings(PROGRAMS, max_examples=100, phases=[Phase.generate], derandomize=True, database=None)
-    @given(programs | halving)
+    @given(programs | plain_programs)
     def check(program: Program) -> None:
         assert on_device(program) == outcome_of(program)
 

@@ -65,7 +65,7 @@ class EarlyCopies:
             # For each piece, the parameters whose gradients have not been computed yet.
             self._missing = [set(piece.parameters) for piece in self._pieces]
             self._copies: dict[int, Ticket] = {}  # the pieces that have been copied
-            self._arriving: list[int] = []  # those whose copies may not have ended, in their order
+            self._arriving: list[tuple[int, Ticket]] = []  # those that may not have arrived, in their order
             # For each parameter, the pieces that have not arrived.
             self._outstanding = {index: len(numbers) for index, numbers in self._pieces_of.items()}
 
@@ -91,7 +91,11 @@ class EarlyCopies:
             early = [number for number in needed if number in self._copies]
             changed = self._changed(early)
             self._pause.ended(changed=bool(changed))
-            late = [number for number in needed if number not in self._copies or number in changed]
+            for (
+                number
+            ) in changed:  # if the gradient from before the change comes back, it must be copied again
+                del self._copies[number]
+            late = [number for number in needed if number not in self._copies]
         return [(self._targets[number], self._sources[number]) for number in late]
 
     def _copy(self, number: int) -> None:
@@ -105,12 +109,12 @@ class EarlyCopies:
         self._queue.submit(lambda: between.copy_(source), writes=[between])
         ticket = self._queue.submit(pass_on, writes=[checksum, target])
         self._copies[number] = ticket
-        self._arriving.append(number)
+        self._arriving.append((number, ticket))
 
     def _arrived(self) -> list[int]:
         arrived = []
-        while self._arriving and self._copies[self._arriving[0]].done():
-            for index in self._pieces[self._arriving.pop(0)].parameters:
+        while self._arriving and self._arriving[0][1].done():
+            for index in self._pieces[self._arriving.pop(0)[0]].parameters:
                 self._outstanding[index] -= 1
                 if not self._outstanding[index]:
                     arrived.append(index)
