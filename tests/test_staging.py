@@ -398,6 +398,7 @@ MUTATIONS = [
     Mutation(EarlyCopies, "_copy", "self._sum.of(between)", "self._sum.of(source)"),
     Mutation(EarlyCopies, "_copy", "target.copy_(between", "target.copy_(source"),
     Mutation(EarlyCopies, "_changed", "not unchanged", "False"),
+    Mutation(EarlyCopies, "rest", "del self._copies[number]", "pass"),
     Mutation(
         _Checksum, "of", "integers.sum(dtype=torch.int64), weighted", "weighted, weighted * 0, 0 * weighted"
     ),
