@@ -30,6 +30,7 @@ for iteration in range(20):
     paceline.log(loss=loss)
     optimizer.step()
 print(f"worker {paceline.worker_index()} on {device}", torch.rand(1, device=device).item())
+model.cpu()  # as scripts do before they save
 """
 
 SLOW_ON_THE_DEVICE = """
@@ -71,6 +72,7 @@ def test_mixed_devices_equal_two_workers_on_the_cpu(mark: str) -> None:
     assert isinstance(devices, dict)
     assert devices["0"] == "cpu"
     assert devices["1"].startswith(str(DEVICE))
+    assert summary["faults"] == []
     expected, found = (load_file(Path(folder, "weights.safetensors")) for folder in ("plain", "mixed"))
     assert_equal(found, expected, "a run on mixed devices")
 

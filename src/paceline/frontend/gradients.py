@@ -27,7 +27,7 @@ from .hooks import Weakly, remove_after
 from .loss_scaling import Scales, scales_of
 from .session import Session
 from .staging import Stager, is_at, move_into
-from .weights import change_outside_step, shape_change_outside_step
+from .weights import move_to_device, shape_change_outside_step
 
 __all__ = ["Gradients"]
 
@@ -85,9 +85,7 @@ class Gradients:
         if gradient.shape != view.shape:  # for some wrong shapes, copy_() would broadcast instead of failing
             raise shape_change_outside_step(self._layout.parameters[index], gradient.shape)
         if gradient.device != view.device:
-            raise change_outside_step(
-                self._layout.parameters[index], f"was moved from {view.device} to {gradient.device}"
-            )
+            raise move_to_device(self._layout.parameters[index], view.device, gradient.device)
         self._written[index] = True
         if gradient.is_sparse and not self._pushes_rows(index):
             self._warn_of_sparse(index)

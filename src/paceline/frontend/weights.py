@@ -23,7 +23,7 @@ from ..errors import WeightsChangedError
 from ..shard.vectors import Vectors, bits, dtype_name, parameter_views, same
 from .staging import Stager, is_at, point_at
 
-__all__ = ["Weights", "change_outside_step", "shape_change_outside_step"]
+__all__ = ["Weights", "move_to_device", "shape_change_outside_step"]
 
 SAMPLE_SIZE = 16_384
 """Before each push, at most this number of evenly spaced elements of each flat vector are compared with a copy."""
@@ -111,8 +111,11 @@ class Weights:
         if self._kept is None and not known and not self._suspects() and not self._sample_differs():
             self._kept = self.copies()
 
-    def require_unchanged(self) -> None:
+    def require_unchanged(self, *, anywhere: bool = False) -> None:
         """Check that nothing has changed the weights since the last pull. Undo moves to other memory.
+
+        Args:
+            anywhere: True if the parameters may also be on another device.
 
         Raises:
             WeightsChangedError: the values, the shape, the dtype or the device of a parameter were changed, or the
@@ -123,11 +126,10 @@ class Weights:
             view = self._views[index]
             if parameter.shape != view.shape:
                 raise shape_change_outside_step(self._layout.parameters[index], parameter.shape)
-            if parameter.device != view.device:
-                raise change_outside_step(
-                    self._layout.parameters[index], f"was moved from {view.device} to {parameter.device}"
-                )
-            if not is_at(parameter, view):
+            elsewhere = parameter.device != view.device
+            if elsewhere and not anywhere:
+                raise move_to_device(self._layout.parameters[index], view.device, parameter.device)
+            if elsewhere or not is_at(parameter, view):
                 if parameter.dtype != view.dtype or not same(parameter, view):
                     raise change_outside_step(
                         self._layout.parameters[index], "was moved or replaced (model.to(...), .data = ...)"
@@ -189,7 +191,7 @@ class Weights:
     def change_after_training(self) -> str:
         """Describe a change of the weights after the last step; return "" if there is none."""
         try:
-            self.require_unchanged()
+            self.require_unchanged(anywhere=True)  # a script may end with model.cpu()
         except WeightsChangedError as error:
             change = str(error).partition(" outside step() ")[0]
             return (
@@ -222,6 +224,15 @@ OUTSIDE_STEP = (
 def change_outside_step(parameter: Parameter, change: str) -> WeightsChangedError:
     """Return the error for a parameter that was changed outside `step()`."""
     return WeightsChangedError(f"Parameter {parameter.names[0]!r} {change} {OUTSIDE_STEP}")
+
+
+def move_to_device(parameter: Parameter, before: torch.device, now: torch.device) -> WeightsChangedError:
+    """Return the error for a parameter that is on another device than when training began."""
+    return WeightsChangedError(
+        f"Parameter {parameter.names[0]!r} was moved from {before} to {now} after training had started. A worker "
+        "trains on one device: move the model there before its first forward pass. If you move it elsewhere, for "
+        "example to save it, move it back before the next forward pass."
+    )
 
 
 def shape_change_outside_step(parameter: Parameter, shape: torch.Size) -> WeightsChangedError:
