@@ -34,7 +34,7 @@ check: $(READY)  ## run the linter, the formatter's check and the type checker
 	$(BIN)/mypy
 
 # Three files at a time keep two cores busy, because tests of live runs often wait.
-test: check  ## run `make check` and all tests, three files at a time (about 14 minutes on two cores)
+test: check  ## run `make check` and all tests, three files at a time (about 17 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 check-models: $(READY)  ## check every interleaving of 3 workers, 2 shards and 4 iterations under every sync model (slow; prints its progress)
