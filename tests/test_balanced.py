@@ -15,6 +15,7 @@ import paceline
 from paceline.cli.terminal import read_paces
 from paceline.core.lease import BatchSizing
 from paceline.errors import ConfigurationError
+from paceline.frontend.generators import generators_lock
 from paceline.sim import Cluster, Presence, simulate
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ class Trainer:
     """Trains one worker's model, and records the size and the items of each batch."""
 
     def __init__(self, *layers: nn.Module) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(5, 4), *layers, nn.Tanh(), nn.Linear(4, 1)).double()
+        with generators_lock:  # another worker's thread may be drawing its order from the same generator
+            torch.manual_seed(0)
+            self.model = nn.Sequential(nn.Linear(5, 4), *layers, nn.Tanh(), nn.Linear(4, 1)).double()
         self.loader = DataLoader(examples(), batch_size=8, shuffle=True)
         self.sizes: list[int] = []
         self.items = Counter[int]()
