@@ -11,6 +11,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -542,6 +543,20 @@ def test_the_loss_is_guessed_where_the_script_logs_none(train: Any) -> None:
     assert loss.guessed
     assert loss.values == pytest.approx(stepping(plain)["loss"].values)
     assert [point.count for point in loss.points] == [2] * 4
+
+
+def test_the_losses_of_short_steps_are_not_all_guessed() -> None:
+    def train() -> None:
+        model = nn.Linear(2, 1)
+        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+        for _ in range(20):
+            optimizer.zero_grad()
+            plain(model, optimizer, torch.ones(3, 2))
+            optimizer.step()
+
+    points = simulated(train, Cluster(compute_s=[0.0007])).history["loss"].points
+    assert sum(point.count for point in points) == 7  # every third
+    assert all(later.time_s - point.time_s >= 0.002 for point, later in pairwise(points))
 
 
 def accumulated(model: nn.Module, optimizer: object, x: torch.Tensor) -> None:

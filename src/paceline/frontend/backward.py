@@ -15,6 +15,7 @@ A call inside of another one, as in activation checkpointing, belongs to the out
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,9 @@ from .untraced import untraced
 __all__ = ["Guess", "guess_of", "unwatch_backward", "watch_backward"]
 
 BACKWARD = torch.autograd.backward
+
+GUESSING_INTERVAL_S = 0.002
+"""Minimum time between two guesses, because the shortest steps are not much longer than what a guess costs."""
 
 
 class Guess:
@@ -48,6 +52,7 @@ class Guess:
         self._calls = 0
         self._calls_outside = 0  # those outside of a closure
         self._loss: float | torch.Tensor | None = None  # of the last call, if it may be a loss
+        self._guessed_s = -math.inf
 
     def give_up(self) -> None:
         """Guess no loss any more."""
@@ -61,7 +66,7 @@ class Guess:
         return self._calls_outside > 0
 
     def take(self, *, usable: bool) -> float | None:
-        """Return the loss of the step that follows; None if it cannot be guessed.
+        """Return the loss of the step that follows; None if it cannot be guessed, or was guessed a moment ago.
 
         Args:
             usable: False if the script trains in a way in which the tensor is not the loss.
@@ -86,7 +91,11 @@ class Guess:
         self.computes = True
         self._calls += 1
         self._calls_outside += not self.in_closure
-        self._loss = None if self._off else _loss_of(*arguments, **options)
+        if self._off:
+            return
+        self._loss, now_s = None, session.now_s
+        if now_s - self._guessed_s >= GUESSING_INTERVAL_S:
+            self._loss, self._guessed_s = _loss_of(*arguments, **options), now_s
 
 
 def guess_of(session: Session) -> Guess:
