@@ -277,12 +277,12 @@ def look(
         ),
     ] = False,
     rounds: Annotated[
-        int, whole_number_option("--rounds", least=1, help="Number of rounds, each in a new order.")
-    ] = 7,
+        int, whole_number_option("--rounds", least=1, help="Number of rounds, with one turn of each case.")
+    ] = 20,
 ) -> None:
     """Measure what it costs to log and to look at a run with steps of 5 ms: live page, TensorBoard and OpenMetrics.
 
-    Needs paceline[tensorboard,metrics]. Takes about 10 minutes.
+    Needs paceline[tensorboard,metrics]. Takes about 9 minutes.
     """
     from . import look as benchmark
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -22,12 +23,19 @@ from paceline.cli.progress import TellShare
 from paceline.errors import RunFailedError
 from paceline.outlets.wanted import open_outlets
 
-__all__ = ["CASES", "SIEGE", "Case", "LookRow", "estimate_s", "measure", "require_packages", "table"]
+__all__ = [
+    "CASES",
+    "SIEGE",
+    "Case",
+    "LookRow",
+    "Times",
+    "estimate_s",
+    "measure",
+    "require_packages",
+    "table",
+]
 
 STEP_S = 0.005
-WARM_UP_S = 6.0  # until the process that shows the run has imported its packages
-MEASURED_S = 10.0
-START_S = 4.0  # approximate time until training begins, and from its end until the program ends
 FLOOD_PER_S = 1000.0
 
 SCRIPT = """
@@ -35,26 +43,32 @@ import json, sys, time
 import torch
 import paceline
 
-logs, repeats, warm_up_s, measured_s = sys.argv[1] == "log", *map(float, sys.argv[2:])
+logs, repeats, rounds = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+block_s, settling_s, warm_up_s = map(float, sys.argv[4:])
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(4)))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 x = torch.randn(32, 128)
 model, optimizer = paceline.prepare(model, optimizer)
-ends = [time.perf_counter()]
-while ends[-1] - ends[0] < warm_up_s + measured_s:
+first = int((time.time() + warm_up_s) // (block_s * len(logs)) + 1) * len(logs)
+steps = {}
+end_s, block = time.perf_counter(), 0
+while block < first + rounds * len(logs):
     optimizer.zero_grad()
-    for _ in range(int(repeats)):
+    for _ in range(repeats):
         loss = model(x).square().mean()
         loss.backward()
     optimizer.step()
-    if logs:
+    if logs[block % len(logs)]:
         paceline.log(loss=loss, norm=1.0)
-    ends.append(time.perf_counter())
-measured = [end for end in ends if end - ends[0] >= warm_up_s]
+    begin_s, end_s = end_s, time.perf_counter()
+    block, into_s = divmod(time.time(), block_s)
+    block = int(block)
+    if block >= first and into_s > settling_s + end_s - begin_s:
+        steps.setdefault(block - first, []).append(end_s - begin_s)
 with open(f"steps-{paceline.worker_index()}.json", "w") as file:
-    json.dump([end - begin for begin, end in zip(measured, measured[1:])], file)
+    json.dump(steps, file)
 """
 
 CALIBRATION = """
@@ -81,7 +95,7 @@ class Case(msgspec.Struct, frozen=True):
     Attributes:
         name: description of the case.
         logs: True if the script calls `paceline.log` in each step.
-        shown: True with the live page, which a client fetches as a browser does, TensorBoard and OpenMetrics.
+        visited: True if a client fetches the live page as a browser does, and another one the metrics.
         flood: "requests" for 1,000 requests per second without the token beside the run; "busy" for a process that
             uses as much of the processor without sending any; "" for neither.
         goal: the largest acceptable ratio; None for no limit.
@@ -89,21 +103,38 @@ class Case(msgspec.Struct, frozen=True):
 
     name: str
     logs: bool = False
-    shown: bool = False
+    visited: bool = False
     flood: str = ""
     goal: float | None = None
 
 
+class Times(msgspec.Struct, frozen=True):
+    """How long the cases take turns.
+
+    Attributes:
+        block_s: duration of a turn, in seconds.
+        settling_s: time at the beginning of a turn that is not measured, because the turn before it has effects: what
+            was logged is written a little later.
+        warm_up_s: time until the processes that show the run have imported their packages.
+    """
+
+    block_s: float = 6.0
+    settling_s: float = 2.0
+    warm_up_s: float = 10.0
+
+
+DEFAULT = Times()
+
 CASES = (
     Case("nothing"),
-    Case("nothing, again"),
     Case("paceline.log", logs=True),
-    Case("log, page, TensorBoard, metrics", logs=True, shown=True, goal=1.01),
+    Case("nothing, again"),
+    Case("log, page, TensorBoard, metrics", logs=True, visited=True, goal=1.01),
 )
 
 SIEGE = (
-    Case("live page, and a busy process", shown=True, flood="busy"),
-    Case("live page, 1,000 requests/s", shown=True, flood="requests", goal=1 / 0.95),
+    Case("live page, and a busy process", visited=True, flood="busy"),
+    Case("live page, 1,000 requests/s", visited=True, flood="requests", goal=1 / 0.95),
 )
 
 
@@ -116,7 +147,7 @@ class LookRow(msgspec.Struct, frozen=True):
         ratio: median over the rounds of the ratio to the first case.
         low: lowest ratio of a round.
         high: highest ratio of a round.
-        requests_per_s: median number of requests per second that a flood has sent; 0 without a flood.
+        requests_per_s: number of requests per second that a flood has sent; 0 without a flood.
         goal: the goal in words; "" if there is none.
         met: True if the goal is met, or there is none.
     """
@@ -137,77 +168,79 @@ def require_packages() -> None:
         open_outlets(True, folder, 0).close()
 
 
-def estimate_s(rounds: int, cases: Sequence[Case] = CASES) -> float:
+def estimate_s(rounds: int, cases: Sequence[Case] = CASES, times: Times = DEFAULT) -> float:
     """Estimate how long the measurement takes, in seconds."""
-    return rounds * len(cases) * (WARM_UP_S + MEASURED_S + START_S)
+    return times.warm_up_s + (rounds + 1) * len(cases) * times.block_s
 
 
 def measure(
-    tell: TellShare,
-    rounds: int,
-    cases: Sequence[Case] = CASES,
-    warm_up_s: float = WARM_UP_S,
-    measured_s: float = MEASURED_S,
+    tell: TellShare, rounds: int, cases: Sequence[Case] = CASES, times: Times = DEFAULT
 ) -> list[LookRow]:
-    """Run each case once per round, and compare each round with its own first case."""
-    pass_s = float(
-        subprocess.run([sys.executable, "-c", CALIBRATION], capture_output=True, check=True).stdout
-    )
-    arguments = [str(max(1, round(STEP_S / pass_s))), str(warm_up_s), str(measured_s)]
-    found: list[list[tuple[float, float]]] = [[] for _ in cases]
-    order = list(range(len(cases)))
-    generator = random.Random(0)
-    for turn in range(rounds):
-        generator.shuffle(order)
-        for place, index in enumerate(order):
-            tell(cases[index].name, (turn * len(cases) + place) / (rounds * len(cases)))
-            found[index].append(_run(cases[index], arguments))
-    return [_row(case, ours, found[0]) for case, ours in zip(cases, found, strict=True)]
-
-
-def _row(case: Case, ours: Sequence[tuple[float, float]], first: Sequence[tuple[float, float]]) -> LookRow:
-    ratios = [step_s / its_s for (step_s, _), (its_s, _) in zip(ours, first, strict=True)]
-    step_s, requests_per_s = (median(column) for column in zip(*ours, strict=True))
-    ratio = median(ratios)
-    goal = "" if case.goal is None else f"at most {case.goal:.3f}"
-    met = case.goal is None or ratio <= case.goal
-    return LookRow(case.name, step_s * 1000, ratio, min(ratios), max(ratios), requests_per_s, goal, met)
-
-
-def _run(case: Case, arguments: Sequence[str]) -> tuple[float, float]:
-    """Return the median duration of a step of one run, in seconds, over all workers, and the rate of its flood.
+    """Let the cases take turns in one run, and compare each turn with that of the first case in the same round.
 
     Raises:
         RunFailedError: the run has failed, or nobody has seen what it shows.
     """
+    pass_s = float(
+        subprocess.run([sys.executable, "-c", CALIBRATION], capture_output=True, check=True).stdout
+    )
+    seconds = [str(times.block_s), str(times.settling_s), str(times.warm_up_s)]
+    logs = json.dumps([case.logs for case in cases])
+    script = ["train.py", logs, str(max(1, round(STEP_S / pass_s))), str(rounds), *seconds]
     workers = max(1, (os.cpu_count() or 1) // 2)
     options = [f"-n{workers}", "--servers=1", "--run-dir=run"]
-    if case.shown:
-        options += ["--dashboard", "--tensorboard=tensorboard", "--metrics-port=0"]
+    options += ["--dashboard", "--tensorboard=tensorboard", "--metrics-port=0"]
     with TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         Path(folder, "train.py").write_text(SCRIPT)
-        script = ["train.py", "log" if case.logs else "quiet", *arguments]
         run = stack.enter_context(_started(["-m", "paceline", "run", *options, *script], folder))
-        visitors, requests_per_s = None, 0.0
-        if case.shown:
-            addresses = [_address(run) for _ in ("page", "metrics")]
-            program = ["-m", "benchmarks.look.visitors", *addresses, case.flood, str(FLOOD_PER_S)]
-            visitors = stack.enter_context(_started(program))
-        _, errors = run.communicate()
-        if run.returncode != 0:
-            raise RunFailedError("the run", errors)
-        if visitors is not None:
-            visitors.terminate()
-            counts = json.loads(visitors.communicate()[0])
-            if not counts.get("data") or not counts.get("metrics"):
-                raise RunFailedError("the benchmark", f"nobody has seen the run: {counts}")
-            if case.flood:
-                requests_per_s = counts["sent"] / max(1, counts["seconds"])
-        files = sorted(Path(folder).glob("steps-*.json"))
-        steps_s = [
-            each for file in files for each in msgspec.json.decode(file.read_bytes(), type=list[float])
+        addresses = [_address(run) for _ in ("page", "metrics")]
+        visited = json.dumps([case.visited for case in cases])
+        floods = json.dumps([case.flood for case in cases])
+        program = [
+            "-m",
+            "benchmarks.look.visitors",
+            *addresses,
+            visited,
+            floods,
+            str(FLOOD_PER_S),
+            seconds[0],
         ]
-        return median(steps_s), requests_per_s
+        visitors = stack.enter_context(_started(program))
+        _wait(run, tell, estimate_s(rounds, cases, times))
+        visitors.terminate()
+        counts: dict[str, float] = json.loads(visitors.communicate()[0])
+        if not counts.get("data") or not counts.get("metrics"):
+            raise RunFailedError("the benchmark", f"nobody has seen the run: {counts}")
+        taken = [
+            msgspec.json.decode(file.read_bytes(), type=dict[int, list[float]])
+            for file in sorted(Path(folder).glob("steps-*.json"))
+        ]
+    steps_s = [
+        [median(step for each in taken for step in each[turn * len(cases) + place]) for turn in range(rounds)]
+        for place in range(len(cases))
+    ]
+    return [_row(case, ours, steps_s[0], counts) for case, ours in zip(cases, steps_s, strict=True)]
+
+
+def _row(case: Case, ours: Sequence[float], first: Sequence[float], counts: Mapping[str, float]) -> LookRow:
+    ratios = [step_s / its_s for step_s, its_s in zip(ours, first, strict=True)]
+    requests_per_s = counts[f"{case.flood} sent"] / counts[f"{case.flood} seconds"] if case.flood else 0.0
+    ratio = median(ratios)
+    goal = "" if case.goal is None else f"at most {case.goal:.3f}"
+    met = case.goal is None or ratio <= case.goal
+    return LookRow(case.name, median(ours) * 1000, ratio, min(ratios), max(ratios), requests_per_s, goal, met)
+
+
+def _wait(run: subprocess.Popen[str], tell: TellShare, expected_s: float) -> None:
+    """Wait for a run to end, and report the progress."""
+    begun_s = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(run.communicate)
+        while not wait([ending], timeout=1.0).done:
+            tell("one run", min(1.0, (time.monotonic() - begun_s) / expected_s))
+        _, errors = ending.result()
+    if run.returncode != 0:
+        raise RunFailedError("the run", errors)
 
 
 @contextlib.contextmanager
@@ -263,5 +296,5 @@ def table(rows: Sequence[LookRow], rounds: int) -> Table:
             f"{row.requests_per_s:.0f}" if row.requests_per_s else "",
             goal,
         )
-    shown.caption = f"Each ratio is the median over {rounds} rounds."
+    shown.caption = f"Each ratio is the median over {rounds} rounds of one run."
     return shown
