@@ -39,6 +39,15 @@ for epoch in paceline.epochs(100_000):
         break
 """
 
+# The process that shows the run has a low priority, so beside other tests it may take long to end.
+PROGRAM = f"""
+from paceline.cli import main
+from paceline.launcher import outlets
+
+outlets.END_TIMEOUT_S = {DEADLINE_S}
+main()
+"""
+
 
 class Shown:
     """A run that is shown on a live page, in TensorBoard and as OpenMetrics."""
@@ -56,7 +65,7 @@ class Shown:
             "--servers=1",
         ]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "paceline", "run", *options, "train.py"],
+            [sys.executable, "-P", "-c", PROGRAM, "run", *options, "train.py"],
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

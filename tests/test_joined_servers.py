@@ -111,12 +111,36 @@ def test_a_machine_with_servers_listens_on_one_port(mark: str, monkeypatch: pyte
     }
 
 
+# A module that lets the first worker send the initial weights only when the server is dead that is to receive them.
+TOO_LATE = """
+import time
+from pathlib import Path
+
+from paceline.runtime.worker import WorkerSession
+
+initialize = WorkerSession.initialize
+
+
+def await_the_kill(*arguments):
+    Path("connected").touch()
+    while not Path("killed").exists():
+        time.sleep(0.02)
+    initialize(*arguments)
+
+
+WorkerSession.initialize = await_the_kill
+"""
+
+
 @pytest.mark.parametrize("killed", ["server 1", *chaos("agent")])
 def test_a_run_ends_when_it_loses_a_server_of_another_machine(killed: str, mark: str) -> None:
-    served = Served("--workers", "2", *TWO_SERVERS)
+    """The first worker is lost as a consequence, but the failure of the run is that of the server."""
+    Path("too_late.py").write_text(TOO_LATE)
+    served = Served("--workers", "2", *TWO_SERVERS, "--import", "too_late")
     stays, brings = served.join("1000", "0.01"), served.join("1000", "0.01", options=BRINGS_ONE)
-    await_that(begun, "training has begun")
+    await_that(Path("connected").exists, "the first worker is connected to the servers")
     os.kill(brings.pid if killed == "agent" else processes(mark)["server 1"], signal.SIGKILL)
+    Path("killed").touch()
     messages = served.failure()
     ends = [output(stays), output(brings)]
 

@@ -116,7 +116,10 @@ from .model_spec import ModelSpec, first_difference, require_extension
 from .requests import Fail, Peer, Rehearse, Request, Send, TakeOut, Timer, Warn, server_peer, worker_peer
 from .time_spent import TimeLedger, TimeSpent
 
-__all__ = ["Coordinator", "fault_report"]
+__all__ = ["LOST_TOO_EARLY", "Coordinator", "fault_report"]
+
+LOST_TOO_EARLY = "it was lost before it had sent the initial weights"
+"""Why a run fails that loses the worker with the initial weights."""
 
 MOST_WARNINGS = 100
 
@@ -832,9 +835,7 @@ class Coordinator:
         requests: list[Request] = []
         if kind is WorkerLost:
             if worker == self.initializer and not self.started:
-                requests.append(
-                    Fail(f"worker {worker}", "it was lost before it had sent the initial weights")
-                )
+                requests.append(Fail(f"worker {worker}", LOST_TOO_EARLY))
             incarnation = members.incarnation(worker)
             if present:
                 self._losses[worker] = Loss(worker, incarnation, set(self._addresses))

@@ -398,7 +398,8 @@ class LiveRun:
     def _cause_is_known(self) -> bool:
         """Return False if all known problems are consequences of a failure that is not known yet."""
         engine, coordinator = self._engine, self._coordinator
-        if coordinator.failure is not None or engine.failed_server():
+        reported = coordinator.failure is not None and not coordinator.cause_may_follow
+        if reported or engine.failed_server():
             return True
         # A connection was lost, so the process at its other end is about to exit.
         if coordinator.gone_servers or coordinator.core.cut_off:

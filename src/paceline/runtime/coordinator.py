@@ -136,7 +136,7 @@ class CoordinatorHost:
         started: event that is set once any worker has received its first weights from all shards.
         started_s: time at which `started` was set, in seconds since the run began.
         over: event that is set when all workers have left, a server is lost, or the run has failed.
-        failure: the first failure that was reported, or None.
+        failure: the first failure that was reported, or its cause; None if there is none.
         gone_servers: server -> why its connection ended, for servers that disconnected before they were told to end,
             and for those that sent nothing for too long, in order of disconnection.
         heard_s: (role, index) -> time of the last message from this peer, on the clock of `time.monotonic`. For a
@@ -254,9 +254,21 @@ class CoordinatorHost:
         self._thread.start()
         self._metrics.start()
 
+    @property
+    def cause_may_follow(self) -> bool:
+        """True if the worker with the initial weights was lost too early, perhaps because a server has ended.
+
+        How the server has ended is reported soon.
+        """
+        return self.failure is not None and self.failure.reason == core.LOST_TOO_EARLY
+
     def fail(self, failure: RunFailedError) -> None:
-        """Report a failure that another thread has detected, such as a crash. Later failures are ignored."""
-        self.failure = self.failure or failure
+        """Report a failure that another thread has detected, such as a crash.
+
+        Later failures are ignored, except for the cause of the first one.
+        """
+        if self.failure is None or self.cause_may_follow:
+            self.failure = failure
         self.over.set()
 
     def worker_ended(self, worker: int, how: str) -> None:
