@@ -17,6 +17,7 @@ ROOT = Path(paceline.__file__).parent
 # From the top down. A room is a module or a package right under `paceline`.
 ROOMS = [
     "errors",
+    "state",
     "zipline",
     "sync",
     "plugins",
@@ -44,7 +45,7 @@ EXEMPT = {
     "join",
 }  # the lazy table of public names; `python -m paceline` and `paceline.join`
 
-PURE = ["errors", "zipline", "sync", "core"]
+PURE = ["errors", "state", "zipline", "sync", "core"]
 
 FACES = {"sync/__init__.py": {"plugins"}}  # it shows `Conditions`, which users know as one of the models
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..errors import ProtocolError
+from ..state import stateful
 from .messages import HyperParametersReported
 from .model_spec import HyperParameter, HyperParameters
 
@@ -52,6 +53,7 @@ class _Mark(NamedTuple):
     values: list[bytes]
 
 
+@stateful(decides="_marks _disagreed _said")
 class Agreement:
     """Compares the hyper-parameters that the workers of a run report, and describes the first disagreement once."""
 

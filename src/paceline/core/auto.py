@@ -31,6 +31,7 @@ from statistics import fmean, median, pstdev, pvariance
 
 import msgspec
 
+from ..state import stateful
 from ..sync.accuracy import EFFECTS, Effect, backup_quorum, effect_of
 from ..sync.notation import parse_shards
 from .lease import Order, Split
@@ -131,6 +132,13 @@ class Point(msgspec.Struct, frozen=True):
     now_s: float
 
 
+@stateful(
+    decides=(
+        "sync choices _stale _clips _cycles _computed _order _epoch _per_push _latest _since _begun_at "
+        "_simulated_at _simulated_in _simulated_speed _prospects _ratios _barred _losses _norms _loss"
+    ),
+    fixed="_allowed",
+)
 class Auto:
     """Decides which sync model a run uses.
 

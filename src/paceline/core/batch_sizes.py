@@ -14,6 +14,7 @@ from math import sqrt
 from statistics import median
 from typing import NamedTuple
 
+from ..state import stateful
 from .lease import divide_evenly
 
 __all__ = ["BatchSizes", "BatchTime", "divide_in_proportion"]
@@ -98,6 +99,7 @@ def divide_in_proportion(
     return sizes
 
 
+@stateful(decides="_observed _sizes _limits _fresh", history="changes")
 class BatchSizes:
     """The batch sizes of the workers that share joint batches.
 
@@ -190,6 +192,7 @@ class BatchSizes:
         )
 
 
+@stateful(decides="_latest _by_size _fixed_samples _estimate")
 class _Observations:
     """The times that one worker has taken for its batches.
 

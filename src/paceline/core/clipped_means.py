@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from ..errors import InvalidEventError
+from ..state import stateful
 from .messages import Answer
 from .requests import Apply, Measure, Request, Send, worker_peer
 
@@ -24,6 +25,7 @@ Pushes = tuple[tuple[int, int], ...]
 """The (worker, iteration) of each push in a mean."""
 
 
+@stateful(decides="measured _kept")
 class ClippedMeans:
     """The measured means of one shard, and the requests that wait for their factors.
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 import msgspec
 
 from ..errors import ProtocolError
+from ..state import stateful
 from .messages import Combined, Contributed
 from .model_spec import ModelSpec
 from .requests import Request, Send, worker_peer
@@ -29,6 +30,7 @@ LIMIT_BYTES = 1024 * 1024
 """Maximum size of the numbers in one reduction, 8 bytes each."""
 
 
+@stateful(decides="waiting", fixed="_extend")
 class Collectives:
     """The call that is in progress.
 

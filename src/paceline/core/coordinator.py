@@ -28,6 +28,7 @@ from functools import cache
 
 from ..errors import ConfigurationError, InternalError, ProtocolError
 from ..plugins.failures import blame
+from ..state import stateful
 from ..sync import SyncModel
 from ..sync.actions import AnyAction, PublishChange, PublishPlan, RestartWorker, SetTimer
 from ..sync.events import (
@@ -124,6 +125,20 @@ LOST_TOO_EARLY = "it was lost before it had sent the initial weights"
 MOST_WARNINGS = 100
 
 
+@stateful(
+    decides=(
+        "model slices addresses initializer started vacant_servers members main paused torn data loops "
+        "collectives guard history auto _crowded _begun _norms _sync _connected _registered _addresses "
+        "_ready _admitted _join _postponed _early _fingerprints _agreement _uneven _grown _stopped "
+        "_losses _extension _extended _committed"
+    ),
+    history="cut_off endings faults findings board waits time_ledger",
+    fixed=(
+        "_workers _servers _late_servers _shards _slicing _overlap _read_sync _shortage _recorder _first "
+        "_ticks_per_s _least _pause_below"
+    ),
+    about={"main": "scripts", "_grown": "scripts", "_connected": "connections"},
+)
 class Coordinator:
     """The coordinator of a run: it starts the run, tracks the workers, and uses a `JobSync` to run the sync model.
 
@@ -324,6 +339,10 @@ class Coordinator:
     def _is_too_small(self) -> bool:
         """True if the run has too few workers to begin."""
         return self.model is None and self.members.live_count < self._least and not self.members.finished
+
+    def is_joining(self, worker: int) -> bool:
+        """Return True if a worker has been admitted to the run in progress, and has not joined yet."""
+        return worker in self._admitted
 
     def note_ending(self, worker: int, how: str) -> None:
         """Record how the current incarnation of a worker has ended, unless something is known already.

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..state import stateful
 from .drawn import Drawn, DrawnBatch
 from .lease import Batch, Lease, Order, PackedPushed, nth_batch
 from .messages import (
@@ -49,6 +50,12 @@ class Work(NamedTuple):
 ONE_BATCH = Work(1, 1.0)
 
 
+@stateful(
+    decides=(
+        "used again stopped entered states_wanted pushed least newest _loaders _asks _loop _epoch "
+        "_trained _last _samples _accumulated _decided"
+    ),
+)
 class DataFeed:
     """The data of one worker, for all loaders that its script distributes.
 
@@ -246,6 +253,12 @@ class DataFeed:
                 self._asks, self.states_wanted = False, message.wanted
 
 
+@stateful(
+    decides=(
+        "drawn committed ended requested epoch part _feed _number _name _order _leases _taken _last "
+        "_unpushed _unpushed_positions _times"
+    ),
+)
 class _LoaderFeed:
     """The data of one worker from one loader."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 
 from ..errors import InternalError, ProtocolError
+from ..state import stateful
 from .epoch_split import Grant
 from .lease import Order, PackedPushed, Pushed
 from .loader_ledger import LoaderLedger, PositionCounts
@@ -15,6 +16,7 @@ from .loader_ledger import LoaderLedger, PositionCounts
 __all__ = ["DataLedger"]
 
 
+@stateful(decides="_loaders _names")
 class DataLedger:
     """The ledger of the data of a job, for all loaders that its script distributes."""
 

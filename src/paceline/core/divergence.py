@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ..state import stateful
 from .messages import Observation
 
 __all__ = ["WINDOW", "Course", "Symptom"]
@@ -112,6 +113,7 @@ class Point(NamedTuple):
         )
 
 
+@stateful(decides="_first _begun _open _window _weights _gradients _usual _level _lowest _relapsed")
 class Course:
     """The course of the training of one parameter set."""
 

@@ -16,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..state import stateful
 from .lease import Pushed
 
 __all__ = ["Drawn", "DrawnBatch"]
 
 
+@stateful(decides="positions samples is_held passed watched contributes")
 @dataclass(slots=True)
 class DrawnBatch:
     """A batch that a script has drawn.
@@ -46,6 +48,7 @@ MOST_BATCHES = 1024
 """Maximum number of undecided batches, for a script that draws batches and never pushes. More are not held."""
 
 
+@stateful(decides="count pushed _undecided _used _skipped")
 class Drawn:
     """The batches that a script has drawn from one loader.
 

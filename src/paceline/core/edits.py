@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..state import stateful
 from ..sync.events import Edit
 from .requests import Discard, Overwrite, Request
 
@@ -31,6 +32,7 @@ Key = tuple[int, int]
 """A push: (worker, iteration)."""
 
 
+@stateful(decides="pending _next _editors", fixed="_shard")
 class Edits:
     """The edits of one shard that are yet to be carried out, and the editors that the shard has named.
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Set
 
 import msgspec
 
+from ..state import stateful
 from .lease import Lease, Order, deal, divide, positions, remove_first, single, trim
 from .lease_sizes import LeaseSizes
 
@@ -38,6 +39,7 @@ class Grant(msgspec.Struct, frozen=True):
     last: bool
 
 
+@stateful(decides="order opener shares unused ended total left_out _number _sizes _next _end")
 class EpochSplit(ABC):
     """An epoch that some workers have begun and not all workers have ended.
 
@@ -85,6 +87,7 @@ class EpochSplit(ABC):
         self.left_out += left_out
 
 
+@stateful(decides="_joint")
 class StaticSplit(EpochSplit):
     """A static split between the workers that take part when the epoch begins."""
 

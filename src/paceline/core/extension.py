@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ..state import stateful
 from .layout import ShardSlice
 from .messages import ExtendShards, ExtensionReady, ModelExtended
 from .model_spec import ModelSpec
@@ -35,6 +36,7 @@ from .requests import Request, Send, server_peer, worker_peer
 __all__ = ["Extension"]
 
 
+@stateful(decides="slices complete _models _workers _servers _number _ready")
 class Extension:
     """The coordinator's part of an extension that is in progress.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from ..state import stateful
 from .messages import GradientHashed
 
 __all__ = ["HASHED_ITERATIONS", "Fingerprints"]
@@ -19,6 +20,7 @@ HASHED_ITERATIONS = 3
 NAMED = 8  # maximum number of workers that a message names
 
 
+@stateful(decides="_hashes _compared")
 class Fingerprints:
     """Compares the hashes that the workers of a run report, once."""
 

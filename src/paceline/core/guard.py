@@ -22,6 +22,7 @@ from typing import Literal
 import msgspec
 
 from ..errors import ConfigurationError, unknown_name
+from ..state import stateful
 from .divergence import Course
 from .messages import Observation
 from .outliers import Outliers
@@ -106,6 +107,12 @@ class Verdict(msgspec.Struct, frozen=True):
     takes_out: int | None = None
 
 
+@stateful(
+    decides=(
+        "factor points sound _said _courses _outliers _nan _last_updates _staleness _changed _wrong _patience"
+    ),
+    fixed="mode _skips_nan",
+)
 class Guard:
     """Judges the pushes of all workers of a run.
 

@@ -27,6 +27,8 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
+from ..state import stateful
+
 __all__ = [
     "LONGEST_NAME",
     "LOSS",
@@ -151,6 +153,7 @@ class MetricHistory(Mapping[str, Metric]):
         return f"MetricHistory({', '.join(words)})"
 
 
+@stateful(decides="_names", history="noted _series")
 class History:
     """Merges the values that the workers of a job have logged. Other threads may call `metrics` at any time.
 
@@ -224,6 +227,7 @@ class History:
         return tuple(found)
 
 
+@stateful(history="_state")
 class _Series:
     """The values of one metric from one source.
 

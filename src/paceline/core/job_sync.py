@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 from ..errors import InternalError, InvalidEventError
 from ..plugins.failures import blaming
+from ..state import stateful
 from ..sync.actions import AnyAction, PublishChange
 from ..sync.events import (
     AnyEvent,
@@ -38,6 +39,13 @@ __all__ = ["JobSync"]
 MOST_REQUESTED = 1000  # maximum number of requested changes that have not been published yet
 
 
+@stateful(
+    decides=(
+        "sync changes _order _seen _requested _change _certain _remaining _passed _early _to_start _machine"
+    ),
+    fixed="_first _seed _ticks_per_s",
+    makes={"_machine": "_new_machine"},
+)
 class JobSync:
     """The coordinator's part of the sync model, for the whole run. A change of the model replaces the state machine.
 
@@ -56,7 +64,7 @@ class JobSync:
         self.changes = 0
         self._seed = seed
         self._ticks_per_s = ticks_per_s
-        self._machine: JobMachine | None = self._new_machine(sync)
+        self._machine: JobMachine | None = self._new_machine()
         self._order = ReportOrder()
         self._seen = {
             "schedule": -1,
@@ -80,6 +88,15 @@ class JobSync:
         return parse_shards(self.sync or self._first)[0]
 
     @property
+    def machine(self) -> JobMachine | None:
+        """The state machine of the model; None if the model has none, and while a change is in progress."""
+        return self._machine
+
+    @machine.setter
+    def machine(self, machine: JobMachine | None) -> None:
+        self._machine = machine
+
+    @property
     def next_superstep(self) -> int:
         """The first superstep for a worker that joins now; 0 if the model plans no barriers."""
         return self._machine.next_superstep if self._machine is not None else 0
@@ -88,6 +105,10 @@ class JobSync:
     def live(self) -> Iterable[int]:
         """The live workers, as far as this part of the run knows."""
         return self._order.live
+
+    def label(self, worker: int) -> int:
+        """Return the iteration that a live worker finishes next; -1 if it is unknown."""
+        return self._order.label(worker)
 
     @property
     def changing(self) -> bool:
@@ -201,8 +222,8 @@ class JobSync:
         self._early = [early for early in self._early if early.worker != worker]
         return self._complete()
 
-    def _new_machine(self, sync: str) -> JobMachine | None:
-        models = parse_shards(sync)
+    def _new_machine(self) -> JobMachine | None:
+        models = parse_shards(self.sync)
         with blaming(models[0], "the coordinator", "at_coordinator"):
             machine = models[0].at_coordinator(self._seed) if len(set(models)) == 1 else None
             if machine is not None:
@@ -268,7 +289,7 @@ class JobSync:
             sync, self.sync = self.sync, ""
             self._requested.appendleft(sync)
             return self._publish_next()
-        self._machine = self._new_machine(self.sync)
+        self._machine = self._new_machine()
         actions: list[AnyAction] = []
         if self._machine is not None:
             for event in [*(passed[worker] for worker in sorted(passed)), *early]:

@@ -22,12 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..state import stateful
 from .messages import JoinOffered, JoinProposed, WorkerJoined, WorkerWelcomed
 from .requests import Request, Send, server_peer
 
 __all__ = ["Join"]
 
 
+@stateful(decides="worker joined complete _incarnation _servers _offers _welcomed _margin")
 class Join:
     """The coordinator's part of a join that is in progress.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from ..state import stateful
+
 __all__ = ["JointBatch"]
 
 PUSHES = 8
@@ -13,6 +15,7 @@ NEGLIGIBLE = 0.001
 """Part of the joint batch below which the samples of workers that have left are forgotten."""
 
 
+@stateful(decides="_usual _total _known _left")
 class JointBatch:
     """Estimates the samples of a joint batch at one shard, in constant time for each push.
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 
+from ..state import stateful
 from .messages import MeanAwaited, MeanClipped, MeanMeasured, MeanMissing
 from .requests import Request, Send, server_peer
 
@@ -38,6 +39,7 @@ def clip_factor(max_norm: float, norm: float) -> float:
     return min(1.0, max_norm / (norm + LEAST_DIVISOR))
 
 
+@stateful(decides="pushes reports missing asked")
 class JointMean:
     """The parts of one mean that have been reported so far."""
 
@@ -48,6 +50,7 @@ class JointMean:
         self.asked = False  # True if the shards that have not reported were asked whether they will
 
 
+@stateful(decides="_open _lost", fixed="_shards _servers")
 class JointNorms:
     """The means that have been measured by some shards, but not yet by all.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..state import stateful
 from .batch_sizes import BatchSizes
 from .lease import Order
 
@@ -21,6 +22,7 @@ PART = 0.5  # maximum fraction of the epoch's remaining time for which a lease o
 PACE_WEIGHT = 0.25  # weight of the latest observation in a worker's mean time per batch
 
 
+@stateful(decides="balanced least _paces _rate")
 class LeaseSizes:
     """The sizes of the leases of all workers of one loader.
 
@@ -87,6 +89,7 @@ class LeaseSizes:
         self._paces[worker].batches = batches
 
 
+@stateful(decides="asked_s batches batch_s")
 class _Pace:
     """The mean time that a worker takes for a batch."""
 

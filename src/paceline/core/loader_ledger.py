@@ -30,6 +30,7 @@ from collections.abc import Iterable, Set
 import msgspec
 
 from ..errors import ConfigurationError, ProtocolError
+from ..state import stateful
 from .epoch_split import DynamicSplit, EpochSplit, Grant, StaticSplit, cut
 from .lease import Lease, Order, Pushed, order_difference, positions, remove_first, trim
 from .lease_sizes import LeaseSizes
@@ -51,6 +52,7 @@ class PositionCounts(msgspec.Struct, frozen=True, kw_only=True):
     left_out: int
 
 
+@stateful(decides="epoch settled first counted skipped leases forgotten")
 class _Account:
     """What one worker has of a loader.
 
@@ -84,6 +86,10 @@ class _Account:
             self.forgotten.append(lease)
 
 
+@stateful(
+    decides="_splits _opened _order _accounts _returned _sizes _used _torn _total _left _left_out",
+    history="moved",
+)
 class LoaderLedger:
     """The ledger of one loader.
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from ..state import stateful
 from .messages import EpochReached, LoopEntered, LoopLimits, LoopPosition, StatesDecided
 from .requests import Request, Send, worker_peer
 
 __all__ = ["LoopPositions"]
 
 
+@stateful(decides="_newest _begun _ended", history="limits start")
 class LoopPositions:
     """The position of the job, and the worker that keeps the states of tracked objects.
 

@@ -16,6 +16,7 @@ before the coordinator does fences the worker by itself.
 
 from __future__ import annotations
 
+from ..state import stateful
 from .lease import PackedPushed, Pushed
 from .messages import LossSettled, PushesReported
 from .requests import Request, Send, server_peer
@@ -23,6 +24,7 @@ from .requests import Request, Send, server_peer
 __all__ = ["Loss"]
 
 
+@stateful(decides="_worker _incarnation _missing _received")
 class Loss:
     """The coordinator's record of a lost worker, until all servers have reported its pushes.
 

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from ..state import stateful
+
 __all__ = ["NOBODY", "MainWorker"]
 
 NOBODY = -1
 
 
+@stateful(decides="worker _vacant")
 class MainWorker:
     """The main worker of a job.
 

@@ -16,6 +16,7 @@ from collections.abc import Collection
 from typing import Literal, NamedTuple
 
 from ..errors import ConfigurationError, InternalError
+from ..state import stateful
 
 __all__ = ["Departure", "Fate", "Members"]
 
@@ -36,6 +37,7 @@ class Departure(NamedTuple):
     fate: Fate
 
 
+@stateful(decides="present invited gone incarnations departures _live _used _latest", fixed="_workers")
 class Members:
     """The workers of a run.
 
@@ -172,6 +174,10 @@ class Members:
         """Withdraw the invitation of a worker, which is gone without having taken part in the run."""
         self.invited.remove(worker)
         self.gone.add(worker)
+
+    def outlook(self, most_workers: int) -> dict[str, object]:
+        """Return what decides: only how workers have left, not which of them or in which order."""
+        return {"departures": {departure.fate for departure in self.departures}, "_latest": None}
 
     def validate(self) -> None:
         """Check that every index is in one set; raise `InternalError` if this is not the case."""

@@ -20,6 +20,7 @@ from collections.abc import KeysView, Sequence
 from typing import Literal
 
 from ..errors import InternalError, InvalidEventError
+from ..state import stateful
 from ..sync.events import (
     AnyEvent,
     IterationFinished,
@@ -50,6 +51,7 @@ STEPS: dict[type[AnyEvent], tuple[str, str, Phase, int]] = {
 }
 
 
+@stateful(decides="label phase _former", about={"_former": "returns"})
 class Order:
     """The phase and the label of every live worker at one shard.
 
@@ -148,6 +150,7 @@ class Order:
 UNKNOWN = -1
 
 
+@stateful(decides="label computing finishes starts")
 class Reporter:
     """The coordinator's record of one live worker: which report the worker may send next.
 
@@ -175,6 +178,7 @@ class Reporter:
         self.label = iteration if self.finishes else UNKNOWN
 
 
+@stateful(decides="_reporters")
 class ReportOrder:
     """Checks the order of the reports that the live workers send to the coordinator.
 

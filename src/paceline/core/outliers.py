@@ -10,6 +10,7 @@ import math
 from collections import deque
 from statistics import median
 
+from ..state import stateful
 from .messages import Observation
 
 __all__ = ["Outliers"]
@@ -24,6 +25,7 @@ LEAST_LOSS = 0.25
 """A loss below this share of its beginning is not large, whatever those of others are."""
 
 
+@stateful(decides="_begun _losses _gradients")
 class Outliers:
     """The latest losses and norms of gradients of each worker."""
 
@@ -60,6 +62,7 @@ class Outliers:
         return ""
 
 
+@stateful(decides="usual _values")
 class Latest:
     """The latest values of one worker.
 

@@ -10,6 +10,7 @@ A cycle in which the worker pulled again, to evaluate the model or after an abor
 
 from __future__ import annotations
 
+from ..state import stateful
 from ..sync.actions import AnswerPull, DropPush
 from ..sync.events import PullRepeated, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
 from ..sync.ticks import TICKS_PER_S
@@ -21,6 +22,10 @@ __all__ = ["PaceMeter"]
 REPORTED_CYCLES = 6  # mean number of cycles of each worker in a report
 
 
+@stateful(
+    decides="_begun _live _cycles _unreported _samples_of _pushes _batches _samples _now_ticks _clips",
+    fixed="_recorder _ticks_per_s",
+)
 class PaceMeter:
     """A recorder of the entries of shard 0 that measures cycles, and passes the entries on.
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..errors import ConfigurationError, InternalError, ProtocolError
+from ..state import stateful
 from ..sync import SyncModel
 from ..sync.events import (
     MeanClipped,
@@ -69,6 +70,15 @@ RecorderOf = Callable[[int], EntryRecorder | None]
 """A function that returns the recorder for the shard with a given index; None to record nothing."""
 
 
+@stateful(
+    decides=(
+        "expected initializer extension ending _models _usual_samples _next _to_begin _connected "
+        "_observes _fetches _proposed _fenced _incarnations _drawn _readers shards _paces"
+    ),
+    fixed="_seed _read_sync _recorder_of _ticks_per_s _translated",
+    about={"_connected": "connections"},
+    makes={"shards": "_new_shard"},
+)
 class Server:
     """A server of a run: it passes the workers' messages to its shards as events, and returns the shards' requests.
 
@@ -128,6 +138,14 @@ class Server:
     def awaits_factor(self) -> bool:
         """True if a shard has measured a mean, whose factor the coordinator sends next."""
         return any(shard.clipped.measured for shard in self.shards.values())
+
+    def is_connected(self, worker: int) -> bool:
+        """Return True if a worker is connected."""
+        return worker in self._connected
+
+    def is_fenced(self, worker: int) -> bool:
+        """Return True if a worker is lost, and the loss is not settled because a shard holds one of its pushes."""
+        return worker in self._fenced
 
     def shard(self, index: int) -> Shard:
         """Return a shard. Raise `ProtocolError` if the shard is not at this server or has no weights yet."""
@@ -301,10 +319,21 @@ class Server:
         self._to_begin.remove(index)
         if index in self.shards:
             return self._report_if_ready()
+        shard = self.shards[index] = self._new_shard(index)
+        for member in sorted(self.expected):
+            shard.handle(WorkerJoined(now_ticks=now_ticks, worker=member))
+        welcomed = [
+            request
+            for member in sorted(self._connected)
+            for request in self._welcome(shard, member, now_ticks)
+        ]
+        return welcomed + self._answer_coordinator()
+
+    def _new_shard(self, index: int) -> Shard:
         recorder = self._recorder_of(index)
         if self._observes and index == 0:
             recorder = self._paces = PaceMeter(recorder, self._ticks_per_s)
-        shard = self.shards[index] = Shard(
+        return Shard(
             index,
             self._models,
             self._seed,
@@ -314,14 +343,6 @@ class Server:
             self._ticks_per_s,
             self._translated,
         )
-        for member in sorted(self.expected):
-            shard.handle(WorkerJoined(now_ticks=now_ticks, worker=member))
-        welcomed = [
-            request
-            for member in sorted(self._connected)
-            for request in self._welcome(shard, member, now_ticks)
-        ]
-        return welcomed + self._answer_coordinator()
 
     def _welcome(self, shard: Shard, worker: int, now_ticks: int) -> list[Request]:
         """Send a worker its first weights. If it joins a run in progress, it pulls them, so they may be delayed."""

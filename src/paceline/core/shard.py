@@ -9,6 +9,7 @@ import msgspec
 
 from ..errors import InternalError, InvalidEventError
 from ..plugins.failures import blame
+from ..state import stateful
 from ..sync import SyncModel
 from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, HoldPush, ReportFault, SetTimer
 from ..sync.events import (
@@ -77,6 +78,11 @@ class Outcome(NamedTuple):
     standings: list[Standing | None]
 
 
+@stateful(
+    decides="sync samples clipped standing _versions _held _details _edits _asked",
+    fixed="index _first _readers _recorder _usual_samples",
+    about={"samples": "staleness", "_versions": "staleness"},
+)
 class Shard:
     """The core of one shard: it runs the sync model and turns the events at the shard into requests to the host.
 

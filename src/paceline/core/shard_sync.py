@@ -34,6 +34,7 @@ from contextlib import AbstractContextManager
 
 from ..errors import InternalError, InvalidEventError
 from ..plugins.failures import blaming
+from ..state import restore, snapshot, stateful
 from ..sync.actions import AnswerPull, AnyAction, ApplyMean, ReportFault
 from ..sync.asp import ASP
 from ..sync.bsp import BSP
@@ -58,6 +59,13 @@ from .order import Order
 __all__ = ["ShardSync"]
 
 
+@stateful(
+    decides=(
+        "sync needs_staleness changed_to order _machine _worked _change _changed _passed _orphans _to_pull"
+    ),
+    fixed="_seed _shard _ticks_per_s",
+    makes={"_machine": "_new_machine"},
+)
 class ShardSync:
     """Runs the sync model of one shard, and replaces it when the model changes.
 
@@ -99,6 +107,11 @@ class ShardSync:
     def counts(self) -> Counts:
         """The push counts c_p of the workers that are in the model."""
         return self._machine.counts
+
+    @property
+    def machine(self) -> ShardMachine:
+        """The state machine of the model."""
+        return self._machine
 
     def last_iteration(self, worker: int) -> int:
         """Return the label of a live worker's last push."""
@@ -167,6 +180,11 @@ class ShardSync:
             raise InternalError(
                 f"workers {self._to_pull} have yet to pull, but the phases are {self.order.phase}"
             )
+
+    def bind_again(self) -> None:
+        """Replace the machine by an equal one. A copied machine needs this if one of its functions refers to it."""
+        state, self._machine = snapshot(self._machine), self._new_machine()
+        restore(self._machine, state)
 
     # -- one event ----------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..state import stateful
 from ..sync import SyncModel
 from ..sync.events import AnyEvent, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
 from ..sync.translation import Standing
@@ -39,6 +40,7 @@ RAMP = 2.0
 """Number of joint steps in which the reported delay follows the estimate, and a worker that has left is forgotten."""
 
 
+@stateful(decides="temper joint_steps _batch _pulled _pushes _dropped _model _mean _delay")
 class StandingEstimator:
     """Estimates, from the events at one shard, how the hyper-parameters of its updates are translated.
 

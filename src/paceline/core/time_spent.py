@@ -21,6 +21,8 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from ..state import stateful
+
 __all__ = ["STATES", "Activity", "Stopwatch", "TimeLedger", "TimeSpent", "WorkerTime"]
 
 Activity = Literal["computing", "exchanging", "restarting", "paused", "outside"]
@@ -138,6 +140,7 @@ class WorkerTime(NamedTuple):
     tails: dict[str, int]
 
 
+@stateful(history="_last _left")
 class TimeLedger:
     """Adds up what all workers report.
 

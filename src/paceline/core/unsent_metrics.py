@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from ..state import stateful
 from .history import Source
 from .messages import MOST_LOGGED, LoggedValue, MetricsLogged
 from .requests import COORDINATOR, Request, Send
@@ -90,6 +91,7 @@ def merge(noted: Iterable[Noted]) -> list[Noted]:
     return list(merged.values())
 
 
+@stateful(decides="_values _weight _earlier_weight")
 class UnsentMetrics:
     """What a worker has yet to report of its metrics.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..state import stateful
 from ..sync.events import AnyEvent, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
 
 __all__ = ["Versions"]
@@ -12,6 +13,7 @@ Key = tuple[int, int]
 """A push: (worker, iteration)."""
 
 
+@stateful(decides="version _pulled _computed_on")
 class Versions:
     """Counts the updates at one shard and computes the staleness of each push.
 
@@ -29,6 +31,11 @@ class Versions:
     def workers(self) -> Iterable[int]:
         """The live workers."""
         return self._pulled
+
+    def outlook(self, most_workers: int) -> dict[str, object]:
+        """Return what decides: no version itself, but the updates that each worker's weights do not contain."""
+        missed = {worker: self.missed(worker) for worker in self._pulled}
+        return {"version": None, "_pulled": missed, "_computed_on": self._computed_on.keys()}
 
     def note(self, event: AnyEvent) -> None:
         """Record an event that the model has accepted. Call this before recording the resulting actions."""

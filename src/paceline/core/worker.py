@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ..errors import ConfigurationError, ProtocolError, TakenOutError
+from ..state import stateful
 from ..sync.events import Change, Clip, Edit, Stop
 from ..sync.model import SyncModel, agree_on_means
 from ..sync.notation import notation, parse_shards, require_shards
@@ -83,6 +84,18 @@ ADDED = "DistributedOptimizer() or add_param_group() with parameters that are no
 NO_RESTART = (-1, -1)
 
 
+@stateful(
+    decides=(
+        "iteration waiting_for left paused in_place described main_worker asks_for_main started data "
+        "updates samples combined extended extension needs_significance may_restart lockstep _awaited "
+        "_first _pulls_again _steps _epoch _wanted _calls _asked _early _change _flagged _plan _uneven "
+        "_restart _attempt _progress _clips _edit _batch_samples _edits_begun _observed _unsent _relaxed "
+        "_models _notifies _independent"
+    ),
+    history="last_commit",
+    fixed="_schedule _workers _shards _servers _last_first _every_shard _overlap",
+    about={"main_worker": "scripts", "asks_for_main": "scripts"},
+)
 class Worker:
     """A worker of a run: it turns the steps of the training script and the received messages into requests.
 
@@ -182,6 +195,26 @@ class Worker:
         return self._restart[0] == self.iteration
 
     @property
+    def change(self) -> Change | None:
+        """The change of the model with which the worker flags its next push; None if there is none."""
+        return self._change
+
+    @property
+    def stops_at(self) -> int | None:
+        """The iteration at or after which the worker stops for a barrier; None if it has no plan."""
+        return None if self._plan is None else self._plan[1]
+
+    @property
+    def asked(self) -> int:
+        """Number of changes that the script has requested."""
+        return self._asked
+
+    @property
+    def pulls_again(self) -> bool:
+        """True while the worker waits for weights during an iteration, for example to restart it."""
+        return self._pulls_again
+
+    @property
     def edits(self) -> bool:
         """True if this worker is in the block of an edit, and pushes its edit."""
         return self._edit is not None
@@ -210,6 +243,10 @@ class Worker:
     def awaits(self, shard: int) -> bool:
         """Return True if the worker waits for an answer from this shard."""
         return self.waiting_for == "answers" and shard in self._awaited
+
+    def outlook(self, most_workers: int) -> dict[str, object]:
+        """Return what decides: what `Started` contains has taken effect, except for `joined_late`."""
+        return {"started": None if self.started is None else self.joined_late}
 
     # -- actions of the script ----------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from typing import Any
 import msgspec
 
 from ..errors import ConfigurationError, unknown_name
+from ..state import stateful
 from ..sync.conditions import (
     EXECUTIONS,
     PUSH_SCALES,
@@ -138,37 +139,43 @@ def require_named(models: Iterable[object], launched: Iterable[object], imports:
             )
 
 
+@stateful(fixed="_model _pull _push")
 class UserMachine(ConditionMachine):
     """Runs Algorithm 1 with the user's conditions. If one fails, sets `fault` and calls none of them again."""
 
     def __init__(self, model: Conditions) -> None:
+        self._model = model
+        self._pull = _find(model.pull)
+        self._push = _find(model.push)
         super().__init__(
-            self._watched(f"the pull condition {model.pull}", _find(model.pull)),
-            self._watched(f"the push condition {model.push}", _find(model.push)) if model.push else everybody,
+            self._answers,
+            self._closes if model.push else everybody,
             average=model.pushes == "average",
             execution=EXECUTIONS[model.execution],
             scale=PUSH_SCALES[model.push_scale],
         )
 
-    def _watched(self, what: str, condition: Condition) -> Callable[[PullState | PushState], bool]:
-        """Return a condition that never raises: if `condition` fails, `fault` is set and the result is False."""
+    def _answers(self, state: PullState) -> bool:
+        return self._holds("pull", self._model.pull, self._pull, state)
 
-        def holds(state: PullState | PushState) -> bool:
-            if self.fault is not None:
-                return False
-            try:
-                verdict = condition(state)
-            except (Exception, SystemExit) as error:  # reported with only the user's part of the traceback
-                own = error.__traceback__.tb_next if error.__traceback__ is not None else None
-                text = "".join(traceback.format_exception(type(error), error, own))
-                self.fault = Fault(f"{what} raised {type(error).__name__}: {error}", text)
-                return False
-            if type(verdict) is not bool:
-                self.fault = Fault(f"{what} returned {verdict!r}, expected True or False")
-                return False
-            return verdict
+    def _closes(self, state: PushState) -> bool:
+        return self._holds("push", self._model.push, self._push, state)
 
-        return holds
+    def _holds(self, kind: str, name: str, condition: Condition, state: PullState | PushState) -> bool:
+        """Return True if a condition holds. If it fails, set `fault` and return False."""
+        if self.fault is not None:
+            return False
+        try:
+            verdict = condition(state)
+        except (Exception, SystemExit) as error:  # reported with only the user's part of the traceback
+            own = error.__traceback__.tb_next if error.__traceback__ is not None else None
+            text = "".join(traceback.format_exception(type(error), error, own))
+            self.fault = Fault(f"the {kind} condition {name} raised {type(error).__name__}: {error}", text)
+            return False
+        if type(verdict) is not bool:
+            self.fault = Fault(f"the {kind} condition {name} returned {verdict!r}, expected True or False")
+            return False
+        return verdict
 
 
 def _name_of(key: str, condition: object) -> str:

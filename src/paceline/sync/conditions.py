@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import InternalError, InvalidEventError, unknown_name
+from ..state import stateful
 from .actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush
 from .counts import Counts
 from .events import (
@@ -217,6 +218,10 @@ class ConditionModel(ApplyingModel, frozen=True, kw_only=True, repr_omit_default
         )
 
 
+@stateful(
+    decides="v_train _pushed _entering _coming _held _delayed _filed_under _significance",
+    fixed="_pull_condition _push_condition _average _execution _scale",
+)
 class ConditionMachine(ShardMachine):
     """The state machine of models that are defined by conditions. It runs Algorithm 1 of FluentPS at one shard.
 
@@ -259,6 +264,11 @@ class ConditionMachine(ShardMachine):
         self._delayed: dict[int, dict[int, int]] = {}  # round -> worker -> iteration of the delayed pull
         self._filed_under: dict[int, int] = {}  # worker -> round under which the delayed pull is filed
         self._significance: dict[int, float] = {}  # worker -> |g| / |w| of the last push, if measured
+
+    @property
+    def averages(self) -> bool:
+        """True if the pushes of a round are held, and their mean is applied."""
+        return self._average
 
     def check(self, event: AnyEvent) -> None:
         """Raise `InvalidEventError` for a push that continues from a round that no shard can have reached yet.
@@ -355,6 +365,10 @@ class ConditionMachine(ShardMachine):
             handover = handover._replace(held=[])
             actions = self._close_rounds()
         return actions + super().take_over(handover, now_ticks)
+
+    def outlook(self, most_workers: int) -> dict[str, object]:
+        """Return what decides: the order of held pushes has no effect, because a mean is sorted."""
+        return {"_held": frozenset(self._held)}
 
     def waits(self) -> dict[int, str]:
         live = self.counts.live_count

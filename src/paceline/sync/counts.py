@@ -8,10 +8,12 @@ each value of c_p. If no worker is left at the minimum, the minimum moves up to 
 from __future__ import annotations
 
 from ..errors import InternalError
+from ..state import stateful
 
 __all__ = ["Counts"]
 
 
+@stateful(decides="count slowest fastest furthest joins _at")
 class Counts:
     """Tracks the progress of the live workers.
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 
+from ..state import stateful
 from .actions import AnswerPull, AnyAction
 from .conditions import EXECUTIONS, PUSH_SCALES, ConditionMachine, ConditionModel, PullState
 from .events import AnyEvent, WorkerJoined
@@ -57,6 +58,7 @@ class DSPS(ConditionModel, frozen=True, repr_omit_defaults=True):
         return AdaptiveMachine(self)
 
 
+@stateful(decides="staleness _intervals", fixed="_model")
 class AdaptiveMachine(ConditionMachine):
     """The state machine of SSP, with a bound on the gap that changes over time.
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 
+from ..state import stateful
 from .actions import AnyAction
 from .conditions import ConditionMachine, PullState
 from .events import AnyEvent, WorkerFinished, WorkerJoined, WorkerLost
@@ -69,6 +70,7 @@ class DSSP(SyncModel, frozen=True, repr_omit_defaults=True):
         return SpendingMachine(self)
 
 
+@stateful(decides="_intervals _left", fixed="_model")
 class SpendingMachine(ConditionMachine):
     """The state machine of SSP(lower), with extra iterations that let a worker exceed `lower`."""
 

@@ -41,6 +41,7 @@ extrapolated from an interval of 0.
 from __future__ import annotations
 
 from ..errors import InternalError, InvalidEventError
+from ..state import stateful
 from ..zipline import solve_periodic
 from .actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush, Plan, PublishPlan
 from .events import (
@@ -106,6 +107,7 @@ class ElasticBSP(SyncModel, frozen=True, repr_omit_defaults=True):
         return Planner(self.lookahead)
 
 
+@stateful(decides="remaining held pulls")
 class Barrier:
     """The state, at one shard, of the barrier that ends a superstep."""
 
@@ -114,7 +116,12 @@ class Barrier:
         self.held: list[tuple[int, int]] = []  # (worker, iteration) of the flagged pushes that have arrived
         self.pulls: dict[int, int] = {}  # worker -> iteration of the pull that waits for the barrier
 
+    def outlook(self, most_workers: int) -> dict[str, object]:
+        """Return what decides: the order of held pushes has no effect, because a mean is sorted."""
+        return {"held": frozenset(self.held)}
 
+
+@stateful(decides="_open _closed _stopped_at _first")
 class ElasticShard(ShardMachine):
     """The state machine at a shard. It handles unflagged pushes as ASP does, and holds flagged pushes.
 
@@ -248,6 +255,7 @@ class ElasticShard(ShardMachine):
         return actions
 
 
+@stateful(decides="iteration pushes last_ticks interval_ticks")
 class Pace:
     """The planner's record of one live worker."""
 
@@ -266,6 +274,7 @@ class Pace:
         self.pushes = 0
 
 
+@stateful(decides="_pace _superstep _members _begun _unmonitored _remaining", fixed="_lookahead")
 class Planner(JobMachine):
     """The state machine at the coordinator: it monitors the workers and publishes one plan per superstep.
 

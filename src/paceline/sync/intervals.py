@@ -6,11 +6,13 @@ An interval ends with a push. It begins with the worker's previous push, as DSSP
 
 from __future__ import annotations
 
+from ..state import stateful
 from .events import AnyEvent, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
 
 __all__ = ["Intervals"]
 
 
+@stateful(decides="last_ticks interval_ticks")
 class Intervals:
     """For each live worker, when its current interval began, and how long its last interval was.
 

@@ -20,6 +20,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import msgspec
 
 from ..errors import ConfigurationError, InternalError
+from ..state import stateful
 from .actions import AnyAction, ApplyMean, DropPush
 from .counts import Counts
 from .events import (
@@ -95,6 +96,7 @@ class Handover(NamedTuple):
     significance: dict[int, float]
 
 
+@stateful(decides="counts frozen fault", fixed="ticks_per_s")
 class ShardMachine:
     """Base class of the machines that run a model at one shard.
 
@@ -213,6 +215,7 @@ class ShardMachine:
         self.counts.validate()
 
 
+@stateful(fixed="ticks_per_s")
 class JobMachine:
     """Base class of the machines that run a model at the coordinator, if the model plans for the whole job.
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 
 from ..errors import InternalError
+from ..state import stateful
 from .actions import AnswerPull, AnyAction, ApplyPush, DropPush, SetTimer
 from .events import PullRequested, PushReceived, TimerFired, WorkerFinished, WorkerLost
 from .model import Handover, ShardMachine, SyncModel, require_seconds, require_within
@@ -63,6 +64,7 @@ class NaiveWaiting(SyncModel, frozen=True, repr_omit_defaults=True):
         return DelayingMachine(self.delay_s)
 
 
+@stateful(decides="_deferred", fixed="_delay_s")
 class DelayingMachine(ShardMachine):
     """The state machine of ASP, with a timer for each pull."""
 

@@ -28,6 +28,7 @@ dropped. When the last worker leaves, the gradients that remain are applied alth
 
 from __future__ import annotations
 
+from ..state import stateful
 from .actions import AnswerPull, AnyAction, ApplyMean, DropPush, HoldPush
 from .events import PullRequested, PushReceived, WorkerFinished, WorkerLost
 from .model import OneShardModel, ShardMachine, require_count
@@ -57,6 +58,7 @@ class Rennala(OneShardModel, frozen=True, repr_omit_defaults=True):
         return Collector(self.batch)
 
 
+@stateful(decides="_held", fixed="_batch")
 class Collector(ShardMachine):
     """The state machine of the shard: it collects the gradients for the next mean."""
 
@@ -77,6 +79,10 @@ class Collector(ShardMachine):
     def left(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
         # No further push can complete the batch when the last worker has left.
         return [] if self.counts.live_count else self._apply_if_at_least(1)
+
+    def outlook(self, most_workers: int) -> dict[str, object]:
+        """Return what decides: the order of held pushes has no effect, because a mean is sorted."""
+        return {"_held": frozenset(self._held)}
 
     def _apply_if_at_least(self, count: int) -> list[AnyAction]:
         if len(self._held) < count:

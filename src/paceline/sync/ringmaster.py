@@ -32,6 +32,7 @@ What is applied is decided only at the shard, which knows the exact delay.
 from __future__ import annotations
 
 from ..errors import InternalError
+from ..state import stateful
 from .actions import AnswerPull, AnyAction, ApplyPush, DropPush, RestartWorker
 from .events import (
     IterationFinished,
@@ -75,6 +76,7 @@ class Ringmaster(OneShardModel, frozen=True, repr_omit_defaults=True):
         return Stopper(self.threshold) if self.stop else None
 
 
+@stateful(fixed="_threshold")
 class Filter(ShardMachine):
     """The state machine of the shard: it drops outdated pushes."""
 
@@ -91,6 +93,7 @@ class Filter(ShardMachine):
         return [AnswerPull(pull.worker, pull.iteration)]
 
 
+@stateful(decides="iteration running attempt delay")
 class Computation:
     """The coordinator's record of a live worker's current computation."""
 
@@ -101,6 +104,7 @@ class Computation:
         self.delay = 0  # number of updates since the weights were sent to the worker, at most R
 
 
+@stateful(decides="_computations", fixed="_threshold")
 class Stopper(JobMachine):
     """The state machine of the coordinator: it restarts computations whose delay has reached R.
 

@@ -54,6 +54,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigurationError, InternalError
+from ..state import stateful
 from .actions import AnyAction, RestartWorker, SetTimer
 from .asp import ASP
 from .events import (
@@ -158,6 +159,7 @@ class Span(msgspec.Struct, frozen=True):
         return self.end_ticks - self.start_ticks
 
 
+@stateful(decides="iteration start_ticks last pushes_before speculation")
 class Watched:
     """The coordinator's record of one live worker."""
 
@@ -169,6 +171,7 @@ class Watched:
         self.speculation: Speculation | None = None  # None if the current iteration is not watched
 
 
+@stateful(decides="speculation _workers _push_count _pushes _yet_to_push", fixed="_model _adaptive")
 class Speculator(JobMachine):
     """The scheduler from the paper's Algorithm 2. Each event takes O(1) time, except for an event that ends an epoch.
 
@@ -246,6 +249,21 @@ class Speculator(JobMachine):
             raise InternalError(
                 f"the log of pushes has more than {self._push_count} entries, or is out of order: {self._pushes}"
             )
+
+    def outlook(self, most_workers: int) -> dict[str, object]:
+        """Return what decides: not the number of pushes, but how many have followed each watched start.
+
+        A number that is large enough for a restart is replaced by the smallest such number.
+        """
+        workers: dict[int, object] = {}
+        for worker, watched in self._workers.items():
+            since = None
+            if watched.speculation is not None:
+                most = watched.speculation.most_pushes(most_workers)
+                since = self._push_count - watched.pushes_before
+                since = since if since <= most else math.floor(most) + 1
+            workers[worker] = watched.iteration, watched.start_ticks, watched.last, watched.speculation, since
+        return {"_push_count": None, "_workers": workers}
 
     def _fixed(self) -> Speculation | None:
         """Return the parameters that the model states, or None if they are tuned."""

@@ -67,13 +67,14 @@ The following reductions keep the number of states small. Each entry explains wh
   the answers to one event; in the labels of workers that have left, which matter only if a worker returns; in the
   staleness of the workers' weights, unless a model depends on it; or in the order of held pushes, which are summed in
   worker order. Of SpecSync's state machine at the coordinator, only the
-  parts that may still cause a restart are kept (`states._outlook`). A test checks that equal states behave alike.
+  parts that may still cause a restart are kept (`Speculator.outlook`). What is compared is declared by the classes of
+  the cores (see `paceline.state`). A test checks that equal states behave alike.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from hashlib import blake2b
 from itertools import permutations, product
 from typing import Literal, TypeVar
@@ -116,6 +117,7 @@ from ..core.requests import (
 from ..core.server import Server
 from ..core.shard_sync import ShardSync
 from ..core.worker import Worker
+from ..state import Subject
 from ..sync import ASP, BSP, SSP, Conditions, ElasticBSP, SpecSync, SyncModel, events, parse
 from ..sync.conditions import ConditionMachine
 from ..sync.events import Clip
@@ -141,6 +143,9 @@ from .states import (
 __all__ = ["SmallJob"]
 
 Item = TypeVar("Item")
+
+NO_SCRIPTS: Set[Subject] = {"scripts", "connections"}
+"""What the cores of workers and the coordinator decide about, and a small job has not."""
 
 MODEL = ModelSpec(Layout((), (), {}), OptimizerSpec("", (), ()), ())
 
@@ -254,15 +259,17 @@ class SmallJob:
         tape = Tape()
         # The labels of workers that have left matter only if such a worker joins again, or if its loss is settled.
         remembers = late > 1 or self._settles
-        self._workers: Interned[Worker] = Interned(tape)
-        self._servers: Interned[Server] = Interned(
-            tape,
-            remembers=remembers,
-            counts_updates=any(model.needs_staleness for step in all_models for model in step),
+        self._workers: Interned[Worker] = Interned(tape, NO_SCRIPTS)
+        matters: dict[Subject, bool] = {
+            "returns": remembers,
+            "staleness": any(model.needs_staleness for step in all_models for model in step),
             # A server that is told of a loss answers at once only if the worker is not connected any longer.
-            sees_connections=self._settles,
+            "connections": self._settles,
+        }
+        self._servers: Interned[Server] = Interned(
+            tape, {subject for subject in matters if not matters[subject]}
         )
-        self._coordinators: Interned[Coordinator] = Interned(tape)
+        self._coordinators: Interned[Coordinator] = Interned(tape, NO_SCRIPTS)
         self._worker_pool: Pool[WorkerState] = Pool()
         self._server_pool: Pool[ServerState] = Pool()
         self._coordinator_pool: Pool[CoordinatorState] = Pool()
@@ -276,7 +283,7 @@ class SmallJob:
             models, range(workers), len(everybody), seed, shard_host, worker_core, tape
         )
         newcomer = worker_core(self._schedule, workers=len(everybody), shards=shards, servers=shards)
-        self._hosted = chief._sync._machine is not None or bool(changes) or clips
+        self._hosted = chief.job_sync.machine is not None or bool(changes) or clips
         views = tuple(WorkerView("live" if w < workers else "unknown") for w in everybody)
         computing = WorkerState("computing", self._workers.add(first))
         absent = WorkerState("absent", self._workers.add(newcomer))
@@ -324,7 +331,7 @@ class SmallJob:
         )
         if len(set(models)) == 1 and type(parse(str(models[0]))) is not type(models[0]):
             # `parse` cannot create an unregistered model.
-            chief._sync._machine = models[0].at_coordinator(seed)
+            chief.job_sync.machine = models[0].at_coordinator(seed)
         for index in range(shards):
             chief.connected(server_peer(index), 0)
         requests: list[Request] = []
@@ -640,7 +647,7 @@ class SmallJob:
 
     def _end_of(self, state: State, index: int, w: int) -> Iterator[Step]:
         at = state.servers[index]
-        connected = _is_in(at, w) if not self._settles else w in self._servers[at.core]._connected
+        connected = _is_in(at, w) if not self._settles else self._servers[at.core].is_connected(w)
         if state.workers[w].phase == "lost" and (connected or at.queues[w]):
             label = f"shard {index} notices the loss of worker {w}"
             yield label, lambda: self._end_at_server(state, w, index)
@@ -654,9 +661,9 @@ class SmallJob:
         while True:
             core = self._workers[worker_state.core]
             what = "pushes iteration"
-            if core._change is not None:
-                what = f"sends its last push before change {core._change.number}, for iteration"
-            elif core._plan is not None and core.iteration >= core._plan[1]:
+            if core.change is not None:
+                what = f"sends its last push before change {core.change.number}, for iteration"
+            elif core.stops_at is not None and core.iteration >= core.stops_at:
                 what = "stops after iteration"
             label = f"worker {w} {what} {core.iteration}"
             yield label, lambda worker_state=worker_state: self._push(state, w, worker_state)  # type: ignore[misc]
@@ -669,11 +676,11 @@ class SmallJob:
                         f"worker {w} is told twice to restart attempt 0 of iteration {core.iteration}"
                     )
                 case ChangePublished():
-                    assert core._change is None, (
+                    assert core.change is None, (
                         f"worker {w} receives a second change before it has passed the first"
                     )
                 case PlanPublished():
-                    assert core._plan is None, (
+                    assert core.stops_at is None, (
                         f"worker {w} receives a second plan before it has stopped for the first"
                     )
                 case _:
@@ -701,8 +708,8 @@ class SmallJob:
             return False
         number = state.coordinator.core
         if number not in self._quiet:
-            sync = self._coordinators[number]._sync
-            self._quiet[number] = sync._change is None and sync._machine is None
+            sync = self._coordinators[number].job_sync
+            self._quiet[number] = not sync.changing and sync.machine is None
         return self._quiet[number]
 
     def _may_request(self, state: State) -> bool:
@@ -715,7 +722,7 @@ class SmallJob:
         """Let a worker request the next change. The worker first repeats the earlier requests by other workers."""
         worker_state = state.workers[w]
         number, sent = worker_state.core, worker_state.core
-        for sync in self._changes[self._workers[sent]._asked : state.requested + 1]:
+        for sync in self._changes[self._workers[sent].asked : state.requested + 1]:
             number, outcome = self._workers.after(number, Call("request_sync", models=parse_shards(sync)))
         [request] = outcome.requests
         assert isinstance(request, Send)
@@ -819,7 +826,7 @@ class SmallJob:
     def _known(self, at: CoordinatorState, w: int) -> bool:
         core = self._coordinators[at.core]
         knows = self._hosted or self._settles
-        return knows and (w in core.members.present or w in core._admitted or bool(at.queues[w]))
+        return knows and (w in core.members.present or core.is_joining(w) or bool(at.queues[w]))
 
     def _end_at_coordinator(self, state: State, w: int) -> State:
         at = state.coordinator
@@ -832,7 +839,7 @@ class SmallJob:
         at = state.servers[index]
         at = self._server_pool(at._replace(queues=put(at.queues, w, ()), owes=at.owes - {w}))
         state = state._replace(servers=put(state.servers, index, at))
-        if self._settles and w not in self._servers[at.core]._connected:
+        if self._settles and not self._servers[at.core].is_connected(w):
             return state  # the coordinator will tell the server
         return self._at_server(state, index, Call("disconnected", w, now_ticks=self.now_ticks))
 
@@ -844,7 +851,7 @@ class SmallJob:
         at = self._server_pool(at._replace(queues=put(at.queues, w, rest)))
         state = state._replace(servers=put(state.servers, index, at))
         if isinstance(message, Hello):
-            if w not in self._servers[at.core].expected or w in self._servers[at.core]._fenced:
+            if w not in self._servers[at.core].expected or self._servers[at.core].is_fenced(w):
                 return state  # the server has been told that the worker is lost, and refuses it
             return self._at_server(state, index, Call("connected", w, now_ticks=self.now_ticks))
         return self._at_server(state, index, Call("handle", w, message, self.now_ticks))
@@ -1000,14 +1007,14 @@ class SmallJob:
         if isinstance(message, PlanPublished):
             # After a change, the coordinator processes the events that it kept during the change. These events may
             # cause a plan whose iteration the worker has already passed. The worker then stops later than planned.
-            known = self._coordinators[core]._sync._order.label(w)
+            known = self._coordinators[core].job_sync.label(w)
             assert self._changes or message.iteration >= known, (
                 f"worker {w} has already passed the iteration at which {message} stops it"
             )
             if self._any_plan:
                 message = PlanPublished(message.stop, 0)
         done = iteration + (
-            worker_state.phase == "waiting" and not self._workers[worker_state.core]._pulls_again
+            worker_state.phase == "waiting" and not self._workers[worker_state.core].pulls_again
         )
         if worker_state.phase not in ("computing", "waiting", "joining") or done >= self._iterations:
             return state
@@ -1026,7 +1033,7 @@ def _in_any_order(model: SyncModel) -> bool:
 def _may_hold(model: SyncModel) -> bool:
     """Return True if a shard with this model may hold pushes, also after a user's condition has failed."""
     machine = model.at_shard()
-    averages = isinstance(machine, ConditionMachine) and machine._average
+    averages = isinstance(machine, ConditionMachine) and machine.averages
     return averages or isinstance(model, ElasticBSP | Conditions)
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import types
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import cache
 from typing import Generic, Literal, NamedTuple, TypeVar
 
@@ -16,14 +14,11 @@ from ..core.entry import Entry
 from ..core.messages import ChangePublished, Commit, Message, PlanPublished
 from ..core.requests import COORDINATOR, Peer, Request, Timer, worker_peer
 from ..core.server import Server
-from ..core.shard_sync import ShardSync
-from ..core.versions import Versions
 from ..core.worker import Worker
 from ..errors import InternalError
-from ..plugins.conditions import UserMachine
+from ..state import Outlook, Subject, snapshot
 from ..sync.events import Change, Clip, Stop
 from ..sync.notation import parse_shards as read_shards
-from ..sync.spec_sync import Speculator
 from .admission import ShardView
 
 __all__ = [
@@ -231,22 +226,13 @@ class Interned(Generic[Core]):
 
     Args:
         tape: the recorder that the cores use.
-        remembers: True to distinguish states that differ only in the labels of workers that have left.
-        counts_updates: True to distinguish states that differ only in the staleness of the workers' weights.
-        sees_connections: True to distinguish states that differ only in the workers that are connected.
+        without: subjects that do not matter in the job. States are equal if they differ only in fields that decide
+            about one of these.
     """
 
-    def __init__(
-        self,
-        tape: Tape,
-        *,
-        remembers: bool = False,
-        counts_updates: bool = False,
-        sees_connections: bool = False,
-    ) -> None:
+    def __init__(self, tape: Tape, without: Collection[Subject] = ()) -> None:
         self._tape = tape
-        relevant = {"_former": remembers, "_versions": counts_updates, "_connected": sees_connections}
-        self._ignored = IRRELEVANT - {name for name, matters in relevant.items() if matters}
+        self._outlook = Outlook(without, MOST_WORKERS)
         self._cores: list[Core] = []
         self._number: dict[Hashable, int] = {}
         self._next: dict[tuple[int, Call], tuple[int, Outcome]] = {}
@@ -266,7 +252,7 @@ class Interned(Generic[Core]):
 
     def add(self, core: Core, came_from: tuple[int, Call] | None = None) -> int:
         """Store the state of a core if it is new, and return the number of the state."""
-        number = self._number.setdefault(self._freeze(core), len(self._cores))
+        number = self._number.setdefault(self._outlook(core), len(self._cores))
         if number == len(self._cores):
             self._cores.append(core)
             self._came_from.append(came_from)
@@ -277,26 +263,27 @@ class Interned(Generic[Core]):
 
         Return an empty string if there is no such core.
 
-        This method compares all states in full, so it is only suitable for small jobs without late workers.
+        This method compares all states in full, with their history, so it is only suitable for small jobs without
+        late workers.
         """
         calls: dict[int, list[Call]] = {}
         for number, call in self._next:
             calls.setdefault(number, []).append(call)
         todo = [(0, self._cores[0])]
-        known = {_frozen(self._cores[0], whole=True)}
+        known = {snapshot(self._cores[0])}
         while todo:
             number, core = todo.pop()
             for call in calls.get(number, []):
                 after = _copied(core)
                 outcome = self._perform(after, call)
                 then, expected = self._next[number, call]
-                state = self._number[self._freeze(after)]
+                state = self._number[self._outlook(after)]
                 if outcome.requests != expected.requests or state != then:
                     return (
                         f"{call} caused {outcome.requests} and state {state}, expected {expected.requests} and state "
                         f"{then}"
                     )
-                if (whole := _frozen(after, whole=True)) not in known:
+                if (whole := snapshot(after)) not in known:
                     known.add(whole)
                     todo.append((then, after))
         return ""
@@ -324,9 +311,6 @@ class Interned(Generic[Core]):
             assert before is not None
             known[number] = self.after(known[before[0]], call(before[1]))[0]
         return known[way[0] if way else number]
-
-    def _freeze(self, core: Core) -> Hashable:
-        return _frozen(core, ignored=self._ignored)
 
     def _perform(self, core: Core, call: Call) -> Outcome:
         requests = tuple(_call(core, call))
@@ -489,95 +473,9 @@ class Renaming:
 
 
 def _copied(core: Core) -> Core:
-    """Return a copy of a core. Users' conditions are created again, because they are bound to a state machine."""
-    core = copy.deepcopy(core)
-    if isinstance(core, Server):
-        for shard in core.shards.values():
-            _renew_conditions(shard.sync)
-    return core
-
-
-def _renew_conditions(sync: ShardSync) -> None:
-    machine = sync._machine
-    if isinstance(machine, UserMachine):
-        fresh = sync.sync.at_shard()
-        kept = {key: value for key, value in vars(machine).items() if not key.endswith("_condition")}
-        vars(fresh).update(kept)
-        sync._machine = fresh
-
-
-IRRELEVANT: Set[str] = frozenset(
-    {
-        # Attributes that affect no decision, or are the same in all states of one search.
-        *("_former", "_versions", "_recorder", "_recorder_of", "_read_sync", "_shortage", "_schedule"),
-        *(
-            "last_commit",
-            "initializer",
-            "departures",
-            "_latest",
-            "cut_off",
-            "endings",
-            "faults",
-            "findings",
-            "guard",
-            "board",
-            "waits",
-            "time_ledger",
-            "history",
-            "_crowded",
-            "_unsent",
-        ),
-        *("main", "main_worker", "asks_for_main"),  # whose script writes files
-        *("model", "slices", "addresses", "started", "_connected", "_registered", "_addresses"),
-        # A small job has no data, and its scripts do not call barrier or reduce.
-        *("collectives", "combined", "_calls", "_loops", "_grown"),
-        *("data", "_live", "_drawn", "_batch_samples", "_usual_samples", "samples", "updates", "_observed"),
-    }
-)
-
-
-def _frozen(thing: object, whole: bool = False, ignored: Set[str] = IRRELEVANT) -> Hashable:
-    """Return a value that is equal for equal states and, unless `whole` is true, for states that behave alike."""
-    match thing:
-        case dict():
-            return frozenset((key, _frozen(value, whole, ignored)) for key, value in thing.items())
-        case list() | tuple() | deque():
-            return tuple(_frozen(value, whole, ignored) for value in thing)
-        case set():
-            return frozenset(thing)
-        case types.FunctionType() | types.MethodType():
-            return None  # conditions do not change
-        case Versions():
-            return frozenset((worker, thing.missed(worker)) for worker in thing.workers)
-        case Speculator() if not whole:
-            return type(thing).__name__, _frozen(_outlook(thing), whole, ignored)
-        case msgspec.Struct():
-            assert isinstance(thing, Hashable)
-            return thing
-        case _ if hasattr(thing, "__dict__"):
-            own = (
-                (key, frozenset(value) if key in ("held", "_held") else _frozen(value, whole, ignored))
-                for key, value in vars(thing).items()
-                if key not in ignored
-            )
-            return type(thing).__name__, frozenset(own)
-        case _:
-            assert isinstance(thing, Hashable)
-            return thing
-
-
-def _outlook(speculator: Speculator) -> dict[str, object]:
-    """Return a speculator's state, with its push counts replaced by the number of pushes since each watched start.
-
-    A count that is large enough for a restart is replaced by the smallest such count.
-    """
-    workers = {}
-    assert len(speculator._workers) <= MOST_WORKERS
-    for worker, watched in speculator._workers.items():
-        since = None
-        if watched.speculation is not None:
-            enough = int(watched.speculation.most_pushes(MOST_WORKERS)) + 1
-            since = min(speculator._push_count - watched.pushes_before, enough)
-        workers[worker] = watched.iteration, watched.start_ticks, watched.last, watched.speculation, since
-    own = {key: value for key, value in vars(speculator).items() if key not in ("_push_count", "_workers")}
-    return own | {"_workers": workers}
+    """Return a copy of a core."""
+    copied = copy.deepcopy(core)
+    if isinstance(copied, Server):
+        for shard in copied.shards.values():
+            shard.sync.bind_again()
+    return copied

@@ -1,0 +1,508 @@
+"""The state of a core as a value: it can be compared, printed, and given to another core.
+
+A *core* is an object that decides without I/O: a worker, a server, the coordinator, or the machine of a sync model.
+It consists of *parts*, which are objects with attributes of their own. The attributes of cores and parts are plain
+and mutable. A declaration next to the class says of each attribute, here called a *field*, what it means:
+
+    decides   what the core does from now on may depend on the field
+    history   the field is only shown or recorded. No request to the host depends on it
+    fixed     whoever makes the object gives it the field, which is never assigned again: configuration, functions,
+              and where entries are recorded
+
+So there are three operations:
+
+- `snapshot` returns everything that decides and all history as one immutable value;
+- `restore` gives a new core, which was made with the same configuration, the state of a snapshot. From then on, it
+  does what the original does;
+- an `Outlook` returns a value that is equal for cores that do the same from now on. The exhaustive search uses it.
+
+A class without a declaration, such as a sync model of a user, is treated as if all of its attributes decided, except
+for functions, which are fixed. Functions are never part of a snapshot, because they may refer to the object: the new
+object has its own. So `makes` names the method with which an object makes a part that its constructor does not make.
+
+Nothing here is called while a run goes on: declarations are tables that are read only by these operations.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from fractions import Fraction
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from .errors import InternalError
+
+__all__ = [
+    "DECLARED",
+    "Declaration",
+    "Field",
+    "Mark",
+    "Outlook",
+    "Part",
+    "Subject",
+    "fields_of",
+    "parts",
+    "restore",
+    "snapshot",
+    "stateful",
+    "undeclared",
+]
+
+Kind = TypeVar("Kind", bound=type)
+
+Mark = Literal["decides", "history", "fixed"]
+
+Subject = Literal["returns", "staleness", "connections", "scripts"]
+"""What a field decides about, if it decides neither when a push is applied nor when a worker continues:
+
+returns       the labels of a worker that joins again
+staleness     the numbers of updates that answers contain
+connections   whether a server waits for the end of a connection before it reports a loss
+scripts       which script writes files, and which calls scripts may make
+"""
+
+ATOMS = (int, str, bool, float, bytes, type(None), Fraction)
+FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial)
+ABSENT = object()
+
+
+class Declaration(msgspec.Struct, frozen=True):
+    """What the fields of a class mean. Each name is that of an attribute.
+
+    Attributes:
+        decides: fields on which the decisions of the core may depend, in the order in which they are restored.
+        history: fields on which no request depends.
+        fixed: fields that are given when the object is made.
+        about: field that decides -> the only subject that it decides about.
+        makes: field that decides -> name of the method that makes the part in this field. If the field is a dict of
+            parts, the method receives the key.
+    """
+
+    decides: tuple[str, ...] = ()
+    history: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+    about: Mapping[str, Subject] = {}
+    makes: Mapping[str, str] = {}
+
+
+class Field(NamedTuple):
+    """One field of an object."""
+
+    name: str
+    mark: Mark
+    about: str = ""
+    maker: str = ""
+
+
+DECLARED: dict[type, Declaration] = {}
+"""Class -> what its own fields mean, without those of its base classes."""
+
+
+def stateful(
+    *,
+    decides: str = "",
+    history: str = "",
+    fixed: str = "",
+    about: Mapping[str, Subject] | None = None,
+    makes: Mapping[str, str] | None = None,
+) -> Callable[[Kind], Kind]:
+    """Declare the fields of a class, as a decorator. The names in a string are separated by spaces.
+
+    A class may also have a method `outlook(most_workers)`, which returns a mapping from names of fields that decide
+    to values that are compared instead. It is for fields of which only a part decides.
+
+    Args:
+        decides: see `Declaration`.
+        history: see `Declaration`.
+        fixed: see `Declaration`.
+        about: see `Declaration`.
+        makes: see `Declaration`.
+
+    >>> @stateful(decides="waiting", history="seen", fixed="limit")
+    ... class Queue:
+    ...     def __init__(self, limit):
+    ...         self.limit, self.waiting, self.seen = limit, [], 0
+    >>> queue, other = Queue(2), Queue(2)
+    >>> queue.waiting.append("a")
+    >>> queue.seen = 5
+    >>> snapshot(queue)
+    Queue(waiting=['a'], seen=5)
+    >>> restore(other, snapshot(queue))
+    >>> other.waiting, other.seen
+    (['a'], 5)
+    >>> other.seen = 6
+    >>> Outlook()(queue) == Outlook()(other), snapshot(queue) == snapshot(other)
+    (True, False)
+    """
+    declaration = Declaration(
+        tuple(decides.split()), tuple(history.split()), tuple(fixed.split()), about or {}, makes or {}
+    )
+
+    def declare(kind: Kind) -> Kind:
+        DECLARED[kind] = declaration
+        _fields.clear()
+        return kind
+
+    return declare
+
+
+# -- fields -----------------------------------------------------------------------------------------------
+
+
+_fields: dict[type, dict[str, Field]] = {}  # class -> its declared fields, as soon as they are needed
+
+
+def _declared(kind: type) -> dict[str, Field]:
+    """Return the declared fields of a class by name, those of its base classes first."""
+    if kind in _fields:
+        return _fields[kind]
+    fields: dict[str, Field] = {}
+    for base in reversed(kind.__mro__):
+        if (own := DECLARED.get(base)) is not None:
+            marks: dict[str, Mark] = {
+                **dict.fromkeys(own.decides, "decides"),
+                **dict.fromkeys(own.history, "history"),
+                **dict.fromkeys(own.fixed, "fixed"),
+            }
+            for name, mark in marks.items():
+                fields[name] = Field(name, mark, own.about.get(name, ""), own.makes.get(name, ""))
+    _fields[kind] = fields
+    return fields
+
+
+def _own_names(thing: object) -> list[str]:
+    """Return the names of all attributes of an object."""
+    names = list(getattr(thing, "__dict__", ()))
+    for kind in type(thing).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    return [name for name in names if name not in ("__dict__", "__weakref__") and hasattr(thing, name)]
+
+
+def undeclared(thing: object) -> list[str]:
+    """Return the names of the attributes of an object that no declaration contains."""
+    declared = _declared(type(thing))
+    return [name for name in _own_names(thing) if name not in declared]
+
+
+def fields_of(thing: object) -> Iterator[tuple[Field, Any]]:
+    """Yield the fields of an object with their values, the declared ones first."""
+    for field in _declared(type(thing)).values():
+        if (value := getattr(thing, field.name, ABSENT)) is not ABSENT:
+            yield field, value
+    for name in undeclared(thing):
+        value = getattr(thing, name)
+        yield Field(name, "fixed" if isinstance(value, FUNCTIONS) else "decides"), value
+
+
+def parts(core: object) -> Iterator[object]:
+    """Yield a core and all parts of its state, each of them once."""
+    seen: dict[int, object] = {}
+    todo = [core]
+    while todo:
+        thing = todo.pop()
+        if isinstance(thing, Mapping):
+            todo += [*thing.keys(), *thing.values()]
+        elif isinstance(thing, tuple | list | deque | set | frozenset):
+            todo += thing
+        elif _is_part(thing) and id(thing) not in seen:
+            seen[id(thing)] = thing
+            todo += [value for field, value in fields_of(thing) if field.mark != "fixed"]
+            yield thing
+
+
+def _is_part(thing: object) -> bool:
+    """Return True if an object is a part: it is mutable, and has attributes of its own."""
+    if isinstance(thing, (*ATOMS, *FUNCTIONS, type, tuple, msgspec.Struct)) or _is_generator(thing):
+        return False
+    return bool(_declared(type(thing))) or hasattr(thing, "__dict__")
+
+
+def _is_generator(thing: object) -> bool:
+    """Return True for a generator of random numbers, as in the module `random`."""
+    return hasattr(thing, "getstate") and hasattr(thing, "setstate")
+
+
+# -- snapshots --------------------------------------------------------------------------------------------
+
+
+class Part(msgspec.Struct, frozen=True):
+    """The state of a core or of one of its parts.
+
+    Attributes:
+        kind: the class of the object.
+        number: how many parts come before it in the snapshot.
+        fields: (name, value) of each field that is not fixed.
+    """
+
+    kind: type
+    number: int
+    fields: tuple[tuple[str, Hashable], ...]
+
+    def __repr__(self) -> str:
+        return f"{self.kind.__name__}({', '.join(f'{name}={value!r}' for name, value in self.fields)})"
+
+
+class Again(msgspec.Struct, frozen=True):
+    """A part that the snapshot contains already.
+
+    Attributes:
+        number: the number of the part.
+    """
+
+    number: int
+
+    def __repr__(self) -> str:
+        return f"<part {self.number}>"
+
+
+class Items(msgspec.Struct, frozen=True):
+    """The state of a collection or of a random number generator.
+
+    Attributes:
+        kind: the class of the collection.
+        items: what it contains: (key, value) for a dict, and the state for a generator.
+        given: what its constructor needs: the maximum length of a deque, or the default factory of a dict.
+    """
+
+    kind: type
+    items: Hashable
+    given: Hashable = None
+
+    def __repr__(self) -> str:
+        items: Any = self.items
+        if issubclass(self.kind, dict):
+            return "{" + ", ".join(f"{key!r}: {value!r}" for key, value in items) + "}"
+        if self.kind is set:
+            return "{" + ", ".join(map(repr, items)) + "}" if items else "set()"
+        return "[" + ", ".join(map(repr, items)) + "]"
+
+
+class Whole:
+    """A frozen struct that has no hash, because it contains a list or a dict, which nobody changes."""
+
+    __slots__ = ("struct",)
+
+    def __init__(self, struct: msgspec.Struct) -> None:
+        self.struct = struct
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Whole) and self.struct == other.struct
+
+    def __hash__(self) -> int:
+        return hash(type(self.struct))
+
+    def __repr__(self) -> str:
+        return repr(self.struct)
+
+
+def _hashable(struct: msgspec.Struct) -> Hashable:
+    """Return a frozen struct, or an object with a hash that is equal if the struct is."""
+    try:
+        hash(struct)
+    except TypeError:
+        return Whole(struct)
+    return struct
+
+
+def snapshot(core: object) -> Part:
+    """Return the state of a core, which must not be handling an event: an immutable, hashable and printable value.
+
+    Raises:
+        TypeError: the core contains an object that cannot be a part of a value, such as an open file.
+    """
+    return _Taker().part(core)
+
+
+class _Taker:
+    """Turns objects into values. An object that is met twice is taken once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}  # id of a part -> its number
+
+    def part(self, thing: object) -> Part:
+        number = self._numbers[id(thing)] = len(self._numbers)
+        fields = [
+            (field.name, self._value(value)) for field, value in fields_of(thing) if field.mark != "fixed"
+        ]
+        return Part(type(thing), number, tuple(fields))
+
+    def _value(self, value: Any) -> Hashable:
+        kind: type = type(value)
+        if isinstance(value, tuple):
+            return tuple.__new__(kind, map(self._value, value))
+        if isinstance(value, (*ATOMS, *FUNCTIONS, type)):
+            plain: Hashable = value
+            return plain
+        if kind in (list, deque):
+            return Items(kind, tuple(map(self._value, value)), getattr(value, "maxlen", None))
+        if kind in (set, frozenset):
+            items = frozenset(map(self._value, value))
+            return items if kind is frozenset else Items(kind, items)
+        if kind in (dict, OrderedDict, defaultdict):
+            pairs = tuple((self._value(key), self._value(each)) for key, each in value.items())
+            return Items(kind, pairs, getattr(value, "default_factory", None))
+        if isinstance(value, msgspec.Struct):
+            return _hashable(value)
+        if _is_generator(value):
+            return Items(kind, value.getstate())
+        if (number := self._numbers.get(id(value))) is not None:
+            return Again(number)
+        if not _is_part(value):
+            raise TypeError(f"the state contains a {kind.__module__}.{kind.__qualname__}")
+        return self.part(value)
+
+
+def restore(core: object, state: Part) -> None:
+    """Give a core the state of a snapshot.
+
+    Args:
+        core: a new core, which was made with the same configuration as the core of the snapshot.
+        state: the snapshot.
+    """
+    _Restorer().fill(core, state)
+
+
+class _Restorer:
+    """Fills objects with values."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, object] = {}  # number of a part -> the part
+
+    def fill(self, thing: object, state: Part) -> None:
+        """Set the fields of an object. Those that it has already keep their identity: others may refer to them."""
+        if type(thing) is not state.kind:
+            raise InternalError(f"a {type(thing).__name__} cannot have the state of a {state.kind.__name__}")
+        self._parts[state.number] = thing
+        declared = _declared(state.kind)
+        for name, value in state.fields:
+            maker = (
+                getattr(thing, declared[name].maker) if name in declared and declared[name].maker else None
+            )
+            setattr(thing, name, self._value(value, getattr(thing, name, None), maker))
+
+    def _value(self, value: Any, present: Any = None, maker: Callable[..., object] | None = None) -> Any:
+        if isinstance(value, Part):
+            return self._part(value, present if maker is None else maker())
+        if isinstance(value, Items):
+            return self._items(value, present, maker)
+        if isinstance(value, Again):
+            return self._parts[value.number]
+        if isinstance(value, Whole):
+            return value.struct
+        if isinstance(value, tuple):
+            return tuple.__new__(type(value), map(self._value, value))
+        if isinstance(value, frozenset):
+            return frozenset(map(self._value, value))
+        return value
+
+    def _part(self, state: Part, present: object) -> object:
+        thing = present if type(present) is state.kind else object.__new__(state.kind)
+        self.fill(thing, state)
+        return thing
+
+    def _items(self, value: Items, present: Any, maker: Callable[..., object] | None) -> Any:
+        kind, items = value.kind, value.items
+        if _is_generator(kind):
+            generator = kind()
+            generator.setstate(items)
+            return generator
+        assert isinstance(items, tuple | frozenset)
+        if issubclass(kind, dict):
+            known = present if type(present) is kind else {}
+            found: dict[Any, Any] = {}
+            for key, each in items:
+                key = self._value(key)
+                found[key] = self._value(each, known.get(key), maker and partial(maker, key))
+            contents: Any = found
+        else:
+            contents = [self._value(each) for each in items]
+        if type(present) is not kind:
+            given: Any = value.given
+            present = deque(maxlen=given) if kind is deque else kind() if given is None else kind(given)
+        present.clear()
+        (present.extend if kind in (list, deque) else present.update)(contents)
+        return present
+
+
+# -- what is compared -------------------------------------------------------------------------------------
+
+
+class Outlook:
+    """Returns a value that is equal for cores that do the same from now on. The order of dicts is ignored.
+
+    Two fixed fields that are plain values are compared, too, because one outlook may look at several cores.
+
+    Args:
+        without: subjects that do not matter. A field is left out if it only decides about one of them.
+        most_workers: maximum number of workers of the run.
+    """
+
+    def __init__(self, without: Collection[Subject] = (), most_workers: int = 4) -> None:
+        self._without = frozenset(without)
+        self._most_workers = most_workers
+        self._compared: dict[
+            type, tuple[tuple[str, bool], ...]
+        ] = {}  # class -> its fields: (name, is it fixed)
+        self._met: dict[int, int] = {}  # id of a part of the core that is being looked at -> its number
+
+    def __call__(self, core: object) -> Hashable:
+        """Return the value of a core or a part."""
+        self._met.clear()
+        return self._part(core)
+
+    def _part(self, thing: object) -> Hashable:
+        kind = type(thing)
+        if (number := self._met.get(id(thing))) is not None:
+            return kind, number
+        self._met[id(thing)] = len(self._met)
+        if (compared := self._compared.get(kind)) is None:
+            compared = self._compared[kind] = tuple(self._fields(kind))
+        views = getattr(thing, "outlook", None)
+        shown: Mapping[str, object] = views(self._most_workers) if views is not None else {}
+        found = [
+            self._fixed(getattr(thing, name, None))
+            if fixed
+            else self._value(shown[name] if name in shown else getattr(thing, name, None))
+            for name, fixed in compared
+        ]
+        if not getattr(thing, "__dict__", {}).keys() <= _declared(kind).keys():
+            others = [(name, getattr(thing, name)) for name in undeclared(thing)]
+            found.append(
+                frozenset(
+                    (name, self._value(value)) for name, value in others if not isinstance(value, FUNCTIONS)
+                )
+            )
+        return kind, *found
+
+    def _fields(self, kind: type) -> Iterator[tuple[str, bool]]:
+        for field in _declared(kind).values():
+            if field.mark != "history" and field.about not in self._without:
+                yield field.name, field.mark == "fixed"
+
+    def _fixed(self, value: object) -> Hashable:
+        if isinstance(value, (*ATOMS, tuple)):
+            return value
+        return _hashable(value) if isinstance(value, msgspec.Struct) else None
+
+    def _value(self, value: Any) -> Hashable:
+        kind = type(value)
+        if kind in ATOMS:
+            return value  # type: ignore[no-any-return]
+        if kind is dict or isinstance(value, dict):
+            return frozenset([(key, self._value(each)) for key, each in value.items()])
+        if kind is list or isinstance(value, tuple | deque):
+            return tuple([self._value(each) for each in value])
+        if kind is set or kind is frozenset:
+            return frozenset(value)
+        if isinstance(value, msgspec.Struct):
+            return _hashable(value)
+        if isinstance(value, (*FUNCTIONS, type)):
+            return None
+        if _is_generator(value):
+            return value.getstate()  # type: ignore[no-any-return]
+        return self._part(value)
