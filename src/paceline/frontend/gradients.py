@@ -89,6 +89,8 @@ class Gradients:
         self._written[index] = True
         if gradient.is_sparse and not self._pushes_rows(index):
             self._warn_of_sparse(index)
+        if gradient is self._lent[index] and is_at(gradient, view):
+            return True
         move_into(view, gradient)
         if not is_at(self._lent[index], view):
             self._lent[index] = view.detach()

@@ -34,6 +34,8 @@ __all__ = ["MetricLog", "log", "metrics_of"]
 MOST_UNREAD = 1000
 """Number of values after which those of the same progress are merged, so that the memory stays bounded."""
 
+NOTHING, FOLLOWS = Settled(), Settled(follows=True)
+
 LONGEST_REPR = 60
 """Maximum number of characters of a value in an error message."""
 
@@ -187,6 +189,8 @@ class MetricLog:
         if has_closure and self._guess.accumulates():
             result = None
         guess = self._guess.take(usable=not has_closure and sets == 1)
+        if not self._entries and result is None and guess is None:
+            return FOLLOWS if self._follows else NOTHING
         noted: list[Noted] = []
         logged = earlier_loss = shown = None
         if self._entries:

@@ -150,7 +150,8 @@ class Weights:
                     )
                 if not same(self._views[index], true):
                     raise change_outside_step(self._layout.parameters[index], "was edited")
-        point_at([self._parameters[index] for index in moved], [self._views[index] for index in moved])
+        if moved:
+            point_at([self._parameters[index] for index in moved], [self._views[index] for index in moved])
         if moved or suspects:
             self._mark()
 

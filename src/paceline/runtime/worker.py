@@ -731,7 +731,8 @@ class WorkerSession:
             self._perform(self._core.observe(observed, report=due))
         due = pushed_s - self._logged_s >= LOGGING_INTERVAL_S
         self._logged_s = pushed_s if due else self._logged_s
-        self._perform(self._core.log(logged.noted, pushed_s, report=due))
+        if due or logged.noted:
+            self._perform(self._core.log(logged.noted, pushed_s, report=due))
         self._leave_if_asked()
         self._await_answers()
         self._wait_while_paused()
