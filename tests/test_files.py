@@ -13,6 +13,7 @@ import torch
 
 import paceline
 from paceline.core.messages import TracePart
+from paceline.core.placement import round_robin
 from paceline.errors import UsageError
 from paceline.files import SYNC_BYTES, PatientWriter, Unfinished, write_json
 from paceline.launcher.results import save_weights, write_summary
@@ -70,7 +71,7 @@ def save_summary(folder: Path) -> None:
 
 def receive_trace(folder: Path) -> None:
     failures: list[str] = []
-    traces = TraceFiles(folder, servers=1, failed=failures.append)
+    traces = TraceFiles(folder, round_robin(shards=8, servers=1), failed=failures.append)
     for last in (False, True):
         [target] = traces.targets(TracePart(0, last), 0, PART_BYTES)
         target[:] = bytes(PART_BYTES)

@@ -15,6 +15,7 @@ from benchmarks.overlap.namespaces import NetworkLink, network, why_not
 from paceline.cli import main
 from paceline.core.coordinator import Coordinator
 from paceline.core.messages import TracePart
+from paceline.core.placement import round_robin
 from paceline.core.requests import server_peer
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.runtime.job import make_job
@@ -389,7 +390,7 @@ def test_the_other_servers_run_on_the_serving_machine() -> None:
 
 def test_a_trace_gets_its_name_when_it_is_complete(tmp_path: Path) -> None:
     failures: list[str] = []
-    traces = TraceFiles(tmp_path, servers=2, failed=failures.append)
+    traces = TraceFiles(tmp_path, round_robin(shards=8, servers=2), failed=failures.append)
     for part, shard, last in ((b"one ", 1, False), (b"and two", 1, True), (b"half", 3, False)):
         message = TracePart(shard, last)
         [target] = traces.targets(message, 1, len(part))
@@ -407,7 +408,7 @@ def test_a_trace_gets_its_name_when_it_is_complete(tmp_path: Path) -> None:
     ("shard", "server", "size_bytes"), [(1, 0, 10), (0, 1, 10), (1, 1, PART_BYTES + 1), (3, 1, 10)]
 )
 def test_parts_of_traces_that_are_refused(shard: int, server: int, size_bytes: int, tmp_path: Path) -> None:
-    traces = TraceFiles(tmp_path, servers=2, failed=lambda text: None)
+    traces = TraceFiles(tmp_path, round_robin(shards=8, servers=2), failed=lambda text: None)
     traces.targets(TracePart(3, True), 1, 0)
     traces.arrived(TracePart(3, True))
     with pytest.raises(ProtocolError):

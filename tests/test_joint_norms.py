@@ -20,6 +20,7 @@ from paceline.core.messages import (
     Message,
 )
 from paceline.core.model_spec import ModelSpec, OptimizerSpec
+from paceline.core.placement import round_robin
 from paceline.core.requests import COORDINATOR, Apply, Measure, Request, Send, server_peer, worker_peer
 from paceline.core.server import Server
 from paceline.core.shard import Shard
@@ -217,7 +218,7 @@ def told(requests: list[Request]) -> list[tuple[int, Message]]:
 
 def test_the_squares_are_added_in_the_order_of_the_shards_and_all_receive_one_factor() -> None:
     squares = [0.1, 1e16, 0.3]
-    norms = JointNorms(shards=3, servers=2)
+    norms = JointNorms(round_robin(shards=3, servers=2))
     assert norms.measured(MeanMeasured(2, MEAN, 2.0, squares[2])) == []
     assert norms.measured(MeanMeasured(0, MEAN, 2.0, squares[0])) == []
     factor = clip_factor(2.0, math.sqrt(sum(squares)))
@@ -227,7 +228,7 @@ def test_the_squares_are_added_in_the_order_of_the_shards_and_all_receive_one_fa
 
 
 def test_means_are_told_apart_by_their_pushes() -> None:
-    norms = JointNorms(shards=2, servers=2)
+    norms = JointNorms(round_robin(shards=2, servers=2))
     later = ((0, 1), (1, 1))
     assert norms.measured(MeanMeasured(0, MEAN, 1.0, 9.0)) == []
     assert norms.measured(MeanMeasured(0, later, 1.0, 4.0)) == []
@@ -238,7 +239,7 @@ def test_means_are_told_apart_by_their_pushes() -> None:
 
 
 def test_after_a_loss_the_shards_that_have_not_reported_are_asked_once() -> None:
-    norms = JointNorms(shards=3, servers=3)
+    norms = JointNorms(round_robin(shards=3, servers=3))
     torn = ((1, 4),)
     assert norms.measured(MeanMeasured(0, torn, 1.0, 4.0)) == []
     assert told(norms.lost(1)) == [(1, MeanAwaited(1, torn)), (2, MeanAwaited(2, torn))]

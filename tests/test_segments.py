@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import paceline
 from paceline.core.messages import TracePart
+from paceline.core.placement import round_robin
 from paceline.core.shard import Shard
 from paceline.errors import ConfigurationError
 from paceline.report.reading import ReportReader
@@ -453,7 +454,7 @@ def test_a_killed_digest_loses_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_trace_in_segments_is_sent_as_one(tmp_path: Path) -> None:
     run = cut_run(tmp_path / "run")
     (tmp_path / "copy").mkdir()
-    traces = TraceFiles(tmp_path / "copy", servers=2, failed=fail)
+    traces = TraceFiles(tmp_path / "copy", round_robin(shards=8, servers=2), failed=fail)
     for part, last in parts_of(tmp_path / "run" / "trace-shard-1.jsonl"):
         assert len(part) <= PART_BYTES
         message = TracePart(1, last)

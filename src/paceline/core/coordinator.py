@@ -114,6 +114,7 @@ from .messages import (
     WorkerWelcomed,
 )
 from .model_spec import ModelSpec, first_difference, require_extension
+from .placement import round_robin
 from .requests import Fail, Peer, Rehearse, Request, Send, TakeOut, Timer, Warn, server_peer, worker_peer
 from .time_spent import TimeLedger, TimeSpent
 
@@ -134,7 +135,7 @@ MOST_WARNINGS = 100
     ),
     history="cut_off endings faults findings board waits time_ledger",
     fixed=(
-        "_workers _servers _late_servers _shards _slicing _overlap _read_sync _shortage _recorder _first "
+        "placement _workers _servers _late_servers _shards _slicing _overlap _read_sync _shortage _recorder _first "
         "_ticks_per_s _least _pause_below"
     ),
     about={"main": "scripts", "_grown": "scripts", "_connected": "connections"},
@@ -145,7 +146,7 @@ class Coordinator:
     Args:
         schedule: the sync models of the job, and when they change.
         workers: number of workers.
-        servers: number of servers. Shard k is at server k modulo the number of servers.
+        servers: number of servers. See `placement.round_robin`.
         shards: number of shards.
         slicing: how the parameters are sliced: "even" or "by-parameter".
         overlap: False if no worker may pull until all workers have pushed to all shards.
@@ -171,6 +172,7 @@ class Coordinator:
         addresses: for each shard, the address of its server; empty until the shards are created.
         initializer: the worker that sends the initial weights; -1 before the shards are created.
         started: True once at least one worker has reported that its first weights have arrived.
+        placement: the servers of the shards.
         vacant_servers: the servers that no machine has brought yet.
         members: the workers: which are expected, which take part, and which are gone.
         main: the main worker.
@@ -218,6 +220,7 @@ class Coordinator:
         self.addresses: tuple[str, ...] = ()
         self.initializer = -1
         self.started = False
+        self.placement = round_robin(shards, servers)
         self.vacant_servers = set(late_servers)
         self.members = Members(workers, late)
         self.main = MainWorker()
@@ -245,7 +248,7 @@ class Coordinator:
         self._shards = shards
         self._slicing = slicing
         self._overlap = overlap
-        self._norms = JointNorms(shards, servers)
+        self._norms = JointNorms(self.placement)
         self._read_sync = read_sync
         self._shortage = shortage
         self._recorder = recorder
@@ -496,7 +499,10 @@ class Coordinator:
         this request before the goodbyes.
         """
         return [
-            Send(server_peer(shard % self._servers), FetchSnapshot(shard, tuple(sorted(self.members.gone))))
+            Send(
+                server_peer(self.placement.server_of[shard]),
+                FetchSnapshot(shard, tuple(sorted(self.members.gone))),
+            )
         ]
 
     def validate(self) -> None:
@@ -658,13 +664,13 @@ class Coordinator:
             return self._refuse(list(models), reason, "the run")
         self.model, self.slices, self.initializer = model, slices, initializer
         servers = sorted(self._addresses)
-        self.addresses = tuple(self._addresses[k % self._servers] for k in range(self._shards))
+        self.addresses = tuple(self._addresses[server] for server in self.placement.server_of)
         requests: list[Request] = [
             Send(
                 server_peer(server),
                 CreateShards(
                     model,
-                    slices[server :: self._servers],
+                    self.placement.held_by(server, slices),
                     self._first,
                     tuple(models),
                     initializer,
@@ -725,7 +731,7 @@ class Coordinator:
         self._extension = Extension(
             model.layout.sliced(self._shards, self._slicing),
             models,
-            self._servers,
+            self.placement,
             self._extended + 1,
         )
         return self._extension.begin()

@@ -31,19 +31,20 @@ from ..state import stateful
 from .layout import ShardSlice
 from .messages import ExtendShards, ExtensionReady, ModelExtended
 from .model_spec import ModelSpec
+from .placement import Placement
 from .requests import Request, Send, server_peer, worker_peer
 
 __all__ = ["Extension"]
 
 
-@stateful(decides="slices complete _models _workers _servers _number _ready")
+@stateful(decides="slices complete _models _workers _placement _number _ready")
 class Extension:
     """The coordinator's part of an extension that is in progress.
 
     Args:
         slices: the slices of the extended model.
         models: the extended model of each worker that waits for the extension.
-        servers: number of servers. Shard k is at server k modulo the number of servers.
+        placement: the servers of the shards.
         number: number of the extension.
 
     Attributes:
@@ -55,14 +56,14 @@ class Extension:
         self,
         slices: Sequence[ShardSlice],
         models: Mapping[int, ModelSpec],
-        servers: int,
+        placement: Placement,
         number: int,
     ) -> None:
         self.slices = tuple(slices)
         self.complete = False
         self._models = models
         self._workers = sorted(models)
-        self._servers = servers
+        self._placement = placement
         self._number = number
         self._ready: set[int] = set()  # servers that have received the initial weights
 
@@ -78,10 +79,13 @@ class Extension:
             Send(
                 server_peer(server),
                 ExtendShards(
-                    self.model, self.slices[server :: self._servers], self._workers[0], self._number
+                    self.model,
+                    self._placement.held_by(server, self.slices),
+                    self._workers[0],
+                    self._number,
                 ),
             )
-            for server in range(self._servers)
+            for server in self._placement.servers
         ]
 
     def ready(self, server: int, message: ExtensionReady) -> list[Request]:
@@ -90,12 +94,12 @@ class Extension:
             # The initializer has been lost meanwhile. The server fetches the weights of the next worker, if any.
             return []
         self._ready.add(server)
-        if len(self._ready) < self._servers:
+        if len(self._ready) < len(self._placement.servers):
             return []
         self.complete = True
         extended = ModelExtended(self.slices, self._number, self.model.digests)
         return [
-            *(Send(server_peer(each), extended) for each in range(self._servers)),
+            *(Send(server_peer(each), extended) for each in self._placement.servers),
             *(Send(worker_peer(worker), extended) for worker in self._workers),
         ]
 

@@ -22,6 +22,7 @@ import math
 
 from ..state import stateful
 from .messages import MeanAwaited, MeanClipped, MeanMeasured, MeanMissing
+from .placement import Placement
 from .requests import Request, Send, server_peer
 
 __all__ = ["JointNorms", "clip_factor"]
@@ -50,18 +51,17 @@ class JointMean:
         self.asked = False  # True if the shards that have not reported were asked whether they will
 
 
-@stateful(decides="_open _lost", fixed="_shards _servers")
+@stateful(decides="_open _lost", fixed="_placement _shards")
 class JointNorms:
     """The means that have been measured by some shards, but not yet by all.
 
     Args:
-        shards: number of shards.
-        servers: number of servers. Shard k is at server k modulo the number of servers.
+        placement: the servers of the shards.
     """
 
-    def __init__(self, shards: int, servers: int) -> None:
-        self._shards = shards
-        self._servers = servers
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._shards = len(placement.shards)
         self._open: list[JointMean] = []
         self._lost: set[int] = set()  # all workers that have ever been lost
 
@@ -98,7 +98,7 @@ class JointNorms:
         reported = {report.shard for report in mean.reports}
         return [
             self._send(shard, MeanAwaited(shard, pushes))
-            for shard in range(self._shards)
+            for shard in self._placement.shards
             if shard not in reported
         ]
 
@@ -115,4 +115,4 @@ class JointNorms:
         ]
 
     def _send(self, shard: int, message: MeanClipped | MeanAwaited) -> Send:
-        return Send(server_peer(shard % self._servers), message)
+        return Send(server_peer(self._placement.server_of[shard]), message)

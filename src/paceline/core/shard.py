@@ -80,7 +80,7 @@ class Outcome(NamedTuple):
 
 @stateful(
     decides="sync samples clipped standing _versions _held _details _edits _asked",
-    fixed="index _first _readers _recorder _usual_samples",
+    fixed="index _term _first _readers _recorder _usual_samples",
     about={"samples": "staleness", "_versions": "staleness"},
 )
 class Shard:
@@ -97,6 +97,7 @@ class Shard:
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
         translated: True to translate the hyper-parameters of each update (see `paceline.sync.translation`). The
             gradients are then not scaled by their numbers of samples, because the share of the update contains them.
+        term: the term of the server, which answers carry.
 
     Attributes:
         index: index of the shard.
@@ -117,10 +118,12 @@ class Shard:
         usual_samples: int | None = None,
         ticks_per_s: int = TICKS_PER_S,
         translated: bool = False,
+        term: int = 0,
     ) -> None:
         self.index = index
         self.sync = ShardSync(models[index if len(models) > 1 else 0], seed, index, ticks_per_s)
         self.samples = 0
+        self._term = term
         self._first = models
         self._readers = readers
         self._recorder = recorder
@@ -324,7 +327,8 @@ class Shard:
 
     def _answer(self, worker: int, iteration: int, v_train: int | None, *, edits: bool = False) -> Answer:
         in_place = worker in self._readers and self._lockstep
-        return Answer(self.index, iteration, self._versions.version, v_train, in_place, self.samples, edits)
+        version = self._versions.version
+        return Answer(self.index, iteration, version, v_train, in_place, self.samples, edits, term=self._term)
 
     def _require_answered(self, event: AnyEvent) -> None:
         """Raise `InvalidEventError` if a worker pushes or pulls although its last answer is kept.

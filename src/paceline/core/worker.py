@@ -72,6 +72,7 @@ from .messages import (
     WorkerFinished,
 )
 from .model_spec import ModelSpec
+from .placement import round_robin
 from .requests import COORDINATOR, PROCEED, Abort, Request, Send, server_peer
 from .time_spent import TimeSpent
 from .unsent_metrics import Noted, UnsentMetrics
@@ -93,7 +94,7 @@ NO_RESTART = (-1, -1)
         "_models _notifies _independent"
     ),
     history="last_commit",
-    fixed="_schedule _workers _shards _servers _last_first _every_shard _overlap",
+    fixed="placement _schedule _workers _shards _servers _terms _last_first _every_shard _overlap",
     about={"main_worker": "scripts", "asks_for_main": "scripts"},
 )
 class Worker:
@@ -103,7 +104,7 @@ class Worker:
         schedule: the sync models of the job, and when they change.
         workers: number of workers.
         shards: number of shards.
-        servers: number of servers. Shard k is at server k modulo the number of servers.
+        servers: number of servers. See `placement.round_robin`.
         overlap: False if no worker may pull until all workers have pushed to all shards.
 
     Attributes:
@@ -128,6 +129,7 @@ class Worker:
         combined: the result of the worker's last barrier or reduction; None if it has not arrived.
         extended: the message that ends the worker's last extension; None if it has not arrived.
         extension: number of the last extension of the model that the worker has been told of; 0 if there is none.
+        placement: the servers of the shards.
     """
 
     def __init__(
@@ -151,7 +153,10 @@ class Worker:
         self._schedule = schedule
         self._workers = workers
         self._shards = shards
-        self._servers = [server_peer(shard % servers) for shard in range(shards)]  # server of each shard
+        self.placement = round_robin(shards, servers)
+        self._servers = [server_peer(server) for server in self.placement.server_of]  # server of each shard
+        # shard -> the term of its server
+        self._terms = {shard: self.placement.term_of(shard) for shard in range(shards)}
         self._last_first = list(enumerate(self._servers))[::-1]
         self._every_shard = frozenset(range(shards))
         self._overlap = overlap
@@ -332,6 +337,7 @@ class Worker:
                 edit,
                 set_index,
                 repeated,
+                self._terms[shard],
             )
             requests.append(Send(server, commit))
         if self._notifies or self._flagged is not None:
@@ -518,6 +524,8 @@ class Worker:
         """
         match message:
             case Answer():
+                if message.term != self._terms.get(message.shard):
+                    return []  # the process that has answered holds the shard no longer
                 if message.v_train is not None:
                     self._progress = max(message.v_train, self._progress or 0)
                 self.in_place = message.in_place

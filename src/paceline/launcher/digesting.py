@@ -67,7 +67,7 @@ class Digester:
     def _start(self) -> None:
         """Start the process, in a session of its own: Ctrl-C in a terminal must not end it."""
         job = self._job
-        shards = [shard for shard in range(job.shards) if shard % job.servers < job.local_servers]
+        shards = [shard for shard, server in enumerate(job.placement.server_of) if server < job.local_servers]
         # Machines that have joined the run keep the records of their workers.
         workers = () if job.joined else range(job.workers)
         try:

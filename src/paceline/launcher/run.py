@@ -449,7 +449,7 @@ class LiveRun:
                         f"Waiting for the weights of server {server}, which has sent nothing for {quiet_s:.0f} s. "
                         f"Ctrl-C {'again' if self._interruption.asked else 'twice'} ends the run without them."
                     )
-        missing = {shard % self._job.servers for shard in collection.missing}
+        missing = {self._job.placement.server_of[shard] for shard in collection.missing}
         coordinator.end_collection("a second signal came before its weights")
         self._weights = collection.result().completed(self._run_dir)
         self._give_up(missing, "" if self._weights.absent else "; its part was read from shared memory")

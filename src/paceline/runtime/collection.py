@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from ..core.layout import ShardSlice
 from ..core.messages import Snapshot
 from ..core.model_spec import ModelSpec
+from ..core.placement import Placement
 from ..errors import ProtocolError
 from ..wire.memory import Region, cut
 from .reader import Assembly, WeightsSnapshot
@@ -27,31 +28,39 @@ class Collection:
 
     Args:
         model: the model that is trained.
-        shards: the slice of the parameters that each shard holds. With n servers, server k % n holds shard k.
+        shards: the slice of the parameters that each shard holds.
+        placement: the servers of the shards.
         master: the shared memory that contains the weights; None if the transport does not use shared memory.
 
     Attributes:
         finished: event that is set when no further shards will arrive.
     """
 
-    def __init__(self, model: ModelSpec, shards: Sequence[ShardSlice], master: Region | None) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        shards: Sequence[ShardSlice],
+        placement: Placement,
+        master: Region | None,
+    ) -> None:
         self.finished = threading.Event()
         self._assembly = Assembly(model, shards)
         self._shards = shards
+        self._placement = placement
         self._master = master
         self._owed = {shard.index for shard in shards}
 
-    def owed_by(self, server: int, servers: int) -> list[int]:
+    def owed_by(self, server: int) -> list[int]:
         """Return the indices of a server's shards that have not arrived yet."""
-        return sorted(shard for shard in self._owed if shard % servers == server)
+        return [shard for shard in self._placement.shards_of(server) if shard in self._owed]
 
-    def targets(self, message: Snapshot, server: int, servers: int) -> list[memoryview]:
+    def targets(self, message: Snapshot, server: int) -> list[memoryview]:
         """Return the memory into which a shard's payload is received.
 
         Raises:
             ProtocolError: the shard is not expected from this server.
         """
-        if message.shard not in self.owed_by(server, servers):
+        if message.shard not in self.owed_by(server):
             raise ProtocolError(f"shard {message.shard} is not expected from server {server}")
         return self._assembly.targets(message)
 

@@ -217,7 +217,9 @@ class CoordinatorHost:
         self._master: Region | None = None  # shared memory in which the servers update the weights
         self._new_master: Region | None = None  # the same until it has been passed to all processes
         # the traces of servers on other machines
-        self._traces = TraceFiles(Path(job.run_dir), job.servers, lambda text: self.core.faults.append(text))
+        self._traces = TraceFiles(
+            Path(job.run_dir), self.core.placement, lambda text: self.core.faults.append(text)
+        )
         self._collection: Collection | None = None  # None except while the final weights are collected
         # Server from which data is awaited at the end of the run -> for how long it may be silent.
         self._awaited: dict[int, Patience] = {}
@@ -310,7 +312,7 @@ class CoordinatorHost:
         so.
         """
         assert self.core.model is not None
-        collection = Collection(self.core.model, self.core.slices, self._master)
+        collection = Collection(self.core.model, self.core.slices, self.core.placement, self._master)
 
         def begin() -> None:
             self._note_own_traffic()
@@ -624,7 +626,7 @@ class CoordinatorHost:
 
     def payload_targets(self, peer: Caller, message: Message, size_bytes: int) -> Sequence[memoryview]:
         if isinstance(message, Snapshot) and peer.role == "server" and self._collection is not None:
-            return self._collection.targets(message, peer.index, self.job.servers)
+            return self._collection.targets(message, peer.index)
         if isinstance(message, TracePart) and peer.role == "server" and self._stopping:
             return self._traces.targets(message, peer.index, size_bytes)
         return no_payload(message, size_bytes)
@@ -904,7 +906,7 @@ class CoordinatorHost:
     def _collect_from(self, server: int) -> None:
         """Request the next missing shard from a server, or give up its shards if the server is not connected."""
         assert self._collection is not None
-        owed = self._collection.owed_by(server, self.job.servers)
+        owed = self._collection.owed_by(server)
         member = self._member("server", server)
         if member is None or not owed:
             self._awaited.pop(server, None)

@@ -20,6 +20,7 @@ import msgspec
 from ..core.data_feed import Work
 from ..core.guard import GuardMode, guard_mode
 from ..core.lease import BATCH_SIZINGS, SPLITS, BatchSizing, Split
+from ..core.placement import Placement, round_robin
 from ..core.wire_format import EXACT, WireFormat
 from ..errors import ConfigurationError, unknown_name
 from ..plugins import load_models, modules_of
@@ -78,7 +79,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         least: number of workers with which training begins; if machines can join, the others may join later.
         pause_below: number of workers below which the run pauses until other workers join; 0 if it never pauses.
         joined: True if the workers run on machines that join the run, and none is started by the launcher.
-        servers: number of servers. Server i holds the shards whose index modulo `servers` is i.
+        servers: number of servers. See `placement`.
         remote_servers: number of servers, the last ones, that machines bring when they join the run.
         shards: number of slices into which the parameters are divided.
         slicing: "even" for slices of equal size, or "by-parameter" for slices that contain about the same number of
@@ -161,6 +162,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         """Return a description without the token, which must not appear in a log."""
         return f"Job({self.workers} workers, {self.servers} servers, {self.sync!r}, {self.run_dir!r})"
+
+    @property
+    def placement(self) -> Placement:
+        """The servers of the shards."""
+        return round_robin(self.shards, self.servers)
 
     @property
     def local_servers(self) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from ..core.messages import TracePart
+from ..core.placement import Placement
 from ..errors import ProtocolError
 from ..files import Unfinished
 from ..trace.segments import earlier_segments
@@ -52,13 +53,13 @@ class TraceFiles:
 
     Args:
         run_dir: the run directory.
-        servers: number of servers. Server k % servers holds shard k.
+        placement: the servers of the shards.
         failed: called with an error message when a file cannot be written.
     """
 
-    def __init__(self, run_dir: Path, servers: int, failed: Callable[[str], None]) -> None:
+    def __init__(self, run_dir: Path, placement: Placement, failed: Callable[[str], None]) -> None:
         self._run_dir = run_dir
-        self._servers = servers
+        self._placement = placement
         self._failed = failed
         self._parts: dict[int, bytearray] = {}  # shard -> the part that is being received
         # shard -> its trace, which is incomplete
@@ -72,7 +73,7 @@ class TraceFiles:
         Raises:
             ProtocolError: the part is not expected from this server, or is too large.
         """
-        if message.shard % self._servers != server or message.shard in self._complete:
+        if message.shard not in self._placement.shards_of(server) or message.shard in self._complete:
             raise ProtocolError(f"the trace of shard {message.shard} is not expected from server {server}")
         if size_bytes > PART_BYTES:
             raise ProtocolError(

@@ -1181,7 +1181,7 @@ class WorkerSession:
     def _send_to_shard(
         self, shard: int, message: Message, payload: Sequence[memoryview] = (), *, lent: Hashable = LENT
     ) -> None:
-        self._send(self._servers[shard % len(self._servers)], message, payload, lent=lent)
+        self._send(self._servers[self._core.placement.server_of[shard]], message, payload, lent=lent)
 
     def _send_initial(self, message: InitialWeights) -> None:
         """Send a shard its initial weights, preceded by the initial optimizer state if there is one."""
@@ -1202,7 +1202,7 @@ class WorkerSession:
 
     def _is_busy(self, shard: int) -> bool:
         """Return True if earlier messages to a shard's server have not been sent completely."""
-        stream = self._servers[shard % len(self._servers)]
+        stream = self._servers[self._core.placement.server_of[shard]]
         stream.flush()
         return stream.backlog
 

@@ -99,7 +99,7 @@ class VirtualJob:
     Args:
         cluster: the machines and the network.
         schedule: the sync models of the run, and when they change.
-        shards: number of shards. Shard k is on server k modulo the number of servers.
+        shards: number of shards.
         seed: random seed for the run.
         overlap: False if no worker pulls until all workers have pushed to all shards.
         recorders: recorders for the traces of the shards and the coordinator, and for the iterations of each worker.
@@ -177,7 +177,12 @@ class VirtualJob:
             )
             for _ in range(cluster.servers)
         ]
-        interfaces = [NetworkInterface(self.kernel, cluster.bandwidth_bps) for _ in range(cluster.servers)]
+        placement = self.coordinator.placement
+        # The servers of one process share its connection to the network.
+        interface_of = {
+            process: NetworkInterface(self.kernel, cluster.bandwidth_bps) for process in placement.processes
+        }
+        interfaces = [interface_of[process] for process in placement.process_of]
         self._to_come = 0  # number of joins that are scheduled or in progress
         # Messages between the coordinator and the servers that are being delivered: (server, message, to_server).
         self._exchanged: deque[tuple[int, Message, bool]] = deque()
@@ -251,8 +256,8 @@ class VirtualJob:
     @property
     def versions(self) -> tuple[int, ...]:
         """The current version of each shard."""
-        count = len(self._servers)
-        return tuple(self._servers[k % count].shards[k].version for k in range(self._shards))
+        placed = enumerate(self.coordinator.placement.server_of)
+        return tuple(self._servers[server].shards[shard].version for shard, server in placed)
 
     @property
     def faults(self) -> list[str]:
