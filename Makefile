@@ -12,7 +12,13 @@ DEVICE ?= vulkan
 FUZZ   ?= 500000
 NAMES  ?= all
 
-.PHONY: help install demo check test check-models stress chaos fuzz siege clusters porting ray look accelerator bench bench-overlap paper tune docs clean
+# The tests' programs import the same modules over and over, so compiled ones are kept, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
+
+# Three files at a time keep two cores busy, because tests of live runs often wait.
+LANES := -n 3 --dist loadfile --no-loadscope-reorder
+
+.PHONY: help install demo check quick test thorough check-models stress chaos fuzz siege clusters porting ray look accelerator bench bench-overlap paper tune docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,9 +39,19 @@ check: $(READY)  ## run the linter, the formatter's check and the type checker
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Three files at a time keep two cores busy, because tests of live runs often wait.
-test: check  ## run `make check` and all tests, three files at a time (about 17 minutes on two cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+quick: $(READY)  ## run the tests of pure code, which start no process (under a minute on two cores)
+	PACELINE_QUICK=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests
+
+# The type checker runs beside the first tests, and has the last word.
+test: $(READY)  ## run `make check` and all tests, three files at a time (under 12 minutes on two cores)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@said=$$(mktemp); $(BIN)/mypy > $$said 2>&1 & checker=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(LANES); tests=$$?; \
+	wait $$checker; types=$$?; echo "mypy:"; cat $$said; rm $$said; exit $$((tests | types))
+
+thorough: $(READY)  ## run the tests that show little more than those of `make test`, three files at a time (about 10 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(LANES) -m 'thorough and not chaos'
 
 check-models: $(READY)  ## check every interleaving of 3 workers, 2 shards and 4 iterations under every sync model (slow; prints its progress)
 	PACELINE_CHECK_MODELS=1 $(BIN)/python -m pytest -s tests/zipline/test_methods.py tests/sync/test_properties.py tests/sync/test_exhaustive.py tests/sync/test_exhaustive_search.py
@@ -64,7 +80,7 @@ $(PORTING)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 porting: $(PORTING)/.ready  ## create .venv-porting with Hugging Face, Lightning and Jupyter, and run the scripts in docs/porting.md (2 minutes after the installation)
-	OMP_NUM_THREADS=1 $(PORTING)/bin/python -m pytest -p no:cacheprovider tests/test_porting.py
+	OMP_NUM_THREADS=1 $(PORTING)/bin/python -m pytest -p no:cacheprovider -m 'not chaos' tests/test_porting.py
 
 $(SCHEDULERS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SCHEDULERS)

@@ -33,6 +33,7 @@ from paceline.trace.recording import Trace, read_run
 from paceline.trace.time_use import TimeUse, time_use
 
 from .live import mark, require_whole_times
+from .quick import LONG_FILES, QUICK, forbid_processes, is_quick
 
 __all__ = ["mark"]  # a fixture
 
@@ -42,39 +43,19 @@ collect_ignore_glob = [
     "failing_models.py",
 ]  # used by tests of their own
 
-LONG_FILES = (
-    "test_exhaustive.py",
-    "test_exhaustive_search.py",
-    "test_losing_machines.py",
-    "test_joined_servers.py",
-    "test_joining.py",
-    "test_torchrun.py",
-    "test_devices.py",
-    "test_ends.py",
-    "test_live.py",
-    "test_training.py",
-    "test_transport.py",
-    "test_sync_live.py",
-    "test_overlap.py",
-    "test_demo.py",
-    "test_cli.py",
-    "test_stress.py",
-    "test_fuzz.py",
-    "test_properties.py",
-    "test_zipline.py",
-    "test_namespaces.py",
-    "test_output.py",
-    "test_ranking.py",
-    "test_siege.py",
-    "test_chaos.py",
-)
-
 
 def pytest_configure() -> None:
     """Hear SIGINT and SIGQUIT, also in the background, where a shell has them ignored: some tests send them."""
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """In `make quick`, leave out the files that do not belong to it, before they are imported."""
+    name = collection_path.name
+    is_test = name.startswith("test_") and name.endswith(".py")
+    return True if QUICK and is_test and not is_quick(collection_path) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -87,6 +68,8 @@ def pytest_collection_finish() -> None:
     """What has been imported stays: the garbage collector need not look at all of it again and again."""
     gc.collect()
     gc.freeze()
+    if QUICK:
+        sys.addaudithook(forbid_processes)
 
 
 @pytest.fixture(autouse=True)

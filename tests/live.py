@@ -176,14 +176,6 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         await_that(lambda: descriptors().items() <= before.items(), "no descriptor is left")
 
 
-def chaos(*values: object) -> list[Any]:
-    """Parameters with which a test shows little more: only `make chaos` runs it with them."""
-    return [
-        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.chaos)
-        for value in values
-    ]
-
-
 def train() -> Callable[..., None]:
     """The training function, imported as a user's own module would be."""
     function: Callable[..., None] = importlib.import_module("workout").train

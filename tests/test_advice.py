@@ -70,6 +70,7 @@ def paceline(*arguments: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 @pytest.mark.usefixtures("mark")
 def test_a_run_that_steps_two_optimizers_with_each_batch_is_simulated_with_as_many_gradients() -> None:

@@ -33,7 +33,8 @@ from paceline.core.messages import HyperParametersReported
 from paceline.errors import ProtocolError
 from paceline.sim import Cluster, Presence, SimResult, simulate
 
-from .live import chaos, run_program
+from .live import run_program
+from .marks import chaos, thorough
 
 Make = Callable[[torch.optim.Optimizer], LRScheduler]
 
@@ -375,7 +376,7 @@ def test_a_report_that_cannot_be_decoded_is_refused() -> None:
     assert agreement._marks == {}
 
 
-@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("sync", ["bsp", *thorough("asp")])
 def test_many_groups_are_compared_as_far_as_they_fit(sync: str) -> None:
     def body() -> None:
         model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(300)))

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from paceline.core.batch_sizes import BatchSizes, BatchTime, divide_in_proportion
 from paceline.core.lease import divide_evenly
 
+from .marks import thorough
+
 BATCH = 16  # usual size of a worker's batch
 
 times = st.lists(
@@ -96,7 +98,7 @@ class Machines:
         return settled
 
 
-@pytest.mark.parametrize("workers", [2, 4, 16])
+@pytest.mark.parametrize("workers", [2, 4, *thorough(16)])
 @pytest.mark.parametrize(("jitter", "fixed"), [(0.0, 0.0), (0.0, 0.8), (0.05, 0.5)])
 def test_sizes_settle_within_20_rounds_at_the_start_and_after_a_change_of_speed(
     workers: int, jitter: float, fixed: float
@@ -108,7 +110,7 @@ def test_sizes_settle_within_20_rounds_at_the_start_and_after_a_change_of_speed(
         assert machines.run(100) <= 20
 
 
-@pytest.mark.parametrize("workers", [2, 4, 16])
+@pytest.mark.parametrize("workers", [2, 4, *thorough(16)])
 def test_sizes_do_not_oscillate_under_20_percent_jitter(workers: int) -> None:
     changes = []
     for seed in range(20):

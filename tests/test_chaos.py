@@ -1,7 +1,7 @@
 """Real runs in which a random process gets a random signal at a random moment.
 
 Each run ends or goes on as docs/guide.md says, leaves nothing behind, and names the cause. `make chaos` does fifty
-of them, with a line for each; the tests do two.
+of them, with a line for each; the tests do one, and `make thorough` another one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import safetensors.torch
 
 from paceline.wire.patience import SILENCE_S
 
-from .live import await_that, chaos, processes, start_program
+from .live import await_that, processes, start_program
+from .marks import chaos, thorough
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("mark")]
 
@@ -176,7 +177,9 @@ def expected(outcome: Outcome) -> str:
     return ""
 
 
-@pytest.mark.parametrize("seed", chaos(*range(FIRST_SEED, FIRST_SEED + int(RUNS))) if RUNS else [0, 1])
+@pytest.mark.parametrize(
+    "seed", chaos(*range(FIRST_SEED, FIRST_SEED + int(RUNS))) if RUNS else [0, *thorough(1)]
+)
 def test_a_random_signal_at_a_random_moment_ends_as_documented(seed: int, mark: str) -> None:
     outcome = strike(seed, mark)
     wrong = expected(outcome)

@@ -18,7 +18,7 @@ import paceline
 from paceline import cli
 from paceline.sync import MODELS
 
-from .live import chaos
+from .marks import chaos
 from .test_environments import SLURM
 
 DEADLINE_S = 120.0  # a safety net: nothing here takes that long unless something hangs

@@ -42,7 +42,8 @@ from paceline.wire.secure import SecureSocket
 from paceline.wire.stream import Stream
 from paceline.wire.tls import contexts
 
-from .live import await_that, chaos, mark
+from .live import await_that, mark
+from .marks import chaos
 from .served import ENDLESS_SCRIPT, Served, await_training, enough, output
 
 __all__ = ["mark"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from .live import run_program
+from .marks import thorough
 
 pytestmark = [
     pytest.mark.processes,
@@ -47,7 +48,9 @@ with open(f"used-{{paceline.worker_index()}}", "w") as used:
 """
 
 
-@pytest.mark.parametrize(("sync", "processes"), [("asp", 0), ("asp", 2), ("ssp:staleness=2", 0), ("bsp", 0)])
+@pytest.mark.parametrize(
+    ("sync", "processes"), [("asp", 2), ("bsp", 0), *thorough(("asp", 0), ("ssp:staleness=2", 0))]
+)
 def test_a_killed_workers_data_is_used_by_the_others(sync: str, processes: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     ended = run_program(

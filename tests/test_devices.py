@@ -431,6 +431,7 @@ def test_added_devices_are_found_and_no_process_that_forks_initializes_them(abac
     assert "devices worker 0: abacus:0 (Abacus 0); worker 1: abacus:1 (Abacus 1)" in " ".join(stdout.split())
 
 
+@pytest.mark.thorough
 def test_a_machine_that_joins_brings_one_worker_for_each_of_its_devices(abacus: Path) -> None:
     """The machine that serves the run has no such device, and does not import the module."""
     served = Served("--workers", "2")
@@ -443,6 +444,7 @@ def test_a_machine_that_joins_brings_one_worker_for_each_of_its_devices(abacus: 
     assert seen_devices == ["abacus:0", "abacus:1"]
 
 
+@pytest.mark.thorough
 def test_under_torchrun_a_worker_has_the_accelerator_with_the_number_of_its_process(abacus: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "paceline.join"]
     ended = run_program(*torchrun, "--import", "abacus", "--run-dir", "run", "train.py")
@@ -453,6 +455,7 @@ def test_under_torchrun_a_worker_has_the_accelerator_with_the_number_of_its_proc
     assert summary["devices"] == {"0": "abacus:0 (Abacus 0)", "1": "abacus:1 (Abacus 1)"}
 
 
+@pytest.mark.thorough
 def test_workers_that_share_an_added_device_are_warned_of_before_they_start(abacus: Path) -> None:
     with_devices = run_program(
         "-m", "paceline", "run", "--dry-run", "--import", "abacus", "--workers", "3", "train.py"
@@ -539,6 +542,7 @@ def test_advice_follows_an_error_about_memory(error: Exception) -> None:
         assert with_advice("it failed.", [other]) == "it failed."
 
 
+@pytest.mark.thorough
 def test_a_run_that_fails_because_of_a_devices_memory_says_what_to_do(mark: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import torch\nraise torch.OutOfMemoryError('CUDA out of memory')\n")
     ended = run_program("-m", "paceline", "run", "--workers", "1", "--run-dir", "run", "train.py")

@@ -27,15 +27,8 @@ from paceline.sync import Conditions
 from paceline.trace import read_run
 from paceline.trace.measures import measure
 
-from .live import (
-    DEADLINE_S,
-    await_that,
-    chaos,
-    processes,
-    run_program,
-    start_program,
-    times_in,
-)
+from .live import DEADLINE_S, await_that, processes, run_program, start_program, times_in
+from .marks import chaos
 
 pytestmark = [
     pytest.mark.processes,
@@ -229,6 +222,7 @@ def test_the_times_of_a_run_that_is_interrupted_add_up_and_who_waited_has_waited
     assert summary()["iterations"] == {"0": 1, "1": 0}
 
 
+@pytest.mark.thorough
 def test_the_times_of_a_run_with_a_worker_that_was_lost_add_up() -> None:
     ended = run(ENDLESS.format(then="os.kill(os.getpid(), signal.SIGKILL)"), "--sync", "bsp")
 
@@ -584,6 +578,7 @@ class Net(Net):
     assert "missing: seen, heard" in ended.stderr
 
 
+@pytest.mark.thorough
 def test_the_weights_of_a_run_that_fails_are_kept() -> None:
     ended = run("""
 def act(worker, iteration):
@@ -752,6 +747,7 @@ import numpy
 """
 
 
+@pytest.mark.thorough
 def test_nothing_is_imported_from_the_current_directory() -> None:
     Path("elsewhere").mkdir()
     Path("cloudpickle.py").write_text("raise SystemExit('the wrong cloudpickle')")

@@ -25,7 +25,8 @@ import torch
 from sklearn.datasets import load_digits
 
 from .emulated import Machine, machines, why_not_emulated
-from .live import await_that, chaos, mark
+from .live import await_that, mark
+from .marks import chaos
 
 __all__ = ["mark"]
 

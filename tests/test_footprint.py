@@ -40,8 +40,7 @@ from paceline.runtime.footprint import (
 from paceline.shard.optimizers import ELEMENTWISE, PER_PARAMETER_STATE, read_groups
 from paceline.shard.slice_optimizers import FusedOptimizer, TorchOptimizer, optimizer_of_slice
 from paceline.wire.memory import MASTER, Region, StreamedInbox
-
-from .live import chaos
+from tests.marks import chaos
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads

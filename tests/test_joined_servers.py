@@ -23,7 +23,8 @@ from paceline.runtime.traces import PART_BYTES, TraceFiles
 from paceline.sync.schedule import read_schedule
 from paceline.trace import read_run, replay
 
-from .live import await_that, chaos, mark, processes, run_program
+from .live import await_that, mark, processes, run_program
+from .marks import chaos
 from .served import ENDLESS_SCRIPT, Served, await_training, enough, output
 from .test_joining import assert_equal, listening_ports
 
@@ -63,6 +64,7 @@ def test_the_result_is_that_of_a_run_with_all_servers_on_one_machine(mark: str) 
     assert all(replay(trace) == [] for trace in traces)
 
 
+@pytest.mark.thorough
 def test_a_machine_may_have_only_servers(mark: str) -> None:
     served = Served("--workers", "1", "--sync", "asp", *TWO_SERVERS, "--listen", "0.0.0.0")
     worker = served.join("4", address=f"127.0.0.1:{served.port}")
@@ -173,6 +175,7 @@ def test_a_run_keeps_its_weights_when_a_machine_with_servers_is_asked_to_leave(
     assert Path("run", "weights.safetensors").exists(), messages
 
 
+@pytest.mark.thorough
 def test_another_machine_may_bring_a_server_until_the_run_begins(mark: str) -> None:
     served = Served("--workers", "2", *TWO_SERVERS)
     leaves = served.join("2", options=BRINGS_ONE)
@@ -191,6 +194,7 @@ def test_another_machine_may_bring_a_server_until_the_run_begins(mark: str) -> N
     assert summary["samples"] == 2 * 96
 
 
+@pytest.mark.thorough
 def test_servers_that_are_lost_with_the_serving_machine_end(mark: str) -> None:
     served = Served("--workers", "1", *TWO_SERVERS)
     brings = served.join("1000", "0.01", options=BRINGS_ONE)
@@ -205,6 +209,7 @@ def test_servers_that_are_lost_with_the_serving_machine_end(mark: str) -> None:
     assert processes(mark) == {}
 
 
+@pytest.mark.thorough
 def test_a_server_of_another_machine_that_hangs_is_killed_after_the_timeout(mark: str) -> None:
     served = Served("--workers", "1", *TWO_SERVERS, "--stall-timeout", "4")
     brings = served.join("1000", "0.01", options=BRINGS_ONE)
@@ -320,6 +325,7 @@ def test_bad_input(
     assert list(tmp_path.iterdir()) == [tmp_path / "train.py"]
 
 
+@pytest.mark.thorough
 def test_a_machine_with_too_little_memory_for_its_servers_says_so(mark: str) -> None:
     Path("small.py").write_text(
         "from paceline.runtime import server\nserver.available_bytes = lambda: 100\n"  # only at remote servers

@@ -27,7 +27,8 @@ from paceline.trace import read_run, replay
 from paceline.trace.clocks import read_clocks
 from paceline.trace.records import read_records
 
-from .live import await_that, chaos, mark, run_program, start_program, started
+from .live import await_that, mark, run_program, start_program, started
+from .marks import chaos
 from .served import ENDLESS_SCRIPT, SCRIPT, Served, await_training, enough, output, two_machines
 from .test_secure import relay
 
@@ -128,6 +129,7 @@ FROZEN_SCRIPT = SCRIPT.replace("optimizer =", "model[0].requires_grad_(False)\no
 )
 
 
+@pytest.mark.thorough
 def test_a_run_that_machines_join_saves_what_is_trained_and_says_so(mark: str) -> None:
     """Both workers have the same first layer, so no server has it."""
     served = Served("--workers", "2")
@@ -224,6 +226,7 @@ def test_only_who_has_the_secret_can_watch_or_join_a_run(mark: str, monkeypatch:
     assert all(link["total_bytes"] > 1000 and link["bytes_per_s"] > 0 for link in links.values())
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("machines_alone")
 @pytest.mark.skipif(bool(why_not()), reason=f"creating network namespaces needs {why_not()}")
 def test_a_link_that_is_too_slow_for_the_model_is_reported_with_the_arithmetic(mark: str) -> None:
@@ -317,6 +320,7 @@ def test_options_after_the_address_are_not_taken_for_the_script(mark: str) -> No
     assert "paceline join --wait ... 127.0.0.1:1 SCRIPT" in " ".join(ended.stderr.split())
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("machines_alone")
 @pytest.mark.skipif(bool(why_not()), reason=f"creating network namespaces needs {why_not()}")
 def test_the_commands_of_the_documentation(

@@ -34,6 +34,7 @@ from paceline.sync.events import PushReceived
 from paceline.trace import replay
 from paceline.trace.measures import measure
 from paceline.wire.memory import MASTER, Region
+from tests.marks import thorough
 
 from . import live
 
@@ -850,7 +851,7 @@ IN_THE_CALL = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("place", IN_THE_CALL)
+@pytest.mark.parametrize("place", ["waiting", *thorough("between two shards")])
 def test_if_worker_0_is_killed_in_the_call_the_weights_of_the_next_one_are_used(
     place: str, mark: str, tmp_path: Any
 ) -> None:

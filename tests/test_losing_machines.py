@@ -14,7 +14,8 @@ from benchmarks.overlap.namespaces import NetworkLink, network, why_not
 from paceline.sync.events import PushReceived, WorkerJoined, WorkerLost
 from paceline.trace import read_run, replay
 
-from .live import await_that, chaos, mark, processes, times_in
+from .live import await_that, mark, processes, times_in
+from .marks import thorough
 from .served import ENDLESS_SCRIPT, Served, await_training, enough, output, trained
 from .test_devices import ADDED
 
@@ -62,6 +63,7 @@ def test_the_others_continue_without_a_machine_whose_link_swallows_everything(ma
     assert "no heartbeat of machine" in loss
 
 
+@pytest.mark.thorough
 def test_the_others_continue_without_a_machine_that_is_killed(mark: str) -> None:
     served = Served("--workers", "2", "--sync", "asp")
     stays = served.join("10", "0.1")
@@ -218,6 +220,7 @@ def test_a_worker_that_was_stopped_joins_again(mark: str) -> None:
     assert_nothing_late_was_applied(1)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("machines_alone")
 @pytest.mark.skipif(bool(why_not()), reason=f"creating network namespaces needs {why_not()}")
 def test_a_machine_whose_link_was_down_joins_again(mark: str) -> None:
@@ -248,7 +251,7 @@ def test_a_machine_whose_link_was_down_joins_again(mark: str) -> None:
 
 
 # 6 s are longer than any silence that a machine may keep.
-@pytest.mark.parametrize("pause_s", ["6", *chaos("0")])
+@pytest.mark.parametrize("pause_s", ["0", *thorough("6")])
 def test_a_machine_that_is_taken_away_leaves_and_loses_nothing(pause_s: str, mark: str) -> None:
     served = Served("--workers", "2", "--sync", "asp")
     stays = served.join("10", "0.05")  # 12 s, so that it can use what the other one has left
@@ -289,6 +292,7 @@ def test_a_machine_that_is_taken_away_while_its_worker_starts_has_left(mark: str
     assert trained() == 1  # otherwise, the signal has come too late for this test
 
 
+@pytest.mark.thorough
 def test_a_machine_is_told_once_that_the_run_failed(mark: str) -> None:
     served = Served("--workers", "1")
     Path("train.py").write_text("import paceline\npaceline.worker_index()\n")

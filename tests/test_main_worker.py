@@ -22,7 +22,8 @@ from paceline.sim import Cluster, Presence, simulate
 from paceline.sync import parse
 from paceline.sync.schedule import Schedule, Step
 
-from .live import await_that, chaos, mark, run_program
+from .live import await_that, mark, run_program
+from .marks import chaos
 from .served import Served, output
 
 __all__ = ["mark"]

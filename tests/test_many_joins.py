@@ -21,6 +21,8 @@ from paceline.sim import Cluster, LogNormal, Presence, simulate
 from paceline.sim.clockwork import Dataset
 from paceline.sync.schedule import read_schedule
 
+from .marks import thorough
+
 MODEL = ModelSpec(
     Layout.of([Parameter(("a",), (40,), "float32")]), OptimizerSpec("SGD", ({"lr": 0.1},), (0,)), ()
 )
@@ -172,7 +174,7 @@ class Cores:
                 server.validate()
 
 
-@pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:staleness=2", "elastic-bsp:lookahead=5"])
+@pytest.mark.parametrize("sync", ["bsp", "asp", "elastic-bsp:lookahead=5", *thorough("ssp:staleness=2")])
 def test_a_thousand_joins_and_losses(sync: str) -> None:
     cores = Cores(sync, seed=3)
     keeper = cores.join() and next(iter(cores.alive))  # it initializes the weights, so it is not lost
@@ -207,7 +209,7 @@ def test_a_thousand_joins_and_losses(sync: str) -> None:
 PRESENCE = Presence(preempted_every_s=20.0, back_after_s=5.0)
 
 
-@pytest.mark.parametrize("sync", ["bsp", "asp", "elastic-bsp:lookahead=5"])
+@pytest.mark.parametrize("sync", ["bsp", "elastic-bsp:lookahead=5", *thorough("asp")])
 def test_no_sample_is_lost_track_of(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Coordinator] = []
 

@@ -109,6 +109,7 @@ def test_without_outlets_no_process_is_started(tmp_path: Path, monkeypatch: pyte
         assert showing.page == ""
 
 
+@pytest.mark.thorough
 def test_the_process_that_shows_a_run_ends_with_a_killed_launcher(shown: Shown) -> None:
     shown.data()
     shown.process.send_signal(signal.SIGKILL)

@@ -17,7 +17,7 @@ import pytest
 
 import paceline
 
-from .live import chaos
+from .marks import chaos
 
 pytestmark = [
     pytest.mark.processes,
@@ -171,6 +171,7 @@ def test_a_run_without_standard_streams_goes_on_to_its_end(folder: Path, redirec
     assert_trained_to_the_end(folder)
 
 
+@pytest.mark.thorough
 def test_a_run_whose_terminal_goes_away_goes_on_to_its_end(folder: Path) -> None:
     """A thread of rich's draws the live table, and would end with its first failing write."""
     ours, theirs = pty.openpty()

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 import paceline
 from paceline.trace.metrics_file import read_metrics
+from tests.marks import thorough
 
 from . import live
 
@@ -89,7 +90,7 @@ def test_two_workers_equal_distributed_data_parallel_to_the_last_bit(mark: str, 
         assert torch.equal(saved[name], tensor), name
 
 
-@pytest.mark.parametrize("sync", ["bsp", "asp"])
+@pytest.mark.parametrize("sync", ["asp", *thorough("bsp")])
 def test_all_workers_stop_early_with_an_average_of_the_weights(sync: str, mark: str, tmp_path: Path) -> None:
     weights = run(tmp_path / "run", BLOCKS["train_averaged.py"], "--sync", sync)
     validation = read_metrics(tmp_path / "run" / "run")["validation_loss"]
@@ -166,6 +167,7 @@ def test_adapters_equal_one_process_on_the_joint_batch_and_nothing_else_travels(
     assert f"adapters and classifier have {trained:,} bytes" in page
 
 
+@pytest.mark.thorough
 def test_mixed_precision_equals_one_process_on_the_joint_batch(mark: str, tmp_path: Path) -> None:
     script = BLOCKS["train_mixed.py"]
     weights = run(tmp_path / "two", script)

@@ -30,7 +30,7 @@ from paceline.rehearsal.sweeps import sweep, sweep_values, variants
 from paceline.sim import Cluster, Dataset, Presence, Uniform, simulate
 from paceline.sim.recorded import read_cluster_of_run
 
-from .live import chaos
+from .marks import chaos
 
 STRAGGLER = Cluster(compute_s=[Uniform(low=0.9, high=1.1)] * 3 + [3.0], latency_s=0.01, servers=2)
 PACED = dataclasses.replace(STRAGGLER, emulated="--pace 1,1,1,3 (minimum seconds per iteration)")
@@ -565,6 +565,7 @@ def test_a_script_without_losses_is_refused_at_its_first_steps(
     assert steps <= 4 * 6  # of 4 workers, each of which began its sixth step at most
 
 
+@pytest.mark.thorough
 def test_a_script_that_distributes_its_data_is_compared_in_samples_per_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -662,8 +663,8 @@ def test_steps_of_a_sweep_are_exact() -> None:
 @pytest.mark.parametrize(
     ("script", "arguments", "code", "reason"),
     [
-        (SCRIPT + "\nsys.exit(3)", "3", 1, "exit code 3"),
         *chaos(
+            (SCRIPT + "\nsys.exit(3)", "3", 1, "exit code 3"),
             (SCRIPT.replace("return loss", "pass"), "3", 2, "reported no losses"),
             (SCRIPT + "\nimport os\nos._exit(4)", "3", 1, "ended without an error message"),
             ("import paceline, sys\n" + SCRIPT + "\nsys.exit(0)", "3", 0, ""),

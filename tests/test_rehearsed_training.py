@@ -13,7 +13,8 @@ from paceline.rehearsal.ranking import figures_of
 from paceline.rehearsal.training import Trained, verdicts
 from paceline.sim import Cluster, simulate
 
-from .live import chaos, run_program
+from .live import run_program
+from .marks import chaos
 
 SCRIPT = """
 import torch
@@ -73,6 +74,7 @@ def test_a_script_is_trained_on_the_machines_of_a_recorded_run(tmp_path: Path) -
     assert "asp: " in ended.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 @pytest.mark.usefixtures("mark")
 @pytest.mark.parametrize("sync", ["asp", *chaos("bsp,asp")])

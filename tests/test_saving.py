@@ -18,6 +18,7 @@ from paceline.errors import UsageError
 from paceline.runtime.worker import WorkerSession
 from paceline.sim import Cluster, simulate
 from tests.live import run_program
+from tests.marks import thorough
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -185,7 +186,7 @@ print(sorted(best_model) == sorted(model.state_dict()), best)
 """
 
 
-@pytest.mark.parametrize("sync", ["bsp", "ssp:staleness=1"])
+@pytest.mark.parametrize("sync", ["bsp", *thorough("ssp:staleness=1")])
 def test_a_language_model_saves_and_reloads_its_best(sync: str, tmp_path: Path) -> None:
     script, path, run_dir = tmp_path / "train.py", tmp_path / "best.pt", tmp_path / "run"
     script.write_text(LANGUAGE_MODEL)

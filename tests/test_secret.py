@@ -14,7 +14,7 @@ from paceline.launcher import program
 from paceline.wire.secret import new_secret, read_secret, take_secret, write_secret
 
 from .live import DEADLINE_S, await_that, mark, processes, start_program
-from .served import SCRIPT, Served, enough, output
+from .served import ENDLESS_SCRIPT, Served, enough, output
 
 __all__ = ["mark"]
 
@@ -131,10 +131,10 @@ def test_no_process_of_a_run_keeps_the_secret_in_its_environment(
         environment.setenv("PACELINE_SECRET", secret)
         served = Served("--workers", "2", "--servers", "2", "--remote-servers", "1", secret=secret)
     looks = "shuffle=True, num_workers=1, worker_init_fn=look_in_loader"
-    script = SCRIPT.replace("shuffle=True", looks)
+    script = ENDLESS_SCRIPT.replace("shuffle=True", looks)
     Path("train.py").write_text(f"{LOOKS}\nlook(f'worker-{{os.getpid()}}')\n{script}")
-    forks = served.join("100", "0.05", options=["--servers", "1", "--workers", "1"])
-    executes = served.join("100", "0.05")
+    forks = served.join("1000000", options=["--servers", "1", "--workers", "1"])
+    executes = served.join("1000000")
     await_that(lambda: len(list(Path().glob("loader-*.seen"))) == 2, "both workers use their loaders")
     with monkeypatch.context() as environment:
         environment.setenv("PACELINE_SECRET", secret)

@@ -146,6 +146,7 @@ def test_a_script_extends_the_model_in_memory_and_over_tcp(mark: str) -> None:
     assert_equal("run/weights.safetensors", "alone/weights.safetensors")
 
 
+@pytest.mark.thorough
 def test_workers_that_share_memory_are_killed_during_their_iterations(mark: str) -> None:
     """The model is so large that most of an iteration is spent on the push and the pull."""
     served = Served("--workers", "1:2", "--sync", "asp")

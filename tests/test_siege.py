@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from .live import chaos
+from .marks import chaos, thorough
 
 LARGE = bool(os.environ.get("PACELINE_SIEGE"))
 RESETS = 10_000 if LARGE else 400
@@ -163,7 +163,7 @@ def besiege(run: Run, hosts: list[Any]) -> tuple[int, int]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("transport", ["tcp", *(["shm"] if LARGE else chaos("shm"))])
+@pytest.mark.parametrize("transport", ["tcp", "shm"] if LARGE else [*thorough("tcp"), *chaos("shm")])
 def test_strangers_without_number_neither_end_a_run_nor_hold_it_up(tmp_path: Path, transport: str) -> None:
     weights = -float(STEPS * WORKERS)
     in_peace = 0.0

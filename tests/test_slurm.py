@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from .live import MARK, await_that, chaos, mark, processes, run_program
+from .live import MARK, await_that, mark, processes, run_program
+from .marks import chaos
 from .scheduled import SCRIPT, assert_trained_as_alone, program, summary
 
 __all__ = ["mark"]

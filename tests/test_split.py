@@ -69,6 +69,7 @@ def test_the_summary_says_that_a_lost_workers_samples_were_used_in_a_later_epoch
     assert hint in stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_with_split_dynamic_they_are_used_in_the_same_epoch(mark: str) -> None:
     stdout, summary, used = run("--split", "dynamic")

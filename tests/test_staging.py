@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -382,29 +382,78 @@ class Mutation(NamedTuple):
         method: name of the method.
         right: a part of its source.
         wrong: what is there instead.
+        found_by: a program that finds it, if few do.
     """
 
     owner: type
     method: str
     right: str
     wrong: str
+    found_by: Program | None = None
 
+
+HALVED = Program(
+    (Iteration((3, 2, 1, 0), ("double and halve",), closure=False, between=None),) * 3,
+    optimizers=1,
+    momentum=0.0,
+    sync="asp",
+    seed=2274,
+    piece_bytes=64,
+    late=False,
+)
+TOO_OLD = Program(
+    (
+        Iteration((1, 3, 2), ("make NaN", "begin anew"), closure=False, between=None),
+        Iteration((1, 3, 2), (), closure=True, between="extend"),
+        Iteration(
+            (0, 1, 3, 2),
+            ("accumulate", "begin anew", "edit weights"),
+            closure=False,
+            between="a graph that is too old",
+        ),
+    ),
+    optimizers=1,
+    momentum=0.0,
+    sync="spec-sync",
+    seed=13209,
+    piece_bytes=10**6,
+    late=False,
+)
+IN_TURN = Program(
+    (
+        Iteration((0, 2), ("remove a gradient", "edit weights"), closure=True, between="reduce"),
+        Iteration((3, 0), ("make NaN",), closure=True, between=None),
+        Iteration((2, 1, 3), ("double and halve", "begin anew"), closure=False, between="edit"),
+    ),
+    optimizers=2,
+    momentum=0.0,
+    sync="elastic-bsp:lookahead=4",
+    seed=524289,
+    piece_bytes=10**6,
+    late=True,
+)
 
 MUTATIONS = [
     Mutation(Copying, "deliver", "self._queue.drain()", "pass"),
     Mutation(Copying, "__init__", "session.before_exchange = queue.drain", "pass"),
     Mutation(Copying, "weights_pulled", ".order()", ""),
-    Mutation(Copying, "weights_pulled", "of_set(self.weights, set_index)", "of_set(self.weights, 0)"),
+    Mutation(
+        Copying, "weights_pulled", "of_set(self.weights, set_index)", "of_set(self.weights, 0)", IN_TURN
+    ),
     Mutation(EarlyCopies, "_copy", "self._sum.of(between)", "self._sum.of(source)"),
-    Mutation(EarlyCopies, "_copy", "target.copy_(between", "target.copy_(source"),
+    Mutation(EarlyCopies, "_copy", "target.copy_(between", "target.copy_(source", HALVED),
     Mutation(EarlyCopies, "_changed", "not unchanged", "False"),
     Mutation(EarlyCopies, "rest", "del self._copies[number]", "pass"),
     Mutation(
         _Checksum, "of", "integers.sum(dtype=torch.int64), weighted", "weighted, weighted * 0, 0 * weighted"
     ),
-    Mutation(Gradients, "replaced_by", "self._stager.deliver(None)", "pass"),
+    Mutation(Gradients, "replaced_by", "self._stager.deliver(None)", "pass", TOO_OLD),
     Mutation(
-        Weights, "mark_pulled", "torch.autograd.graph.increment_version(self._parameters[index])", "pass"
+        Weights,
+        "mark_pulled",
+        "torch.autograd.graph.increment_version(self._parameters[index])",
+        "pass",
+        TOO_OLD,
     ),
     Mutation(Weights, "mark_pulled", "self._stager.weights_pulled(set_index)", "pass"),
 ]
@@ -418,11 +467,20 @@ Not those that only save copies.
     "mutation", MUTATIONS, ids=lambda each: f"{each.owner.__name__}.{each.method}: {each.right}"
 )
 def test_each_mistake_is_found(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
-    @settings(PROGRAMS, max_examples=100, phases=[Phase.generate], derandomize=True, database=None)
+    @settings(
+        PROGRAMS,
+        max_examples=100,
+        phases=[Phase.explicit, Phase.generate],
+        derandomize=True,
+        database=None,
+    )
     @given(programs | plain_programs)
     def check(program: Program) -> None:
         assert on_device(program) == outcome_of(program)
 
+    if mutation.found_by is not None:
+        assert on_device(mutation.found_by) == outcome_of(mutation.found_by)
+        check = example(mutation.found_by)(check)
     make(mutation, monkeypatch)
     with pytest.raises((AssertionError, RunFailedError)):
         check()

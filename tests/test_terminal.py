@@ -22,6 +22,7 @@ from paceline.launcher.output import print_sentence
 from paceline.launcher.terminal import _Lines, left_behind
 from paceline.launcher.transcript import HEIGHT, Transcript
 from tests.live import DEADLINE_S, mark
+from tests.marks import thorough
 
 __all__ = ["mark"]
 
@@ -245,7 +246,9 @@ def test_worker_0_has_a_terminal_and_reads_what_the_user_types(screen: type[Scre
     assert "waiting for worker 0" not in shown.text
 
 
-@pytest.mark.parametrize(("number", "code"), [(None, 130), (signal.SIGTERM, 143), (signal.SIGQUIT, 131)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(None, 130), *thorough((signal.SIGTERM, 143), (signal.SIGQUIT, 131))]
+)
 def test_a_run_in_the_debugger_ends_and_leaves_the_terminal_as_it_was(
     number: int | None, code: int, screen: type[Screen], mark: str
 ) -> None:

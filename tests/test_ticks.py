@@ -35,7 +35,7 @@ from paceline.sync.events import PushReceived, WorkerJoined
 from paceline.sync.ticks import TICKS_PER_S, in_ticks
 from paceline.trace import read, replay
 
-from .live import chaos
+from .marks import chaos
 
 MODELS: dict[str, Callable[[Fraction], SyncModel]] = {
     "bsp": lambda unit: BSP(),

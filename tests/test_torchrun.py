@@ -12,7 +12,8 @@ import pytest
 
 from benchmarks.overlap.namespaces import why_not
 
-from .live import await_that, chaos, mark, processes, run_program, start_program
+from .live import await_that, mark, processes, run_program, start_program
+from .marks import chaos
 from .scheduled import SCRIPT, assert_trained_as_alone, program, summary
 from .served import two_machines
 
@@ -71,6 +72,7 @@ def test_the_commands_of_the_documentation_train_what_one_process_trains(
     assert key not in said
 
 
+@pytest.mark.thorough
 def test_the_others_continue_without_a_worker_that_is_killed(mark: str) -> None:
     job = torchrun(
         *("--nproc-per-node", "2", "-m", "paceline.join", "--sync", "asp", "--run-dir", "run"),
@@ -85,6 +87,7 @@ def test_the_others_continue_without_a_worker_that_is_killed(mark: str) -> None:
     assert "worker 0 was started as rank 0" in said
 
 
+@pytest.mark.thorough
 def test_torchrun_starts_a_failed_job_again_as_another_job(mark: str) -> None:
     job = torchrun(
         *("--nproc-per-node", "1", "--max-restarts", "1", "-m", "paceline.join"),

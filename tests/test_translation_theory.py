@@ -18,6 +18,8 @@ from paceline import Cluster, simulate
 from paceline.sync.actions import AnswerPull, ApplyMean, ApplyPush
 from paceline.sync.translation import Fraction, Standing, translate
 
+from .marks import thorough
+
 RATE, MOMENTUM = 0.02, 0.9
 
 Order = list[tuple[tuple[int, ...], tuple[int, ...]]]
@@ -96,7 +98,8 @@ def standing(workers: int, *, delay: bool = True) -> Fraction:
 
 
 @pytest.mark.parametrize(
-    ("workers", "sync"), [(4, "asp"), (16, "asp"), (4, "ssp:staleness=3"), (4, "elastic-bsp:lookahead=8")]
+    ("workers", "sync"),
+    [(4, "asp"), (4, "ssp:staleness=3"), (4, "elastic-bsp:lookahead=8"), *thorough((16, "asp"))],
 )
 def test_small_steps_decay_and_vary_as_in_one_process(workers: int, sync: str) -> None:
     # h c / (1 - m), the part of the way to the minimum that a joint step moves the weights, is 0.003.

@@ -177,6 +177,7 @@ def test_a_model_that_stops_the_simulation_does_not_stop_the_others() -> None:
     ] == [True] * 2
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("failing")
 def test_a_comparison_marks_them_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

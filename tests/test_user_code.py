@@ -13,6 +13,7 @@ from paceline.sync import parse
 from paceline.testing import check
 
 from .live import run_program
+from .marks import thorough
 
 OURS = re.compile(r'File "[^"]*/paceline/')
 
@@ -100,13 +101,15 @@ def test_a_check_shows_the_lines_of_the_model_that_fails(how: str) -> None:
             "pushed",
             "server 0 failed: the sync model failing:how=pushed raised KeyError: 'missing' at shard 0, when",
         ),
-        (
-            "planner",
-            "the coordinator failed: the sync model failing:how=planner raised KeyError: 'missing' at the",
-        ),
-        (
-            "optimizer",
-            "server 0 failed: the optimizer failing_models:FailingSGD raised KeyError: 'missing' in a step",
+        *thorough(
+            (
+                "planner",
+                "the coordinator failed: the sync model failing:how=planner raised KeyError: 'missing' at the",
+            ),
+            (
+                "optimizer",
+                "server 0 failed: the optimizer failing_models:FailingSGD raised KeyError: 'missing' in a step",
+            ),
         ),
     ],
 )

@@ -9,12 +9,15 @@ from rich.console import Console
 
 from benchmarks.coordinator import CoordinatorRow, measure, table
 
+from ..marks import thorough
+
 ROW = CoordinatorRow("asp", True, 1000, 125, 990.0, 1100.0, 0.11, 0.9, 0.0003, 0.005, 0)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("sync", "secure"), [("asp", True), ("elastic-bsp:lookahead=3", False), ("spec-sync", False)]
+    ("sync", "secure"),
+    [("asp", True), *thorough(("elastic-bsp:lookahead=3", False), ("spec-sync", False))],
 )
 def test_light_workers_train_like_real_ones(sync: str, secure: bool) -> None:
     [row] = measure(

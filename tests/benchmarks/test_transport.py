@@ -118,6 +118,7 @@ def test_a_small_run_ends_with_a_row_for_everything_there_is() -> None:
     assert "0%, round 1 of 1, 0.004 MB, 2 workers, floor shm asp" in result.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 @pytest.mark.usefixtures("few")
 def test_any_number_of_workers_and_servers_is_measured() -> None:

@@ -42,6 +42,7 @@ from paceline.testing.search import explore
 from paceline.testing.small_job import SmallJob
 from paceline.testing.states import Call, State, Step
 
+from ..marks import thorough
 from .test_exhaustive import (
     LARGE,
     MODELS,
@@ -160,7 +161,6 @@ SEARCHED: list[Searched] = [
     (ElasticBSP(), [], "2,1,4,1"),
     (ElasticBSP(), [], "3,1,2,0"),
     (SPEC_SYNC, [], "2,1,3,1"),
-    (HALF, [], "2,1,3,0"),
     (ASP(), ["bsp"], "2,2,2,0"),
 ]
 LARGER_SEARCHED: list[Searched] = [
@@ -171,6 +171,7 @@ LARGER_SEARCHED: list[Searched] = [
     (adaptive_spec_sync(0, ASP()), [], "2,1,3,1"),
     (ElasticBSP(), ["ssp:staleness=1"], "2,2,2,0"),
     (SPEC_SYNC, [], "3,1,2,0"),
+    (HALF, [], "2,1,3,0"),
     (HALF, [], "3,1,2,0"),
     (ASP(), ["bsp"], "2,2,2,1"),
 ]
@@ -214,7 +215,7 @@ def require_equal_ends(cluster: SmallJob) -> None:
 
 @small
 @pytest.mark.parametrize(
-    "name", ["spec-sync", "spec-sync-half", "spec-sync-adaptive-0", "spec-sync-adaptive-1"]
+    "name", ["spec-sync", "spec-sync-adaptive-0", *thorough("spec-sync-half", "spec-sync-adaptive-1")]
 )
 def test_machines_that_count_for_the_same_do_the_same(name: str) -> None:
     cluster = cluster_of(name, workers=2, shards=1, iterations=3, losses=1)

@@ -35,7 +35,9 @@ from paceline.testing.search import explore
 from paceline.testing.small_job import SmallJob
 from paceline.trace import replay
 
-SEEDS = range(40)
+from ..marks import thorough
+
+SEEDS = [*range(20), *thorough(*range(20, 40))]
 EVERY_MODEL = [
     Rennala(batch=1),
     Rennala(batch=2),
@@ -45,6 +47,7 @@ EVERY_MODEL = [
     Ringmaster(threshold=1, stop=True),
     Ringmaster(threshold=2, stop=True),
 ]
+SEARCHED = [Rennala(batch=2), Ringmaster(threshold=1), Ringmaster(threshold=1, stop=True)]
 
 
 def random_times(seed: int) -> list[int]:
@@ -70,7 +73,9 @@ def update_times(result: SimResult) -> list[float]:
 # -- the exhaustive search -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sync", EVERY_MODEL, ids=str)
+@pytest.mark.parametrize(
+    "sync", [sync if sync in SEARCHED else thorough(sync)[0] for sync in EVERY_MODEL], ids=str
+)
 def test_they_keep_the_promises_of_every_model(sync: SyncModel) -> None:
     assert check(sync).states > 2000
 
