@@ -241,7 +241,7 @@ class Job:
         """Return what distinguishes this state from others."""
         coordinator = self.coordinator
         assert coordinator.model is not None
-        extension = coordinator._extension
+        extension = coordinator.reconfigurations.extension
         return (
             tuple(sorted((repr(k), tuple(map(_short, q))) for k, q in self.queues.items() if q)),
             tuple(sorted(self.lost)),

@@ -130,9 +130,9 @@ def test_the_largest_offer_counts_and_all_servers_must_accept_it() -> None:
     joined = messages.WorkerJoined(2, 1, 3, 7, 4)
     assert requests == [Send(server_peer(s), joined) for s in (0, 1)]
     join.welcomed(1, WorkerWelcomed(2, 1, 7))
-    assert not join.complete
+    assert str(join.phase) == "agreed"
     join.welcomed(0, WorkerWelcomed(2, 1, 7))
-    assert join.complete
+    assert str(join.phase) == "in force"
 
 
 def test_after_a_refusal_all_servers_are_asked_again_with_a_growing_margin() -> None:
@@ -144,7 +144,7 @@ def test_after_a_refusal_all_servers_are_asked_again_with_a_growing_margin() -> 
     assert join.offered(0, offer(8), 0) == []  # this refusal of the first c_p does not concern the second one
     join.welcomed(0, WorkerWelcomed(2, 1, 7))
     join.welcomed(1, WorkerWelcomed(2, 1, 9))
-    assert not join.complete
+    assert join.phase == "agreed"
     assert counts(join.offered(0, offer(10), 0)) == [13, 13]
 
 
@@ -153,7 +153,7 @@ def test_answers_about_an_earlier_incarnation_have_no_effect() -> None:
     assert join.offered(0, JoinOffered(2, 0, 0, 3), 0) == []
     join.offered(0, offer(3), 0)
     join.welcomed(0, WorkerWelcomed(2, 0, 3))
-    assert not join.complete
+    assert join.phase == "agreed"
 
 
 # -- at the coordinator -----------------------------------------------------------------------------------

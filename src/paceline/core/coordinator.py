@@ -51,12 +51,10 @@ from .auto import Auto, Prospect
 from .collectives import Collectives, combine
 from .data_ledger import DataLedger
 from .entry import Entry, EntryRecorder
-from .extension import Extension
 from .fingerprints import Fingerprints
 from .guard import DIVERGED, Guard, Verdict
 from .history import MOST_METRICS, History, Kind
 from .job_sync import JobSync
-from .joining import Join
 from .joint_norms import JointNorms
 from .layout import ShardSlice
 from .lease import Order, PackedPushed
@@ -113,8 +111,9 @@ from .messages import (
     Warned,
     WorkerWelcomed,
 )
-from .model_spec import ModelSpec, first_difference, require_extension
+from .model_spec import ModelSpec, first_difference
 from .placement import round_robin
+from .reconfiguration import Reconfigurations
 from .requests import Fail, Peer, Rehearse, Request, Send, TakeOut, Timer, Warn, server_peer, worker_peer
 from .time_spent import TimeLedger, TimeSpent
 
@@ -130,8 +129,8 @@ MOST_WARNINGS = 100
     decides=(
         "model slices addresses initializer started vacant_servers members main paused torn data loops "
         "collectives guard history auto _crowded _begun _norms _sync _connected _registered _addresses "
-        "_ready _admitted _join _postponed _early _fingerprints _agreement _uneven _grown _stopped "
-        "_losses _extension _extended _committed"
+        "_ready reconfigurations _early _fingerprints _agreement _uneven _grown _stopped "
+        "_losses _committed"
     ),
     history="cut_off endings faults findings board waits time_ledger",
     fixed=(
@@ -174,6 +173,7 @@ class Coordinator:
         started: True once at least one worker has reported that its first weights have arrived.
         placement: the servers of the shards.
         vacant_servers: the servers that no machine has brought yet.
+        reconfigurations: the joins, changes of the sync model and extensions that are in progress or wait.
         members: the workers: which are expected, which take part, and which are gone.
         main: the main worker.
         paused: True while the workers begin no further iterations, because the run has too few workers.
@@ -254,6 +254,7 @@ class Coordinator:
         self._recorder = recorder
         self._first = notation(schedule.first)
         self._sync = JobSync(self._first, seed, ticks_per_s)
+        self.reconfigurations = Reconfigurations(self.placement, self._sync)
         self._ticks_per_s = ticks_per_s
         self._connected: set[int] = set()  # workers
         # Worker that has registered and has not left -> its message.
@@ -262,10 +263,6 @@ class Coordinator:
         self._ready: set[int] = set()  # servers that have received their shards
         self._least = least
         self._pause_below = pause_below
-        self._admitted: list[int] = []  # workers that have registered, and join one after another
-        self._join: Join | None = None  # the join that is in progress, of the first of these workers
-        # Requests for another sync model that have arrived during a join: (worker, message).
-        self._postponed: list[tuple[int, messages.SyncRequested]] = []
         # Requests for data that have arrived while the run had too few workers to begin: (worker, loader) -> message.
         self._early: dict[tuple[int, int], DataRequested] = {}
         self._fingerprints = Fingerprints()
@@ -276,8 +273,6 @@ class Coordinator:
         self._grown = False
         self._stopped: set[int] = set()  # training loops that a worker has stopped
         self._losses: dict[int, Loss] = {}  # lost worker whose pushes some servers have yet to report
-        self._extension: Extension | None = None  # the extension of the model that is in progress
-        self._extended = 0  # number of extensions that have taken effect
         # With overlap off: worker that waits for permission to pull -> the iteration that the worker has just pushed.
         self._committed: dict[int, int] = {}
 
@@ -345,7 +340,7 @@ class Coordinator:
 
     def is_joining(self, worker: int) -> bool:
         """Return True if a worker has been admitted to the run in progress, and has not joined yet."""
-        return worker in self._admitted
+        return worker in self.reconfigurations.joining
 
     def note_ending(self, worker: int, how: str) -> None:
         """Record how the current incarnation of a worker has ended, unless something is known already.
@@ -489,7 +484,7 @@ class Coordinator:
         register.
         """
         self.members.admit(worker)
-        self._admitted.append(worker)
+        self.reconfigurations.joining.append(worker)
         return self._join_next()
 
     def fetch(self, shard: int) -> list[Request]:
@@ -566,7 +561,7 @@ class Coordinator:
                 return [Send(sender, combine({worker: message}))]
             case Contributed() if worker in self.members.live and worker not in self.collectives.waiting:
                 if message.model is not None:
-                    self._require_extension(message.model)
+                    self.reconfigurations.require_extension(self.model, message.model)
                 requests = self.collectives.contributed(worker, message, self.members.live)
                 return requests + self._allow_stand_ins() if self._grown else requests
             case AllCommitted() if not self._overlap and worker in self.members.present:
@@ -601,12 +596,10 @@ class Coordinator:
             case Ready():
                 self._ready.add(sender.index)
                 return self._start_if_ready()
-            case ExtensionReady() if self._extension is not None:
+            case ExtensionReady() if self.reconfigurations.extension is not None:
                 return self._complete_extension(sender.index, message)
             case JoinOffered():
-                if self._join is None:
-                    return []
-                return self._join.offered(sender.index, message, self._sync.next_superstep)
+                return self.reconfigurations.offered(sender.index, message)
             case PacesObserved() if self.auto is not None:
                 situation = self.auto.observe(message, self.members.present)
                 return [] if situation is None else [Rehearse(situation)]
@@ -709,12 +702,6 @@ class Coordinator:
 
     # -- extension of the model ---------------------------------------------------------------------------
 
-    def _require_extension(self, model: ModelSpec) -> None:
-        """Raise `ProtocolError` unless a worker may extend the model to this one."""
-        if self.model is None or self._extension is not None:
-            raise ProtocolError("the model cannot be extended now")
-        require_extension(self.model, model)
-
     def _extend(self, models: Mapping[int, ModelSpec]) -> list[Request]:
         """Begin to extend the model. All live workers wait for it; `models` contains their extended models."""
         first, *others = models
@@ -728,24 +715,15 @@ class Coordinator:
         model = models[first]
         if reason := self._shortage(model, len(models)):
             return self._refuse(list(models), reason, "the run")
-        self._extension = Extension(
-            model.layout.sliced(self._shards, self._slicing),
-            models,
-            self.placement,
-            self._extended + 1,
-        )
-        return self._extension.begin()
+        return self.reconfigurations.extend(model.layout.sliced(self._shards, self._slicing), models)
 
     def _complete_extension(self, server: int, message: ExtensionReady) -> list[Request]:
         """Handle a server's report. After the last report, the extended model is the model of the run."""
-        assert self._extension is not None
-        requests = self._extension.ready(server, message)
-        if self._extension.complete:
-            self.model, self.slices = self._extension.model, self._extension.slices
-            self._extension = None
-            self._extended += 1
-            requests += self._join_next()
-        return requests
+        requests, extension = self.reconfigurations.extended(server, message)
+        if extension is None:
+            return requests
+        self.model, self.slices = extension.model, extension.slices
+        return requests + self._join_next()
 
     def _refuse(self, workers: Sequence[int], reason: str, where: str) -> list[Request]:
         return [*(Send(worker_peer(worker), Refused(reason)) for worker in workers), Fail(where, reason)]
@@ -762,26 +740,15 @@ class Coordinator:
         return self.admit(worker, now_ticks)
 
     def _join_next(self) -> list[Request]:
-        """Begin the next join, unless a join, a change or an extension is in progress."""
-        if not self._admitted or self._join is not None or self._postponed:
-            return []
-        if self._sync.changing or self._extension is not None:
-            return []
-        worker = self._admitted[0]
-        self._join = Join(worker, self.members.incarnation(worker), self._servers)
-        return self._join.begin(self.members.gone)
+        return self.reconfigurations.begin_join(self.members)
 
     def _welcome(self, server: int, message: WorkerWelcomed, now_ticks: int) -> list[Request]:
         """Handle a server's acknowledgment of a joining worker. The last acknowledgment starts the worker."""
-        if self._join is None:
+        joined = self.reconfigurations.welcomed(server, message)
+        if joined is None:
             return []
-        self._join.welcomed(server, message)
-        joined = self._join.joined
-        if not self._join.complete or joined is None:
-            return []
-        self._join = None
         self._grown = True
-        worker = self._admitted.pop(0)
+        worker = joined.worker
         event = WorkerJoined(
             now_ticks=now_ticks,
             worker=worker,
@@ -801,7 +768,7 @@ class Coordinator:
             -1,
             joined.iteration,
             sync,
-            self._extended,
+            self.reconfigurations.extensions,
             main,
             self.model.digests,
         )
@@ -818,8 +785,8 @@ class Coordinator:
     def _end_join(self, now_ticks: int) -> list[Request]:
         """Handle the requests that have arrived during a join, and begin the next join."""
         requests: list[Request] = []
-        while self._postponed:
-            worker, message = self._postponed.pop(0)
+        while (postponed := self.reconfigurations.next_change()) is not None:
+            worker, message = postponed
             if worker in self.members.present:
                 try:
                     requests += self._request_sync(worker, message, now_ticks)
@@ -875,15 +842,12 @@ class Coordinator:
             requests += self._announce_main()
         if present:
             requests += self.take(kind(now_ticks=now_ticks, worker=worker)) + self._pause_or_resume()
-        if self._extension is not None:
-            requests += self._extension.left(worker)
+        if self.reconfigurations.extension is not None:
+            requests += self.reconfigurations.extension.left(worker)
         requests += self.collectives.left(worker, members.live)
         requests += self._begin_if_complete(now_ticks) + self._hand_out_early(now_ticks) + self._allow_pulls()
-        if worker in self._admitted:
-            self._admitted.remove(worker)
-            if self._join is not None and self._join.worker == worker:
-                self._join = None
-                return requests + self._end_join(now_ticks)
+        if self.reconfigurations.left(worker):
+            return requests + self._end_join(now_ticks)
         return requests + self._join_next()
 
     @property
@@ -1079,8 +1043,7 @@ class Coordinator:
             raise ProtocolError(
                 f"it requested a sync model that cannot be used in this run: {error}"
             ) from error
-        if self._join is not None:
-            self._postponed.append((worker, message))
+        if self.reconfigurations.postpones(worker, message):
             return []
         return self.take(
             SyncRequested(
@@ -1128,10 +1091,8 @@ class Coordinator:
     def _choose(self, epoch: int, order: Order | None, now_ticks: int) -> list[Request]:
         """Let `auto` choose the model, unless a change or a join is in progress. The choice becomes an event."""
         assert self.auto is not None
-        if (
-            self._sync.changing
-            or self._join is not None
-            or (self.model is not None and not self.members.present)
+        if not self.reconfigurations.in_progress.isdisjoint(("change", "join")) or (
+            self.model is not None and not self.members.present
         ):
             return []
         choice = self.auto.begin(epoch, order)
@@ -1164,7 +1125,7 @@ class Coordinator:
             blame(self._sync.model, "the coordinator", event, error)
         if self._recorder is not None:
             self._recorder.record(Entry(event, list(actions)))
-        return requests + self._join_next() if self._admitted else requests
+        return requests + self._join_next() if self.reconfigurations.joining else requests
 
 
 @cache

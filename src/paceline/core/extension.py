@@ -26,6 +26,7 @@ iteration, and it is not an update.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from ..state import stateful
 from .layout import ShardSlice
@@ -37,7 +38,7 @@ from .requests import Request, Send, server_peer, worker_peer
 __all__ = ["Extension"]
 
 
-@stateful(decides="slices complete _models _workers _placement _number _ready")
+@stateful(decides="slices phase _models _workers _placement _number _ready")
 class Extension:
     """The coordinator's part of an extension that is in progress.
 
@@ -49,7 +50,8 @@ class Extension:
 
     Attributes:
         slices: the slices of the extended model.
-        complete: True once all servers have received the initial weights from the same worker.
+        phase: "agreed" until all servers have received the initial weights from the same worker, then "in force". See
+            `paceline.core.reconfiguration`.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Extension:
         number: int,
     ) -> None:
         self.slices = tuple(slices)
-        self.complete = False
+        self.phase: Literal["agreed", "in force"] = "agreed"
         self._models = models
         self._workers = sorted(models)
         self._placement = placement
@@ -96,7 +98,7 @@ class Extension:
         self._ready.add(server)
         if len(self._ready) < len(self._placement.servers):
             return []
-        self.complete = True
+        self.phase = "in force"
         extended = ModelExtended(self.slices, self._number, self.model.digests)
         return [
             *(Send(server_peer(each), extended) for each in self._placement.servers),

@@ -21,6 +21,7 @@ So the next incarnation of a worker joins only when the earlier one has left eve
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 from ..state import stateful
 from .messages import JoinOffered, JoinProposed, WorkerJoined, WorkerWelcomed
@@ -29,7 +30,7 @@ from .requests import Request, Send, server_peer
 __all__ = ["Join"]
 
 
-@stateful(decides="worker joined complete _incarnation _servers _offers _welcomed _margin")
+@stateful(decides="worker joined phase _incarnation _servers _offers _welcomed _margin")
 class Join:
     """The coordinator's part of a join that is in progress.
 
@@ -41,13 +42,13 @@ class Join:
     Attributes:
         worker: the worker that joins.
         joined: the last message that was sent to all servers; None before the first one.
-        complete: True once all servers have accepted this message.
+        phase: the phase of the join. See `paceline.core.reconfiguration`.
     """
 
     def __init__(self, worker: int, incarnation: int, servers: int) -> None:
         self.worker = worker
         self.joined: WorkerJoined | None = None
-        self.complete = False
+        self.phase: Literal["proposed", "agreed", "in force"] = "proposed"
         self._incarnation = incarnation
         self._servers = servers
         self._offers: dict[int, JoinOffered] = {}  # server -> its last offer
@@ -71,14 +72,16 @@ class Join:
             self._margin = 2 * self._margin + 1
         iteration = max(each.iteration for each in offers)
         self.joined = WorkerJoined(self.worker, self._incarnation, iteration, count + self._margin, superstep)
+        self.phase = "agreed"
         self._welcomed.clear()
         return self._to_servers(self.joined)
 
     def welcomed(self, server: int, message: WorkerWelcomed) -> None:
-        """Handle a server's acknowledgment. `complete` is set by the last one."""
+        """Handle a server's acknowledgment. After the last one, the join is in force."""
         if self.joined is not None and self._concerns(message) and message.count == self.joined.count:
             self._welcomed.add(server)
-            self.complete = len(self._welcomed) == self._servers
+            if len(self._welcomed) == self._servers:
+                self.phase = "in force"
 
     def _concerns(self, message: JoinOffered | WorkerWelcomed) -> bool:
         """Return True unless a server has sent the message about an earlier join, which has failed."""
