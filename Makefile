@@ -68,7 +68,7 @@ fuzz: $(READY)  ## send 500,000 mutated frames to hosts in the same process and 
 	PACELINE_FUZZ=$(FUZZ) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_fuzz.py
 
 siege: $(READY)  ## during a run with few file descriptors, open 10,000 connections that reset immediately, and hold 2,000 open; try to get into a served run (about 5 minutes)
-	PACELINE_SIEGE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_siege.py tests/test_door.py
+	PACELINE_SIEGE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m 'not chaos' tests/test_siege.py tests/test_door.py
 
 clusters: $(READY)  ## train the demo in network namespaces, with torchrun and on Slurm, and compare the accuracy with one machine (root; 3 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m chaos tests/test_clusters.py

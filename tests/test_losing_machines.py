@@ -165,6 +165,7 @@ def assert_nothing_late_was_applied(worker: int) -> None:
     assert replay(trace) == []
 
 
+@pytest.mark.thorough
 def test_a_worker_that_keeps_sending_nan_does_not_join_again(mark: str) -> None:
     served = Served("--workers", "1:2", "--sync", "asp", "--on-nan", "skip")
     Path("train.py").write_text(NAN_SCRIPT)

@@ -61,6 +61,7 @@ def test_a_model_is_judged_by_the_loss_of_the_first_one() -> None:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 @pytest.mark.usefixtures("mark")
 def test_a_script_is_trained_on_the_machines_of_a_recorded_run(tmp_path: Path) -> None:

@@ -253,9 +253,9 @@ def test_a_rule_that_does_not_hold_is_found() -> None:
 
 
 def test_shards_that_average_different_pushes_are_found() -> None:
-    check(BSP(), agree=True)
+    check(BSP(), agree=True, iterations=2)
     with pytest.raises(AssertionError, match="shards have averaged different pushes"):
-        check(parse("drop-stragglers:quorum=1"), agree=True)
+        check(parse("drop-stragglers:quorum=1"), agree=True, iterations=2)
 
 
 def test_an_oracle_is_compared() -> None:

@@ -72,6 +72,7 @@ def test_what_takes_no_training_is_made_with_its_numbers_and_its_plot(name: str,
         assert set(paper_cells(table["columns"], table["rows"])) <= WRITTEN
 
 
+@pytest.mark.thorough
 def test_an_exhibit_with_training_is_made(tmp_path: Path) -> None:
     make(EXHIBITS["specsync-fig9"], Options(quick=True, seeds=1), tmp_path, Console(quiet=True), silent)
     kept = json.loads((tmp_path / "specsync-fig9.json").read_text())
