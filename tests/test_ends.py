@@ -700,6 +700,16 @@ def test_a_failed_run_names_its_directory_and_the_log_to_read() -> None:
     assert f"the output of worker {match[1]} is in {Path.cwd()}/run/worker-{match[1]}.log" in ended.stderr
 
 
+def test_the_log_of_a_worker_that_crashed_shows_where() -> None:
+    ended = run("def crash():\n    ctypes.string_at(0)\ncrash()", *ALONE)
+
+    assert ended.returncode != 0
+    assert "worker 0: it was terminated by signal SIGSEGV" in ended.stderr
+    log = Path("run/worker-0.log").read_text()
+    assert "Fatal Python error: Segmentation fault" in log
+    assert re.search(r'train\.py", line \d+ in crash', log), log
+
+
 def test_a_run_that_is_refused_leaves_no_directory() -> None:
     lock = threading.Lock()
 
