@@ -61,6 +61,9 @@ class DelayedQueue:
     def wait(self) -> None:
         """The CPU computes at once."""
 
+    def keep_close(self) -> None:
+        """The CPU computes at once."""
+
     def register(self, memory: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Count the memory as registered until the result is called."""
         places = [each.data_ptr() for each in memory]

@@ -20,12 +20,18 @@ class Ordering:
 
     def __init__(self, at: int) -> None:
         self.asked = 0
+        self.waited = 0  # how often the host has waited for the device
+        self.waited_before: list[int] = []  # the number of these waits before each question
         self.at = at
         self.dropped = 0
 
     def restart_ordered(self) -> bool:
         self.asked += 1
+        self.waited_before.append(self.waited)
         return not self.dropped and self.asked >= self.at
+
+    def keep_close(self) -> None:
+        self.waited += 1
 
     def hold_back(self, *, droppable: bool) -> bool:
         return not self.restart_ordered()
@@ -61,6 +67,11 @@ HOOKS = (
 )  # calls of restart_ordered() in one computation: the net's forward, five modules' forwards, six gradients
 
 
+def restarting(model: Net, session: Ordering) -> Restartable:
+    parameters = list(model.parameters())
+    return Restartable(model, parameters, cast(Session, session), session.keep_close, lambda: None)
+
+
 def compute(model: Net, session: Ordering, body: Callable[[Net], Any] | None = None) -> Any:
     """Run one closure under a session. The default body returns the loss and some random numbers."""
 
@@ -71,7 +82,7 @@ def compute(model: Net, session: Ordering, body: Callable[[Net], Any] | None = N
         loss.backward()
         return [loss.item(), random.random(), float(np.random.rand())]
 
-    restartable = Restartable(model, list(model.parameters()), cast(Session, session), lambda: None)
+    restartable = restarting(model, session)
     random.seed(1)
     np.random.seed(1)  # the global generator is what scripts use
     torch.manual_seed(1)
@@ -185,15 +196,22 @@ def test_a_closure_that_catches_everything_is_repeated_when_it_has_ended() -> No
 def test_what_a_closure_raises_is_raised_and_the_next_one_runs() -> None:
     model = made()
     session = Ordering(10**9)
-    restartable = Restartable(model, list(model.parameters()), cast(Session, session), lambda: None)
+    restartable = restarting(model, session)
     with pytest.raises(ZeroDivisionError):
         restartable.run(lambda: 1 / 0)
     assert restartable.run(lambda: "well") == "well"
 
 
+def test_the_host_waits_for_the_device_before_each_question() -> None:
+    """Otherwise, a device would be given the whole computation before there can be an order."""
+    session = Ordering(10**9)
+    compute(made(), session)
+    assert session.waited_before == [*range(1, HOOKS + 1), HOOKS]  # the last question is that of `hold_back`
+
+
 def test_between_closures_nobody_is_asked() -> None:
     model, session = made(), Ordering(1)
-    Restartable(model, list(model.parameters()), cast(Session, session), lambda: None)
+    restarting(model, session)
     model(BATCH).sum().backward()
     assert session.asked == 0
 

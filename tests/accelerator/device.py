@@ -123,6 +123,9 @@ class Immediate:
     def wait(self) -> None:
         pass
 
+    def keep_close(self) -> None:
+        pass
+
     def order(self) -> None:
         pass
 

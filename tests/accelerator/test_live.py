@@ -52,6 +52,33 @@ for epoch in paceline.epochs(4):
         optimizer.step()
 """
 
+ABORTED = """
+import torch, paceline
+from pathlib import Path
+device = paceline.device()
+slow = device.type != "cpu"
+layers = [layer for _ in range(12) for layer in (torch.nn.Linear(256, 256), torch.nn.Tanh())]
+model = torch.nn.Sequential(*layers).to(device)
+optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001))
+x = torch.randn(256 if slow else 1, 256).to(device)
+def note(name):
+    if slow:
+        with open(name, "a") as file:
+            file.write(".")
+def closure():
+    note("begun")
+    optimizer.zero_grad()
+    loss = (model(x) - x.flip(1)).square().mean()
+    loss.backward()
+    note("ended")
+    return loss
+iteration = 0
+while iteration < 6 if slow else not Path("over").exists():
+    optimizer.step(closure)
+    iteration += 1
+Path("over").touch()
+"""
+
 
 def run(script: str, devices: str, *options: str, folder: str = "run") -> dict[str, object]:
     Path("train.py").write_text(script)
@@ -86,6 +113,23 @@ def test_a_slow_device_gets_smaller_batches_than_a_fast_cpu(mark: str) -> None:
     sizes = {worker: samples[worker] / iterations[worker] for worker in iterations}
     print(f"mean size of a batch: {sizes}")
     assert sizes["1"] < 0.6 * sizes["0"]
+
+
+@pytest.mark.processes
+def test_a_restart_saves_the_rest_of_a_computation_on_the_device(mark: str) -> None:
+    """An aborted closure does not come to its end. If the host ran ahead of the device, it would."""
+    order = "spec-sync:abort_time_s=0.1,abort_rate=0"
+    run(ABORTED, f"{KIND},cpu", "--sync", order, "--hyperparameters", "raw", "--guard", "off")
+    records = [json.loads(line) for line in Path("run/worker-0.jsonl").read_text().splitlines()]
+    saved = [
+        1 - (record["dropped_s"] - record["begun_s"]) / (record["computed_s"] - record["restarted_s"])
+        for record in records
+        if record.get("dropped_s") is not None
+    ]
+    begun, ended = (Path(name).read_text().count(".") for name in ("begun", "ended"))
+    print(f"share of a computation that restarts saved: {[round(share, 2) for share in saved]}")
+    assert saved
+    assert ended < begun
 
 
 @pytest.mark.processes

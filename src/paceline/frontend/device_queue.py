@@ -61,6 +61,10 @@ class DeviceQueue(Protocol):
         """Wait on the host until all computations that were started before this call have ended."""
         ...
 
+    def keep_close(self) -> None:
+        """Wait on the host until all computations that were started before the call before this one have ended."""
+        ...
+
     def register(self, memory: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Let the device copy from and to this memory of the host without the host's help, where that is possible.
 
@@ -90,6 +94,9 @@ class _StreamQueue:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.Stream(device)
+        self._reached: torch.Event | None = (
+            None  # what the device had to compute at the last call of `keep_close`
+        )
 
     def submit(self, work: Callable[[], object], *, writes: Sequence[torch.Tensor]) -> Ticket:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
@@ -104,6 +111,12 @@ class _StreamQueue:
 
     def wait(self) -> None:
         torch.accelerator.current_stream(self._device).synchronize()
+
+    def keep_close(self) -> None:
+        before, self._reached = self._reached, torch.Event(self._device)
+        self._reached.record(torch.accelerator.current_stream(self._device))
+        if before is not None:
+            before.synchronize()
 
     def register(self, memory: Sequence[torch.Tensor]) -> Callable[[], None]:
         if self._device.type != "cuda":  # torch has no generic function for this
@@ -155,6 +168,9 @@ class _BlockingQueue:
 
     def wait(self) -> None:
         torch.accelerator.synchronize(self._device)
+
+    def keep_close(self) -> None:
+        self.wait()  # the device has no events
 
     def register(self, memory: Sequence[torch.Tensor]) -> Callable[[], None]:
         return _nothing

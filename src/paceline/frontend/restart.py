@@ -6,6 +6,9 @@ closure. Then the state from before the closure ran is restored: the model's buf
 generators, and the gradients to which the closure was adding. The worker pulls the new weights, and the closure runs
 again on the same batch. A closure that catches `BaseException` is aborted only when it returns.
 
+A device computes what it has been given, even if the closure is aborted meanwhile. So each hook first waits until the
+device has computed what was started before the last hook.
+
 The random generators are torch's default ones, that of each accelerator that is in use included, Python's `random`,
 and NumPy's global one if NumPy has been imported.
 Other side effects of a closure, such as incrementing a counter or drawing from another generator, are repeated.
@@ -40,6 +43,7 @@ class Restartable:
         model: the model that the closures use.
         parameters: the trained parameters.
         session: this worker's session.
+        keep_close: function that waits for the device (see `Stager.keep_close`).
         pulled: function that is called after new weights have been pulled for a restart.
     """
 
@@ -48,11 +52,13 @@ class Restartable:
         model: nn.Module | JointModel,
         parameters: Sequence[torch.Tensor],
         session: Session,
+        keep_close: Callable[[], None],
         pulled: Callable[[], None],
     ) -> None:
         self._model = model
         self._parameters = parameters
         self._session = session
+        self._keep_close = keep_close
         self._pulled = pulled
         self._before: _Before | None = None  # the state to restore; None while no closure runs
         before_each_forward(session, self._before_forward)
@@ -89,6 +95,7 @@ class Restartable:
             self._abort_if_ordered()
 
     def _abort_if_ordered(self) -> None:
+        self._keep_close()
         if self._session.restart_ordered():
             raise _Aborted
 

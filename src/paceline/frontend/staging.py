@@ -71,6 +71,14 @@ class Stager(Protocol):
         """Return when the gradients have been computed."""
         ...
 
+    def keep_close(self) -> None:
+        """Return when everything has been computed that the script had started before the call before this one.
+
+        What a device has to compute cannot be taken back. So a computation that may be aborted calls this again and
+        again.
+        """
+        ...
+
     def deliver(self, set_index: int | None) -> None:
         """Return when the session's vectors contain `gradients`; those of one parameter set if it is not None."""
         ...
@@ -111,6 +119,9 @@ class Aliasing:
         return (index,)
 
     def await_gradients(self) -> None:
+        pass
+
+    def keep_close(self) -> None:
         pass
 
     def deliver(self, set_index: int | None) -> None:
@@ -175,6 +186,9 @@ class Copying:
 
     def await_gradients(self) -> None:
         self._queue.wait()
+
+    def keep_close(self) -> None:
+        self._queue.keep_close()
 
     def deliver(self, set_index: int | None) -> None:
         vectors = of_set(self.gradients, set_index)

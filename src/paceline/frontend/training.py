@@ -294,6 +294,7 @@ class WorkerTraining:
                 self._trained.model,
                 self._trained.parameters,
                 self._session,
+                self._stager.keep_close,
                 partial(_restart, self._gradients, self._weights, metrics_of(self._session)),
             )
         return self._restartable.run(computed)
