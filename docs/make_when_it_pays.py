@@ -22,6 +22,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # `reproductions` is not installed
 
+from docs.on_accelerators import section as on_accelerators  # noqa: E402
 from reproductions.evidence.on_networks import SIX, STUDIES, TWO  # noqa: E402
 from reproductions.evidence.on_quadratics import BATCHES, QUADRATICS  # noqa: E402
 from reproductions.evidence.places import CONTENDERS, PLACES  # noqa: E402
@@ -391,6 +392,7 @@ def text() -> str:
         "",
         *LET_THE_RUN_CHOOSE.splitlines(),
         "",
+        *on_accelerators(),
         METHOD.format(
             count=count,
             minutes=round(

@@ -52,6 +52,7 @@ def rows_of(turn: Turn, rounds: Sequence[Figures]) -> list[TransportRow]:
     for system, transport, mode in turn.cases:
         figures_ms = [figures[mode] * 1e3 for figures in rounds]
         traffic_ms = [figures["traffic"] * 1e3 for figures in rounds if "traffic" in figures]
+        fastest_ms = [figures["fastest"] * 1e3 for figures in rounds if "fastest" in figures]
         rows.append(
             TransportRow(
                 system=system,
@@ -64,6 +65,7 @@ def rows_of(turn: Turn, rounds: Sequence[Figures]) -> list[TransportRow]:
                 high_ms=max(figures_ms),
                 optimizer=turn.optimizer,
                 traffic_ms=median(traffic_ms) if traffic_ms else None,
+                fastest_ms=min(fastest_ms, default=None),
             )
         )
     return rows

@@ -8,7 +8,19 @@ from rich import box
 from rich.table import Table
 
 from .goals import TransportGoal, goal_rows, ratio_of, times_by_case
-from .plan import FLOOR, GLOO, SHM_ASP, SHM_BSP, SOCKET_ASP, SOCKET_BSP, TCP_ASP, TCP_BSP, Case, TransportRow
+from .plan import (
+    FLOOR,
+    GLOO,
+    SHM_ASP,
+    SHM_BSP,
+    SOCKET_ASP,
+    SOCKET_BSP,
+    TCP_ASP,
+    TCP_BSP,
+    Case,
+    TransportRow,
+    elements,
+)
 
 __all__ = ["tables"]
 
@@ -26,7 +38,8 @@ def tables(rows: Sequence[TransportRow], rounds: int) -> list[Table]:
     updates = [row for row in rows if row.optimizer is not None]
     goals = goal_rows(rows)
     made = [_step_table(steps, rounds)] if steps else []
-    made += [_update_table(updates)] if updates else []
+    sizes_mb = dict.fromkeys(row.size_mb for row in updates)
+    made += [_update_table([row for row in updates if row.size_mb == size_mb]) for size_mb in sizes_mb]
     return [*made, _goal_table(goals)] if goals else made
 
 
@@ -54,14 +67,23 @@ def _step_table(rows: Sequence[TransportRow], rounds: int) -> Table:
 def _update_table(rows: Sequence[TransportRow]) -> Table:
     table = _table(
         f"One update of {rows[0].size_mb:g} MB of parameters",
-        ("ms", "low - high", "traffic ms", "x traffic"),
+        ("ms", "low - high", "traffic ms", "x traffic", "fastest ns/weight"),
         ("optimizer",),
     )
     for row in rows:
         assert row.optimizer is not None
         assert row.traffic_ms is not None
+        assert row.fastest_ms is not None
         ratio = row.median_ms / row.traffic_ms
-        table.add_row(row.optimizer, _ms(row.median_ms), _span(row), _ms(row.traffic_ms), _text(ratio))
+        per_weight_ns = 1e6 * row.fastest_ms / elements(row.size_mb)
+        table.add_row(
+            row.optimizer,
+            _ms(row.median_ms),
+            _span(row),
+            _ms(row.traffic_ms),
+            _text(ratio),
+            _text(per_weight_ns),
+        )
     return table
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from .plan import WARM_UP, lengths
 
-__all__ = ["Flat", "median_s"]
+__all__ = ["Flat", "median_s", "times_s"]
 
 
 class Flat(nn.Module):
@@ -45,10 +45,15 @@ class Flat(nn.Module):
 
 def median_s(step: Callable[[], object], iterations: int) -> float:
     """Return the median time of one call of `step` in seconds, after a warm-up."""
-    times_s = []
+    return median(times_s(step, iterations))
+
+
+def times_s(step: Callable[[], object], iterations: int) -> list[float]:
+    """Return the time of each call of `step` in seconds, after a warm-up."""
+    found = []
     for index in range(WARM_UP + iterations):
         begun_s = time.perf_counter()
         step()
         if index >= WARM_UP:
-            times_s.append(time.perf_counter() - begun_s)
-    return median(times_s)
+            found.append(time.perf_counter() - begun_s)
+    return found

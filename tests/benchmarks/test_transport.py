@@ -47,7 +47,7 @@ DEADLINE_S = 120.0  # only reached if something hangs
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure few iterations and small optimizers."""
     monkeypatch.setattr(plan, "SECONDS", 0.001)
-    monkeypatch.setattr(plan, "OPTIMIZER_MB", 0.1)
+    monkeypatch.setattr(plan, "OPTIMIZER_SIZES_MB", (0.1,))
 
 
 def row(case: Case, size_mb: float, workers: int, median_ms: float) -> TransportRow:
@@ -73,6 +73,7 @@ def update(optimizer: str, median_ms: float, traffic_ms: float) -> TransportRow:
         high_ms=median_ms,
         optimizer=optimizer,
         traffic_ms=traffic_ms,
+        fastest_ms=median_ms,
     )
 
 
@@ -109,9 +110,10 @@ def test_a_small_run_ends_with_a_row_for_everything_there_is() -> None:
     assert all(set(found) == KEYS for found in steps)
     assert all((found["size_mb"], found["workers"]) == (0.004, 2) for found in steps)
     assert all(found["low_ms"] > 0 for found in rows)
+    assert all(0 < found["fastest_ms"] <= found["low_ms"] for found in updates)
     assert "compute the same gradients" not in result.output
     assert [found["optimizer"] for found in updates] == ["SGD", "SGD momentum", "Adam", "AdamW"]
-    assert all(set(found) == {*KEYS, "optimizer", "traffic_ms"} for found in updates)
+    assert all(set(found) == {*KEYS, "optimizer", "traffic_ms", "fastest_ms"} for found in updates)
     assert all(
         (found["transport"], found["mode"], found["workers"]) == ("shm", "asp", 1) for found in updates
     )
@@ -275,7 +277,7 @@ def test_small_models_are_one_tensor_and_sizes_are_whole_kilobytes() -> None:
 
 def test_all_processes_of_a_turn_do_equally_many_iterations_fewer_of_the_slow() -> None:
     turns = plan.turns_of(TransportPlan())
-    assert len(turns) == 4 * 2 * len(TURNS) + len(OPTIMIZERS)
+    assert len(turns) == 4 * 2 * len(TURNS) + len(plan.OPTIMIZER_SIZES_MB) * len(OPTIMIZERS)
     counts = [turn.iterations for turn in turns if turn.cases[0] == FLOOR and turn.workers == 2]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] >= plan.FEWEST

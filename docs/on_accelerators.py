@@ -1,0 +1,225 @@
+"""The section "On accelerators" of `docs/when-it-pays.md`, with a model of a step's time.
+
+The model counts the copies and the update that a step needs besides the computation. Its constants are nominal rates
+of links, and the measured times of an update (see `UPDATE_NS`). `make_when_it_pays.py` writes the section.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["Case", "ddp_s", "paceline_s", "section"]
+
+BYTES_PER_WEIGHT = 4  # float32
+DEVICE_RATE = 25e9  # PCIe 4.0 x16, nominal, in bytes per second and direction
+BACKWARD = 2 / 3  # the share of the backward pass in the time of a computation
+SLOWER = 2  # how many times as long the slow devices of the examples take
+MACHINES = 4  # of the examples
+WORTHWHILE = 0.9  # largest ratio of times at which Paceline is recommended
+
+UPDATE_NS = {"SGD": (1.1, 2.2), "SGD momentum": (3.4, 2.9), "Adam": (4.6, 5.7)}
+"""Optimizer -> time of an update on one core with 25 MB and with 100 MB, in nanoseconds per weight.
+
+Measured by `python -m benchmarks transport --systems optimizer --rounds 12`: the fastest update.
+"""
+
+LARGE_NS = {optimizer: large_ns for optimizer, (_, large_ns) in UPDATE_NS.items()}
+
+LINKS = {
+    "10-gigabit Ethernet": 1.25e9,
+    "100-gigabit Ethernet": 12.5e9,
+    "one machine": math.inf,  # workers and servers share memory
+}
+"""Link -> rate in bytes per second and direction."""
+
+
+class Case(NamedTuple):
+    """A row of the examples.
+
+    Attributes:
+        weights: number of weights.
+        step_s: time in which a fast device computes a gradient, in seconds.
+        link: key in `LINKS`.
+        unequal: True if half of the devices are slower, False if all are equal.
+    """
+
+    weights: float
+    step_s: float
+    link: str
+    unequal: bool
+
+    @property
+    def size_bytes(self) -> float:
+        """Size of the weights in bytes."""
+        return BYTES_PER_WEIGHT * self.weights
+
+    @property
+    def link_s(self) -> float:
+        """Time for which the link of a machine is busy in each direction, per step, in seconds.
+
+        Each machine has a worker and a server. It sends the gradients of the other servers' shards, and the weights
+        of its own shard to the other workers. A ring all-reduce sends the same number of bytes.
+        """
+        return 2 * (MACHINES - 1) / MACHINES * self.size_bytes / LINKS[self.link]
+
+
+CASES = (
+    Case(1e6, 0.02, "10-gigabit Ethernet", unequal=True),
+    Case(25e6, 0.1, "10-gigabit Ethernet", unequal=True),
+    Case(25e6, 0.5, "10-gigabit Ethernet", unequal=True),
+    Case(25e6, 0.5, "10-gigabit Ethernet", unequal=False),
+    Case(100e6, 0.1, "one machine", unequal=True),
+    Case(100e6, 0.5, "one machine", unequal=True),
+    Case(100e6, 0.5, "one machine", unequal=False),
+    Case(100e6, 0.5, "10-gigabit Ethernet", unequal=True),
+    Case(100e6, 0.5, "100-gigabit Ethernet", unequal=True),
+    Case(100e6, 2.0, "10-gigabit Ethernet", unequal=True),
+    Case(1e9, 0.5, "100-gigabit Ethernet", unequal=True),
+    Case(1e9, 10.0, "10-gigabit Ethernet", unequal=True),
+)
+
+
+def update_s(case: Case) -> float:
+    """Return the time of an update by Adam with the mean of all pushes, on one core of each machine, in seconds.
+
+    Each push after the first adds at most the time of an update by SGD, which reads as much memory and writes more.
+    """
+    per_weight_ns = LARGE_NS["Adam"] + (MACHINES - 1) * LARGE_NS["SGD"]
+    return case.weights / MACHINES * per_weight_ns / 1e9
+
+
+def paceline_s(case: Case) -> float:
+    """Return the time of a step under `bsp` with balanced batches, in seconds.
+
+    What fits beside the backward pass is taken to be hidden: the gradients' way to the host, and from there to the
+    servers.
+    """
+    fast = MACHINES / 2
+    computation_s = case.step_s * (MACHINES / (fast + fast / SLOWER) if case.unequal else 1)
+    device_s, half_link_s = case.size_bytes / DEVICE_RATE, case.link_s / 2
+    exposed_s = max(0.0, max(device_s, half_link_s) - BACKWARD * computation_s)
+    return computation_s + exposed_s + update_s(case) + half_link_s + device_s
+
+
+def ddp_s(case: Case) -> float:
+    """Return the time of a step of DDP with NCCL and equal batches, in seconds.
+
+    All-reduce is taken to be hidden as far as it fits beside the backward pass, and the update to take no time. On
+    one machine, all-reduce uses PCIe.
+    """
+    computation_s = case.step_s * (SLOWER if case.unequal else 1)
+    reduce_s = case.link_s or 2 * (MACHINES - 1) / MACHINES * case.size_bytes / DEVICE_RATE
+    return computation_s + max(0.0, reduce_s - BACKWARD * computation_s)
+
+
+def section() -> list[str]:
+    """Return the lines of the section."""
+    large = Case(100e6, 1.0, "10-gigabit Ethernet", unequal=True)
+    adam_s = large.weights * LARGE_NS["Adam"] / 1e9
+    numbers = {
+        "device_ms": 1e3 * large.size_bytes / DEVICE_RATE,
+        "ethernet_ms": 1e3 * large.size_bytes / LINKS["10-gigabit Ethernet"],
+        "adam_ms": 1e3 * adam_s,
+        "adam_rate": 1 / adam_s,
+        "adam_rate_4": MACHINES / adam_s,
+        "gigabytes": large.size_bytes / 1e9,
+        "machines": MACHINES,
+    }
+    lines: list[str] = []
+    for block in TEXT.format(**numbers).strip("\n").split("\n\n"):
+        if block.startswith("#"):
+            lines += [block, ""]
+        elif block.startswith("- "):
+            for item in block.removeprefix("- ").split("\n- "):
+                lines += textwrap.wrap(f"- {item}", 118, subsequent_indent="  ", break_on_hyphens=False)
+            lines.append("")
+        elif block == "UPDATES":
+            lines += table(
+                ["ns per weight", "25 MB", "100 MB"],
+                [[f"`{name}`", *(f"{ns:.1f}" for ns in figures)] for name, figures in UPDATE_NS.items()],
+            )
+        elif block == "EXAMPLES":
+            lines += table(
+                ["weights", "gradient", "GPUs", "link", "Paceline", "DDP", "ratio", "use"],
+                [_row(case) for case in CASES],
+            )
+        else:
+            lines += [*textwrap.wrap(block, 118, break_on_hyphens=False), ""]
+    return lines
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table, with an empty line."""
+    lines = [head, ["---"] * len(head), *rows]
+    return [*("| " + " | ".join(line) + " |" for line in lines), ""]
+
+
+def _row(case: Case) -> list[str]:
+    own_s, other_s = paceline_s(case), ddp_s(case)
+    ratio = own_s / other_s
+    return [
+        f"{case.weights / 1e6:,.0f} million",
+        f"{case.step_s:g} s",
+        "half of them 2x slower" if case.unequal else "equal",
+        case.link,
+        f"{own_s:.3f} s",
+        f"{other_s:.3f} s",
+        f"{ratio:.2f}",
+        "Paceline" if ratio <= WORTHWHILE else "DDP with NCCL",
+    ]
+
+
+TEXT = """
+## On accelerators
+
+DDP with NCCL keeps everything on the devices: they send their gradients to each other, and each of them computes the
+whole update. In Paceline, servers on CPUs hold the weights. This lets unequal devices of any kind train together, and
+costs copies and time on the CPUs. **If all devices are equal, use DDP with NCCL**: Paceline sends as many bytes as
+its all-reduce, and copies them to the host and back besides. Otherwise, count what a step costs. P is the size of the
+weights in bytes, 4 for each weight.
+
+- *Gradients to the host:* P / 25 GB/s over PCIe 4.0 x16 (nominal). A gradient is copied as soon as it is complete, so
+what fits beside the backward pass is hidden. Nothing is hidden if the device has no streams, or if the script changes
+its gradients after the backward pass, as `clip_grad_norm_` does, because they are then copied again.
+- *Gradients to the servers:* at most P / 1.25 GB/s over 10-gigabit Ethernet. What is sent during the backward pass is
+hidden.
+- *The update*, on the CPUs of the servers. It begins when the last gradient has arrived, so nothing is hidden.
+- *Weights to the workers:* at most P / 1.25 GB/s again. Nothing is hidden.
+- *Weights to the device:* P / 25 GB/s again. The copy begins when all weights have arrived, so nothing is hidden.
+
+With 100 million weights ({gigabytes:.1f} GB), a copy over PCIe takes {device_ms:.0f} ms, and 10-gigabit Ethernet
+takes {ethernet_ms:.0f} ms in each direction. Over shared memory, there is no link between workers and servers. With
+`--wire bf16`, the links take half of the time.
+
+**The update.** About, for one push, on one core of a virtual machine. Because other programs ran there, too, the
+fastest of many updates counts (`python -m benchmarks transport --systems optimizer --rounds 12`):
+
+UPDATES
+
+So Adam on one core takes about {adam_ms:.0f} ms for 100 million weights, which allows {adam_rate:.1f} steps per
+second. The shards of several servers are updated at the same time: {machines} servers with a core each allow about
+{adam_rate_4:.0f} steps per second, unless they share memory that is too slow for all of them. Under `bsp`, a step is
+one update with the mean of all pushes. Each push after the first adds at most the time of an update by SGD. Under
+`asp`, each push is an update, so all workers share this rate.
+
+**Memory.** Each worker needs 2 P on the device for flat vectors, of which the parameters and their gradients are
+views, and 2 P on the host. The servers together need (1 + s) P on their hosts, where s is the number of states per
+weight (SGD 0, with momentum 1, Adam 2). Without shared memory, they also need up to 2 P per worker for what is being
+received and sent. Devices hold no optimizer states: with Adam, DDP needs 2 P more on each device.
+
+**Examples.** {machines} devices in {machines} machines, or all in one, and for each device a server with a core of
+its own. Of unequal devices, half take twice as long. The optimizer is Adam. Paceline uses `bsp` and balanced batches.
+DDP uses equal batches, so its steps take as long as those of the slow devices. What fits beside the backward pass,
+two thirds of the computation, is taken to be hidden, for both. These times are computed, not measured
+(`docs/on_accelerators.py`). Paceline is recommended if it takes at least 10 % less time:
+
+EXAMPLES
+
+If a script for DDP gives slow devices smaller batches, and weights their losses accordingly, then DDP with NCCL has
+the advantage of balanced batches, too, and is the right choice in all rows. But NCCL cannot connect devices of
+different kinds, such as those of CUDA and ROCm, and DDP has to start again when a machine leaves or joins. There,
+Paceline is the choice, and the table shows what it costs.
+"""
