@@ -34,7 +34,7 @@ from contextlib import AbstractContextManager
 
 from ..errors import InternalError, InvalidEventError
 from ..plugins.failures import blaming
-from ..state import restore, snapshot, stateful
+from ..state import DECLARED, restore, snapshot, stateful
 from ..sync.actions import AnswerPull, AnyAction, ApplyMean, ReportFault
 from ..sync.asp import ASP
 from ..sync.bsp import BSP
@@ -182,7 +182,12 @@ class ShardSync:
             )
 
     def bind_again(self) -> None:
-        """Replace the machine by an equal one. A copied machine needs this if one of its functions refers to it."""
+        """Replace a copied machine of a user by an equal one: one of its functions may refer to the original.
+
+        The functions of a machine that declares its fields are its own methods, or do not refer to it.
+        """
+        if type(self._machine) in DECLARED:
+            return
         state, self._machine = snapshot(self._machine), self._new_machine()
         restore(self._machine, state)
 
