@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 import paceline
-from paceline import state as states
 from paceline.core.coordinator import Coordinator
 from paceline.core.job_sync import JobSync
 from paceline.core.loader_ledger import LoaderLedger
@@ -43,6 +42,7 @@ from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 from paceline.sync.model import ShardMachine
 
 from .recorded_lives import Core, Life, recorded
+from .wrong_declarations import declare_as_history
 
 
 def fleeting(servers: int) -> Cluster:
@@ -302,19 +302,6 @@ def require_that_history_decides_nothing(scenario: str, count: int = CUTS) -> No
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_history_changes_no_request(scenario: str) -> None:
     require_that_history_decides_nothing(scenario)
-
-
-def declare_as_history(kind: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant a mistake: declare that a field is history, although it decides."""
-    declaration = DECLARED[kind]
-    assert name in declaration.decides
-    wrong = msgspec.structs.replace(
-        declaration,
-        decides=tuple(each for each in declaration.decides if each != name),
-        history=(*declaration.history, name),
-    )
-    monkeypatch.setitem(DECLARED, kind, wrong)
-    monkeypatch.setattr(states, "_fields", {})
 
 
 @pytest.mark.parametrize(

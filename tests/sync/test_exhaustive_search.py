@@ -21,12 +21,16 @@ from paceline.core.worker import Worker
 from paceline.sync import (
     ASP,
     BSP,
+    DSPS,
+    DSSP,
     SSP,
+    Conditions,
     DropStragglers,
     ElasticBSP,
     NaiveWaiting,
     SpecSync,
     SyncModel,
+    parse,
 )
 from paceline.sync.actions import AnswerPull, AnyAction, HoldPush
 from paceline.sync.conditions import ConditionMachine
@@ -37,12 +41,14 @@ from paceline.sync.events import (
     WorkerFinished,
     WorkerLost,
 )
+from paceline.sync.spec_sync import Speculator
 from paceline.testing.admission import STOPPED, Admission, ShardView, more_ahead_than
 from paceline.testing.search import explore
 from paceline.testing.small_job import SmallJob
 from paceline.testing.states import Call, State, Step
 
 from ..marks import thorough
+from ..wrong_declarations import declare_as_history
 from .test_exhaustive import (
     LARGE,
     MODELS,
@@ -221,6 +227,52 @@ def test_machines_that_count_for_the_same_do_the_same(name: str) -> None:
     cluster = cluster_of(name, workers=2, shards=1, iterations=3, losses=1)
     explore(cluster)
     assert not cluster.coordinator_differs()
+
+
+@pytest.mark.parametrize(
+    ("field", "name"), [("_workers", "spec-sync"), ("_yet_to_push", "spec-sync-adaptive-1")]
+)
+def test_a_field_that_decides_and_is_declared_as_history_is_found(
+    field: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declare_as_history(Speculator, field, monkeypatch)
+    cluster = cluster_of(name, workers=2, shards=1, iterations=2, losses=1)
+    explore(cluster)
+    assert cluster.coordinator_differs()
+
+
+RESTORED: dict[str, SyncModel] = {
+    "dssp": DSSP(lower=0, upper=2),
+    "dsps": DSPS(lower=0, upper=2),
+    **{
+        str(sync): sync
+        for sync in MODELS.values()
+        if isinstance(sync, SyncModel) and type(parse(str(sync))) is type(sync)
+    },
+}
+"""One model for all shards, which processes can create from its notation."""
+
+
+@small
+@pytest.mark.parametrize("name", RESTORED)
+def test_a_restored_core_does_what_the_original_does_whatever_follows(name: str) -> None:
+    sync = RESTORED[name]
+    agree = not isinstance(sync, DropStragglers | Conditions)
+    cluster = sized_cluster(sync, "2,1,2,1", agree=agree)
+    explore(cluster)
+    assert not cluster.restored_differs()
+
+
+@small
+@pytest.mark.parametrize(("sync", "late", "changes"), [(ASP(), 0, ["bsp"]), (BSP(), 1, [])], ids=str)
+def test_a_core_that_is_restored_in_a_change_or_a_join_does_what_the_original_does(
+    sync: SyncModel, late: int, changes: list[str]
+) -> None:
+    cluster = SmallJob(
+        sync, workers=2 - late, late=late, shards=2, iterations=1, changes=changes, commits=True
+    )
+    explore(cluster)
+    assert not cluster.restored_differs()
 
 
 ORDERED: list[tuple[SyncModel, str]] = [

@@ -75,6 +75,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
+from functools import partial
 from hashlib import blake2b
 from itertools import permutations, product
 from typing import Literal, TypeVar
@@ -279,10 +280,22 @@ class SmallJob:
         self._quiet: dict[int, bool] = {}
         everybody = range(workers + late)
         empty: tuple[tuple[Message, ...], ...] = tuple(() for _ in everybody)
-        first, servers, chief = self._begin(
-            models, range(workers), len(everybody), seed, shard_host, worker_core, tape
+        self._new_worker = partial(
+            worker_core, self._schedule, workers=len(everybody), shards=shards, servers=shards
         )
-        newcomer = worker_core(self._schedule, workers=len(everybody), shards=shards, servers=shards)
+        self._new_server = partial(Server, seed, recorder_of=lambda shard: tape)
+        self._new_coordinator = partial(
+            Coordinator,
+            self._schedule,
+            workers=len(everybody),
+            servers=shards,
+            shards=shards,
+            seed=seed,
+            late=range(workers, len(everybody)),
+            recorder=tape,
+        )
+        first, servers, chief = self._begin(models, range(workers), seed, shard_host, tape)
+        newcomer = self._new_worker()
         self._hosted = chief.job_sync.machine is not None or bool(changes) or clips
         views = tuple(WorkerView("live" if w < workers else "unknown") for w in everybody)
         computing = WorkerState("computing", self._workers.add(first))
@@ -312,30 +325,20 @@ class SmallJob:
         self,
         models: tuple[SyncModel, ...],
         members: range,
-        most: int,
         seed: int,
         shard_host: Callable[[SyncModel, int, int], ShardSync],
-        worker_core: type[Worker],
         tape: Tape,
     ) -> tuple[Worker, list[Server], Coordinator]:
         """Start a run. Return (worker, servers, coordinator); the worker has received its first weights."""
         shards = len(models)
-        chief = Coordinator(
-            self._schedule,
-            workers=most,
-            servers=shards,
-            shards=shards,
-            seed=seed,
-            late=range(len(members), most),
-            recorder=tape,
-        )
+        chief = self._new_coordinator()
         if len(set(models)) == 1 and type(parse(str(models[0]))) is not type(models[0]):
             # `parse` cannot create an unregistered model.
             chief.job_sync.machine = models[0].at_coordinator(seed)
         for index in range(shards):
             chief.connected(server_peer(index), 0)
         requests: list[Request] = []
-        first = worker_core(self._schedule, workers=most, shards=shards, servers=shards)
+        first = self._new_worker()
         for member in members:
             chief.connected(worker_peer(member), 0)
         [register] = first.register(MODEL)
@@ -350,7 +353,7 @@ class SmallJob:
                 continue
             [bounds] = created.shards
             index = 0 if self._alike else bounds.index
-            core = Server(seed, recorder_of=lambda shard: tape)
+            core = self._new_server()
             core.handle(
                 COORDINATOR,
                 msgspec.structs.replace(created, shards=(msgspec.structs.replace(bounds, index=index),)),
@@ -487,6 +490,14 @@ class SmallJob:
     def coordinator_differs(self) -> str:
         """Return the result of `Interned.difference` for the coordinator."""
         return self._coordinators.difference()
+
+    def restored_differs(self) -> str:
+        """Return the result of `Interned.difference_of_restored` for all cores. The models must be registered."""
+        return (
+            self._workers.difference_of_restored(self._new_worker)
+            or self._servers.difference_of_restored(self._new_server)
+            or self._coordinators.difference_of_restored(self._new_coordinator)
+        )
 
     def digest(self, state: State) -> int:
         """Return a 64-bit hash of a state."""

@@ -16,7 +16,7 @@ from ..core.requests import COORDINATOR, Peer, Request, Timer, worker_peer
 from ..core.server import Server
 from ..core.worker import Worker
 from ..errors import InternalError
-from ..state import Outlook, Subject, snapshot
+from ..state import Outlook, Subject, restore, snapshot
 from ..sync.events import Change, Clip, Stop
 from ..sync.notation import parse_shards as read_shards
 from .admission import ShardView
@@ -275,18 +275,34 @@ class Interned(Generic[Core]):
             number, core = todo.pop()
             for call in calls.get(number, []):
                 after = _copied(core)
-                outcome = self._perform(after, call)
-                then, expected = self._next[number, call]
-                state = self._number[self._outlook(after)]
-                if outcome.requests != expected.requests or state != then:
-                    return (
-                        f"{call} caused {outcome.requests} and state {state}, expected {expected.requests} and state "
-                        f"{then}"
-                    )
+                if difference := self._difference(after, number, call):
+                    return difference
                 if (whole := snapshot(after)) not in known:
                     known.add(whole)
-                    todo.append((then, after))
+                    todo.append((self._next[number, call][0], after))
         return ""
+
+    def difference_of_restored(self, make: Callable[[], Core]) -> str:
+        """Describe a core that behaves differently if a new core has its state. Return "" if there is none.
+
+        All calls that were made in any state are made again. So a new core behaves as the original does whatever
+        follows, as far as the search has gone.
+        """
+        for number, call in self._next:
+            core = make()
+            restore(core, snapshot(self._cores[number]))
+            if difference := self._difference(core, number, call):
+                return difference
+        return ""
+
+    def _difference(self, core: Core, number: int, call: Call) -> str:
+        """Make a call. Describe how what follows differs from what is stored for it in state `number`."""
+        outcome = self._perform(core, call)
+        then, expected = self._next[number, call]
+        state = self._number.get(self._outlook(core))
+        if outcome.requests == expected.requests and state == then:
+            return ""
+        return f"{call} caused {outcome.requests} and state {state}, expected {expected.requests} and state {then}"
 
     def renamed(self, number: int, call: Callable[[Call], Call], known: dict[int, int]) -> int:
         """Repeat the calls that led to state `number`, with each call replaced, and return the new state's number.
