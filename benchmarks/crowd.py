@@ -12,13 +12,16 @@ import random
 import selectors
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack, closing
+from functools import partial
 from itertools import count
 from typing import Any
 
 import msgspec
 
 from paceline.core.heartbeats import Heartbeats
+from paceline.core.host import Host
 from paceline.core.messages import (
     EntryRequested,
     FromCoordinatorToAgent,
@@ -35,9 +38,19 @@ from paceline.core.messages import (
     TakenOut,
 )
 from paceline.core.model_spec import ModelSpec
-from paceline.core.requests import COORDINATOR, Abort, Peer, Request, Send, Timer, server_peer, worker_peer
+from paceline.core.requests import (
+    COORDINATOR,
+    Abort,
+    Peer,
+    Proceed,
+    Request,
+    Timer,
+    server_peer,
+    worker_peer,
+)
 from paceline.core.server import Server
 from paceline.core.worker import Worker
+from paceline.sim.shard_stores import NullStore
 from paceline.sync.schedule import read_schedule
 from paceline.wire.addresses import connect
 from paceline.wire.stream import Stream
@@ -49,6 +62,8 @@ TIMEOUT_S = 60.0
 LOOK_S = 0.1  # time between two checks whether a heartbeat is due
 ASKS_EVERY = 10  # a worker measures the coordinator's response time once in so many iterations
 JITTER = 0.2  # computing times are uniformly distributed within this part around their mean
+
+NO_TENSORS = [NullStore()]  # the store of the only shard
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -122,8 +137,8 @@ class Crowd:
         self._response_s: list[float] = []
         self._taken_out = 0
         self._draws = random.Random(0)
-        # (time, number, what happens then)
-        self._due: list[tuple[float, int, Any]] = []
+        # (time, number, function to call then)
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._stack = ExitStack()
         self._selector = self._stack.enter_context(closing(selectors.DefaultSelector()))
@@ -151,7 +166,7 @@ class Crowd:
                 for worker, incarnation in admitted.workers.items()
             ]
             self._selector.register(agent, selectors.EVENT_READ, machine)
-            self._at(0.0, machine)
+            self._at(0.0, partial(self._look, machine))
             for worker in admitted.workers:
                 self._connect(worker_peer(worker), FromCoordinatorToWorker)
             self.work(0.0)
@@ -166,7 +181,7 @@ class Crowd:
         while True:
             now_s = time.monotonic()
             while self._due and self._due[0][0] <= now_s:
-                self._happen(heapq.heappop(self._due)[2])
+                heapq.heappop(self._due)[2]()
             next_s = min(end_s, self._due[0][0] if self._due else end_s)
             for key, _ in self._selector.select(max(0.0, next_s - time.monotonic())):
                 if isinstance(key.data, int):
@@ -235,17 +250,7 @@ class Crowd:
 
     def _perform(self, sender: Peer, requests: list[Request]) -> None:
         """Carry out the requests of a core, and then deliver the messages to other cores in this process."""
-        for request in requests:
-            match request:
-                case Send(to, message) if to is COORDINATOR:
-                    self._notify(sender, message)
-                case Send(to, message):
-                    self._mail.append((sender, to, message))
-                case Timer(due_ticks):
-                    self._at(due_ticks / 1e9, request)
-                case Abort():
-                    self._waiting[sender.index] = True
-                    self._perform(sender, self._cores[sender.index].pull_again())
+        _LightHost(self, sender).carry_out(requests)
         if not self._delivers:
             self._delivers = True
             while self._mail:
@@ -262,25 +267,27 @@ class Crowd:
         self._notify(worker_peer(worker), Status(core.iteration, None, "computing"))
         factor = self._draws.uniform(1 - JITTER, 1 + JITTER)
         self._began[worker] = number = next(self._numbers)
-        self._at(time.monotonic() + self._place.interval_s * factor, (worker, number))
+        self._at(
+            time.monotonic() + self._place.interval_s * factor, partial(self._end_iteration, worker, number)
+        )
 
-    def _at(self, due_s: float, what: Any) -> None:
-        heapq.heappush(self._due, (due_s, next(self._numbers), what))
+    def _at(self, due_s: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (due_s, next(self._numbers), call))
 
-    def _happen(self, what: Any) -> None:
-        match what:
-            case Timer():
-                self._perform(server_peer(0), self._server.fire(what, time.monotonic_ns()))
-            case (worker, number):
-                if self._began[worker] == number and not self._waiting[worker]:
-                    self._end_iteration(worker)
-            case machine:
-                heartbeat = self._heartbeats[machine].due(self._states[machine], time.monotonic_ns())
-                if heartbeat is not None:
-                    self._agents[machine].send(heartbeat)
-                self._at(time.monotonic() + LOOK_S, machine)
+    def _fire(self, timer: Timer) -> None:
+        self._perform(server_peer(0), self._server.fire(timer, time.monotonic_ns()))
 
-    def _end_iteration(self, worker: int) -> None:
+    def _look(self, machine: int) -> None:
+        """Send a machine's heartbeat if it is due."""
+        heartbeat = self._heartbeats[machine].due(self._states[machine], time.monotonic_ns())
+        if heartbeat is not None:
+            self._agents[machine].send(heartbeat)
+        self._at(time.monotonic() + LOOK_S, partial(self._look, machine))
+
+    def _end_iteration(self, worker: int, number: int) -> None:
+        """Let a worker push, unless the iteration has been aborted meanwhile."""
+        if self._began[worker] != number or self._waiting[worker]:
+            return
         core, peer = self._cores[worker], worker_peer(worker)
         self._iterations[worker] += 1
         self._waiting[worker] = True
@@ -288,3 +295,29 @@ class Crowd:
             self._asked_s[worker] = time.monotonic()
             self._notify(peer, EntryRequested(0))
         self._perform(peer, core.push())
+
+
+class _LightHost(Host):
+    """Carries out the requests of a light worker, or of the server without tensors."""
+
+    def __init__(self, crowd: Crowd, peer: Peer) -> None:
+        self._crowd = crowd
+        self._peer = peer
+        self.stores = NO_TENSORS
+
+    def send(self, to: Peer, message: Message) -> None:
+        if to is COORDINATOR:
+            self._crowd._notify(self._peer, message)
+        else:
+            self._crowd._mail.append((self._peer, to, message))
+
+    def set_timer(self, timer: Timer) -> None:
+        self._crowd._at(timer.due_ticks / 1e9, partial(self._crowd._fire, timer))
+
+    def proceed(self, request: Proceed) -> None:
+        """Do nothing: `Crowd._deliver` sees that the worker no longer waits."""
+
+    def abort(self, request: Abort) -> None:
+        worker = self._peer.index
+        self._crowd._waiting[worker] = True
+        self._crowd._perform(self._peer, self._crowd._cores[worker].pull_again())

@@ -71,7 +71,8 @@ def test_the_final_weights_contain_what_the_departures_cause(order: tuple[str, .
     for what in order:
         done += DEPARTURES[what](server)
         server.validate()
-        if any(isinstance(r, Send) and isinstance(r.message, PushesReported) for r in done):
+        reported = any(isinstance(r, Send) and isinstance(r.message, PushesReported) for r in done)
+        if reported:
             done += server.handle(COORDINATOR, LossSettled(0, 0, 0), 0)
     done = [
         r for r in done if isinstance(r, Apply) or (isinstance(r, Send) and isinstance(r.message, Snapshot))

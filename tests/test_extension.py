@@ -22,10 +22,11 @@ import pytest
 from paceline.core import messages
 from paceline.core.coordinator import Coordinator
 from paceline.core.extension import Extension
+from paceline.core.host import Host
 from paceline.core.layout import Layout, Parameter
 from paceline.core.messages import Answer, ExtensionReady, Message, Ready, Status
 from paceline.core.model_spec import BufferSpec, ModelSpec, OptimizerSpec, require_extension
-from paceline.core.requests import COORDINATOR, Proceed, Request, Send, server_peer, worker_peer
+from paceline.core.requests import COORDINATOR, Peer, Proceed, Request, Send, server_peer, worker_peer
 from paceline.core.server import Server
 from paceline.core.worker import Worker
 from paceline.errors import ProtocolError
@@ -227,13 +228,7 @@ class Job:
         self._send_all(("server", server), core.connected(worker, 0, number))
 
     def _send_all(self, sender: Any, requests: list[Request]) -> None:
-        for request in requests:
-            if isinstance(request, Proceed):
-                continue
-            assert isinstance(request, Send), request
-            to, message = request.to, request.message
-            receiver = {"worker": to.index, "server": ("server", to.index)}.get(to.role, "coordinator")
-            self.queues.setdefault((sender, receiver), []).append(message)
+        _QueueingHost(self, sender).carry_out(requests)
 
     # -- states -------------------------------------------------------------------------------------------
 
@@ -280,6 +275,21 @@ class Job:
             assert self.workers[worker].waiting_for == "", f"worker {worker} waits forever"
             for server in range(SERVERS):
                 assert self.connections[worker, server] == self.extensions
+
+
+class _QueueingHost(Host):
+    """Puts the messages that a core sends into the queues of a job."""
+
+    def __init__(self, job: Job, sender: Any) -> None:
+        self._job = job
+        self._sender = sender
+
+    def send(self, to: Peer, message: Message) -> None:
+        receiver = {"worker": to.index, "server": ("server", to.index)}.get(to.role, "coordinator")
+        self._job.queues.setdefault((self._sender, receiver), []).append(message)
+
+    def proceed(self, request: Proceed) -> None:
+        """Do nothing: the job reads the state of the core instead."""
 
 
 def _short(message: Message | int) -> object:

@@ -33,6 +33,7 @@ from torch import nn
 
 from paceline import DistributedOptimizer, worker_index
 from paceline.core import worker as core
+from paceline.core.host import Host
 from paceline.core.layout import Layout, Parameter, ShardSlice
 from paceline.core.lease import Order
 from paceline.core.messages import (
@@ -93,7 +94,7 @@ from paceline.core.messages import (
     WorkerLost,
 )
 from paceline.core.model_spec import BufferSpec, FrozenSpec, ModelSpec, OptimizerSpec
-from paceline.core.requests import COORDINATOR, Request, Send
+from paceline.core.requests import COORDINATOR, Abort, Peer, Proceed, Request
 from paceline.errors import PacelineError, PeerLostError, ProtocolError
 from paceline.frontend.session import current
 from paceline.runtime import spin
@@ -308,7 +309,7 @@ def extended(model: ModelSpec) -> ModelSpec:
     return ModelSpec(Layout.of([*PARAMETERS, *added]), first, model.buffers, (further,), model.frozen)
 
 
-class Puppet:
+class Puppet(Host):
     """A worker of few words: what a session does, without waiting for anything."""
 
     def __init__(self, bench: Bench, index: int) -> None:
@@ -324,6 +325,7 @@ class Puppet:
         self.shards: tuple[ShardSlice, ...] = ()
         self.region: Region | None = None
         self.completed = 0  # iterations, as `step` has said
+        self.payloads: dict[int, list[memoryview]] | None = None  # of the messages that are being sent
         self.coordinator.send(Hello(job.token, "worker", index))
         self.perform(self.core.register(bench.model))
 
@@ -343,14 +345,21 @@ class Puppet:
         self, requests: Sequence[Request], payloads: dict[int, list[memoryview]] | None = None
     ) -> None:
         """Send what the core asks for; `payloads` are those of commits and first weights, by shard."""
-        for request in requests:
-            if isinstance(request, Send):
-                message: Any = request.message
-                if request.to is COORDINATOR:
-                    self.coordinator.send(message)
-                else:
-                    payload = payloads[message.shard] if payloads is not None else []
-                    self.server_of(message.shard).send(message, payload)
+        self.payloads = payloads
+        self.carry_out(requests)
+
+    def send(self, to: Peer, message: Any) -> None:
+        if to is COORDINATOR:
+            self.coordinator.send(message)
+        else:
+            payload = self.payloads[message.shard] if self.payloads is not None else []
+            self.server_of(message.shard).send(message, payload)
+
+    def proceed(self, request: Proceed) -> None:
+        """Do nothing: `idle` says that the worker may go on."""
+
+    def abort(self, request: Abort) -> None:
+        """Do nothing: the worker of this test finishes what it has begun."""
 
     def sink(self, message: Message, size_bytes: int) -> list[memoryview]:
         return [memoryview(bytearray(size_bytes))]
@@ -471,7 +480,7 @@ class Bench:
         for server in self.servers:
             server._hub.poll(0.0)
             for timer in server._timers.take_due(now_ticks):
-                server._perform(server._core.fire(timer, now_ticks))
+                server.carry_out(server._core.fire(timer, now_ticks))
             assert server._running, "a peer has ended a server"
         assert not coordinator._stopping
 

@@ -1,15 +1,20 @@
-"""The protocol is written once: these files construct the cores, and no others."""
+"""The protocol is written once: few files construct the cores, and only one tells the kinds of requests apart."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import paceline
+from paceline.core.host import METHODS
+from paceline.core.requests import Request, Send
 
 ROOT = Path(paceline.__file__).parent
+CHECKOUT = ROOT.parents[1]
 
 # Class -> the module that defines it, and the files that construct it.
 CORES = {
@@ -66,3 +71,80 @@ def test_only_these_files_construct(name: str) -> None:
     found = {str(file.relative_to(ROOT)) for file in files if constructs(file, module, name)}
     by_hand = BY_HAND if module == "sync.events" or name in ("ShardSync", "JobSync") else set()
     assert found - by_hand == expected
+
+
+# -- requests ---------------------------------------------------------------------------------------------
+
+REQUESTS = {kind.__name__ for kind in get_args(Request)}
+
+ALLOWED = {
+    "src/paceline": {"core/host.py", "core/clipped_means.py", "testing/states.py"},
+    "tests": {"test_clocks_apart.py", "sync/test_exhaustive_search.py"},
+    "benchmarks": set[str](),
+}
+"""Folder -> the host, and files that carry out no request.
+
+`core/clipped_means.py` holds back some requests of a shard. `testing/states.py` renames the worker of a timer. The
+tests replace timers and messages that a core has requested, before its host carries them out.
+"""
+
+
+def dispatches(source: str) -> Iterator[int]:
+    """Yield the lines of a file that branch on the kind of a request: in a `match`, an `if` or a `while`.
+
+    An assertion, or the condition of a comprehension, only looks at the requests of a core.
+    """
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.MatchClass(cls=kind) if names(kind) & REQUESTS:
+                yield node.lineno
+            case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test):
+                yield from (node.lineno for each in ast.walk(test) if asks_for_kind(each))
+
+
+def asks_for_kind(node: ast.AST) -> bool:
+    """True for `isinstance(request, Send)`, `type(request) is Send`, and the like."""
+    match node:
+        case ast.Call(func=ast.Name("isinstance"), args=[_, kinds]):
+            return bool(names(kinds) & REQUESTS)
+        case ast.Compare(left=ast.Call(func=ast.Name("type")), comparators=kinds):
+            return any(names(kind) & REQUESTS for kind in kinds)
+        case _:
+            return False
+
+
+def names(node: ast.AST) -> set[str]:
+    """Return the last part of every name in an expression."""
+    found = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return found | {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+
+
+@pytest.mark.parametrize("folder", ALLOWED)
+def test_requests_are_told_apart_in_one_file(folder: str) -> None:
+    root = CHECKOUT / folder
+    found = {
+        str(file.relative_to(root)): line
+        for file in root.rglob("*.py")
+        for line in dispatches(file.read_text())
+    }
+    assert found.keys() == ALLOWED[folder], found
+
+
+@pytest.mark.parametrize(
+    "branch",
+    [
+        "match request:\n    case Send(to, Answer()):\n        pass",
+        "match request:\n    case requests.Timer():\n        pass",
+        "if isinstance(request, Send):\n    pass",
+        "if type(request) is Apply and live:\n    pass",
+        "if done:\n    pass\nelif type(request) in (Discard, Preserve):\n    pass",
+        "x = 1 if isinstance(request, requests.Measure | requests.Apply) else 2",
+    ],
+)
+def test_a_branch_on_the_kind_of_a_request_is_found(branch: str) -> None:
+    assert list(dispatches(branch))
+    assert not list(dispatches("assert isinstance(request, Send)\n[r for r in rs if isinstance(r, Apply)]"))
+
+
+def test_every_kind_of_request_has_a_method() -> None:
+    assert METHODS.keys() | {Send} == set(get_args(Request))

@@ -11,10 +11,11 @@ import pytest
 import paceline.sim.job
 from paceline.core import messages
 from paceline.core.coordinator import Coordinator
+from paceline.core.host import Host
 from paceline.core.layout import Layout, Parameter
 from paceline.core.messages import Message, Register, Started
 from paceline.core.model_spec import ModelSpec, OptimizerSpec
-from paceline.core.requests import COORDINATOR, Peer, Request, Send, server_peer, worker_peer
+from paceline.core.requests import COORDINATOR, Fail, Peer, Request, Timer, server_peer, worker_peer
 from paceline.core.server import Server
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.sim import Cluster, LogNormal, Presence, simulate
@@ -159,19 +160,34 @@ class Cores:
             self.perform(server_peer(index), self.servers[index].disconnected(worker, 0))
 
     def perform(self, sender: Peer, requests: list[Request]) -> None:
-        for request in requests:
-            if isinstance(request, Send) and request.to.role == "worker":
-                worker = request.to.index
-                incarnation = self.coordinator.members.incarnation(worker)
-                self.post(sender, (worker, incarnation), request.message)
-            elif isinstance(request, Send):
-                self.post(sender, request.to, request.message)
+        _PostingHost(self, sender).carry_out(requests)
 
     def validate(self) -> None:
         self.coordinator.validate()
         for server in self.servers:
             if server.shards:
                 server.validate()
+
+
+class _PostingHost(Host):
+    """Posts the messages that a core sends. No worker pushes, so servers request nothing else."""
+
+    def __init__(self, cores: Cores, sender: Peer) -> None:
+        self._cores = cores
+        self._sender = sender
+
+    def send(self, to: Peer, message: Message) -> None:
+        if to.role == "worker":
+            incarnation = self._cores.coordinator.members.incarnation(to.index)
+            self._cores.post(self._sender, (to.index, incarnation), message)
+        else:
+            self._cores.post(self._sender, to, message)
+
+    def set_timer(self, timer: Timer) -> None:
+        """Do nothing: no time passes."""
+
+    def end_run(self, failure: Fail) -> None:
+        """Do nothing: no worker reports that it has the weights, so the loss of the initializer ends the run."""
 
 
 @pytest.mark.parametrize("sync", ["bsp", "asp", "elastic-bsp:lookahead=5", *thorough("ssp:staleness=2")])

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
+from paceline.core.host import Host
 from paceline.core.layout import Layout, Parameter
 from paceline.core.messages import Answer
 from paceline.core.model_spec import HyperParameters, OptimizerSpec
-from paceline.core.requests import Apply, Discard, Preserve, Send
+from paceline.core.requests import Peer
 from paceline.core.shard import Shard
 from paceline.errors import InvalidEventError, ProtocolError
 from paceline.shard.optimizers import ELEMENTWISE, read_groups, require_elementwise
@@ -72,6 +74,20 @@ def gradients(seed: int, dtype: torch.dtype = torch.float64) -> list[torch.Tenso
     return [torch.randn(shape, generator=generator, dtype=dtype) for shape in SHAPES]
 
 
+class _ShardHost(Host):
+    """Carries out the requests of one shard, and notes its answers."""
+
+    def __init__(self, index: int, stores: Sequence[Store], answers: list[tuple[int, int, int, int]]) -> None:
+        self.stores = stores
+        self._index = index
+        self._answers = answers
+
+    def _answer(self, to: Peer, answer: Answer) -> None:
+        self._answers.append((self._index, to.index, answer.iteration, answer.version))
+
+    senders: ClassVar = {Answer: _answer}
+
+
 class Job:
     """Some shards that hold one model, and the host that tells them the same things.
 
@@ -129,18 +145,7 @@ class Job:
             push = pushes[index] if pushes is not None else None
             if push is not None and isinstance(event, PushReceived):
                 store.put(event.worker, event.iteration, push)
-            for request in requests:
-                match request:
-                    case Apply(_, applied, scales):
-                        store.apply(applied, scales)
-                    case Discard(_, worker, iteration):
-                        store.discard(worker, iteration)
-                    case Preserve(_, worker, iteration):
-                        store.preserve(worker, iteration)
-                    case Send(to, Answer() as answer):
-                        self.answers.append((index, to.index, answer.iteration, answer.version))
-                    case _:
-                        raise AssertionError(f"unexpected {request}")
+            _ShardHost(index, self.stores, self.answers).carry_out(requests)
 
     def push(
         self,

@@ -10,9 +10,9 @@ from statistics import median
 
 import torch
 
+from paceline.core.host import Host
 from paceline.core.layout import Layout, Parameter
 from paceline.core.model_spec import OptimizerSpec
-from paceline.core.requests import Apply
 from paceline.core.shard import Shard
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.frontend.session import set_sync, worker_index
@@ -110,6 +110,13 @@ def launch_paceline(turn: Turn, out: Path) -> None:
     )
 
 
+class _StoreHost(Host):
+    """Carries out the requests of a shard whose pulls need no answer."""
+
+    def __init__(self, store: Store) -> None:
+        self.stores = [store]
+
+
 def _update(turn: Turn, index: int, out: Path) -> Figures:
     """Measure the system `optimizer`: a shard with one worker under ASP, so that each push is one update."""
     assert turn.optimizer is not None
@@ -126,13 +133,13 @@ def _update(turn: Turn, index: int, out: Path) -> Figures:
     shard.handle(WorkerJoined(now_ticks=0, worker=0))
     push = Push({"float32": torch.ones(size)}, bytes([1] * len(parts)), groups)
 
+    host = _StoreHost(store)
+
     def update() -> None:
         iteration = shard.version
         requests = shard.handle(PushReceived(now_ticks=0, worker=0, iteration=iteration))
         store.put(0, iteration, push)
-        for request in requests:
-            if isinstance(request, Apply):
-                store.apply(request.pushes, request.scales)
+        host.carry_out(requests)
         shard.handle(PullRequested(now_ticks=0, worker=0, iteration=iteration))
 
     updates_s = times_s(update, turn.iterations)

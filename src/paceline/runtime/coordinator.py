@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -24,6 +24,7 @@ from ..core import coordinator as core
 from ..core.auto import Prospect, Situation
 from ..core.guard import Guard
 from ..core.heartbeats import answer
+from ..core.host import Host
 from ..core.job_progress import ProgressMeter
 from ..core.job_status import LOCAL, JobStatus, Observed, StateTimes, held_state, job_status, worker_state
 from ..core.liveness import Verdict
@@ -65,7 +66,6 @@ from ..core.requests import (
     Peer,
     Rehearse,
     Request,
-    Send,
     TakeOut,
     Timer,
     Warn,
@@ -119,7 +119,7 @@ def machine_of(agent: Caller) -> int:
     return agent.index + 1
 
 
-class CoordinatorHost:
+class CoordinatorHost(Host):
     """The coordinator of one run: starts training, tracks the workers and servers, and ends the run.
 
     Args:
@@ -216,6 +216,7 @@ class CoordinatorHost:
         self._timers: Timers[Timer] = Timers()
         self._master: Region | None = None  # shared memory in which the servers update the weights
         self._new_master: Region | None = None  # the same until it has been passed to all processes
+        self._passed = False  # True while the requests are carried out that pass it to the workers
         # the traces of servers on other machines
         self._traces = TraceFiles(
             Path(job.run_dir), self.core.placement, lambda text: self.core.faults.append(text)
@@ -831,39 +832,12 @@ class CoordinatorHost:
     # -- requests of the core -----------------------------------------------------------------------------
 
     def _perform(self, requests: Sequence[Request]) -> None:
-        passed = False
-        for request in requests:
-            match request:
-                case Send(to, CreateShards() | ExtendShards() as message):
-                    if self._new_master is None and self.job.transport == "shm":
-                        self._new_master = Region.create(message.model.layout, MASTER, shared=True)
-                    self._send(to, message, self._descriptors)
-                case Send(to, Started() | ModelExtended() as message):
-                    passed = True
-                    self._send(to, message, self._descriptors if to.role == "worker" else ())
-                case Send(to, message):
-                    self._send(to, message)
-                case Timer():
-                    self._timers.set(request.due_ticks, request)
-                case Rehearse(situation):
-                    if self._rehearse is not None:
-                        self._rehearse(situation, self._take_prospects)
-                case Warn(text):
-                    log.error("%s", text)
-                case TakeOut(worker, reason):
-                    incarnation = self.core.members.incarnation(worker)
-                    agents = self._machines.agents_of("worker", worker)
-                    hosts = [each for each in agents if self._machines.workers[each][worker] == incarnation]
-                    agent = self._member("agent", hosts[0]) if hosts else None
-                    self._take_out_worker(worker, reason, agent, for_good=True)
-                case Fail(where, reason, traceback):
-                    self.fail(RunFailedError(where, reason, traceback))
-                case _:
-                    raise InternalError(f"a coordinator cannot carry out {request}")
-        if passed and self._new_master is not None:
+        self.carry_out(requests)
+        if self._passed and self._new_master is not None:
             # The descriptor has already been sent to every peer, so this process need not keep it open.
             self._new_master.close()
             self._master, self._new_master = self._new_master, None
+        self._passed = False
         if self.core.everybody_left:
             self.over.set()
         if self._main != self.core.main.worker:
@@ -871,22 +845,64 @@ class CoordinatorHost:
             for agent in self._of_role("agent"):
                 self._hub.send(agent, MainChosen(self._main))
 
+    def send(self, to: Peer, message: Message) -> None:
+        """Send a message to a worker or server if it is connected."""
+        if (member := self._member(to.role, to.index)) is not None:
+            self._hub.send(member, message)
+
+    def _share(self, to: Peer, message: CreateShards | ExtendShards) -> None:
+        """Send a server the new model, with the shared memory for its weights."""
+        if self._new_master is None and self.job.transport == "shm":
+            self._new_master = Region.create(message.model.layout, MASTER, shared=True)
+        self._send_descriptor(to, message)
+
+    def _pass(self, to: Peer, message: Started | ModelExtended) -> None:
+        """Tell a server or a worker that the new model is in force. A worker also receives the shared memory."""
+        self._passed = True
+        if to.role == "worker":
+            self._send_descriptor(to, message)
+        else:
+            self.send(to, message)
+
+    def _send_descriptor(self, to: Peer, message: Message) -> None:
+        """Send a message with the file descriptor of the new shared memory for the weights, if there is any."""
+        descriptor = self._new_master.descriptor if self._new_master is not None else None
+        if descriptor is None:
+            self.send(to, message)
+        elif (member := self._member(to.role, to.index)) is not None:
+            self._hub.drain(member, DRAIN_SILENCE_S)  # a descriptor cannot be queued
+            self._hub.send(member, message, descriptors=[descriptor])
+
+    senders: ClassVar = {
+        CreateShards: _share,
+        ExtendShards: _share,
+        Started: _pass,
+        ModelExtended: _pass,
+    }
+
+    def set_timer(self, timer: Timer) -> None:
+        self._timers.set(timer.due_ticks, timer)
+
+    def rehearse(self, request: Rehearse) -> None:
+        if self._rehearse is not None:
+            self._rehearse(request.situation, self._take_prospects)
+
+    def warn(self, warning: Warn) -> None:
+        log.error("%s", warning.words)
+
+    def take_out(self, request: TakeOut) -> None:
+        worker, incarnation = request.worker, self.core.members.incarnation(request.worker)
+        agents = self._machines.agents_of("worker", worker)
+        hosts = [each for each in agents if self._machines.workers[each][worker] == incarnation]
+        agent = self._member("agent", hosts[0]) if hosts else None
+        self._take_out_worker(worker, request.reason, agent, for_good=True)
+
+    def end_run(self, failure: Fail) -> None:
+        self.fail(RunFailedError(failure.where, failure.reason, failure.traceback))
+
     def _take_prospects(self, prospects: Sequence[Prospect]) -> None:
         """Take the results of a simulation, which another thread has received."""
         self._call(lambda: self._perform(self.core.rehearsed(prospects, self.job.now_ticks())))
-
-    def _send(self, to: Peer, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Send a message to a worker or server if it is connected."""
-        if (member := self._member(to.role, to.index)) is not None:
-            if descriptors:  # they cannot be queued
-                self._hub.drain(member, DRAIN_SILENCE_S)
-            self._hub.send(member, message, descriptors=descriptors)
-
-    @property
-    def _descriptors(self) -> list[int]:
-        """A list with the file descriptor of the new shared memory for the weights; [] if there is none."""
-        descriptor = self._new_master.descriptor if self._new_master is not None else None
-        return [] if descriptor is None else [descriptor]
 
     def _shortage(self, model: ModelSpec, workers: int) -> str:
         """Return an error message if this machine has too little memory for all processes of the run, else ""."""

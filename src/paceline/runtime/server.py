@@ -13,12 +13,13 @@ import socket
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, ClassVar, NamedTuple, cast
 
 import msgspec
 import torch
 
 from ..core import server as core
+from ..core.host import Host
 from ..core.layout import Layout, ShardSlice, of_set
 from ..core.messages import (
     Answer,
@@ -66,22 +67,10 @@ from ..core.messages import (
     WorkerLost,
 )
 from ..core.model_spec import ModelSpec
-from ..core.requests import (
-    COORDINATOR,
-    Apply,
-    Discard,
-    Measure,
-    Overwrite,
-    Preserve,
-    Request,
-    Send,
-    Timer,
-    worker_peer,
-)
+from ..core.requests import COORDINATOR, Peer, Timer, worker_peer
 from ..core.rounded_messages import rounds_answer, rounds_push
 from ..errors import (
     ConfigurationError,
-    InternalError,
     PacelineError,
     ProtocolError,
     UserCodeError,
@@ -160,7 +149,7 @@ class ServerCaller(Caller):
         return "the coordinator" if self.role == "coordinator" else super().__str__()
 
 
-class ServerHost:
+class ServerHost(Host):
     """One server process, which stores shards of the model, applies pushes to them and answers pulls.
 
     Args:
@@ -241,7 +230,7 @@ class ServerHost:
                 if now_ticks >= self._tend_ticks:
                     self._tend_traces(now_ticks)
                 for timer in self._timers.take_due(now_ticks):
-                    self._perform(self._core.fire(timer, self._job.now_ticks()))
+                    self.carry_out(self._core.fire(timer, self._job.now_ticks()))
             if self._told_to_end and self._machine is not msgspec.UNSET:
                 self._send_traces()
         except BaseException as error:
@@ -295,7 +284,7 @@ class ServerHost:
             hello.incarnation,
             reads_in_place=in_place,
         )
-        self._perform(connected)
+        self.carry_out(connected)
         self._pass_on_frozen()
 
     def received(self, peer: ServerCaller, message: Message) -> None:
@@ -392,7 +381,7 @@ class ServerHost:
                 self._carried[peer.index] = traffic
             self._frozen.gone(peer.index)
             self._pass_on_frozen()
-            self._perform(self._core.disconnected(peer.index, self._job.now_ticks()))
+            self.carry_out(self._core.disconnected(peer.index, self._job.now_ticks()))
 
     # -- messages -----------------------------------------------------------------------------------------
 
@@ -405,6 +394,7 @@ class ServerHost:
                 self._memory = ServerMemory(
                     model, shards, self._job.servers, master, self._keep, self._job.wire
                 )
+                self.stores = self._memory.stores
                 self._pass_on(self._coordinator, message)
             case ExtendShards(model, shards):
                 _load_classes(model)
@@ -467,7 +457,7 @@ class ServerHost:
     def _pass_on(self, peer: ServerCaller, message: Message) -> None:
         """Pass a message to the core and perform the core's requests."""
         sender = COORDINATOR if peer is self._coordinator else worker_peer(peer.index)
-        self._perform(self._core.handle(sender, message, self._job.now_ticks()))
+        self.carry_out(self._core.handle(sender, message, self._job.now_ticks()))
 
     def _commit(self, peer: ServerCaller, commit: Commit, memory: ServerMemory) -> None:
         inbox, gradient = peer.inboxes[commit.shard]
@@ -477,40 +467,22 @@ class ServerHost:
         peer.pulls[commit.shard] = Pull(commit.set_index, rounds_answer(self._job.wire, commit))
         requests = self._core.handle(worker_peer(peer.index), commit, self._job.now_ticks())
         memory.keep(peer.index, commit, push, peer.payload)
-        self._perform(requests)
+        self.carry_out(requests)
 
     # -- requests of the core -----------------------------------------------------------------------------
 
-    def _perform(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            match request:
-                case Send(_, Answer() as answer):
-                    self._answer(request.to.index, answer)
-                case Send(_, Snapshot(shard)):
-                    self._send_snapshot(self._coordinator, shard)
-                case Send(to, message):
-                    peer = self._coordinator if to == COORDINATOR else self._workers.get(to.index)
-                    if peer is not None:
-                        self._hub.send(peer, message)
-                case Apply(shard, pushes, scales, standing):
-                    self._require_memory().stores[shard].apply(pushes, scales, standing)
-                case Measure(shard, pushes, scales):
-                    square = self._require_memory().stores[shard].squared_norm(pushes, scales)
-                    self._perform([request.report(square)])
-                case Overwrite(shard, worker, iteration, number):
-                    self._require_memory().stores[shard].overwrite(worker, iteration, number)
-                case Discard(shard, worker, iteration):
-                    self._require_memory().stores[shard].discard(worker, iteration)
-                case Preserve(shard, worker, iteration):
-                    self._require_memory().stores[shard].preserve(worker, iteration)
-                case Timer():
-                    self._timers.set(request.due_ticks, request)
-                case _:
-                    raise InternalError(f"a server cannot carry out {request}")
+    def send(self, to: Peer, message: Message) -> None:
+        """Send a message to the coordinator, or to a worker if it is connected."""
+        peer = self._coordinator if to is COORDINATOR else self._workers.get(to.index)
+        if peer is not None:
+            self._hub.send(peer, message)
 
-    def _answer(self, worker: int, answer: Answer) -> None:
+    def set_timer(self, timer: Timer) -> None:
+        self._timers.set(timer.due_ticks, timer)
+
+    def _answer(self, to: Peer, answer: Answer) -> None:
         """Send the current weights of a shard to a worker."""
-        peer = self._workers.get(worker)
+        peer = self._workers.get(to.index)
         if peer is None:
             return  # the worker's connection has ended
         payload: Sequence[memoryview] = ()
@@ -528,6 +500,12 @@ class ServerHost:
                 for vector in pulled:
                     inbox.weights[vector][:] = memory.weights[answer.shard][vector]
         self._hub.send(peer, answer, payload, lent=answer.shard)
+
+    def _send_to_coordinator(self, to: Peer, message: Snapshot) -> None:
+        """Send the coordinator the current weights of a shard."""
+        self._send_snapshot(self._coordinator, message.shard)
+
+    senders: ClassVar = {Answer: _answer, Snapshot: _send_to_coordinator}
 
     def _keep(self, shard: int) -> None:
         """Copy the queued parts of a shard's weights, because the weights are about to change."""

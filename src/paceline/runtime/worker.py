@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeVar, cast
 
 import msgspec
 import safetensors.torch
@@ -30,12 +30,14 @@ import torch
 
 from ..core import worker as core
 from ..core.data_feed import DataFeed
+from ..core.host import Host
 from ..core.layout import Range, ShardSlice, of_set
 from ..core.messages import (
     MOST_LABEL,
     Answer,
     Bell,
     Combined,
+    Commit,
     Content,
     Failed,
     FetchBuffers,
@@ -64,7 +66,7 @@ from ..core.messages import (
     Warned,
 )
 from ..core.model_spec import BufferSpec, FrozenSpec, ModelSpec
-from ..core.requests import COORDINATOR, Request, Send
+from ..core.requests import COORDINATOR, Abort, Peer, Proceed, Request
 from ..core.time_spent import Activity, Stopwatch
 from ..core.unsent_metrics import Noted, Settled
 from ..core.wire_format import Format
@@ -194,6 +196,7 @@ class WorkerSession:
             servers=job.servers,
             overlap=job.overlap == "shards",
         )
+        self._host = _WorkerHost(self)
         # The times at which the current iteration was aborted and restarted; None if it was not aborted.
         self._restarted: tuple[float, float] | None = None
         self._stopwatch = Stopwatch(job.now_ticks())  # measures what this worker spends its time on
@@ -974,11 +977,7 @@ class WorkerSession:
         if self._log is not None:
             self._log.flush()
         spent = self._stopwatch.read(self._job.now_ticks())
-        for request in self._core.finish(early=self.asked_to_leave, spent=spent):
-            if isinstance(request, Send) and (stream := self._stream_to(request)) is not None:
-                with contextlib.suppress(PeerLostError, DeadlineError):  # a lost peer need not be notified
-                    stream.send(request.message)
-                    stream.drain()
+        _LeavingHost(self).carry_out(self._core.finish(early=self.asked_to_leave, spent=spent))
 
     # -- called by the process that runs the script -------------------------------------------------------
 
@@ -1030,27 +1029,16 @@ class WorkerSession:
     def _perform(
         self, requests: Iterable[Request], payloads: Mapping[int, Sequence[memoryview]] | None = None
     ) -> None:
-        """Send the messages that the core requests. `payloads` maps each shard to the payload of its message.
+        """Carry out requests of the core. `payloads` maps each shard to the payload of its commit."""
+        if payloads is not None:
+            self._host.payloads = payloads
+        self._host.carry_out(requests)
 
-        `Proceed` and `Abort` are ignored, because the session reads the state of the core instead.
-        """
-        for request in requests:
-            if type(request) is Send:
-                message = request.message
-                if request.to is COORDINATOR:
-                    self._send(self._coordinator, message)
-                elif type(message) is InitialWeights:
-                    self._send_initial(message)
-                else:
-                    self.before_exchange()
-                    payload = payloads[message.shard] if payloads is not None else ()  # type: ignore[attr-defined]
-                    self._send(self._servers[request.to.index], message, payload)
-
-    def _stream_to(self, request: Send) -> Stream[Any] | None:
-        """Return the connection on which a message is sent; None if there is no connection to the server yet."""
-        if request.to is COORDINATOR:
+    def _stream_to(self, to: Peer) -> Stream[Any] | None:
+        """Return the connection to the coordinator or to a server; None if there is none to the server yet."""
+        if to is COORDINATOR:
             return self._coordinator
-        return self._servers[request.to.index] if self._servers else None
+        return self._servers[to.index] if self._servers else None
 
     def _await_answers(self) -> None:
         """Wait until every shard has answered."""
@@ -1267,3 +1255,52 @@ class WorkerSession:
             self._guessed,
         )
         self._send(self._coordinator, status)
+
+
+class _WorkerHost(Host):
+    """Carries out the requests of a live worker's core.
+
+    Attributes:
+        payloads: shard -> payload of the push that is being committed.
+    """
+
+    def __init__(self, session: WorkerSession) -> None:
+        self._session = session
+        self.payloads: Mapping[int, Sequence[memoryview]] = {}
+
+    def send(self, to: Peer, message: Message) -> None:
+        session = self._session
+        if to is COORDINATOR:
+            session._send(session._coordinator, message)
+        else:
+            session.before_exchange()
+            session._send(session._servers[to.index], message)
+
+    def _commit(self, to: Peer, commit: Commit) -> None:
+        session = self._session
+        session.before_exchange()
+        session._send(session._servers[to.index], commit, self.payloads[commit.shard])
+
+    def _initialize(self, to: Peer, message: InitialWeights) -> None:
+        self._session._send_initial(message)
+
+    senders: ClassVar = {Commit: _commit, InitialWeights: _initialize}
+
+    def proceed(self, request: Proceed) -> None:
+        """Do nothing: the session reads the state of the core instead."""
+
+    def abort(self, request: Abort) -> None:
+        """Do nothing: the session reads the state of the core instead."""
+
+
+class _LeavingHost(Host):
+    """Sends the last messages of a worker, to those who still receive them."""
+
+    def __init__(self, session: WorkerSession) -> None:
+        self._session = session
+
+    def send(self, to: Peer, message: Message) -> None:
+        if (stream := self._session._stream_to(to)) is not None:
+            with contextlib.suppress(PeerLostError, DeadlineError):  # a lost peer need not be notified
+                stream.send(message)
+                stream.drain()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -18,6 +18,7 @@ from ..core.auto import Planner
 from ..core.coordinator import Coordinator
 from ..core.guard import Guard
 from ..core.history import LOSS
+from ..core.host import Host, ShardStore
 from ..core.messages import (
     Answer,
     Combined,
@@ -37,13 +38,8 @@ from ..core.model_spec import ModelSpec
 from ..core.requests import (
     COORDINATOR,
     Abort,
-    Apply,
-    Discard,
     Fail,
-    Measure,
-    Overwrite,
     Peer,
-    Preserve,
     Proceed,
     Rehearse,
     Request,
@@ -61,7 +57,7 @@ from ..core.time_spent import Activity, Stopwatch
 from ..core.unsent_metrics import Settled
 from ..core.wire_format import EXACT, WireFormat
 from ..core.worker import Worker
-from ..errors import InternalError, RunFailedError
+from ..errors import RunFailedError
 from ..sync import SyncModel
 from ..sync.arithmetic import log as ln
 from ..sync.draws import uniform
@@ -74,7 +70,6 @@ from .kernel import STILL, TIMER, Kernel
 from .machines import Presence
 from .network import Connection, NetworkInterface
 from .recording import Recorders
-from .shard_stores import ShardStore
 from .times import Constant, Distribution
 from .virtual_worker import VirtualWorker
 
@@ -88,6 +83,9 @@ HEADER_BYTES = 64  # size of the header of each message, approximately as in a l
 
 KINDS = ("push", "pull", "pull again", "control")
 """Kinds of messages. "pull again" carries new weights after an abort; "control" carries no weights or gradients."""
+
+AT_ONCE = {Started, Answer, DataGranted, LoopEntered, Combined}
+"""Messages that a worker can receive before its first weights have arrived."""
 
 COMPUTING, TO_SERVER, FROM_SERVER, ABSENCES = range(4)
 """Purposes of a worker's random draws. The key of each draw begins with (seed, worker, purpose)."""
@@ -161,7 +159,6 @@ class VirtualJob:
         self._planner = planner
         self._schedule = schedule
         self._shards = shards
-        self._stores: Sequence[ShardStore] = ()  # set by `run`
         self._wire = wire
         self._shard_bytes: Sequence[int] = ()
         self._rounded_bytes: Sequence[int] = ()
@@ -177,6 +174,9 @@ class VirtualJob:
             )
             for _ in range(cluster.servers)
         ]
+        self._server_hosts = [_ServerHost(self, index) for index in range(cluster.servers)]
+        self._worker_hosts = [_WorkerHost(self, worker) for worker in range(cluster.workers)]
+        self._coordinator_host = _CoordinatorHost(self)
         placement = self.coordinator.placement
         # The servers of one process share its connection to the network.
         interface_of = {
@@ -225,7 +225,9 @@ class VirtualJob:
         Raises:
             RunFailedError: all workers wait for pulls that will never be answered, or the workers' models differ.
         """
-        self._driver, self._stores = driver, stores
+        self._driver = driver
+        for host in self._server_hosts:
+            host.stores = stores
         self._shard_bytes, self._rounded_bytes = shard_bytes, rounded_bytes
         for worker in range(len(self.workers)):
             if worker not in self._first:
@@ -343,7 +345,7 @@ class VirtualJob:
             self._record(state, logged.earlier_loss)
         for request in state.core.log(logged.noted, self.kernel.now_s, ended=ended):
             assert type(request) is Send
-            self._from_coordinator(
+            self._coordinator_host.carry_out(
                 self.coordinator.handle(state.peer, request.message, self.kernel.now_ticks)
             )
 
@@ -468,7 +470,7 @@ class VirtualJob:
         state.dropped_s = state.restarted = None
         state.refreshing = state.standing_in = False
         self._plan_absence(worker)
-        self._from_coordinator(self.coordinator.admit(worker, self.kernel.now_ticks))
+        self._coordinator_host.carry_out(self.coordinator.admit(worker, self.kernel.now_ticks))
 
     def _start(self, worker: int) -> None:
         """Let a worker that joins a run in progress connect to the servers, which send it their weights."""
@@ -476,7 +478,7 @@ class VirtualJob:
             core = self.workers[worker].core
             incarnation = self.coordinator.members.incarnation(worker)
             requests = server.connected(worker, self.kernel.now_ticks, core.extension, incarnation)
-            self._from_server(index, requests)
+            self._server_hosts[index].carry_out(requests)
 
     def _joined(self, worker: int) -> None:
         """Let a worker that joins a run in progress begin its first iteration: its weights have arrived."""
@@ -501,21 +503,7 @@ class VirtualJob:
 
     def _at_once(self, sender: Peer, requests: Sequence[Request]) -> None:
         """Deliver messages immediately, bypassing the network. Used before a worker's first weights have arrived."""
-        now_ticks = self.kernel.now_ticks
-        for request in requests:
-            match request:
-                case Fail(where, reason):
-                    raise RunFailedError(where, reason)
-                case Proceed():
-                    pass  # the caller notifies the driver
-                case Send(to, message) if to is COORDINATOR:
-                    self._at_once(to, self.coordinator.handle(sender, message, now_ticks))
-                case Send(to, message) if to.role == "server":
-                    self._at_once(to, self._servers[to.index].handle(sender, message, now_ticks))
-                case Send(to, Started() | Answer() | DataGranted() | LoopEntered() | Combined() as message):
-                    self._at_once(to, self.workers[to.index].core.handle(message))
-                case _:
-                    self._from_coordinator([request])
+        _AtOnce(self, sender).carry_out(requests)
 
     def _plan_absence(self, worker: int) -> None:
         """Schedule the time at which a worker that has just joined is lost, if the cluster specifies one."""
@@ -552,8 +540,8 @@ class VirtualJob:
         state.life += 1
         self._driver.lost(worker)
         for index, server in enumerate(self._servers):
-            self._from_server(index, server.disconnected(worker, now_ticks))
-        self._from_coordinator(self.coordinator.disconnected(worker_peer(worker), now_ticks))
+            self._server_hosts[index].carry_out(server.disconnected(worker, now_ticks))
+        self._coordinator_host.carry_out(self.coordinator.disconnected(worker_peer(worker), now_ticks))
 
     # -- computations -------------------------------------------------------------------------------------
 
@@ -614,15 +602,16 @@ class VirtualJob:
         state = self.workers[worker]
         if state.life != life:
             return  # the message was sent before the worker was lost
+        host = self._server_hosts[server]
         requests = self._servers[server].handle(state.peer, message, self.kernel.now_ticks)
         if push is not None:
             assert isinstance(message, Commit)
-            self._stores[message.shard].put(worker, message.iteration, push)
-        self._from_server(server, requests)
+            host.stores[message.shard].put(worker, message.iteration, push)
+        host.carry_out(requests)
 
     def _at_coordinator(self, worker: int, life: int, message: Message) -> None:
         if self.workers[worker].life == life:
-            self._from_coordinator(
+            self._coordinator_host.carry_out(
                 self.coordinator.handle(worker_peer(worker), message, self.kernel.now_ticks)
             )
 
@@ -640,22 +629,7 @@ class VirtualJob:
             self._extend(worker)
         if type(message) is Started:
             self._start(worker)
-        for request in requests:
-            if type(request) is Proceed:
-                if state.joining:
-                    self._joined(worker)
-                else:
-                    self._proceed(worker)
-            elif type(request) is Abort:
-                self._abort(worker)
-            else:
-                self._from_worker(worker, [request])
-
-    def _fire_at_server(self, server: int, timer: Timer) -> None:
-        self._from_server(server, self._servers[server].fire(timer, self.kernel.now_ticks))
-
-    def _fire_at_coordinator(self, timer: Timer) -> None:
-        self._from_coordinator(self.coordinator.fire(timer, self.kernel.now_ticks))
+        self._worker_hosts[worker].carry_out(requests)
 
     # -- requests from the cores --------------------------------------------------------------------------
 
@@ -666,97 +640,13 @@ class VirtualJob:
         pushes: Sequence[object] = (),
         shares: Sequence[float] = (),
     ) -> None:
-        state, sent = self.workers[worker], self.bytes_sent
-        for request in requests:
-            assert type(request) is Send
-            to, message = request.to, request.message
-            if to is COORDINATOR:
-                sent["control"] += HEADER_BYTES
-                state.to_coordinator.send(0, self._at_coordinator, worker, state.life, message)
-            elif type(message) is Commit:
-                state.pulls_rounded = rounds_answer(self._wire, message)
-                size_bytes = self._size_bytes(message.shard, rounded=rounds_push(self._wire, message))
-                if shares:
-                    size_bytes = round(size_bytes * shares[message.shard])
-                sent["push"] += HEADER_BYTES + size_bytes
-                push = pushes[message.shard] if pushes else None
-                state.to_server[to.index].send(
-                    size_bytes, self._at_server, to.index, worker, state.life, message, push
-                )
-            else:
-                if type(message) is PullRepeated:
-                    state.pulls_rounded = rounds_answer(self._wire, message)
-                sent["control"] += HEADER_BYTES
-                state.to_server[to.index].send(
-                    0, self._at_server, to.index, worker, state.life, message, None
-                )
-
-    def _from_server(self, server: int, requests: Sequence[Request]) -> None:
-        for request in requests:
-            if type(request) is Send:
-                if type(request.message) is Answer:
-                    self._answer(server, request.to.index, request.message)
-                elif request.to is COORDINATOR:
-                    self._exchange(server, request.message, to_server=False)
-                else:
-                    self._to_worker(server, request.to.index, "control", 0, request.message)
-            elif type(request) is Apply:
-                self._stores[request.shard].apply(request.pushes, request.scales, request.standing)
-            elif type(request) is Measure:
-                square = self._stores[request.shard].squared_norm(request.pushes, request.scales)
-                self._from_server(server, [request.report(square)])
-            elif type(request) is Overwrite:
-                self._stores[request.shard].overwrite(request.worker, request.iteration, request.number)
-            elif type(request) is Discard:
-                self._stores[request.shard].discard(request.worker, request.iteration)
-            elif type(request) is Preserve:
-                self._stores[request.shard].preserve(request.worker, request.iteration)
-            elif type(request) is Timer:
-                self.kernel.at(request.due_ticks, self._fire_at_server, server, request, priority=TIMER)
-            else:
-                raise InternalError(f"a server cannot carry out {request}")
-
-    def _answer(self, server: int, worker: int, answer: Answer) -> None:
-        kind = "pull" if self.workers[worker].dropped_s is None else "pull again"
-        rounded = self.workers[worker].pulls_rounded
-        self._driver.sent(worker, answer.shard, rounded=rounded)
-        self._to_worker(server, worker, kind, self._size_bytes(answer.shard, rounded=rounded), answer)
+        host = self._worker_hosts[worker]
+        host.pushes, host.shares = pushes, shares
+        host.carry_out(requests)
 
     def _size_bytes(self, shard: int, *, rounded: bool) -> int:
         """Return the size of a push to a shard, or of its answer to a pull."""
         return self._rounded_bytes[shard] if rounded else self._shard_bytes[shard]
-
-    def _to_worker(self, server: int, worker: int, kind: str, size_bytes: int, message: Message) -> None:
-        state = self.workers[worker]
-        self.bytes_sent[kind] += HEADER_BYTES + size_bytes
-        state.from_server[server].send(size_bytes, self._at_worker, worker, state.life, message)
-
-    def _from_coordinator(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            match request:
-                case Send(_, MainChosen()):
-                    pass  # it concerns only scripts, and their sessions ask the coordinator itself
-                case Send(to, message) if to.role == "worker":
-                    self.bytes_sent["control"] += HEADER_BYTES
-                    state = self.workers[to.index]
-                    state.from_coordinator.send(0, self._at_worker, to.index, state.life, message)
-                case Send(to, message):
-                    self._exchange(to.index, message, to_server=True)
-                case Timer():
-                    self.kernel.at(request.due_ticks, self._fire_at_coordinator, request, priority=TIMER)
-                case Fail(where, reason):
-                    raise RunFailedError(where, reason)
-                case Warn(text):
-                    log.error("%s", text)
-                case TakeOut(worker, reason):
-                    self.coordinator.note_ending(worker, reason)
-                    self._remove(worker)
-                case Rehearse(situation):
-                    # In a live run, this happens beside the run. Here, it takes no time.
-                    found = self._planner(situation)
-                    self._from_coordinator(self.coordinator.rehearsed(found, self.kernel.now_ticks))
-                case _:
-                    raise InternalError(f"a coordinator cannot carry out {request}")
 
     def _exchange(self, server: int, message: Message, *, to_server: bool) -> None:
         """Deliver a message between the coordinator and a server, which takes no time.
@@ -771,13 +661,17 @@ class VirtualJob:
             server, message, to_server = self._exchanged[0]
             now_ticks = self.kernel.now_ticks
             if to_server:
-                self._from_server(server, self._servers[server].handle(COORDINATOR, message, now_ticks))
+                self._server_hosts[server].carry_out(
+                    self._servers[server].handle(COORDINATOR, message, now_ticks)
+                )
                 if type(message) is ModelExtended and server == 0:
                     self._shard_bytes = [bounds.size_bytes for bounds in self.coordinator.slices]
                     self._rounded_bytes = [bounds.rounded_bytes for bounds in self.coordinator.slices]
                     self._driver.model_extended(self._servers[0].initializer)
             else:
-                self._from_coordinator(self.coordinator.handle(server_peer(server), message, now_ticks))
+                self._coordinator_host.carry_out(
+                    self.coordinator.handle(server_peer(server), message, now_ticks)
+                )
             self._exchanged.popleft()
 
     # -- barriers and reductions --------------------------------------------------------------------------
@@ -818,7 +712,7 @@ class VirtualJob:
                 state.core.extension,
                 self.coordinator.members.incarnation(worker),
             )
-            self._from_server(index, requests)
+            self._server_hosts[index].carry_out(requests)
 
     # -- latencies and standstills ------------------------------------------------------------------------
 
@@ -839,3 +733,155 @@ class VirtualJob:
     def _standstill(self) -> str:
         shards = (shard for server in self._servers for shard in server.waits(timers=False).shards)
         return standstill(shards, self.coordinator.collectives.waiting)
+
+
+class _WorkerHost(Host):
+    """Carries out the requests of a simulated worker.
+
+    Attributes:
+        pushes: for the store of each shard, the push of the iteration that is being pushed; () without tensors.
+        shares: for each shard, the share of its bytes that this push has; () if the push has all of them.
+    """
+
+    def __init__(self, job: VirtualJob, worker: int) -> None:
+        self._job = job
+        self._worker = worker
+        self.pushes: Sequence[object] = ()
+        self.shares: Sequence[float] = ()
+
+    def send(self, to: Peer, message: Message) -> None:
+        job, worker = self._job, self._worker
+        state = job.workers[worker]
+        job.bytes_sent["control"] += HEADER_BYTES
+        if to is COORDINATOR:
+            state.to_coordinator.send(0, job._at_coordinator, worker, state.life, message)
+        else:
+            state.to_server[to.index].send(0, job._at_server, to.index, worker, state.life, message, None)
+
+    def _push(self, to: Peer, commit: Commit) -> None:
+        job, worker = self._job, self._worker
+        state = job.workers[worker]
+        state.pulls_rounded = rounds_answer(job._wire, commit)
+        size_bytes = job._size_bytes(commit.shard, rounded=rounds_push(job._wire, commit))
+        if self.shares:
+            size_bytes = round(size_bytes * self.shares[commit.shard])
+        job.bytes_sent["push"] += HEADER_BYTES + size_bytes
+        push = self.pushes[commit.shard] if self.pushes else None
+        state.to_server[to.index].send(size_bytes, job._at_server, to.index, worker, state.life, commit, push)
+
+    def _pull_again(self, to: Peer, pull: PullRepeated) -> None:
+        self._job.workers[self._worker].pulls_rounded = rounds_answer(self._job._wire, pull)
+        self.send(to, pull)
+
+    senders: ClassVar = {Commit: _push, PullRepeated: _pull_again}
+
+    def proceed(self, request: Proceed) -> None:
+        if self._job.workers[self._worker].joining:
+            self._job._joined(self._worker)
+        else:
+            self._job._proceed(self._worker)
+
+    def abort(self, request: Abort) -> None:
+        self._job._abort(self._worker)
+
+
+class _ServerHost(Host):
+    """Carries out the requests of a simulated server."""
+
+    def __init__(self, job: VirtualJob, server: int) -> None:
+        self._job = job
+        self._server = server
+
+    def send(self, to: Peer, message: Message) -> None:
+        if to is COORDINATOR:
+            self._job._exchange(self._server, message, to_server=False)
+        else:
+            self._to_worker(to.index, "control", 0, message)
+
+    def _answer(self, to: Peer, answer: Answer) -> None:
+        job, worker = self._job, to.index
+        state = job.workers[worker]
+        kind = "pull" if state.dropped_s is None else "pull again"
+        rounded = state.pulls_rounded
+        job._driver.sent(worker, answer.shard, rounded=rounded)
+        self._to_worker(worker, kind, job._size_bytes(answer.shard, rounded=rounded), answer)
+
+    senders: ClassVar = {Answer: _answer}
+
+    def _to_worker(self, worker: int, kind: str, size_bytes: int, message: Message) -> None:
+        job = self._job
+        state = job.workers[worker]
+        job.bytes_sent[kind] += HEADER_BYTES + size_bytes
+        state.from_server[self._server].send(size_bytes, job._at_worker, worker, state.life, message)
+
+    def set_timer(self, timer: Timer) -> None:
+        self._job.kernel.at(timer.due_ticks, self._fire, timer, priority=TIMER)
+
+    def _fire(self, timer: Timer) -> None:
+        self.carry_out(self._job._servers[self._server].fire(timer, self._job.kernel.now_ticks))
+
+
+class _CoordinatorHost(Host):
+    """Carries out the requests of the simulated coordinator."""
+
+    def __init__(self, job: VirtualJob) -> None:
+        self._job = job
+
+    def send(self, to: Peer, message: Message) -> None:
+        job = self._job
+        if to.role == "worker":
+            job.bytes_sent["control"] += HEADER_BYTES
+            state = job.workers[to.index]
+            state.from_coordinator.send(0, job._at_worker, to.index, state.life, message)
+        else:
+            job._exchange(to.index, message, to_server=True)
+
+    def _ignore(self, to: Peer, message: MainChosen) -> None:
+        """Send nothing: the message concerns only scripts, and their sessions ask the coordinator itself."""
+
+    senders: ClassVar = {MainChosen: _ignore}
+
+    def set_timer(self, timer: Timer) -> None:
+        self._job.kernel.at(timer.due_ticks, self._fire, timer, priority=TIMER)
+
+    def _fire(self, timer: Timer) -> None:
+        self.carry_out(self._job.coordinator.fire(timer, self._job.kernel.now_ticks))
+
+    def rehearse(self, request: Rehearse) -> None:
+        # In a live run, this happens beside the run. Here, it takes no time.
+        found = self._job._planner(request.situation)
+        self.carry_out(self._job.coordinator.rehearsed(found, self._job.kernel.now_ticks))
+
+    def warn(self, warning: Warn) -> None:
+        log.error("%s", warning.words)
+
+    def take_out(self, request: TakeOut) -> None:
+        self._job.coordinator.note_ending(request.worker, request.reason)
+        self._job._remove(request.worker)
+
+    def end_run(self, failure: Fail) -> None:
+        raise RunFailedError(failure.where, failure.reason)
+
+
+class _AtOnce(_CoordinatorHost):
+    """Delivers messages immediately, bypassing the network. Everything else is up to the coordinator's host."""
+
+    def __init__(self, job: VirtualJob, sender: Peer) -> None:
+        super().__init__(job)
+        self._sender = sender
+
+    def send(self, to: Peer, message: Message) -> None:
+        job, now_ticks = self._job, self._job.kernel.now_ticks
+        if to is COORDINATOR:
+            requests = job.coordinator.handle(self._sender, message, now_ticks)
+        elif to.role == "server":
+            requests = job._servers[to.index].handle(self._sender, message, now_ticks)
+        elif type(message) in AT_ONCE:
+            requests = job.workers[to.index].core.handle(message)
+        else:
+            super().send(to, message)
+            return
+        _AtOnce(job, to).carry_out(requests)
+
+    def proceed(self, request: Proceed) -> None:
+        """Do nothing: the caller notifies the driver."""

@@ -1,38 +1,16 @@
-"""The tensors of the shards of a simulated job, or nothing in their place."""
+"""What stands in place of the tensors of a shard, in a simulation that does not train."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 from ..sync.translation import Standing
 
-__all__ = ["NullStore", "ShardStore"]
-
-
-class ShardStore(Protocol):
-    """Interface to the tensors of one shard. See `paceline.shard.store.Store`."""
-
-    def put(self, worker: int, iteration: int, push: Any) -> None: ...
-
-    def apply(
-        self,
-        pushes: Sequence[tuple[int, int]],
-        scales: Sequence[float],
-        standing: Standing | None = None,
-    ) -> None: ...
-
-    def squared_norm(self, pushes: Sequence[tuple[int, int]], scales: Sequence[float]) -> float: ...
-
-    def overwrite(self, worker: int, iteration: int, number: int) -> None: ...
-
-    def discard(self, worker: int, iteration: int) -> None: ...
-
-    def preserve(self, worker: int, iteration: int) -> None: ...
+__all__ = ["NullStore"]
 
 
 class NullStore:
-    """A shard store without tensors, for simulations that do not train."""
+    """A `core.host.ShardStore` without tensors."""
 
     def put(self, worker: int, iteration: int, push: object) -> None:
         pass

@@ -78,12 +78,13 @@ from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from functools import partial
 from hashlib import blake2b
 from itertools import permutations, product
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import msgspec
 
 from ..core import messages
 from ..core.coordinator import Coordinator
+from ..core.host import Host
 from ..core.layout import Layout
 from ..core.messages import (
     Answer,
@@ -105,9 +106,12 @@ from ..core.messages import (
 from ..core.model_spec import ModelSpec, OptimizerSpec
 from ..core.requests import (
     COORDINATOR,
+    Apply,
+    Discard,
     Measure,
     Overwrite,
     Peer,
+    Preserve,
     Proceed,
     Request,
     Send,
@@ -367,7 +371,8 @@ class SmallJob:
             core.shards[index].sync = host
             servers.append(core)
             for reply in chief.handle(server_peer(bounds.index), messages.Ready(), 0):
-                if isinstance(reply, Send) and reply.to == worker_peer(members[0]):
+                assert isinstance(reply, Send)
+                if reply.to == worker_peer(members[0]):
                     first.handle(reply.message)
         chief.handle(worker_peer(members[0]), Status(0, None, "computing"), 0)
         for index in range(shards):
@@ -799,15 +804,9 @@ class SmallJob:
 
     def _send_all(self, state: State, w: int, requests: Sequence[Request]) -> State:
         """Append each message from a worker to the queue of its receiver."""
-        for request in requests:
-            if isinstance(request, Proceed):
-                continue
-            assert isinstance(request, Send)
-            if request.to == COORDINATOR:
-                state = self._to_coordinator(state, w, request.message)
-            else:
-                state = self._to_server(state, w, request.to.index, request.message)
-        return state
+        host = _FromWorker(self, state, w)
+        host.carry_out(requests)
+        return host.state
 
     def _to_server(self, state: State, w: int, index: int, message: Message) -> State:
         at = state.servers[index]
@@ -895,13 +894,9 @@ class SmallJob:
             self._server_after[key] = self._server_takes(state.servers[index], index, call)
         at, sent = self._server_after[key]
         state = state._replace(servers=put(state.servers, index, at))
-        for send in sent:
-            message = send.message
-            if isinstance(message, Answer):
-                state = self._answer(state, index, send.to.index, message)
-            elif isinstance(message, JoinOffered | WorkerWelcomed | PushesReported):
-                state = self._at_coordinator(state, Call("report", index, message, self.now_ticks))
-        return state
+        host = _FromServer(self, state, index)
+        host.carry_out(sent)
+        return host.state
 
     def _server_takes(self, at: ServerState, index: int, call: Call) -> tuple[ServerState, tuple[Send, ...]]:
         """Return the state of a server after a call, and the messages that it sends."""
@@ -914,20 +909,18 @@ class SmallJob:
             last = not (isinstance(entry.event, events.PushReceived) and self._commits)
             if self._watch:
                 self._checks.check_waiting(at.view, entry, shard.sync.sync if last else None)
-        timers = frozenset(request for request in outcome.requests if isinstance(request, Timer))
-        sent = tuple(request for request in outcome.requests if isinstance(request, Send))
-        answered = {send.to.index for send in sent if isinstance(send.message, Answer)}
-        assert not answered & {w for mean in shard.clipped.measured for w, _ in mean}, (
-            f"workers {answered} were answered, but the means {shard.clipped.measured} have not been applied"
+        taken = _ServerRequests(index)
+        taken.carry_out(outcome.requests)
+        assert not taken.answered & {w for mean in shard.clipped.measured for w, _ in mean}, (
+            f"workers {taken.answered} were answered, but the means {shard.clipped.measured} have not been applied"
         )
-        # The norms do not matter, but they differ between shards and between means.
-        reports = [r.report(index + len(r.pushes)) for r in outcome.requests if isinstance(r, Measure)]
-        reports += [send for send in sent if isinstance(send.message, messages.MeanMissing)]
-        at = at._replace(timers=at.timers | timers, owes=at.owes - answered)
-        made = {(r.number, r.worker) for r in outcome.requests if isinstance(r, Overwrite)}
-        at = at._replace(made=at.made | made)
-        at = at._replace(reports=(*at.reports, *(report.message for report in reports)))
-        return self._server_pool(at), sent
+        at = at._replace(
+            timers=at.timers.union(taken.timers),
+            owes=at.owes - taken.answered,
+            made=at.made.union(taken.made),
+            reports=(*at.reports, *taken.squares, *taken.missing),
+        )
+        return self._server_pool(at), tuple(taken.sent)
 
     def _answer(self, state: State, index: int, w: int, answer: Answer) -> State:
         """Record a shard's answer to a worker. When the last answer arrives, pass all answers to the core."""
@@ -977,25 +970,9 @@ class SmallJob:
 
     def _at_coordinator(self, state: State, call: Call) -> State:
         core, outcome = self._coordinators.after(state.coordinator.core, call)
-        timers = state.coordinator.timers
-        for request in outcome.requests:
-            match request:
-                case Timer():
-                    timers |= {request}
-                case Send(to, Started() as message):
-                    state = self._start(state, to.index, message)
-                case Send(Peer(role="server"), messages.WorkerLost()) if not self._settles:
-                    pass  # in a separate step, the server notices the loss
-                case Send(Peer(role="server") as to, message):
-                    reached = state.servers[to.index]
-                    reached = self._server_pool(reached._replace(replies=(*reached.replies, message)))
-                    state = state._replace(servers=put(state.servers, to.index, reached))
-                case Send(_, messages.MainChosen()):
-                    pass  # it says which script writes files, which no shard and no sync model knows
-                case Send(to, message):
-                    state = self._order(state, to.index, core, message)
-                case _:
-                    raise AssertionError(f"a coordinator cannot carry out {request}")
+        host = _FromCoordinator(self, state, core)
+        host.carry_out(outcome.requests)
+        state, timers = host.state, host.timers
         at = state.coordinator._replace(core=core, timers=timers)
         if not self._changes:
             at = at._replace(timers=frozenset(timer for timer in timers if self._matters(core, timer)))
@@ -1030,6 +1007,153 @@ class SmallJob:
         if worker_state.phase not in ("computing", "waiting", "joining") or done >= self._iterations:
             return state
         return self._with_worker(state, w, worker_state._replace(orders=(*worker_state.orders, message)))
+
+
+class _FromWorker(Host):
+    """Carries out the requests of a worker.
+
+    Attributes:
+        state: the state of the job, which changes with each request.
+    """
+
+    def __init__(self, job: SmallJob, state: State, w: int) -> None:
+        self.state = state
+        self._job = job
+        self._worker = w
+
+    def send(self, to: Peer, message: Message) -> None:
+        if to.role == "coordinator":
+            self.state = self._job._to_coordinator(self.state, self._worker, message)
+        else:
+            self.state = self._job._to_server(self.state, self._worker, to.index, message)
+
+    def proceed(self, request: Proceed) -> None:
+        """Do nothing: a worker proceeds as soon as it no longer waits."""
+
+
+class _ServerRequests(Host):
+    """Collects the requests that a server makes in one call.
+
+    Attributes:
+        sent: the messages, with their receivers.
+        answered: the workers whose pulls are answered.
+        timers: the timers that are set.
+        made: (number, worker) of each edit that is carried out.
+        squares: the squared norms of means, for the coordinator. The norms do not matter, but they differ between
+            shards and between means.
+        missing: the other messages about means, for the coordinator.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.sent: list[Send] = []
+        self.answered: set[int] = set()
+        self.timers: set[Timer] = set()
+        self.made: set[tuple[int, int]] = set()
+        self.squares: list[Message] = []
+        self.missing: list[Message] = []
+        self._index = index
+
+    def send(self, to: Peer, message: Message) -> None:
+        self.sent.append(Send(to, message))
+
+    def _answer(self, to: Peer, answer: Answer) -> None:
+        self.answered.add(to.index)
+        self.send(to, answer)
+
+    def _report(self, to: Peer, message: messages.MeanMissing) -> None:
+        self.missing.append(message)
+
+    senders: ClassVar = {Answer: _answer, messages.MeanMissing: _report}
+
+    def set_timer(self, timer: Timer) -> None:
+        self.timers.add(timer)
+
+    def measure(self, mean: Measure) -> None:
+        self.squares.append(mean.report(self._index + len(mean.pushes)).message)
+
+    def overwrite(self, edit: Overwrite) -> None:
+        self.made.add((edit.number, edit.worker))
+
+    def apply(self, update: Apply) -> None:
+        """Do nothing: the recorded entries tell which pushes are applied."""
+
+    def discard(self, push: Discard) -> None:
+        """Do nothing, as in `apply`."""
+
+    def preserve(self, push: Preserve) -> None:
+        """Do nothing: no gradient is ever overwritten."""
+
+
+class _FromServer(Host):
+    """Delivers the messages of a server that are received at once. The others are in flight as reports.
+
+    Attributes:
+        state: the state of the job, which changes with each message.
+    """
+
+    def __init__(self, job: SmallJob, state: State, index: int) -> None:
+        self.state = state
+        self._job = job
+        self._index = index
+
+    def send(self, to: Peer, message: Message) -> None:
+        """Do nothing: the message has no effect on the job."""
+
+    def _answer(self, to: Peer, answer: Answer) -> None:
+        self.state = self._job._answer(self.state, self._index, to.index, answer)
+
+    def _report(self, to: Peer, message: JoinOffered | WorkerWelcomed | PushesReported) -> None:
+        call = Call("report", self._index, message, self._job.now_ticks)
+        self.state = self._job._at_coordinator(self.state, call)
+
+    senders: ClassVar = {
+        Answer: _answer,
+        JoinOffered: _report,
+        WorkerWelcomed: _report,
+        PushesReported: _report,
+    }
+
+
+class _FromCoordinator(Host):
+    """Carries out the requests of the coordinator.
+
+    Attributes:
+        state: the state of the job, which changes with each request.
+        timers: the coordinator's timers.
+    """
+
+    def __init__(self, job: SmallJob, state: State, core: int) -> None:
+        self.state = state
+        self.timers = state.coordinator.timers
+        self._job = job
+        self._core = core
+
+    def send(self, to: Peer, message: Message) -> None:
+        if to.role == "server":
+            reached = self.state.servers[to.index]
+            reached = self._job._server_pool(reached._replace(replies=(*reached.replies, message)))
+            self.state = self.state._replace(servers=put(self.state.servers, to.index, reached))
+        else:
+            self.state = self._job._order(self.state, to.index, self._core, message)
+
+    def _start(self, to: Peer, started: Started) -> None:
+        self.state = self._job._start(self.state, to.index, started)
+
+    def _report_loss(self, to: Peer, lost: messages.WorkerLost) -> None:
+        if self._job._settles:  # otherwise, the server notices the loss in a separate step
+            self.send(to, lost)
+
+    def _ignore(self, to: Peer, message: messages.MainChosen) -> None:
+        """Send nothing: the message says which script writes files, which no shard and no sync model knows."""
+
+    senders: ClassVar = {
+        Started: _start,
+        messages.WorkerLost: _report_loss,
+        messages.MainChosen: _ignore,
+    }
+
+    def set_timer(self, timer: Timer) -> None:
+        self.timers |= {timer}
 
 
 def _in_any_order(model: SyncModel) -> bool:
