@@ -100,6 +100,18 @@ def test_answers_from_before_a_loss_are_no_standstill(
     assert found == [False, False, False, False, False, True]
 
 
+@pytest.mark.parametrize(("device", "late"), [("cpu", True), ("vulkan:0 (llvmpipe)", False)])
+def test_an_accelerator_may_compile_in_any_iteration(
+    coordinator: CoordinatorHost, device: str, late: bool
+) -> None:
+    watch = stall.StallWatch(coordinator)
+    coordinator.devices[0] = device
+    coordinator.usual_s[0] = 0.1
+    assert (watch._patience_s(0) < 10.0) == late
+    coordinator.usual_s[0] = 60.0
+    assert watch._patience_s(0) == 300.0
+
+
 class Lines(list[str]):
     """What was said about a silent worker, and what was done to its process."""
 

@@ -23,6 +23,7 @@ import msgspec
 from ..core.messages import Waits
 from ..core.standstill import standstill, unable_to_begin
 from .coordinator import CoordinatorHost
+from .devices import CPU
 
 __all__ = ["Awaited", "StallWatch"]
 
@@ -30,7 +31,8 @@ __all__ = ["Awaited", "StallWatch"]
 # usual iteration time.
 PATIENCE_S = 3.0
 PATIENCE_ITERATIONS = 5
-# Permitted silence while a worker's iteration time is unknown, long enough for an iteration that compiles code.
+# Permitted silence while a worker's iteration time is unknown, long enough for an iteration that compiles code. An
+# accelerator may compile code in any iteration.
 FIRST_PATIENCE_S = 15.0
 NOBODY_YET_PATIENCE_S = 60.0  # time for the first process to start, and for the first worker to reach step()
 # Permitted silence of a server, which answers once it has handled the current message.
@@ -183,7 +185,10 @@ class StallWatch:
 
     def _patience_s(self, worker: int) -> float:
         usual_s = self._coordinator.usual_s.get(worker)
-        return self._first_patience_s if usual_s is None else max(PATIENCE_S, PATIENCE_ITERATIONS * usual_s)
+        if usual_s is None:
+            return self._first_patience_s
+        on_cpu = self._coordinator.devices.get(worker, CPU.label) == CPU.label
+        return max(PATIENCE_S if on_cpu else self._first_patience_s, PATIENCE_ITERATIONS * usual_s)
 
     def _look_for_standstill(self, live: list[int]) -> None:
         """Set `standstill` if the servers repeat their previous answers, all workers wait and no timer is set."""
