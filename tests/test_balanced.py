@@ -16,12 +16,16 @@ from paceline.cli.terminal import read_paces
 from paceline.core.lease import BatchSizing
 from paceline.errors import ConfigurationError
 from paceline.frontend.generators import generators_lock
+from paceline.frontend.session import current
 from paceline.sim import Cluster, Presence, simulate
+from paceline.sync.events import PushReceived
+from paceline.trace import replay
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
 
 ITEMS = 400
+SIZINGS: tuple[BatchSizing, ...] = ("equal", "balanced")
 UNEQUAL = Cluster(compute_s=[1.0, 1.0, 3.0], fixed_share=0.2)
 
 
@@ -33,15 +37,16 @@ def examples() -> TensorDataset:
 class Trainer:
     """Trains one worker's model, and records the size and the items of each batch."""
 
-    def __init__(self, *layers: nn.Module) -> None:
+    def __init__(self, *layers: nn.Module, batch: int = 8) -> None:
         with generators_lock:  # another worker's thread may be drawing its order from the same generator
             torch.manual_seed(0)
             self.model = nn.Sequential(nn.Linear(5, 4), *layers, nn.Tanh(), nn.Linear(4, 1)).double()
-        self.loader = DataLoader(examples(), batch_size=8, shuffle=True)
+        self.loader = DataLoader(examples(), batch_size=batch, shuffle=True)
         self.sizes: list[int] = []
         self.items = Counter[int]()
 
-    def train(self, epochs: int = 3, **options: Any) -> Trainer:
+    def train(self, epochs: int = 3, *, accelerated: bool = False, **options: Any) -> Trainer:
+        """Train. If `accelerated` is True, the first step declares that the worker is on an accelerator."""
         optimizer = paceline.DistributedOptimizer(
             torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9), model=self.model
         )
@@ -50,6 +55,8 @@ class Trainer:
                 optimizer.zero_grad()
                 (self.model(x) - x.sum(1, keepdim=True)).square().mean().backward()
                 optimizer.step()
+                if accelerated and (session := current()) is not None:
+                    session.data.accelerated = True
                 self.sizes.append(len(x))
                 self.items.update(index.tolist())
         return self
@@ -125,6 +132,31 @@ def test_a_lost_workers_items_are_used_by_the_others() -> None:
     simulate(cluster, "bsp", train_fn=train, batch="balanced")
     assert set(items.values()) <= {3, 4}  # the lost worker was recording an item whose push never arrived
     assert items.keys() == set(range(ITEMS))
+
+
+def test_bsp_learns_the_same_with_sizes_in_steps_and_its_trace_contains_the_warm_ups() -> None:
+    """Workers 0 and 2 act as if they were on accelerators. A batch of 16 has steps of 2."""
+    trainers: dict[int, Trainer] = {}
+
+    def train() -> None:
+        trainer = trainers[paceline.worker_index()] = Trainer(batch=16)
+        trainer.train(accelerated=paceline.worker_index() != 1)
+
+    results = [simulate(UNEQUAL, "bsp", train_fn=train, batch=batch, record=True) for batch in SIZINGS]
+    equal, balanced = (result.state_dict for result in results)
+    assert equal is not None
+    assert balanced is not None
+    for name, value in equal.items():
+        assert torch.linalg.norm(balanced[name] - value) <= 1e-12 * torch.linalg.norm(value)
+    sizes = [set(trainers[worker].sizes) for worker in range(3)]
+    assert all(size == 1 or size % 2 == 0 for worker in (0, 2) for size in sizes[worker])
+    assert max(len(sizes[0]), len(sizes[2])) <= 5  # with those of the rest of an epoch
+    assert sum(trainers[2].sizes) < 0.6 * sum(trainers[0].sizes)
+    trace = results[1].trace[0]
+    pushes = [entry.event for entry in trace.entries if isinstance(entry.event, PushReceived)]
+    warm = Counter(push.worker for push in pushes if push.warm_up)
+    assert warm == {worker: len(sizes[worker]) - 1 for worker in (0, 2)}  # all sizes but the first
+    assert replay(trace) == []
 
 
 @pytest.mark.parametrize("sync", ["bsp", "asp"])

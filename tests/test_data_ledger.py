@@ -62,6 +62,7 @@ class Job:
                 end=message.end,
                 times=message.times,
                 least=message.least,
+                step=message.step,
             )
             life.feed.handle(DataGranted(0, message.epoch, grant.leases, grant.last))
             self.ledger.validate()
@@ -454,9 +455,23 @@ def test_no_balanced_batch_is_smaller_than_the_minimum(size: int) -> None:
 
 
 @pytest.mark.parametrize("lockstep", [True, False])
-def test_balanced_batches_follow_the_speeds_and_keep_the_joint_batch(lockstep: bool) -> None:
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        ((), [6, 19, 19, 20]),
+        ((3,), [6, 19, 19, 20]),
+        ((0, 3), [6, 19, 19, 20]),
+        ((0, 1, 2, 3), [6, 18, 20, 20]),
+    ],
+)
+def test_balanced_batches_follow_the_speeds_and_keep_the_joint_batch(
+    devices: tuple[int, ...], expected: list[int], lockstep: bool
+) -> None:
+    """On devices, sizes come in steps, which are 2 here. The others take what remains of the joint batch."""
     order = Order(64 * 100, 16, False, "auto", "", balanced=True)
     job = Job([1.0, 1.0, 1.0, 3.0], lockstep=lockstep)
+    for device in devices:
+        job.lives[device].feed.accelerated = True
     sizes: dict[int, list[Batch]] = {w: [] for w in job.lives}
     for life in job.lives.values():
         job.begin(life, 0, order)
@@ -476,7 +491,10 @@ def test_balanced_batches_follow_the_speeds_and_keep_the_joint_batch(lockstep: b
     used = Counter(p for batches in sizes.values() for b in batches for p in range(b.start, b.start + b.size))
     assert used == Counter(range(6400))
     last = [batches[-2].size for batches in sizes.values()]
-    assert sorted(last) == [6, 19, 19, 20]
+    assert sorted(last) == expected
+    for device in devices:
+        assert all(batch.size % 2 == 0 for batch in sizes[device])
+        assert len({batch.size for batch in sizes[device]}) <= 5
     if (
         lockstep
     ):  # all workers have the same number of batches, which together are the joint batches of equal shares
@@ -511,6 +529,43 @@ def test_new_shares_hold_for_rounds_that_no_worker_has_taken() -> None:
         16,
         8,
     ]  # the first would be 27 without `most`
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_the_time_of_an_accelerators_warm_up_does_not_count_for_the_sizes(accelerated: bool) -> None:
+    """The first iteration with each size takes a hundred times as long, because the device compiles its programs."""
+    order = Order(48 * 40, 16, True, "static", "", balanced=True)
+    job = Job([1.0, 1.0, 1.0])
+    device = job.lives[0]
+    device.feed.accelerated = accelerated
+    for life in job.lives.values():
+        job.begin(life, 0, order)
+    seen: set[int] = set()
+    times: list[tuple[int, float]] = []
+    warm_ups = []
+    for _ in range(20):
+        for life in job.lives.values():
+            batch = job.take(life, order, 48 * 40)
+            assert batch is not None
+            busy_s = life.speed * batch.size
+            if life is device:
+                warm_ups.append(life.feed.warm_up)
+                assert life.feed.warm_up == (accelerated and batch.size not in seen)
+                busy_s *= 1 if batch.size in seen else 100
+                seen.add(batch.size)
+            requests = life.feed.push(busy_s)
+            if life is device:
+                times += [
+                    taken
+                    for request in requests
+                    if isinstance(request, Send) and isinstance(request.message, DataRequested)
+                    for taken in request.message.times
+                ]
+            job.carry(life, requests)
+            life.feed.answered()
+    assert warm_ups.count(True) == (len(seen) if accelerated else 0)
+    assert times
+    assert any(seconds > 10 * samples for samples, seconds in times) == (not accelerated)
 
 
 def test_the_sizes_do_not_depend_on_the_order_in_which_workers_ask() -> None:

@@ -10,6 +10,8 @@ import pytest
 from paceline.sync import DSPS
 from paceline.sync.actions import AnswerPull
 from paceline.sync.dsps import AdaptiveMachine
+from paceline.sync.events import PushReceived, WorkerJoined
+from paceline.sync.intervals import Intervals
 from paceline.sync.ticks import in_ticks
 from paceline.testing.checked_shard import CheckedShard
 
@@ -53,3 +55,15 @@ def test_a_ratio_between_two_numbers_is_rounded_up() -> None:
 def test_the_bound_stays_within_its_limits() -> None:
     assert bounds(DSPS(lower=2, upper=4), [1.0, 1.0], 60) == [2]
     assert bounds(DSPS(lower=2, upper=4), [1.0, 8.0], 60) == [2, 4]
+
+
+def test_the_interval_that_ends_with_the_warm_up_of_an_accelerator_does_not_count() -> None:
+    """DSSP and DSPS predict from these intervals."""
+    intervals = Intervals()
+    intervals.note(WorkerJoined(now_ticks=0, worker=0))
+    seen = []
+    for iteration, (now_ticks, warm_up) in enumerate([(9, True), (10, False), (19, True), (20, False)]):
+        push = PushReceived(now_ticks=now_ticks, worker=0, iteration=iteration, warm_up=warm_up)
+        intervals.note(push)
+        seen.append(intervals.interval_ticks.get(0))
+    assert seen == [None, 1, 1, 1]

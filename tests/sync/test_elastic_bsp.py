@@ -208,11 +208,17 @@ def planner_with(*workers: int, lookahead: int = 15) -> Machine:
 
 
 def notify(
-    planner: Machine, now_s: float, worker: int, iteration: int, superstep: int | None = None
+    planner: Machine,
+    now_s: float,
+    worker: int,
+    iteration: int,
+    superstep: int | None = None,
+    *,
+    warm_up: bool = False,
 ) -> Plan | None:
     """An iteration has ended; the plan that this has brought about, if any."""
     event = IterationFinished(
-        now_ticks=in_ticks(now_s), worker=worker, iteration=iteration, superstep=superstep
+        now_ticks=in_ticks(now_s), worker=worker, iteration=iteration, superstep=superstep, warm_up=warm_up
     )
     return plan_in(planner, planner.handle(event))
 
@@ -281,6 +287,18 @@ def test_two_iterations_in_one_tick_of_the_clock_still_make_a_plan() -> None:
             plan = notify(planner, 1e9, worker, iteration)
     assert plan is not None
     assert plan.wait_ticks < 1e-6
+
+
+def test_the_warm_up_of_an_accelerator_is_neither_monitored_nor_predicted() -> None:
+    """As in the plan whose iterations end closest together, with warm-ups of 30 s in between."""
+    planner = planner_with(0, 1, lookahead=4)
+    for iteration, end_s in enumerate([62.0, 64.0]):
+        notify(planner, end_s, 0, iteration)  # ends at 66, 68, 70, 72
+    assert notify(planner, 29.0, 1, 0, warm_up=True) is None
+    assert notify(planner, 31.0, 1, 1) is None
+    assert notify(planner, 61.0, 1, 2, warm_up=True) is None
+    plan = notify(planner, 64.5, 1, 3)  # ends at 68, 71.5, 75, 78.5
+    assert plan == Plan(superstep=0, stops=((0, 3), (1, 4)), wait_ticks=0, barrier_ticks=in_ticks(68.0))
 
 
 def test_monitoring_begins_anew_after_each_barrier() -> None:

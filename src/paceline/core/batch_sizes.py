@@ -3,6 +3,9 @@
 The time that a worker takes for a batch of n samples is modeled as a + b n, with a fixed part a and a part that is
 proportional to n. The sizes are chosen so that all workers need the same time. They change only if the change is
 expected to shorten the time of the slowest worker by more than the uncertainty of the estimates.
+
+An accelerator compiles or tunes its programs again for each new size of a batch. So the sizes of a worker on an
+accelerator are multiples of a step (see `in_steps`), and the other workers take what remains of the joint batch.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import NamedTuple
 from ..state import stateful
 from .lease import divide_evenly
 
-__all__ = ["BatchSizes", "BatchTime", "divide_in_proportion"]
+__all__ = ["STEPS", "BatchSizes", "BatchTime", "divide_in_proportion", "in_steps", "step_of"]
 
 WINDOW = 48  # number of observations of a worker that are kept
 RECENT = 4  # number of observations that show a change of speed, if they all differ from the earlier ones
@@ -30,6 +33,9 @@ CERTAINTY = 3.0  # number of standard errors by which a gain must exceed `LEAST_
 LEAST_PART = 0.01  # minimum fraction of the time that is assumed to be proportional to the size
 PRIOR_WEIGHT = 0.05  # weight of the earlier estimate of the fixed part
 SIZES = 4  # number of sizes whose times are kept to estimate the fixed part
+# Least number of steps in the batch of a worker with an equal share. A size is then at most 1/16 of this batch away
+# from the best one, which is little more than `LEAST_GAIN`, and few sizes occur.
+STEPS = 8
 BISECTIONS = 64  # enough to find a time between 1e-30 s and 1e30 s as exactly as a float can represent it
 
 
@@ -99,19 +105,91 @@ def divide_in_proportion(
     return sizes
 
 
-@stateful(decides="_observed _sizes _limits _fresh", history="changes")
+def step_of(batch: int) -> int:
+    """Return the step between the batch sizes of a worker on an accelerator.
+
+    It divides the batch, so that equal shares are multiples of it. It is the largest such step of which the batch
+    contains at least `STEPS`, or 1.
+
+    Args:
+        batch: size of a batch if all workers have equal shares.
+
+    Example:
+        >>> [step_of(batch) for batch in (8, 32, 64, 100, 250, 17)]
+        [1, 4, 8, 10, 25, 1]
+    """
+    return next(step for step in range(max(batch // STEPS, 1), 0, -1) if batch % step == 0)
+
+
+def in_steps(
+    sizes: Sequence[int], steps: Sequence[int], *, least: int = 1, most: int | None = None
+) -> list[int]:
+    """Change sizes as little as possible so that each is a multiple of its step. Their sum stays the same.
+
+    Parts with step 1 take what remains, in proportion to their sizes. If there are none, or `most` leaves them no
+    room, one of the other parts takes it, and is then no multiple of its step. A size that is smaller than its step
+    becomes a power of two instead, because a whole step would be many times too long for a worker that is very slow.
+    If all this is impossible within `least` and `most`, the sizes are returned as they are.
+
+    Args:
+        sizes: the sizes, each between `least` and `most`.
+        steps: the step of each size; 1 for any size.
+        least: minimum size of each part.
+        most: maximum size of each part; None for no maximum.
+
+    Example:
+        >>> in_steps([43, 13, 8], [8, 1, 1])
+        [40, 15, 9]
+    """
+    largest = sum(sizes) if most is None else most
+    rounded = list(sizes)
+    rest = 0  # what the parts so far have lost by rounding
+    # The largest steps come first, so that the smaller ones make up for what rounding to them has changed.
+    for part in sorted(
+        (part for part, step in enumerate(steps) if step > 1), key=lambda part: (-steps[part], -sizes[part])
+    ):
+        size = sizes[part]
+        step = steps[part] if size >= steps[part] else 1 << (size.bit_length() - 1)
+        lowest, highest = -(-least // step) * step, largest // step * step
+        if lowest <= highest:
+            nearest = (2 * (size + rest) + step - 1) // (2 * step) * step
+            rounded[part] = min(max(nearest, lowest), highest)
+            rest += size - rounded[part]
+    if rest == 0:
+        return rounded
+    takers = sorted(
+        (part for part, step in enumerate(steps) if step == 1), key=lambda part: -sizes[part]
+    )  # in an order that does not depend on that of the workers
+    share = sum(sizes[part] for part in takers) + rest
+    if takers and least * len(takers) <= share <= largest * len(takers):
+        alike = [BatchTime(0.0, 1.0 / sizes[part]) for part in takers]
+        for part, size in zip(
+            takers, divide_in_proportion(share, alike, least=least, most=largest), strict=True
+        ):
+            rounded[part] = size
+        return rounded
+    for part in sorted(range(len(sizes)), key=lambda part: -rounded[part]):
+        if least <= rounded[part] + rest <= largest:
+            rounded[part] += rest
+            return rounded
+    return list(sizes)
+
+
+@stateful(decides="steps _observed _sizes _limits _fresh", history="changes")
 class BatchSizes:
     """The batch sizes of the workers that share joint batches.
 
     Attributes:
         changes: number of times that the sizes of the same workers were changed.
+        steps: worker -> the step between its sizes; 1 for any size, and for workers that are missing here.
     """
 
     def __init__(self) -> None:
         self.changes = 0
+        self.steps: dict[int, int] = {}
         self._observed: dict[int, _Observations] = {}
         self._sizes: dict[int, int] = {}
-        self._limits: tuple[int, int, int | None] = (0, 0, None)
+        self._limits: tuple[int, int, int | None, list[int]] = (0, 0, None, [])
         self._fresh = 0  # number of observations since the sizes were last considered
 
     @property
@@ -130,6 +208,7 @@ class BatchSizes:
     def forget(self, worker: int) -> None:
         """Forget a worker that has left."""
         self._observed.pop(worker, None)
+        self.steps.pop(worker, None)
 
     def of(
         self, workers: Collection[int], total: int, *, least: int = 1, most: int | None = None
@@ -144,20 +223,17 @@ class BatchSizes:
             least: minimum size of each part.
             most: maximum size of each part; None for no maximum.
         """
-        same = list(workers) == list(self._sizes) and (total, least, most) == self._limits
+        limits = total, least, most, self._steps_of(workers)
+        same = list(workers) == list(self._sizes) and limits == self._limits
         if same and self._fresh < RECENT * len(workers):
             return self._sizes
         self._fresh = 0
-        self._limits = total, least, most
+        self._limits = limits
         times = self._times(workers)
-        if not times:
-            if not same:
-                self._sizes = dict(zip(workers, divide_evenly(total, len(workers)), strict=True))
-            return self._sizes
         best = self.divide(workers, total, least=least, most=most)
         if not same:
             self._sizes = best
-        elif best != self._sizes and self._pays(times, best):
+        elif times and best != self._sizes and self._pays(times, best):
             self._sizes = best
             self.changes += 1
         return self._sizes
@@ -172,7 +248,11 @@ class BatchSizes:
             if times
             else divide_evenly(total, len(workers))
         )
-        return dict(zip(workers, sizes, strict=True))
+        stepped = in_steps(sizes, self._steps_of(workers), least=least, most=most)
+        return dict(zip(workers, stepped, strict=True))
+
+    def _steps_of(self, workers: Collection[int]) -> list[int]:
+        return [self.steps.get(worker, 1) for worker in workers]
 
     def _pays(self, times: Sequence[BatchTime], best: Mapping[int, int]) -> bool:
         """Return True if the best sizes shorten the longest time by more than its uncertainty."""

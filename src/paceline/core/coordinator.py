@@ -521,6 +521,7 @@ class Coordinator:
                         superstep=message.superstep,
                         change=message.change,
                         attempt=message.attempt,
+                        warm_up=message.warm_up,
                     )
                 )
             case messages.IterationStarted():
@@ -909,6 +910,7 @@ class Coordinator:
                 end=message.end,
                 times=message.times,
                 least=message.least,
+                step=message.step,
             )
         except ConfigurationError as error:
             return self._refuse([worker], str(error), f"worker {worker}")

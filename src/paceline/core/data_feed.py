@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..state import stateful
+from .batch_sizes import step_of
 from .drawn import Drawn, DrawnBatch
 from .lease import Batch, Lease, Order, PackedPushed, nth_batch
 from .messages import (
@@ -52,7 +53,7 @@ ONE_BATCH = Work(1, 1.0)
 
 @stateful(
     decides=(
-        "used again stopped entered states_wanted pushed least newest _loaders _asks _loop _epoch "
+        "used again stopped entered states_wanted pushed least accelerated newest _loaders _asks _loop _epoch "
         "_trained _last _samples _accumulated _decided"
     ),
 )
@@ -69,6 +70,8 @@ class DataFeed:
             last `reach`.
         pushed: for each loader, what the script had drawn before its last push. See `Commit.drawn`.
         least: minimum size of a batch of a balanced order. May be set.
+        accelerated: True if the worker computes on an accelerator, which compiles or tunes its programs for each new
+            size of a batch. May be set.
         newest: the batch that the script has drawn last.
     """
 
@@ -80,6 +83,7 @@ class DataFeed:
         self.states_wanted = False
         self.pushed: tuple[PackedPushed, ...] = ()
         self.least = 1
+        self.accelerated = False
         self.newest: DrawnBatch | None = None
         self._loaders: list[_LoaderFeed] = []
         self._asks = False  # True while a question about a training loop has not been answered
@@ -122,6 +126,11 @@ class DataFeed:
     def work(self) -> Work:
         """The data in the next push; one full batch if the script has not drawn a batch since its last push."""
         return self._last.work if self._last is not None else ONE_BATCH
+
+    @property
+    def warm_up(self) -> bool:
+        """True in the first iteration of an accelerator with batches of a new size, which takes longer."""
+        return self.accelerated and self._last is not None and self._last.warm_up
 
     @property
     def has_drawn(self) -> bool:
@@ -203,11 +212,15 @@ class DataFeed:
     def push(self, busy_s: float | None = None) -> list[Request]:
         """Record a push, and request the next batches of the loader from which the script has drawn last.
 
+        The time of a warm-up does not count for the sizes of the next batches.
+
         Args:
             busy_s: time that the worker took for the iteration, not including the time that it waited for others;
                 None if it is unknown.
         """
         feed, accumulated = self._last, self._accumulated is not None
+        if self.warm_up:
+            busy_s = None
         self._trained = feed or self._trained
         self._last = self._accumulated = self._samples = None
         for loader in self._loaders:
@@ -256,7 +269,7 @@ class DataFeed:
 @stateful(
     decides=(
         "drawn committed ended requested epoch part _feed _number _name _order _leases _taken _last "
-        "_unpushed _unpushed_positions _times"
+        "warm_up _sizes _unpushed _unpushed_positions _times"
     ),
 )
 class _LoaderFeed:
@@ -278,6 +291,8 @@ class _LoaderFeed:
         self._last = False  # True if the worker receives no more leases in this epoch
         # The batches that the script has drawn since its last push, and the number of their positions.
         self._unpushed = self._unpushed_positions = 0
+        self.warm_up = False  # True if one of these batches is the first of its size
+        self._sizes: set[int] = set()  # numbers of positions of the batches that the script has drawn
         self._times: deque[tuple[int, float]] = deque(maxlen=MOST_TIMES)
 
     @property
@@ -303,6 +318,9 @@ class _LoaderFeed:
 
     def draw(self, batch: DrawnBatch) -> None:
         self.drawn.draw(batch)
+        if batch.positions not in self._sizes:
+            self._sizes.add(batch.positions)
+            self.warm_up = True
         self._unpushed += 1
         self._unpushed_positions += batch.positions
 
@@ -315,6 +333,7 @@ class _LoaderFeed:
         if busy_s is not None and self._unpushed_positions and self._order.balanced:
             self._times.append((max(1, round(self._unpushed_positions / batches)), busy_s / batches))
         self._unpushed = self._unpushed_positions = 0
+        self.warm_up = False
 
     def reopen(self) -> list[Request]:
         self._last = self.ended = False
@@ -343,18 +362,24 @@ class _LoaderFeed:
 
     def _request(self, end: tuple[int, int] | None = None) -> Send:
         self.requested = True
-        times, least = tuple(self._times), self._feed.least
+        times, order = tuple(self._times), self._order
         self._times.clear()
+        least = step = 1
+        if order.balanced:
+            least = self._feed.least
+            if self._feed.accelerated:
+                step = step_of(min(order.batch, order.most or order.batch))
         request = DataRequested(
             self._number,
             self._name,
             self.epoch,
-            self._order,
+            order,
             self.drawn.count,
             self.committed,
             end,
             times,
-            least if self._order.balanced else 1,
+            least,
+            step,
         )
         return Send(COORDINATOR, request)
 

@@ -41,6 +41,7 @@ class DataLedger:
         end: tuple[int, int] | None = None,
         times: Sequence[tuple[int, float]] = (),
         least: int = 1,
+        step: int = 1,
     ) -> Grant:
         """Hand out data to a worker that has none left, or that begins an epoch.
 
@@ -58,6 +59,7 @@ class DataLedger:
             end: an epoch and the size of its order, if it was not known in advance and the worker has found the end.
             times: the number of positions in each of the worker's latest iterations, and its time in seconds.
             least: minimum size of the worker's batches if the order is balanced.
+            step: number of which the sizes of the worker's batches are multiples if the order is balanced.
 
         Raises:
             ConfigurationError: the order differs from the order of another worker.
@@ -73,7 +75,7 @@ class DataLedger:
         self._loaders[name] = ledger
         self._names.setdefault(worker, {})[loader] = name
         ledger.settle(worker, pushed, pushed)
-        ledger.observe(worker, times, least)
+        ledger.observe(worker, times, least, step)
         ledger.begin(worker, epoch, order, drawn, live, lockstep)
         if end is not None:
             ledger.trim(worker, *end, drop_last=order.drop_last)

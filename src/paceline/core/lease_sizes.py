@@ -37,11 +37,12 @@ class LeaseSizes:
         self._paces: dict[int, _Pace] = {}
         self._rate = 0.0  # sum of the workers' rates, in batches per second
 
-    def observe(self, worker: int, times: Iterable[tuple[int, float]], least: int) -> None:
-        """Record the times of a worker's latest batches, and the minimum size of its next batches."""
+    def observe(self, worker: int, times: Iterable[tuple[int, float]], least: int, step: int) -> None:
+        """Record the times of a worker's latest batches, and which sizes its next batches may have."""
         for samples, seconds in times:
             self.balanced.observe(worker, samples, seconds)
         self.least = max(self.least, least)
+        self.balanced.steps[worker] = step
 
     def pause(self, worker: int) -> None:
         """Ignore the time until the worker's next request, for example because it is between two epochs."""

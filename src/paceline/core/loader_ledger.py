@@ -150,9 +150,9 @@ class LoaderLedger:
         self._torn += max(torn - skipped, 0)
         self._used -= max(skipped - torn, 0)
 
-    def observe(self, worker: int, times: Iterable[tuple[int, float]], least: int) -> None:
-        """Record the times of a worker's latest batches, and the minimum size of its next batches."""
-        self._sizes.observe(worker, times, least)
+    def observe(self, worker: int, times: Iterable[tuple[int, float]], least: int, step: int) -> None:
+        """Record the times of a worker's latest batches, and which sizes its next batches may have."""
+        self._sizes.observe(worker, times, least, step)
 
     def begin(
         self, worker: int, epoch: int, order: Order, drawn: int, live: Set[int], lockstep: bool

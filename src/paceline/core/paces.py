@@ -5,7 +5,8 @@ transfer of the weights, the computation, and the transfer of the gradient, but 
 waits for others. So cycles tell how long each worker would take under any sync model. They are measured on one clock,
 wherever the worker is.
 
-A cycle in which the worker pulled again, to evaluate the model or after an abort, is not counted.
+A cycle in which the worker pulled again, to evaluate the model or after an abort, is not counted, and neither is the
+warm-up of an accelerator.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class PaceMeter:
             self._samples += samples
             self._samples_of[push.worker, push.iteration] = samples
             self._samples_of.pop((push.worker, push.iteration - 2), None)  # it has been decided about
-        if begun_ticks is not None:
+        if begun_ticks is not None and not push.warm_up:
             cycle_s = (push.now_ticks - begun_ticks) / self._ticks_per_s
             self._cycles.setdefault(push.worker, []).append((samples, cycle_s))
             self._unreported += 1

@@ -405,6 +405,7 @@ class Server:
                 clip=commit.clip,
                 clipped=commit.clipped,
                 repeated=commit.repeated,
+                warm_up=commit.warm_up,
                 edit=commit.edit,
             )
         )

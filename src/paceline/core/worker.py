@@ -317,6 +317,7 @@ class Worker:
             self._batch_samples = samples
         if not idle:
             self._unsent.pushed(samples)
+        warm_up = data.warm_up and not idle
         ahead = data.push(None if empty else busy_s) if data.used and not idle else []
         # Every worker sends to the shards in descending order, because the last layers' gradients are ready first.
         for shard, server in self._last_first:
@@ -338,12 +339,14 @@ class Worker:
                 set_index,
                 repeated,
                 self._terms[shard],
+                warm_up,
             )
             requests.append(Send(server, commit))
         if self._notifies or self._flagged is not None:
             superstep = stop.superstep if stop is not None else None
             number = self._flagged.number if self._flagged is not None else None
-            requests.append(Send(COORDINATOR, IterationFinished(iteration, superstep, number, self._attempt)))
+            finished = IterationFinished(iteration, superstep, number, self._attempt, warm_up)
+            requests.append(Send(COORDINATOR, finished))
         self._await("answers" if self._overlap else "commits")
         if ahead:
             requests += ahead

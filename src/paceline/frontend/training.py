@@ -230,6 +230,7 @@ class WorkerTraining:
     def _expect_batches_for(self, trained: Trained) -> None:
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in trained.model.modules()):
             self._session.data.least = 2  # BatchNorm cannot normalize a batch of one sample
+        self._session.data.accelerated = trained.device.type != "cpu"
 
     def require_not_idle(self, call: str) -> None:
         """Raise `UsageError` if the script evaluates or edits the model."""

@@ -23,9 +23,10 @@ does not run past its stop, except for iterations that it computes before the pl
 Use: When the workers' speeds differ but are steady, so that end times can be predicted. The run keeps most of the
 speed of ASP and still averages gradients at barriers.
 Deviations: A worker that joins before the first push under this model belongs to the first superstep. A worker that
-joins later runs as in ASP until the next superstep begins, even if no worker has pushed since the last barrier. If
-two pushes of a worker arrive at the same tick, its interval counts as one tick, because end times cannot be
-extrapolated from an interval of 0.
+joins later runs as in ASP until the next superstep begins, even if no worker has pushed since the last barrier. The
+first push of an accelerator with batches of a new size does not count as one of the two pushes of the monitoring
+phase, and the interval that it ends is left out, because the next ones are shorter. If two pushes of a worker arrive
+at the same tick, its interval counts as one tick, because end times cannot be extrapolated from an interval of 0.
 
 >>> from paceline.sync.events import IterationFinished, WorkerJoined
 >>> planner = ElasticBSP(lookahead=4).at_coordinator()
@@ -261,13 +262,14 @@ class Pace:
 
     def __init__(self, iteration: int) -> None:
         self.iteration = iteration  # the next iteration that the worker will finish
-        self.pushes = 0  # number of pushes since the worker's last barrier
+        self.pushes = 0  # number of pushes since the worker's last barrier, without warm-ups
         self.last_ticks = 0  # time of the worker's last push
         self.interval_ticks = 0  # time between the worker's last two pushes
 
-    def finished(self, now_ticks: int) -> None:
-        self.pushes += 1
-        self.interval_ticks = now_ticks - self.last_ticks
+    def finished(self, now_ticks: int, *, warm_up: bool) -> None:
+        if not warm_up:
+            self.pushes += 1
+            self.interval_ticks = now_ticks - self.last_ticks
         self.last_ticks = now_ticks
 
     def stopped(self) -> None:
@@ -315,7 +317,7 @@ class Planner(JobMachine):
             assert self._remaining is not None
             self._remaining.discard(worker)
         else:
-            pace.finished(event.now_ticks)
+            pace.finished(event.now_ticks, warm_up=event.warm_up)
             if pace.pushes >= 2:
                 self._unmonitored.discard(worker)
         return self._proceed()

@@ -175,6 +175,8 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
         clipped: True if the script has clipped this worker's own gradient with `torch.nn.utils.clip_grad_norm_`.
         edit: set if the push contains new values of parameters instead of a gradient. No model depends on it.
         repeated: True if an earlier push of the worker was computed from the same samples. They are counted once.
+        warm_up: True if this was the worker's first iteration on an accelerator with batches of this size, for which
+            programs are compiled or tuned. Its duration says nothing about the next ones.
         staleness: number of updates since the shard last sent its weights to the worker, if the model needs it.
     """
 
@@ -190,6 +192,7 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
     clipped: bool = False
     edit: Edit | None = None
     repeated: bool = False
+    warm_up: bool = False
     staleness: int | None = None
 
 
@@ -236,6 +239,7 @@ class IterationFinished(Event, frozen=True, kw_only=True, tag=True):
         superstep: set if the push was the worker's last one before the barrier of the superstep with this number.
         change: set if the push was the worker's last one before the change with this number.
         attempt: number of times that the worker has restarted the iteration.
+        warm_up: see `PushReceived`.
     """
 
     worker: int
@@ -243,6 +247,7 @@ class IterationFinished(Event, frozen=True, kw_only=True, tag=True):
     superstep: int | None = None
     change: int | None = None
     attempt: int = 0
+    warm_up: bool = False
 
 
 class IterationStarted(Event, frozen=True, kw_only=True, tag=True):

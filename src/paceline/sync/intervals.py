@@ -1,7 +1,8 @@
 """Tracks how long each worker's iterations take, for models that depend on the workers' speeds.
 
 An interval ends with a push. It begins with the worker's previous push, as DSSP defines it, unless the model calls
-`begin` when it answers the worker's pull. Then the time for which the worker has waited is left out.
+`begin` when it answers the worker's pull. Then the time for which the worker has waited is left out. The interval
+that ends with the warm-up of an accelerator is left out, because the next ones are shorter.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class Intervals:
 
     Attributes:
         last_ticks: worker -> time of the worker's last push or join, or the time given to `begin`.
-        interval_ticks: worker -> length of the interval that ended with the worker's last push.
+        interval_ticks: worker -> length of the interval that ended with the worker's last push other than a warm-up.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,8 @@ class Intervals:
         """Update the times after the model has accepted an event."""
         match event:
             case PushReceived():
-                self.interval_ticks[event.worker] = event.now_ticks - self.last_ticks[event.worker]
+                if not event.warm_up:
+                    self.interval_ticks[event.worker] = event.now_ticks - self.last_ticks[event.worker]
                 self.last_ticks[event.worker] = event.now_ticks
             case WorkerJoined():
                 self.last_ticks[event.worker] = event.now_ticks

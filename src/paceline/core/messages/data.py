@@ -52,6 +52,8 @@ class DataRequested(Message, frozen=True, tag=True):
         times: the number of positions in each of the worker's iterations since its last request, and the time in
             seconds that the worker took for it. Only sent if the order is balanced.
         least: minimum size of the worker's batches if the order is balanced.
+        step: number of which the sizes of the worker's batches are multiples if the order is balanced. See
+            `paceline.core.batch_sizes.in_steps`.
     """
 
     loader: Annotated[int, msgspec.Meta(ge=0, lt=MOST_LOADERS)]
@@ -63,6 +65,7 @@ class DataRequested(Message, frozen=True, tag=True):
     end: tuple[Number, Number] | None = None
     times: Annotated[tuple[BatchTaken, ...], msgspec.Meta(max_length=MOST_TIMES)] = ()
     least: Annotated[int, msgspec.Meta(ge=1, le=2**53)] = 1
+    step: Annotated[int, msgspec.Meta(ge=1, le=2**53)] = 1
 
 
 class DataGranted(Message, frozen=True, tag=True):

@@ -91,6 +91,7 @@ class Commit(Message, frozen=True, tag=True, omit_defaults=True):
         set_index: the parameter set whose gradient is pushed, and whose weights are pulled; None for all sets.
         repeated: True if an earlier push was computed from the same samples, so they are not counted again.
         term: the term of the shard's server. See `paceline.core.placement`.
+        warm_up: see the event `PushReceived`.
     """
 
     shard: Number
@@ -110,6 +111,7 @@ class Commit(Message, frozen=True, tag=True, omit_defaults=True):
     set_index: Number | None = None
     repeated: bool = False
     term: Number = 0
+    warm_up: bool = False
 
     @property
     def pieces(self) -> tuple[int, ...]:
@@ -189,12 +191,14 @@ class IterationFinished(Message, frozen=True, tag=True):
         superstep: number of the superstep, if this was the worker's last push before its barrier; else None.
         change: number of the model change, if this was the worker's last push before the change; else None.
         attempt: number of times that the worker has restarted the iteration.
+        warm_up: see the event `PushReceived`.
     """
 
     iteration: Number
     superstep: Number | None = None
     change: Number | None = None
     attempt: Number = 0
+    warm_up: bool = False
 
 
 class IterationStarted(Message, frozen=True, tag=True):
