@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ model.cpu()  # as scripts do before they save
 
 SLOW_ON_THE_DEVICE = """
 import torch, paceline, time
+from pathlib import Path
 torch.manual_seed(0)
 device = paceline.device()
 model = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.Tanh(), torch.nn.Linear(32, 6)).to(device)
@@ -42,6 +44,7 @@ x = torch.randn(4096, 6)
 loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=64, shuffle=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 model, optimizer, loader = paceline.prepare(model, optimizer, loader, device=device)
+sizes = []
 for epoch in paceline.epochs(4):
     for (inputs,) in loader:
         optimizer.zero_grad()
@@ -50,6 +53,8 @@ for epoch in paceline.epochs(4):
         (out - inputs.flip(1)).square().mean().backward()
         time.sleep(len(inputs) * (1e-3 if device.type != "cpu" else 2e-4))
         optimizer.step()
+        sizes.append(len(inputs))
+Path(f"sizes-{paceline.worker_index()}.txt").write_text(" ".join(map(str, sizes)))
 """
 
 ABORTED = """
@@ -113,6 +118,11 @@ def test_a_slow_device_gets_smaller_batches_than_a_fast_cpu(mark: str) -> None:
     sizes = {worker: samples[worker] / iterations[worker] for worker in iterations}
     print(f"mean size of a batch: {sizes}")
     assert sizes["1"] < 0.6 * sizes["0"]
+    on_cpu, on_device = ([*map(int, Path(f"sizes-{k}.txt").read_text().split())] for k in (0, 1))
+    print(f"sizes on the device: {Counter(on_device)}")
+    assert {sum(joint) for joint in zip(on_cpu, on_device, strict=True)} == {128}
+    assert all(size % 8 == 0 or size in (1, 2, 4) for size in on_device)
+    assert len(set(on_device)) <= 5
 
 
 @pytest.mark.processes
