@@ -16,7 +16,7 @@ from paceline.cli import main
 from paceline.core.coordinator import Coordinator
 from paceline.core.messages import TracePart
 from paceline.core.placement import round_robin
-from paceline.core.requests import server_peer
+from paceline.core.requests import EndWithout, Fail, server_peer
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.runtime.job import make_job
 from paceline.runtime.traces import PART_BYTES, TraceFiles
@@ -419,3 +419,22 @@ def test_parts_of_traces_that_are_refused(shard: int, server: int, size_bytes: i
     traces.arrived(TracePart(3, True))
     with pytest.raises(ProtocolError):
         traces.targets(TracePart(shard, False), server, size_bytes)
+
+
+def test_a_machines_server_that_is_lost_before_the_run_begins_may_be_brought_by_another_machine() -> None:
+    core = coordinator()
+    core.invite_servers(3)
+    core.connected(server_peer(2), 0, "address")
+    assert core.server_lost(2, "its machine has left", certain=True) == []
+    assert core.vacant_servers == {2}
+    assert core.lost_servers == {}
+    assert core.invite_servers(1) == (2,)
+
+
+def test_a_server_of_the_run_that_is_lost_ends_the_run_and_is_named() -> None:
+    core = coordinator()
+    assert core.server_lost(0, "its connection ended") == [EndWithout(0, "its connection ended")]
+    assert core.server_lost(0, "it was killed", "output", certain=True) == [
+        Fail("server 0", "it was killed", "output")
+    ]
+    assert core.lost_servers == {0: "its connection ended"}

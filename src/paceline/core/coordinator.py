@@ -114,7 +114,19 @@ from .messages import (
 from .model_spec import ModelSpec, first_difference
 from .placement import round_robin
 from .reconfiguration import Reconfigurations
-from .requests import Fail, Peer, Rehearse, Request, Send, TakeOut, Timer, Warn, server_peer, worker_peer
+from .requests import (
+    EndWithout,
+    Fail,
+    Peer,
+    Rehearse,
+    Request,
+    Send,
+    TakeOut,
+    Timer,
+    Warn,
+    server_peer,
+    worker_peer,
+)
 from .time_spent import TimeLedger, TimeSpent
 
 __all__ = ["LOST_TOO_EARLY", "Coordinator", "fault_report"]
@@ -132,7 +144,7 @@ MOST_WARNINGS = 100
         "_ready reconfigurations _early _fingerprints _agreement _uneven _grown _stopped "
         "_losses _committed"
     ),
-    history="cut_off endings faults findings board waits time_ledger",
+    history="cut_off lost_servers endings faults findings board waits time_ledger",
     fixed=(
         "placement _workers _servers _late_servers _shards _slicing _overlap _read_sync _shortage _recorder _first "
         "_ticks_per_s _least _pause_below"
@@ -178,6 +190,7 @@ class Coordinator:
         main: the main worker.
         paused: True while the workers begin no further iterations, because the run has too few workers.
         torn: number of pushes of lost workers that some shards, but not all, have applied.
+        lost_servers: server without which the run has ended -> a clause that says why it is lost.
         cut_off: lost workers whose last report says that they failed only because another process had ended.
         endings: (worker, incarnation) -> the error that it reported, why it was taken out, or how its process ended,
             once this is known. See `cause`.
@@ -227,6 +240,7 @@ class Coordinator:
         self.paused = False
         self.torn = 0
         self.cut_off: list[int] = []
+        self.lost_servers: dict[int, str] = {}
         self.endings: dict[tuple[int, int], str] = {}
         self.faults: list[str] = []
         self.findings: list[str] = []
@@ -244,7 +258,7 @@ class Coordinator:
         self.loops = LoopPositions()
         self._workers = workers
         self._servers = servers
-        self._late_servers = len(late_servers)
+        self._late_servers = frozenset(late_servers)
         self._shards = shards
         self._slicing = slicing
         self._overlap = overlap
@@ -381,10 +395,11 @@ class Coordinator:
         missing = len(self.vacant_servers)
         if count > missing:
             more = f"{missing or 'no'} more server{'s' * (missing != 1)}"
-            others = self._late_servers - missing
+            late = len(self._late_servers)
+            others = late - missing
             raise ConfigurationError(
                 f"this machine offers --servers {count}, but the run needs {more}: of its {self._servers}, the "
-                f"machine that serves it has {self._servers - self._late_servers}, and machines that have joined "
+                f"machine that serves it has {self._servers - late}, and machines that have joined "
                 f"have {others}. Join with --servers {missing}, or start the run with more of them (--servers N "
                 "--remote-servers M)."
             )
@@ -439,6 +454,25 @@ class Coordinator:
             return self._leave(peer.index, WorkerLost, now_ticks)
         self._addresses.pop(peer.index, None)
         return []
+
+    def server_lost(self, server: int, how: str, output: str = "", *, certain: bool = False) -> list[Request]:
+        """Handle the loss of a server. A run in progress ends, because it cannot continue without the server.
+
+        If the run has not begun yet, and machines bring this server, another machine may bring it. The result is then
+        empty, and the server is vacant.
+
+        Args:
+            server: index of the server.
+            how: a clause that says why it is lost.
+            output: the last lines of its output, if they say more.
+            certain: False if only the end of its connection was seen, so that its process may say more.
+        """
+        self._addresses.pop(server, None)
+        if self.model is None and server in self._late_servers:
+            self.release_server(server)
+            return []
+        self.lost_servers.setdefault(server, how)
+        return [Fail(f"server {server}", how, output) if certain else EndWithout(server, how)]
 
     def ended(
         self, worker: int, now_ticks: int, incarnation: int = 0, *, asked: bool = False

@@ -20,6 +20,7 @@ from .requests import (
     Abort,
     Apply,
     Discard,
+    EndWithout,
     Fail,
     Measure,
     Overwrite,
@@ -71,6 +72,7 @@ METHODS: dict[type[Request], str] = {
     Warn: "warn",
     TakeOut: "take_out",
     Fail: "end_run",
+    EndWithout: "end_without",
 }
 """The method that carries out each kind of request. `Send` has a table of its own, by the type of the message."""
 
@@ -167,6 +169,10 @@ class Host:
     def end_run(self, failure: Fail) -> None:
         """End the run, because a part of it has failed."""
         self._refuse(failure)
+
+    def end_without(self, loss: EndWithout) -> None:
+        """End the run, because it cannot continue without a server."""
+        self._refuse(loss)
 
     def _refuse(self, request: Request) -> NoReturn:
         raise InternalError(f"{type(self).__name__} cannot carry out {request}")

@@ -21,6 +21,7 @@ __all__ = [
     "Abort",
     "Apply",
     "Discard",
+    "EndWithout",
     "Fail",
     "Measure",
     "Overwrite",
@@ -216,6 +217,20 @@ class Fail(msgspec.Struct, frozen=True, gc=False):
     traceback: str = ""
 
 
+class EndWithout(msgspec.Struct, frozen=True, gc=False):
+    """End the run, because it cannot continue without a server that is lost.
+
+    How the process of the server has ended may say more than the reason. A host that learns it names it instead.
+
+    Attributes:
+        server: index of the server.
+        reason: what is known of the loss, as a clause.
+    """
+
+    server: int
+    reason: str
+
+
 Request = (
     Send
     | Timer
@@ -230,4 +245,5 @@ Request = (
     | Warn
     | TakeOut
     | Fail
+    | EndWithout
 )

@@ -62,6 +62,7 @@ from ..core.messages import (
 )
 from ..core.model_spec import ModelSpec
 from ..core.requests import (
+    EndWithout,
     Fail,
     Peer,
     Rehearse,
@@ -657,10 +658,9 @@ class CoordinatorHost(Host):
                 for agent in self._machines.agents_of("server", peer.index):
                     self._lose_server(agent, peer.index, "its connection ended")
                 return
-            self.gone_servers.setdefault(peer.index, "its connection ended")
+            self._perform(self.core.server_lost(peer.index, "its connection ended"))
             if self._collection is not None:
                 self._collect_from(peer.index)
-            self.over.set()
 
     def received(self, peer: Caller, message: Message) -> None:
         if peer.role == "agent":
@@ -774,12 +774,11 @@ class CoordinatorHost(Host):
         if self._stopping or server not in self._machines.servers[agent]:
             return
         name = self._machines.names[agent]
-        if self.core.model is not None:
-            self.fail(RunFailedError(f"server {server}", f"{how} (machine {name})", output))
+        if ends := self.core.server_lost(server, f"{how} (machine {name})", output, certain=True):
+            self._perform(ends)
             return
         log.warning("server %d of machine %s has left before the run has begun: %s", server, name, how)
         self._machines.servers[agent].discard(server)
-        self.core.release_server(server)
         self.heard_s.pop(("server", server), None)
         if (member := self._member("server", server)) is not None:
             self._hub.drop(member, how)
@@ -899,6 +898,10 @@ class CoordinatorHost(Host):
 
     def end_run(self, failure: Fail) -> None:
         self.fail(RunFailedError(failure.where, failure.reason, failure.traceback))
+
+    def end_without(self, loss: EndWithout) -> None:
+        self.gone_servers.setdefault(loss.server, loss.reason)
+        self.over.set()
 
     def _take_prospects(self, prospects: Sequence[Prospect]) -> None:
         """Take the results of a simulation, which another thread has received."""

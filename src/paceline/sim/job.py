@@ -38,6 +38,7 @@ from ..core.model_spec import ModelSpec
 from ..core.requests import (
     COORDINATOR,
     Abort,
+    EndWithout,
     Fail,
     Peer,
     Proceed,
@@ -528,6 +529,14 @@ class VirtualJob:
         if back_after_s is not None:
             self._expect(self.kernel.now_ticks + self.kernel.in_ticks(back_after_s), worker)
 
+    def lose_server(self, server: int) -> None:
+        """Lose a server.
+
+        Raises:
+            RunFailedError: the run cannot continue without the server.
+        """
+        self._coordinator_host.carry_out(self.coordinator.server_lost(server, "it was lost"))
+
     def _remove(self, worker: int) -> None:
         """Continue without a worker, which is lost from now on."""
         state, now_ticks = self.workers[worker], self.kernel.now_ticks
@@ -861,6 +870,9 @@ class _CoordinatorHost(Host):
 
     def end_run(self, failure: Fail) -> None:
         raise RunFailedError(failure.where, failure.reason)
+
+    def end_without(self, loss: EndWithout) -> None:
+        raise RunFailedError(f"server {loss.server}", loss.reason)
 
 
 class _AtOnce(_CoordinatorHost):
