@@ -46,14 +46,12 @@ from ..sync.notation import notation, parse_shards, require_shards
 from ..sync.schedule import Schedule
 from ..sync.ticks import TICKS_PER_S
 from . import messages
-from .agreement import Agreement
 from .auto import Auto, Prospect
 from .collectives import Collectives, combine
 from .data_ledger import DataLedger
 from .entry import Entry, EntryRecorder
-from .fingerprints import Fingerprints
-from .guard import DIVERGED, Guard, Verdict
-from .history import MOST_METRICS, History, Kind
+from .guard import Guard
+from .history import History
 from .job_sync import JobSync
 from .joint_norms import JointNorms
 from .layout import ShardSlice
@@ -79,7 +77,6 @@ from .messages import (
     GradientHashed,
     HyperParametersReported,
     JoinOffered,
-    LoggedValue,
     LoopEntered,
     MainChosen,
     MainRequested,
@@ -92,10 +89,8 @@ from .messages import (
     PacesObserved,
     Paused,
     PlanPublished,
-    PullAllowed,
     PushesObserved,
     PushesReported,
-    RateTempered,
     Ready,
     Refused,
     Register,
@@ -111,7 +106,9 @@ from .messages import (
     Warned,
     WorkerWelcomed,
 )
+from .metric_intake import MetricIntake
 from .model_spec import ModelSpec, first_difference
+from .oversight import Oversight
 from .placement import round_robin
 from .reconfiguration import Reconfigurations
 from .requests import (
@@ -121,13 +118,13 @@ from .requests import (
     Rehearse,
     Request,
     Send,
-    TakeOut,
     Timer,
     Warn,
     server_peer,
     worker_peer,
 )
 from .time_spent import TimeLedger, TimeSpent
+from .turns import Turns
 
 __all__ = ["LOST_TOO_EARLY", "Coordinator", "fault_report"]
 
@@ -140,11 +137,11 @@ MOST_WARNINGS = 100
 @stateful(
     decides=(
         "model slices addresses initializer started vacant_servers members main paused torn data loops "
-        "collectives guard history auto _crowded _begun _norms _sync _connected _registered _addresses "
-        "_ready reconfigurations _early _fingerprints _agreement _uneven _grown _stopped "
-        "_losses _committed"
+        "collectives oversight history auto _metrics _begun _norms _sync _connected _registered _addresses "
+        "_ready reconfigurations _early _uneven _grown _stopped "
+        "_losses _turns"
     ),
-    history="cut_off lost_servers endings faults findings board waits time_ledger",
+    history="cut_off lost_servers endings faults board waits time_ledger",
     fixed=(
         "placement _workers _servers _late_servers _shards _slicing _overlap _read_sync _shortage _recorder _first "
         "_ticks_per_s _least _pause_below"
@@ -195,14 +192,13 @@ class Coordinator:
         endings: (worker, incarnation) -> the error that it reported, why it was taken out, or how its process ended,
             once this is known. See `cause`.
         faults: descriptions of the problems that did not end the run, in order of occurrence.
-        findings: sentences about what makes the result of the run worse than it could be.
         board: worker -> the last status that the worker reported.
         waits: server -> the last list of waiting workers that the server sent.
         data: the ledger of the data that the workers use.
         loops: how far the workers have come in their training loops.
         collectives: the barrier, the reduction or the extension in which workers wait.
         time_ledger: what the workers have spent their time on.
-        guard: judges what the workers report of their pushes.
+        oversight: watches the workers in order to warn the user.
         history: the metrics that the scripts of the workers have logged.
         auto: chooses the sync models of the run; None if the user has chosen them.
     """
@@ -243,15 +239,14 @@ class Coordinator:
         self.lost_servers: dict[int, str] = {}
         self.endings: dict[tuple[int, int], str] = {}
         self.faults: list[str] = []
-        self.findings: list[str] = []
         self.board: dict[int, Status] = {}
         self.waits: dict[int, Waits] = {}
         self.data = DataLedger()
         self.collectives = Collectives(self._extend)
         self.time_ledger = TimeLedger()
-        self.guard = guard or Guard()
+        self.oversight = Oversight(guard or Guard())
         self.history = History()
-        self._crowded = False  # True once the scripts have logged more names than a job may have
+        self._metrics = MetricIntake(self.history)
         self.auto = Auto(self._may_use, stale=relaxes) if schedule.auto else None
         # loader -> the last epoch that a worker has begun, if there is `auto`
         self._begun: dict[str, int] = {}
@@ -279,16 +274,13 @@ class Coordinator:
         self._pause_below = pause_below
         # Requests for data that have arrived while the run had too few workers to begin: (worker, loader) -> message.
         self._early: dict[tuple[int, int], DataRequested] = {}
-        self._fingerprints = Fingerprints()
-        self._agreement = Agreement()
         self._uneven = False  # True once a worker has pushed in lockstep while its script was not training
         # True once a worker has joined a run in progress. In lockstep, workers then end their epochs at different
         # iterations.
         self._grown = False
         self._stopped: set[int] = set()  # training loops that a worker has stopped
         self._losses: dict[int, Loss] = {}  # lost worker whose pushes some servers have yet to report
-        # With overlap off: worker that waits for permission to pull -> the iteration that the worker has just pushed.
-        self._committed: dict[int, int] = {}
+        self._turns = Turns()
 
     @property
     def everybody_left(self) -> bool:
@@ -310,9 +302,19 @@ class Coordinator:
         return list(zip(self.slices, self.addresses, strict=True))
 
     @property
+    def guard(self) -> Guard:
+        """What judges the reports of the workers about their pushes."""
+        return self.oversight.guard
+
+    @property
+    def findings(self) -> list[str]:
+        """Sentences about what makes the result of the run worse than it could be."""
+        return self.oversight.findings
+
+    @property
     def awaiting_turn(self) -> set[int]:
         """With overlap off: the workers that have pushed and may not pull until all other workers have pushed."""
-        return set(self._committed)
+        return set(self._turns.committed)
 
     @property
     def unable_to_begin(self) -> bool:
@@ -538,10 +540,7 @@ class Coordinator:
         """Check that the collections of workers are consistent; raise `InternalError` if they are not."""
         self._sync.validate()
         self.members.validate()
-        if not self._committed.keys() <= self.members.present:
-            raise InternalError(
-                f"{self._committed} wait to pull, but only {self.members.present} are present"
-            )
+        self._turns.validate(self.members.present)
 
     def _handle_worker(self, sender: Peer, message: Message, now_ticks: int) -> list[Request]:
         worker = sender.index
@@ -584,9 +583,7 @@ class Coordinator:
                 return self._compare(worker, message)
             case HyperParametersReported():
                 incarnation = self.members.incarnations.get(worker, 0)
-                finding = self._agreement.take(worker, incarnation, message)
-                self.findings += [finding] if finding else []
-                return [Warn(finding)] if finding else []
+                return self.oversight.agree(worker, incarnation, message)
             case PushesObserved():
                 return self._observe(worker, message)
             case MetricsLogged():
@@ -600,8 +597,8 @@ class Coordinator:
                 requests = self.collectives.contributed(worker, message, self.members.live)
                 return requests + self._allow_stand_ins() if self._grown else requests
             case AllCommitted() if not self._overlap and worker in self.members.present:
-                self._committed[worker] = message.iteration
-                return self._allow_pulls()
+                self._turns.committed[worker] = message.iteration
+                return self._turns.allow(self.members.present)
             case Status():
                 self.started = True
                 self.board[worker] = message
@@ -856,8 +853,8 @@ class Coordinator:
         self.time_ledger.leave(worker, now_ticks, lost=kind is WorkerLost)
         members.leave(worker, "lost" if kind is WorkerLost else "left" if early else "finished")
         self._registered.pop(worker, None)
-        self.guard.left(worker)
-        self._committed.pop(worker, None)
+        self.oversight.guard.left(worker)
+        self._turns.left(worker)
         self._early = {key: message for key, message in self._early.items() if key[0] != worker}
         requests: list[Request] = []
         if kind is WorkerLost:
@@ -880,7 +877,8 @@ class Coordinator:
         if self.reconfigurations.extension is not None:
             requests += self.reconfigurations.extension.left(worker)
         requests += self.collectives.left(worker, members.live)
-        requests += self._begin_if_complete(now_ticks) + self._hand_out_early(now_ticks) + self._allow_pulls()
+        requests += self._begin_if_complete(now_ticks) + self._hand_out_early(now_ticks)
+        requests += self._turns.allow(members.present)
         if self.reconfigurations.left(worker):
             return requests + self._end_join(now_ticks)
         return requests + self._join_next()
@@ -911,13 +909,6 @@ class Coordinator:
         self.paused = self._is_short
         message = Paused() if self.paused else Resumed()
         return [Send(worker_peer(worker), message) for worker in sorted(self.members.present)]
-
-    def _allow_pulls(self) -> list[Request]:
-        """With overlap off: let all workers pull if every shard has received every worker's push."""
-        if not self.members.present or self._committed.keys() != self.members.present:
-            return []
-        committed, self._committed = self._committed, {}
-        return [Send(worker_peer(worker), PullAllowed(committed[worker])) for worker in sorted(committed)]
 
     # -- data ---------------------------------------------------------------------------------------------
 
@@ -969,7 +960,10 @@ class Coordinator:
         """Warn once if workers compute the same gradients."""
         # The first iterations are those under the first sync model.
         lockstep = _is_lockstep(self._first)
-        warning = self._fingerprints.take(worker, message, self.members.live, lockstep=lockstep)
+        return self._warn(self.oversight.compare(worker, message, self.members.live, lockstep=lockstep))
+
+    def _warn(self, warning: str) -> list[Request]:
+        """Record a problem that does not end the run, and return the request to show it. "" is no problem."""
         if not warning:
             return []
         self.faults.append(warning)
@@ -983,57 +977,24 @@ class Coordinator:
                 break
             if self.auto is not None:
                 self.auto.hear(observed)
-            verdicts = self.guard.take(
+            verdicts = self.oversight.guard.take(
                 worker,
                 observed,
                 present=self.members.present,
                 sync=self._sync.sync,
                 lockstep=_is_lockstep(self._sync.sync),
             )
-            requests += [request for verdict in verdicts for request in self._heed(verdict)]
+            requests += [
+                request for verdict in verdicts for request in self.oversight.heed(verdict, self._addresses)
+            ]
         return requests
 
     def _keep_metrics(self, worker: int, message: MetricsLogged, now_ticks: int) -> list[Request]:
         """Add what a script has logged to the history."""
         if worker in self.members.gone:
             return []
-        requests: list[Request] = []
-        now_s = now_ticks / self._ticks_per_s
         alone = self._workers > 1 and worker == self.main.worker
-        for logged in message.values:
-            kept = self.history.note(
-                logged.name,
-                _kind_of(logged, alone=alone),
-                logged.value,
-                logged.weight,
-                time_s=max(0.0, now_s - logged.age_s),
-                samples=logged.samples,
-                updates=logged.updates,
-                worker=worker,
-                count=logged.count,
-                source=logged.source,
-            )
-            if not kept and not self._crowded:
-                self._crowded = True
-                words = (
-                    f"The scripts have logged more than {MOST_METRICS} metrics. Those whose names came later, the "
-                    f"first of them {logged.name!r} of worker {worker}, are not kept."
-                )
-                self.faults.append(words)
-                requests.append(Warn(words))
-        return requests
-
-    def _heed(self, verdict: Verdict) -> list[Request]:
-        self.findings.append(verdict.words)
-        requests: list[Request] = [Warn(verdict.words)]
-        if verdict.factor is not None:
-            tempered = RateTempered(verdict.factor)
-            requests += [Send(server_peer(server), tempered) for server in sorted(self._addresses)]
-        if verdict.takes_out is not None:
-            requests.append(TakeOut(verdict.takes_out, verdict.words))
-        if verdict.stops:
-            requests.append(Fail(DIVERGED, verdict.words))
-        return requests
+        return self._warn(self._metrics.take(worker, message, now_ticks / self._ticks_per_s, alone=alone))
 
     def _allow_stand_ins(self) -> list[Request]:
         """Let workers push without a gradient while they wait in a call, unless this has been done already."""
@@ -1191,8 +1152,3 @@ def fault_report(message: FaultReported) -> str:
     """Return the warning that a user-defined condition has failed at a shard."""
     report = f"shard {message.shard}: {message.reason}. The shard continues with {message.sync}."
     return f"{report}\n{message.traceback}".strip()
-
-
-def _kind_of(logged: LoggedValue, *, alone: bool) -> Kind:
-    """Return the kind of a value, given whether the main worker of several has logged it. See `core.history`."""
-    return "point" if logged.evaluating or (alone and logged.source == "script") else "mean"
