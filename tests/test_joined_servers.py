@@ -365,17 +365,17 @@ def coordinator() -> Coordinator:
 def test_servers_are_assigned_in_order_and_may_be_released() -> None:
     core = coordinator()
     with pytest.raises(ConfigurationError, match="the run needs 3 more servers"):
-        core.invite_servers(4)
-    assert core.vacant_servers == {1, 2, 3}
-    assert core.invite_servers(2) == (1, 2)
-    core.release_server(1)
-    assert core.invite_servers(2) == (1, 3)
-    assert core.invite_servers(0) == ()
+        core.servers.invite(4)
+    assert core.servers.vacant == {1, 2, 3}
+    assert core.servers.invite(2) == (1, 2)
+    core.servers.release(1)
+    assert core.servers.invite(2) == (1, 3)
+    assert core.servers.invite(0) == ()
     with pytest.raises(
         ConfigurationError,
         match="the run needs no more servers: of its 4, the machine that serves it has 1, ",
     ):
-        core.invite_servers(1)
+        core.servers.invite(1)
 
 
 def test_a_server_that_no_machine_has_brought_is_not_expected() -> None:
@@ -384,7 +384,7 @@ def test_a_server_that_no_machine_has_brought_is_not_expected() -> None:
     with pytest.raises(ProtocolError):
         core.require_expected(server_peer(1))
     core.require_expected(server_peer(0))
-    core.invite_servers(1)
+    core.servers.invite(1)
     core.require_expected(server_peer(1))
     assert core.shortage == "0 of at least 1 workers and 2 of 4 servers"
 
@@ -423,12 +423,12 @@ def test_parts_of_traces_that_are_refused(shard: int, server: int, size_bytes: i
 
 def test_a_machines_server_that_is_lost_before_the_run_begins_may_be_brought_by_another_machine() -> None:
     core = coordinator()
-    core.invite_servers(3)
+    core.servers.invite(3)
     core.connected(server_peer(2), 0, "address")
     assert core.server_lost(2, "its machine has left", certain=True) == []
-    assert core.vacant_servers == {2}
-    assert core.lost_servers == {}
-    assert core.invite_servers(1) == (2,)
+    assert core.servers.vacant == {2}
+    assert core.servers.lost == {}
+    assert core.servers.invite(1) == (2,)
 
 
 def test_a_server_of_the_run_that_is_lost_ends_the_run_and_is_named() -> None:
@@ -437,4 +437,4 @@ def test_a_server_of_the_run_that_is_lost_ends_the_run_and_is_named() -> None:
     assert core.server_lost(0, "it was killed", "output", certain=True) == [
         Fail("server 0", "it was killed", "output")
     ]
-    assert core.lost_servers == {0: "its connection ended"}
+    assert core.servers.lost == {0: "its connection ended"}

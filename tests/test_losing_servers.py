@@ -42,7 +42,7 @@ def test_a_run_in_virtual_time_ends_when_it_loses_a_server(sync: str) -> None:
         run(job, iterations=10)
     assert failure.value.process == "server 1"
     assert job.kernel.now_ticks == job.kernel.in_ticks(2.5)
-    assert job.coordinator.lost_servers == {1: "it was lost"}
+    assert job.coordinator.servers.lost == {1: "it was lost"}
     assert job.versions[0] > 0
 
 
@@ -50,4 +50,4 @@ def test_without_a_loss_the_same_run_ends_normally() -> None:
     job = virtual_job("bsp")
     run(job, iterations=3)
     assert job.versions == (3,) * SHARDS
-    assert job.coordinator.lost_servers == {}
+    assert job.coordinator.servers.lost == {}

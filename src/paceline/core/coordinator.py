@@ -123,6 +123,7 @@ from .requests import (
     server_peer,
     worker_peer,
 )
+from .server_roster import ServerRoster
 from .time_spent import TimeLedger, TimeSpent
 from .turns import Turns
 
@@ -136,14 +137,14 @@ MOST_WARNINGS = 100
 
 @stateful(
     decides=(
-        "model slices addresses initializer started vacant_servers members main paused torn data loops "
-        "collectives oversight history auto _metrics _begun _norms _sync _connected _registered _addresses "
-        "_ready reconfigurations _early _uneven _grown _stopped "
+        "model slices addresses initializer started servers members main paused torn data loops "
+        "collectives oversight history auto _metrics _begun _norms _sync _connected _registered "
+        "reconfigurations _early _uneven _grown _stopped "
         "_losses _turns"
     ),
-    history="cut_off lost_servers endings faults board waits time_ledger",
+    history="cut_off endings faults board waits time_ledger",
     fixed=(
-        "placement _workers _servers _late_servers _shards _slicing _overlap _read_sync _shortage _recorder _first "
+        "placement _workers _shards _slicing _overlap _read_sync _shortage _recorder _first "
         "_ticks_per_s _least _pause_below"
     ),
     about={"main": "scripts", "_grown": "scripts", "_connected": "connections"},
@@ -163,7 +164,7 @@ class Coordinator:
             run cannot use the model.
         late: workers that are absent at the start. They join later; see `invite`.
         late_servers: servers that are absent at the start, because machines that join bring them. The run begins when
-            all of them are there; see `invite_servers`.
+            all of them are there; see `ServerRoster.invite`.
         least: minimum number of workers with which the run begins. It also waits for all that are not absent.
         pause_below: number of workers below which the run pauses until others join. Once a worker has finished, the
             run no longer pauses. Default: 0, with which it never pauses, but ends when all workers are lost.
@@ -181,13 +182,12 @@ class Coordinator:
         initializer: the worker that sends the initial weights; -1 before the shards are created.
         started: True once at least one worker has reported that its first weights have arrived.
         placement: the servers of the shards.
-        vacant_servers: the servers that no machine has brought yet.
+        servers: the servers: which are vacant, which are connected, and which are lost.
         reconfigurations: the joins, changes of the sync model and extensions that are in progress or wait.
         members: the workers: which are expected, which take part, and which are gone.
         main: the main worker.
         paused: True while the workers begin no further iterations, because the run has too few workers.
         torn: number of pushes of lost workers that some shards, but not all, have applied.
-        lost_servers: server without which the run has ended -> a clause that says why it is lost.
         cut_off: lost workers whose last report says that they failed only because another process had ended.
         endings: (worker, incarnation) -> the error that it reported, why it was taken out, or how its process ended,
             once this is known. See `cause`.
@@ -230,13 +230,12 @@ class Coordinator:
         self.initializer = -1
         self.started = False
         self.placement = round_robin(shards, servers)
-        self.vacant_servers = set(late_servers)
+        self.servers = ServerRoster(self.placement, late_servers)
         self.members = Members(workers, late)
         self.main = MainWorker()
         self.paused = False
         self.torn = 0
         self.cut_off: list[int] = []
-        self.lost_servers: dict[int, str] = {}
         self.endings: dict[tuple[int, int], str] = {}
         self.faults: list[str] = []
         self.board: dict[int, Status] = {}
@@ -252,8 +251,6 @@ class Coordinator:
         self._begun: dict[str, int] = {}
         self.loops = LoopPositions()
         self._workers = workers
-        self._servers = servers
-        self._late_servers = frozenset(late_servers)
         self._shards = shards
         self._slicing = slicing
         self._overlap = overlap
@@ -268,8 +265,6 @@ class Coordinator:
         self._connected: set[int] = set()  # workers
         # Worker that has registered and has not left -> its message.
         self._registered: dict[int, Register] = {}
-        self._addresses: dict[int, str] = {}  # connected server -> its address
-        self._ready: set[int] = set()  # servers that have received their shards
         self._least = least
         self._pause_below = pause_below
         # Requests for data that have arrived while the run had too few workers to begin: (worker, loader) -> message.
@@ -344,8 +339,8 @@ class Coordinator:
             parts = []
             if self._is_too_small:
                 parts.append(f"{self.members.live_count} of at least {self._least} workers")
-            if self.vacant_servers:
-                parts.append(f"{self._servers - len(self.vacant_servers)} of {self._servers} servers")
+            if self.servers.shortage:
+                parts.append(self.servers.shortage)
             return " and ".join(parts)
         return f"{len(self.members.present)} of at least {self._pause_below} workers" if self.paused else ""
 
@@ -388,31 +383,6 @@ class Coordinator:
                 self.members.admit(worker)
         return invited
 
-    def invite_servers(self, count: int) -> tuple[int, ...]:
-        """Expect `count` of the servers that machines bring, and return their indices.
-
-        Raises:
-            ConfigurationError: the run needs fewer servers.
-        """
-        missing = len(self.vacant_servers)
-        if count > missing:
-            more = f"{missing or 'no'} more server{'s' * (missing != 1)}"
-            late = len(self._late_servers)
-            others = late - missing
-            raise ConfigurationError(
-                f"this machine offers --servers {count}, but the run needs {more}: of its {self._servers}, the "
-                f"machine that serves it has {self._servers - late}, and machines that have joined "
-                f"have {others}. Join with --servers {missing}, or start the run with more of them (--servers N "
-                "--remote-servers M)."
-            )
-        invited = tuple(sorted(self.vacant_servers)[:count])
-        self.vacant_servers.difference_update(invited)
-        return invited
-
-    def release_server(self, server: int) -> None:
-        """Let another machine bring a server, because its machine has left before the run has begun."""
-        self.vacant_servers.add(server)
-
     # -- connections --------------------------------------------------------------------------------------
 
     def require_expected(self, peer: Peer, incarnation: int = 0) -> None:
@@ -422,8 +392,7 @@ class Coordinator:
             case "worker":
                 expected = index not in self._connected and self.members.expects(index, incarnation)
             case "server":
-                excluded = index in self._addresses or index in self.vacant_servers
-                expected = 0 <= index < self._servers and not excluded
+                expected = self.servers.expects(index)
             case _:
                 expected = False
         if not expected:
@@ -446,7 +415,7 @@ class Coordinator:
         if peer.role == "worker":
             self._connected.add(peer.index)
         else:
-            self._addresses[peer.index] = address
+            self.servers.addresses[peer.index] = address
         return self._begin_if_complete(now_ticks) + self._hand_out_early(now_ticks)
 
     def disconnected(self, peer: Peer, now_ticks: int) -> list[Request]:
@@ -454,7 +423,7 @@ class Coordinator:
         if peer.role == "worker":
             self._connected.discard(peer.index)
             return self._leave(peer.index, WorkerLost, now_ticks)
-        self._addresses.pop(peer.index, None)
+        self.servers.addresses.pop(peer.index, None)
         return []
 
     def server_lost(self, server: int, how: str, output: str = "", *, certain: bool = False) -> list[Request]:
@@ -469,11 +438,8 @@ class Coordinator:
             output: the last lines of its output, if they say more.
             certain: False if only the end of its connection was seen, so that its process may say more.
         """
-        self._addresses.pop(server, None)
-        if self.model is None and server in self._late_servers:
-            self.release_server(server)
+        if not self.servers.lose(server, how, begun=self.model is not None):
             return []
-        self.lost_servers.setdefault(server, how)
         return [Fail(f"server {server}", how, output) if certain else EndWithout(server, how)]
 
     def ended(
@@ -626,8 +592,7 @@ class Coordinator:
     def _handle_server(self, sender: Peer, message: Message, now_ticks: int) -> list[Request]:
         match message:
             case Ready():
-                self._ready.add(sender.index)
-                return self._start_if_ready()
+                return self._start() if self.servers.ready(sender.index) else []
             case ExtensionReady() if self.reconfigurations.extension is not None:
                 return self._complete_extension(sender.index, message)
             case JoinOffered():
@@ -670,7 +635,7 @@ class Coordinator:
         absent = self._workers - len(self._registered) - len(self.members.gone)
         if self.model is not None or absent or len(self._registered) < self._least:
             return []
-        if len(self._addresses) < self._servers:
+        if not self.servers.complete:
             return []
         models = {worker: self._registered[worker].model for worker in sorted(self._registered)}
         initializer = next(iter(models))
@@ -688,8 +653,8 @@ class Coordinator:
             self._registered.clear()
             return self._refuse(list(models), reason, "the run")
         self.model, self.slices, self.initializer = model, slices, initializer
-        servers = sorted(self._addresses)
-        self.addresses = tuple(self._addresses[server] for server in self.placement.server_of)
+        servers = sorted(self.servers.addresses)
+        self.addresses = tuple(self.servers.addresses[server] for server in self.placement.server_of)
         requests: list[Request] = [
             Send(
                 server_peer(server),
@@ -715,9 +680,7 @@ class Coordinator:
             requests += self._add(WorkerJoined(now_ticks=now_ticks, worker=worker))
         return requests
 
-    def _start_if_ready(self) -> list[Request]:
-        if len(self._ready) < self._servers:
-            return []
+    def _start(self) -> list[Request]:
         assert self.model is not None
         started = Started(
             self.slices,
@@ -862,11 +825,11 @@ class Coordinator:
                 requests.append(Fail(f"worker {worker}", LOST_TOO_EARLY))
             incarnation = members.incarnation(worker)
             if present:
-                self._losses[worker] = Loss(worker, incarnation, set(self._addresses))
+                self._losses[worker] = Loss(worker, incarnation, set(self.servers.addresses))
             else:
                 self.data.leave(worker, (), members.live, early=True)
             lost = messages.WorkerLost(worker, incarnation, at_once)
-            requests += [Send(server_peer(server), lost) for server in sorted(self._addresses)]
+            requests += [Send(server_peer(server), lost) for server in sorted(self.servers.addresses)]
             requests += self._norms.lost(worker)
         else:
             self.data.leave(worker, [(pushed, pushed) for pushed in drawn], members.live, early=early)
@@ -985,7 +948,9 @@ class Coordinator:
                 lockstep=_is_lockstep(self._sync.sync),
             )
             requests += [
-                request for verdict in verdicts for request in self.oversight.heed(verdict, self._addresses)
+                request
+                for verdict in verdicts
+                for request in self.oversight.heed(verdict, self.servers.addresses)
             ]
         return requests
 

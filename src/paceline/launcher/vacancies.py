@@ -49,7 +49,7 @@ class Vacancies:
         if self._patience_s is None or now_s - self._since_s < self._patience_s:
             return ""
         core = self._coordinator.core
-        brought = self._coordinator.job.remote_servers - len(core.vacant_servers)
+        brought = self._coordinator.job.remote_servers - len(core.servers.vacant)
         if not (core.members.live or core.members.finished or core.members.lost or brought):
             return (
                 f"no machine has joined it within {self._patience_s:g} s (--wait). Wait longer, and look at what "
@@ -63,7 +63,7 @@ class Vacancies:
     def _look_for_servers(self) -> None:
         """Say how many servers are missing if the run cannot begin for this reason alone."""
         core = self._coordinator.core
-        vacant = len(core.vacant_servers) if core.members.live_count >= self._coordinator.job.least else 0
+        vacant = len(core.servers.vacant) if core.members.live_count >= self._coordinator.job.least else 0
         if vacant and vacant != self._vacant:
             self._say(f"waiting for {counted(vacant, 'server')}: paceline join --servers {vacant} ...")
         self._vacant = vacant

@@ -752,12 +752,12 @@ class CoordinatorHost(Host):
         Raises:
             ConfigurationError: the run needs fewer of them. Then nothing is expected.
         """
-        servers = self.core.invite_servers(offer.servers)
+        servers = self.core.servers.invite(offer.servers)
         try:
             return servers, self.core.invite(offer.workers, offer.wanted)
         except ConfigurationError:
             for server in servers:
-                self.core.release_server(server)
+                self.core.servers.release(server)
             raise
 
     def _lose_server(self, agent: int, server: int, how: str, output: str = "") -> None:

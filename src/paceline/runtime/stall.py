@@ -158,7 +158,7 @@ class StallWatch:
         waiting = tuple(sorted({*registered_s, *gathered}))
         expected: list[tuple[Literal["worker", "server"], int]] = [("worker", w) for w in live]
         # Machines that have yet to join bring the vacant ones.
-        vacant = coordinator.core.vacant_servers.copy()
+        vacant = coordinator.core.servers.vacant.copy()
         expected += [("server", k) for k in range(coordinator.job.servers) if k not in vacant]
         silent = [peer for peer in expected if peer not in heard_s]
         unregistered: list[tuple[Literal["worker", "server"], int]]
