@@ -241,6 +241,15 @@ def test_a_field_that_decides_and_is_declared_as_history_is_found(
     assert cluster.coordinator_differs()
 
 
+@small
+@pytest.mark.parametrize(
+    ("name", "states"), [("asp", 352), ("ssp", 255), ("dsps-0", 522), ("bsp", 3865), ("spec-sync", 2166)]
+)
+def test_the_number_of_states_is_known(name: str, states: int) -> None:
+    """It grows if history is compared, and shrinks if something that decides is not."""
+    assert explore(cluster_of(name, workers=2, shards=2, iterations=3, losses=1)) == states
+
+
 RESTORED: dict[str, SyncModel] = {
     "dssp": DSSP(lower=0, upper=2),
     "dsps": DSPS(lower=0, upper=2),
