@@ -42,7 +42,7 @@ BY_HAND = {"testing/legal_events.py", "testing/promises.py", "testing/scripts.py
 
 
 def constructs(file: Path, module: str, name: str) -> bool:
-    """True if a file calls this class of this module, or takes it as a default, by the name that it has there."""
+    """True if a file calls this class of this module, or takes it as a default or for `partial`, by its name."""
     tree = ast.parse(file.read_text())
     package = ["paceline", *file.relative_to(ROOT).parent.parts]
     direct, modules = set(), set()
@@ -55,7 +55,9 @@ def constructs(file: Path, module: str, name: str) -> bool:
                     direct.add(alias.asname or name)
                 elif f"{source}.{alias.name}" == f"paceline.{module}":
                     modules.add(alias.asname or alias.name)
-    used = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    used = {ast.unparse(call.func) for call in calls}
+    used |= {ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "partial"}
     for node in ast.walk(tree):
         if isinstance(node, ast.arguments):
             used |= {ast.unparse(default) for default in (*node.defaults, *node.kw_defaults) if default}
