@@ -89,21 +89,19 @@ class Host:
     stores: Mapping[int, ShardStore] | Sequence[ShardStore]
 
     _methods: ClassVar[dict[type[Request], Callable[[Any, Any], None]]]
+    _senders: ClassVar[_Senders]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls._methods = {kind: getattr(cls, name) for kind, name in METHODS.items()}
+        cls._senders = _Senders(cls)
 
     def carry_out(self, requests: Iterable[Request]) -> None:
         """Carry out the requests of a core in order, each one completely before the next."""
         for request in requests:
             if type(request) is Send:
                 message = request.message
-                send = self.senders.get(type(message))
-                if send is None:
-                    self.send(request.to, message)
-                else:
-                    send(self, request.to, message)
+                self._senders[type(message)](self, request.to, message)
             else:
                 self._methods[type(request)](self, request)
 
@@ -176,3 +174,15 @@ class Host:
 
     def _refuse(self, request: Request) -> NoReturn:
         raise InternalError(f"{type(self).__name__} cannot carry out {request}")
+
+
+class _Senders(dict[type[Message], Callable[[Any, Peer, Any], None]]):
+    """The method of a host that sends each kind of message: the listed method, else `send`."""
+
+    def __init__(self, host: type[Host]) -> None:
+        super().__init__(host.senders)
+        self._send = host.send
+
+    def __missing__(self, kind: type[Message]) -> Callable[[Any, Peer, Any], None]:
+        self[kind] = self._send
+        return self._send
