@@ -133,7 +133,6 @@ def half_open(port: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.thorough
 def test_nobody_gets_in_and_the_run_goes_on(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served("--workers", "2", "--sync", "asp", "--servers", "2")
     joined = [served.join(str(EPOCHS), "0.02"), served.join(str(EPOCHS), "0.02")]
