@@ -148,11 +148,15 @@ def in_steps(
     for part in sorted(
         (part for part, step in enumerate(steps) if step > 1), key=lambda part: (-steps[part], -sizes[part])
     ):
-        size = sizes[part]
-        step = steps[part] if size >= steps[part] else 1 << (size.bit_length() - 1)
+        size = wanted = sizes[part]
+        step = steps[part]
+        if size >= step:
+            wanted += rest
+        else:
+            step = 1 << (size.bit_length() - 1)
         lowest, highest = -(-least // step) * step, largest // step * step
         if lowest <= highest:
-            nearest = (2 * (size + rest) + step - 1) // (2 * step) * step
+            nearest = (2 * wanted + step - 1) // (2 * step) * step
             rounded[part] = min(max(nearest, lowest), highest)
             rest += size - rounded[part]
     if rest == 0:
@@ -168,7 +172,7 @@ def in_steps(
         ):
             rounded[part] = size
         return rounded
-    for part in sorted(range(len(sizes)), key=lambda part: -rounded[part]):
+    for part in sorted(range(len(sizes)), key=lambda part: (-rounded[part], -sizes[part], steps[part])):
         if least <= rounded[part] + rest <= largest:
             rounded[part] += rest
             return rounded
