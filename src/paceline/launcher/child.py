@@ -60,7 +60,7 @@ def main(order: Order, descriptors: Descriptors) -> int:
     objects = open_file(descriptors.payload)
     assignment, job = order.assignment, order.assignment.job
     logging.basicConfig(level=os.environ.get("PACELINE_LOG", "WARNING"), format="%(name)s: %(message)s")
-    faulthandler.enable()  # a crash in a library, such as a driver, then leaves a traceback in the log
+    faulthandler.enable(2)  # a crash in a library, such as a driver, then leaves a traceback in the log
     defer_dynamo()
     use_sources(job.optimizers)
     # Servers continue to ignore Ctrl-C: the launcher ends them in an orderly way.
