@@ -86,7 +86,7 @@ def test_a_run_in_a_terminal_shows_its_progress_and_can_be_watched_from_another_
         first_line = watching.stdout.readline()
         Path("enough").touch()
         assert shown.end() == 0, shown.text
-        watching.communicate(timeout=DEADLINE_S)
+        _, problems = watching.communicate(timeout=DEADLINE_S)
     finally:
         shown.close()
 
@@ -101,7 +101,7 @@ def test_a_run_in_a_terminal_shows_its_progress_and_can_be_watched_from_another_
     words = r"\d+ % \(epoch \d+ of 1000\), [\d,.]+ samples/s, loss [\d.e-]+, .* left"
     assert re.search(rf"^{words}; waiting for worker 1 \(\d+ % of the time\)$", by_name.stdout, re.MULTILINE)
     assert re.search(rf"{words}; waiting for worker 1", re.sub(r"\x1b\[[\d;]*m", "", shown.text))
-    assert first_line.startswith("bsp, 2 workers, 1 server, ")
+    assert first_line.startswith("bsp, 2 workers, 1 server, "), problems
     assert watching.returncode == 0
     assert not (run / "running.json").exists()
     after = paceline("status", str(run))
