@@ -20,7 +20,7 @@ SLOWER = 2  # how many times as long the slow devices of the examples take
 MACHINES = 4  # of the examples
 WORTHWHILE = 0.9  # largest ratio of times at which Paceline is recommended
 
-UPDATE_NS = {"SGD": (1.1, 2.2), "SGD momentum": (3.4, 2.9), "Adam": (4.6, 5.7)}
+UPDATE_NS = {"SGD": (0.4, 0.7), "SGD momentum": (0.7, 1.0), "Adam": (1.4, 1.4)}
 """Optimizer -> time of an update on one core with 25 MB and with 100 MB, in nanoseconds per weight.
 
 Measured by `python -m benchmarks transport --systems optimizer --rounds 12`: the fastest update.
