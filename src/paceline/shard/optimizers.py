@@ -138,9 +138,9 @@ def read_groups(optimizer: torch.optim.Optimizer) -> tuple[HyperParameters, ...]
     else:
         keys = tuple(key for key in optimizer.defaults if key not in IMPLEMENTATION_KEYS)
         convert = _data
-    return tuple(
-        {**rest, **{key: convert(key, group[key]) for key in keys}} for group in optimizer.param_groups
-    )
+    # Not from a generator: if another thread calls `gc.get_objects()`, CPython 3.11 fails to complete the tuple.
+    groups = [{**rest, **{key: convert(key, group[key]) for key in keys}} for group in optimizer.param_groups]
+    return tuple(groups)
 
 
 def make_optimizer(
