@@ -194,8 +194,8 @@ With 100 million weights ({gigabytes:.1f} GB), a copy over PCIe takes {device_ms
 takes {ethernet_ms:.0f} ms in each direction. Over shared memory, there is no link between workers and servers. With
 `--wire bf16`, the links take half of the time.
 
-**The update.** About, for one push, on one core of a virtual machine. Because other programs ran there, too, the
-fastest of many updates counts (`python -m benchmarks transport --systems optimizer --rounds 12`):
+**The update.** About, for one push, on one core of a virtual machine. Because the speed of such a machine varies,
+the fastest of many updates counts (`python -m benchmarks transport --systems optimizer --rounds 12`):
 
 UPDATES
 
