@@ -33,7 +33,7 @@ from paceline.trace.digesting import trim
 from paceline.trace.keyframes import keyframe_of
 from paceline.trace.measures import Measures, measure
 from paceline.trace.records import IterationRecord, read_records, record_files
-from paceline.trace.segments import Follower, Position, earlier_path, earlier_segments, held_files
+from paceline.trace.segments import Follower, Position, earlier_path, earlier_segments, held_files, last_line
 
 SYNCS = ["asp", "bsp", "elastic-bsp:lookahead=4", "bsp@0,elastic-bsp:lookahead=3@9,asp@30"]
 
@@ -203,6 +203,14 @@ def test_an_incomplete_last_line_is_left_for_later(tmp_path: Path) -> None:
     assert follower.position == Position(0, 4)
     path.write_bytes(b"one\ntwo\n")
     assert list(follower.lines()) == [b"two\n"]
+
+
+@pytest.mark.parametrize("before", [b"", b"one\n", b"1\n" * 20_000])
+@pytest.mark.parametrize("line", [b"2", b"two" * 10_000])
+def test_the_last_line_of_a_segment_is_found_from_its_end(before: bytes, line: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "worker-0.000000.jsonl"
+    path.write_bytes(before + line + b"\n")
+    assert last_line(path) == line
 
 
 def test_segments_before_a_gap_are_not_read(tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ import math
 import threading
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from .first_forward import computes
+from .of_session import OfSession
 from .readings import keep, read
 from .session import Session, current
 from .untraced import untraced
@@ -98,10 +98,8 @@ class Guess:
             self._loss, self._guessed_s = _loss_of(*arguments, **options), now_s
 
 
-def guess_of(session: Session) -> Guess:
-    """Return what the script of a session's worker has called `backward()` on."""
-    found = _guesses.get(session)
-    return _guesses.setdefault(session, Guess()) if found is None else found
+guess_of = OfSession(lambda _: Guess())
+"""Returns what the script of a session's worker has called `backward()` on."""
 
 
 def watch_backward() -> None:
@@ -129,10 +127,7 @@ def _loss_of(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> floa
 @functools.wraps(BACKWARD)
 def _backward(*arguments: Any, **options: Any) -> None:
     session = current()
-    if session is None or not computes(session):
+    if session is None or _get_current_dispatch_mode() is not None:  # torch only intercepts operations
         BACKWARD(*arguments, **options)
     else:
         guess_of(session).watch(session, *arguments, **options)
-
-
-_guesses: WeakKeyDictionary[Session, Guess] = WeakKeyDictionary()

@@ -176,7 +176,8 @@ class Gradients:
     def _accumulated(
         self, index: int, owner: ref[Session], scales: Scales, final: bool, parameter: torch.Tensor
     ) -> None:
-        require_not_capturing("A gradient was computed")
+        if not parameter.is_cpu:
+            require_not_capturing("A gradient was computed")
         gradient = parameter.grad
         # Without create_graph=True, autograd adds to a gradient in place. So this is the first one, or a later one
         # after the script has dropped what was accumulated before, as zero_grad() does.

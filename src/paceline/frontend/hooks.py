@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from .of_session import OfSession
 from .session import Session, current
 
 __all__ = [
@@ -57,14 +58,14 @@ class _Watch:
 
     def __init__(self, register: Callable[[Callable[..., None]], RemovableHandle]) -> None:
         self._register = register
-        self._methods: WeakKeyDictionary[Session, OrderedDict[int, Weakly]] = WeakKeyDictionary()
+        self._methods = OfSession[OrderedDict[int, Weakly]](lambda _: OrderedDict())
         self._handle: RemovableHandle | None = None  # of the hook, if there are methods to call
         self._lock = threading.RLock()  # several sessions may have a thread each
 
     def add(self, session: Session, method: Callable[..., None]) -> RemovableHandle:
         """Call a bound method while a module runs in the session's worker, until the result is removed."""
         with self._lock:
-            methods = self._methods.setdefault(session, OrderedDict())
+            methods = self._methods(session)
             handle = _WatchHandle(methods)
             handle.watch = self
             methods[handle.id] = Weakly(method)
@@ -81,7 +82,7 @@ class _Watch:
         """Remove the hook if no session has a method to call."""
         with self._lock:
             # While the methods are looked at, the garbage collector may free a session and so call this method.
-            unused = not any(self._methods.values())
+            unused = not any(self._methods)
             handle = self._handle
             if unused and handle is not None:
                 self._handle = None
@@ -91,7 +92,7 @@ class _Watch:
         # torch would compile the calls of the methods, or refuse to compile the module.
         if torch.compiler.is_compiling() or (session := current()) is None:
             return
-        for method in tuple(self._methods.get(session, {}).values()):
+        for method in tuple(self._methods(session).values()):
             method(*arguments)
 
 

@@ -24,7 +24,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.amp import GradScaler
@@ -32,6 +31,7 @@ from torch.amp import GradScaler
 from ..core.messages import Warned
 from ..core.requests import COORDINATOR, Send
 from .backward import guess_of
+from .of_session import OfSession
 from .session import Session, current
 
 __all__ = [
@@ -148,12 +148,8 @@ class Scales:
         return float(self.scaler.get_scale())
 
 
-def scales_of(session: Session) -> Scales:
-    """Return what the script of a session's worker has scaled."""
-    return _scales.setdefault(session, Scales())
-
-
-_scales: WeakKeyDictionary[Session, Scales] = WeakKeyDictionary()
+scales_of = OfSession(lambda _: Scales())
+"""Returns what the script of a session's worker has scaled."""
 
 SCALE, UNSCALE, UPDATE = GradScaler.scale, GradScaler.unscale_, GradScaler.update
 

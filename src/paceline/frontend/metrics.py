@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
@@ -26,6 +25,7 @@ from ..core.history import LONGEST_NAME, LOSS, MOST_METRICS, Source
 from ..core.unsent_metrics import Noted, Settled, merge
 from ..errors import UsageError
 from .backward import Guess, guess_of
+from .of_session import OfSession
 from .readings import keep, read
 from .session import Session, current
 
@@ -76,12 +76,6 @@ def log(**metrics: Any) -> None:
         _checked(metrics, set())
     else:
         metrics_of(session).add(session, metrics)
-
-
-def metrics_of(session: Session) -> MetricLog:
-    """Return what the script of a session's worker has logged since its last push."""
-    found = _logs.get(session)
-    return _logs.setdefault(session, MetricLog(guess_of(session))) if found is None else found
 
 
 class _Entry(NamedTuple):
@@ -323,4 +317,5 @@ def _short(value: object) -> str:
     return text if len(text) <= LONGEST_REPR else f"{text[:LONGEST_REPR]}..."
 
 
-_logs: WeakKeyDictionary[Session, MetricLog] = WeakKeyDictionary()
+metrics_of = OfSession(lambda session: MetricLog(guess_of(session)))
+"""Returns what the script of a session's worker has logged since its last push."""

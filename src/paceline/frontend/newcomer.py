@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from ..shard.optimizer_state import join_state
 from ..shard.vectors import dtype_name
 from .joint_model import JointModel
 from .lazy import any_lazy
+from .of_session import OfSession
 from .parameter_sets import ParameterSet, Trained
 from .session import Session
 
@@ -173,8 +174,4 @@ def _copy(state: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
         tensor.copy_(value)
 
 
-_newcomers: WeakKeyDictionary[Session, _Newcomer] = WeakKeyDictionary()
-
-
-def _of(session: Session) -> _Newcomer:
-    return _newcomers.setdefault(session, _Newcomer())
+_of = OfSession(lambda _: _Newcomer())

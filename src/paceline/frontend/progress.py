@@ -7,8 +7,8 @@ outside a run, is counted here.
 from __future__ import annotations
 
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
+from .of_session import OfSession
 from .session import Session
 
 __all__ = ["Progress", "count_step", "progress_of", "set_batch"]
@@ -34,12 +34,19 @@ class Progress(NamedTuple):
         return Progress(*(now - then for now, then in zip(self, earlier, strict=True)))
 
 
+class _Own:
+    """The steps of the script of one worker, and the samples in them."""
+
+    def __init__(self) -> None:
+        self.steps = self.samples = 0
+
+
 def progress_of(session: Session | None) -> Progress:
     """Return the progress of a run, or, if there is no session, that of a script outside a run."""
     if session is None:
         return _alone
-    steps, samples = _own.get(session, (0, 0))
-    return Progress(steps, session.updates, session.samples, samples)
+    own = _own(session)
+    return Progress(own.steps, session.updates, session.samples, own.samples)
 
 
 def set_batch(samples: int | None) -> None:
@@ -58,8 +65,9 @@ def count_step(session: Session | None, samples: int | None) -> None:
     """
     global _alone
     if session is not None:
-        before, used = _own.get(session, (0, 0))
-        _own[session] = before + 1, used + (samples or 0)
+        own = _own(session)
+        own.steps += 1
+        own.samples += samples or 0
         return
     known = samples if samples is not None else _batch or 0
     _alone = Progress(*(a + b for a, b in zip(_alone, (1, 1, known, known), strict=True)))
@@ -67,5 +75,4 @@ def count_step(session: Session | None, samples: int | None) -> None:
 
 _alone = Progress()
 _batch: int | None = None
-# the steps and the samples of the script of each worker
-_own: WeakKeyDictionary[Session, tuple[int, int]] = WeakKeyDictionary()
+_own = OfSession(lambda _: _Own())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from ..core.messages import MOST_LOADERS
 from ..errors import ConfigurationError
-from .session import Session
+from .of_session import OfSession
 
 __all__ = ["Stream", "Streams", "streams_of"]
 
@@ -118,9 +118,5 @@ class Streams:
             stream.epoch, stream.first = passes - 1, None
 
 
-def streams_of(session: Session) -> Streams:
-    """Return the streams of a worker."""
-    return _streams.setdefault(session, Streams())
-
-
-_streams: WeakKeyDictionary[Session, Streams] = WeakKeyDictionary()
+streams_of = OfSession(lambda _: Streams())
+"""Returns the streams of a worker, given its session."""

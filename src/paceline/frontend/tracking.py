@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import UsageError
 from ..shard.states import decode_states, encode_states
+from .of_session import OfSession
 from .optimizer import DistributedOptimizer
 from .schedule import JobScheduler
 from .session import Session, current
@@ -94,7 +94,7 @@ def track(**objects: Stateful) -> None:
 
 def has_tracked(session: Session) -> bool:
     """Return True if the script tracks objects."""
-    return session in _tracked and bool(_tracked[session].objects)
+    return bool(_of(session).objects)
 
 
 def encoded_states(session: Session) -> list[memoryview]:
@@ -127,11 +127,7 @@ class _Tracked:
         self.kept: Mapping[str, Any] | None = None
 
 
-_tracked: WeakKeyDictionary[Session, _Tracked] = WeakKeyDictionary()
-
-
-def _of(session: Session) -> _Tracked:
-    return _tracked.setdefault(session, _Tracked())
+_of = OfSession(lambda _: _Tracked())
 
 
 def _states(objects: Mapping[str, Stateful]) -> dict[str, object]:

@@ -71,7 +71,9 @@ class Weights:
         point_at(self._parameters, self._views)
         for index in changed:
             torch.autograd.graph.increment_version(self._parameters[index])
-        sampled = [bits(v)[:: -(-v.numel() // SAMPLE_SIZE)] for v in vectors.values() if v.numel()]
+        # A sample is superfluous if the stager notices all edits.
+        watched = vectors.values() if stager.weights_edited() is None else ()
+        sampled = [bits(v)[:: -(-v.numel() // SAMPLE_SIZE)] for v in watched if v.numel()]
         self._samples = [(part, part.clone()) for part in sampled]
         self._complete = all(vector.numel() <= SAMPLE_SIZE for vector in vectors.values())
         return changed

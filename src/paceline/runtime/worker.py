@@ -702,7 +702,8 @@ class WorkerSession:
         now_s = self._job.now_s()
         if now_s - self._heard_s > HEARING_INTERVAL_S:
             self._heard_s = now_s
-            self._hear_coordinator()
+            if self._orders.poll(0):  # costs less than an attempt to receive
+                self._hear_coordinator()
         self._note_loss(logged)
         pushed_ticks = self._job.now_ticks()
         pushed_s = pushed_ticks / TICKS_PER_S

@@ -25,7 +25,7 @@ from .clocks import MachineClock
 from .measures import Meter, MeterState
 from .recording import TraceFile, trace_files
 from .records import IterationRecord, record_files
-from .segments import EARLIER, Follower, Position
+from .segments import EARLIER, Follower, Position, last_line
 
 __all__ = ["Digest", "DigestState"]
 
@@ -267,8 +267,7 @@ class Source:
 
     def last_ticks(self, segment: Path) -> int:
         """Return the time of the last line of a segment that is complete, in ticks."""
-        line = segment.read_bytes().rstrip(b"\n").rpartition(b"\n")[2]
-        return self._time_of(self._decoded(line))
+        return self._time_of(self._decoded(last_line(segment)))
 
     def _decoded(self, line: bytes) -> Any:
         try:

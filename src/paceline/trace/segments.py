@@ -29,6 +29,7 @@ __all__ = [
     "earlier_segments",
     "first_segment",
     "held_files",
+    "last_line",
 ]
 
 EARLIER = "earlier"
@@ -36,6 +37,9 @@ EARLIER = "earlier"
 
 KEPT_SEGMENTS = 3
 """Number of segments of each file that are kept in addition to the newest one."""
+
+END_BYTES = 1 << 14
+"""Number of bytes at the end of a segment that are first searched for its last line."""
 
 
 def earlier_path(path: Path, number: int) -> Path:
@@ -68,6 +72,19 @@ def earlier_segments(path: Path) -> dict[int, Path]:
 def first_segment(path: Path) -> Path:
     """Return the path of the first segment of a file that is still there."""
     return next(iter(earlier_segments(path).values()), path)
+
+
+def last_line(segment: Path) -> bytes:
+    """Return the last line of a segment that is complete. Only the end of the file is read."""
+    size_bytes = segment.stat().st_size
+    with segment.open("rb") as file:
+        read_bytes = 0
+        while True:
+            read_bytes = min(size_bytes, 2 * read_bytes or END_BYTES)
+            file.seek(size_bytes - read_bytes)
+            _, newline, line = file.read(read_bytes).rstrip(b"\n").rpartition(b"\n")
+            if newline or read_bytes == size_bytes:
+                return line
 
 
 def held_files(run_dir: Path, stem: str) -> list[Path]:

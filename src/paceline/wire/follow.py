@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -21,7 +22,11 @@ __all__ = ["Follower"]
 
 PAGE_BYTES = mmap.PAGESIZE
 ENTRY_BYTES = 8  # size of the pagemap entry of one page
-PRESENT, SHARED = np.uint64(63), np.uint64(61)  # positions of these two bits in an entry
+TOP = slice(
+    ENTRY_BYTES - 1, None, ENTRY_BYTES
+)  # the most significant byte of each entry, which is its last one
+PRESENT, SHARED = 0x80, 0x20  # bits of this byte
+ALL_SHARED = bytes(byte for byte in range(256) if byte & SHARED)
 COMPARED_BYTES = 1024 * 1024  # maximum number of bytes that are compared at a time
 
 
@@ -44,7 +49,7 @@ class Follower:
         self._map = mmap.mmap(descriptor, size_bytes, access=mmap.ACCESS_COPY)
         self.memory = memoryview(self._map)
         self._address = np.frombuffer(self._map, np.uint8).ctypes.data
-        self._entries = np.zeros(size_bytes // PAGE_BYTES, np.uint64)
+        self._entries = bytearray(size_bytes // PAGE_BYTES * ENTRY_BYTES)
         self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
         self._open_descriptors = [descriptor, self._pagemap]
         close_in_forks(self)
@@ -55,16 +60,16 @@ class Follower:
 
         If no private copy differs from its shared page, all private copies are discarded.
         """
-        self._read_pagemap()
-        # The usual case: no page has been copied.
-        if np.bitwise_and.reduce(self._entries) >> SHARED & np.uint64(1):
+        tops = self._read_pagemap()
+        # The usual case: no page has been copied. Few instructions, because their caches may be cold after a sleep.
+        if not tops.translate(None, ALL_SHARED):
             return False
-        copied = (self._entries >> PRESENT & ~(self._entries >> SHARED) & np.uint64(1)).nonzero()[0]
+        copied = [page for page, top in enumerate(tops) if top & PRESENT and not top & SHARED]
         for start, stop in _byte_ranges(copied):
             shared = os.pread(self._descriptor, stop - start, start)
             if self.memory[start:stop] != shared:
                 return True
-        if copied.size:
+        if copied:
             self._map.madvise(mmap.MADV_DONTNEED)
         return False
 
@@ -77,17 +82,19 @@ class Follower:
         while self._open_descriptors:
             os.close(self._open_descriptors.pop())
 
-    def _read_pagemap(self) -> None:
+    def _read_pagemap(self) -> bytearray:
+        """Return the most significant byte of the entry of each page."""
         start = self._address // PAGE_BYTES * ENTRY_BYTES
-        count = os.preadv(self._pagemap, [self._entries.data], start)
-        if count != self._entries.nbytes:
-            raise OSError(f"reading /proc/self/pagemap returned {count} of {self._entries.nbytes} bytes")
+        count = os.preadv(self._pagemap, [self._entries], start)
+        if count != len(self._entries):
+            raise OSError(f"reading /proc/self/pagemap returned {count} of {len(self._entries)} bytes")
+        return self._entries[TOP]
 
 
-def _byte_ranges(pages: np.ndarray[tuple[int], np.dtype[np.intp]]) -> list[tuple[int, int]]:
+def _byte_ranges(pages: Iterable[int]) -> list[tuple[int, int]]:
     """Return the byte ranges of the given pages. Adjacent pages are merged into ranges of up to `COMPARED_BYTES`."""
     ranges: list[tuple[int, int]] = []
-    for start in (int(page) * PAGE_BYTES for page in pages):
+    for start in (page * PAGE_BYTES for page in pages):
         if ranges and ranges[-1][1] == start and start - ranges[-1][0] < COMPARED_BYTES:
             ranges[-1] = (ranges[-1][0], start + PAGE_BYTES)
         else:
