@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,13 +41,14 @@ class Guess:
     Attributes:
         computes: True if the script has begun to compute the gradient of the coming step.
         in_closure: True while the closure of a step runs.
+        in_call: True while gradients are computed.
     """
 
     def __init__(self) -> None:
         self.computes = False
         self.in_closure = False
+        self.in_call = False
         self._off = False
-        self._thread = 0  # the thread that computes gradients now
         self._calls = 0
         self._calls_outside = 0  # those outside of a closure
         self._loss: float | torch.Tensor | None = None  # of the last call, if it may be a loss
@@ -77,17 +77,8 @@ class Guess:
             self.give_up()
         return None if loss is None or self._off else read(loss)
 
-    def watch(self, session: Session, *arguments: Any, **options: Any) -> None:
-        """Call torch's function for a session's worker, which computes, and note the loss."""
-        thread = threading.get_ident()
-        if self._thread == thread:
-            BACKWARD(*arguments, **options)
-            return
-        self._thread = thread
-        try:
-            BACKWARD(*arguments, **options)
-        finally:
-            self._thread = 0
+    def note(self, session: Session, *arguments: Any, **options: Any) -> None:
+        """Note a call of torch's function by a session's worker, which has computed the gradients."""
         self.computes = True
         self._calls += 1
         self._calls_outside += not self.in_closure
@@ -127,7 +118,13 @@ def _loss_of(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> floa
 @functools.wraps(BACKWARD)
 def _backward(*arguments: Any, **options: Any) -> None:
     session = current()
-    if session is None or _get_current_dispatch_mode() is not None:  # torch only intercepts operations
+    # In a dispatch mode, torch only intercepts operations.
+    if session is None or (guess := guess_of(session)).in_call or _get_current_dispatch_mode() is not None:
         BACKWARD(*arguments, **options)
-    else:
-        guess_of(session).watch(session, *arguments, **options)
+        return
+    guess.in_call = True
+    try:
+        BACKWARD(*arguments, **options)
+    finally:
+        guess.in_call = False
+    guess.note(session, *arguments, **options)
