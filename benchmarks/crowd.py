@@ -24,18 +24,17 @@ from paceline.core.heartbeats import Heartbeats
 from paceline.core.host import Host
 from paceline.core.messages import (
     EntryRequested,
-    FromCoordinatorToAgent,
-    FromCoordinatorToServer,
-    FromCoordinatorToWorker,
     HeartbeatAnswered,
     Hello,
     LoopEntered,
     MachineAdmitted,
     MachineJoined,
     Message,
+    Phase,
     ProcessState,
     Status,
     TakenOut,
+    first_phase,
 )
 from paceline.core.model_spec import ModelSpec
 from paceline.core.requests import (
@@ -152,9 +151,11 @@ class Crowd:
     def join(self) -> None:
         """Connect all machines, workers and the server, and register the workers' models."""
         place = self._place
-        self._connect(server_peer(0), FromCoordinatorToServer, address="tcp:127.0.0.1:1")
+        self._connect(server_peer(0), first_phase("coordinator", "server"), address="tcp:127.0.0.1:1")
         for machine in range(place.machines):
-            agent: Stream[Any] = self._open(FromCoordinatorToAgent, Hello(place.token, "agent", 0))
+            agent: Stream[Any] = self._open(
+                first_phase("coordinator", "agent"), Hello(place.token, "agent", 0)
+            )
             share = len(range(machine, place.workers, place.machines))
             agent.send(MachineJoined(place.version, share))
             admitted = agent.wait(TIMEOUT_S)
@@ -168,7 +169,7 @@ class Crowd:
             self._selector.register(agent, selectors.EVENT_READ, machine)
             self._at(0.0, partial(self._look, machine))
             for worker in admitted.workers:
-                self._connect(worker_peer(worker), FromCoordinatorToWorker)
+                self._connect(worker_peer(worker), first_phase("coordinator", "worker"))
             self.work(0.0)
         for worker, core in enumerate(self._cores):
             self._perform(worker_peer(worker), core.register(place.model))
@@ -201,16 +202,16 @@ class Crowd:
 
     # -- connections --------------------------------------------------------------------------------------
 
-    def _open(self, accepts: object, hello: Hello) -> Stream[Any]:
+    def _open(self, phase: Phase, hello: Hello) -> Stream[Any]:
         known = contexts(self._place.token) if self._place.secure else None
-        stream: Stream[Any] = Stream(connect(self._place.address, TIMEOUT_S, known), accepts)
+        stream: Stream[Any] = Stream(connect(self._place.address, TIMEOUT_S, known), phase)
         self._stack.callback(stream.close)
         stream.send(hello)
         return stream
 
-    def _connect(self, peer: Peer, accepts: object, address: str = "") -> None:
+    def _connect(self, peer: Peer, phase: Phase, address: str = "") -> None:
         assert peer.role in ("worker", "server")
-        stream = self._open(accepts, Hello(self._place.token, peer.role, peer.index, address))
+        stream = self._open(phase, Hello(self._place.token, peer.role, peer.index, address))
         self._streams[peer] = stream
         self._selector.register(stream, selectors.EVENT_READ, peer)
 

@@ -23,20 +23,14 @@ import msgspec
 from paceline.core.coordinator import Coordinator
 from paceline.core.data_feed import DataFeed
 from paceline.core.lease import Lease, Order
-from paceline.core.messages import (
-    DataGranted,
-    FromCoordinatorToWorker,
-    FromPeerToCoordinator,
-    Hello,
-    Message,
-)
+from paceline.core.messages import DataGranted, Hello, Message, Phase, first_phase
 from paceline.core.requests import Request, Send, worker_peer
 from paceline.runtime.coordinator import CoordinatorHost
 from paceline.runtime.job import make_job
 from paceline.sync.schedule import read_schedule
 from paceline.sync.ticks import in_ticks
 from paceline.wire.addresses import connect, listen_unix
-from paceline.wire.stream import BUFFER_BYTES, MAGIC, PREFIX, Stream
+from paceline.wire.stream import BUFFER_BYTES, MAGIC, PREFIX, Stream, decoder
 
 from .descriptors import allow_descriptors
 
@@ -104,8 +98,8 @@ def ask_core(workers: int, rate: float) -> RequestsRow:
     core = Coordinator(read_schedule("asp"), workers=workers, servers=1, shards=1)
     askers = [Asker() for _ in range(workers)]
     encoder = msgspec.msgpack.Encoder()
-    decoder = msgspec.msgpack.Decoder(FromPeerToCoordinator)
-    client_decoder = msgspec.msgpack.Decoder(FromCoordinatorToWorker)
+    decode = decoder(Phase("worker", "coordinator", "training"))
+    client_decode = decoder(first_phase("coordinator", "worker"))
     peers = [worker_peer(worker) for worker in range(workers)]
     for peer in peers:
         core.connected(peer, 0)
@@ -117,12 +111,12 @@ def ask_core(workers: int, rate: float) -> RequestsRow:
         begun_s = time.thread_time()
         for worker, request in enumerate(requests):
             now_ticks = in_ticks((number + worker / workers) / rate)
-            [answer] = core.handle(peers[worker], decoder.decode(request), now_ticks)
+            [answer] = core.handle(peers[worker], decode(request), now_ticks)
             assert isinstance(answer, Send)
             answers.append(encoder.encode(answer.message))
         rounds_us.append(1e6 * (time.thread_time() - begun_s) / workers)
         requests = [
-            encoder.encode(asker.use(client_decoder.decode(answer)))
+            encoder.encode(asker.use(client_decode(answer)))
             for asker, answer in zip(askers, answers, strict=True)
         ]
     return RequestsRow("state machine, decoding and encoding", workers, 0.0, median(rounds_us[3:]))
@@ -180,7 +174,7 @@ def _answer_all(listener: socket.socket, workers: int, stopping: socket.socket) 
         selector.register(stopping, selectors.EVENT_READ)
         for _ in range(workers):
             sock = stack.enter_context(listener.accept()[0])
-            hello: Stream[Hello] = Stream(sock, Hello)
+            hello: Stream[Message] = Stream(sock, first_phase("worker", "coordinator"))
             hello.wait(GREETING_TIMEOUT_S)
             selector.register(sock, selectors.EVENT_READ, sock)
         while True:
@@ -250,7 +244,7 @@ def _ask(address: str, token: str, workers: range, rate: float, pipe: Any) -> No
         streams: list[Stream[Any]] = []
         messages: list[Message | None] = []
         for place, worker in enumerate(workers):
-            stream: Stream[Any] = Stream(connect(address), FromCoordinatorToWorker)
+            stream: Stream[Any] = Stream(connect(address), first_phase("coordinator", "worker"))
             stack.callback(stream.close)
             stream.send(Hello(token, "worker", worker))
             selector.register(stream, selectors.EVENT_READ, place)

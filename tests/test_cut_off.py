@@ -18,14 +18,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.overlap.namespaces import NetworkLink, network, why_not
-from paceline.core.messages import (
-    FromCoordinatorToAgent,
-    Hello,
-    MachineAdmitted,
-    MachineJoined,
-    Message,
-    Refused,
-)
+from paceline.core.messages import Hello, MachineAdmitted, MachineJoined, Message, Refused, first_phase
 from paceline.errors import ConfigurationError, PeerLostError
 from paceline.launcher import child, rejoining
 from paceline.launcher.endings import EXIT_PEER_LOST
@@ -126,7 +119,7 @@ def greets(caller: socket.socket) -> SecureSocket:
 @contextlib.contextmanager
 def offered(caller: socket.socket) -> Iterator[Stream[Message]]:
     """Read the offer of a machine."""
-    stream: Stream[Message] = Stream(greets(caller), Hello | MachineJoined)
+    stream: Stream[Message] = Stream(greets(caller), first_phase("agent", "coordinator"))
     with contextlib.closing(stream):
         while not isinstance(stream.wait(DEADLINE_S), MachineJoined):
             pass
@@ -174,7 +167,7 @@ def test_a_connection_that_is_lost_before_it_is_used_is_a_lost_peer() -> None:
         accepted = listener.accept()[0]
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         accepted.close()
-    stream: Stream[Message] = Stream(caller, FromCoordinatorToAgent)
+    stream: Stream[Message] = Stream(caller, first_phase("coordinator", "agent"))
     with contextlib.closing(stream), pytest.raises(PeerLostError):
         stream.wait(DEADLINE_S)
 
@@ -259,7 +252,7 @@ def test_a_machine_that_is_lost_while_it_joins_does_not_end_the_run(tmp_path: Pa
     coordinator.start()
 
     def call() -> Stream[Message]:
-        stream: Stream[Message] = Stream(connect(coordinator.address), FromCoordinatorToAgent)
+        stream: Stream[Message] = Stream(connect(coordinator.address), first_phase("coordinator", "agent"))
         stream.send(Hello(job.token, "agent", 0))
         return stream
 

@@ -203,10 +203,11 @@ class Job:
         elif isinstance(message, messages.ModelExtended):
             memory.extend()
         elif isinstance(message, messages.InitialWeights):
+            assert isinstance(sender, int)
             if sender != core.initializer:
                 assert sender in self.lost  # a live worker sends only what was requested
                 return
-            core.require_beginning(message.shard)
+            core.require_beginning(message.shard, sender)
             memory.origin = sender
         peer = worker_peer(sender) if isinstance(sender, int) else COORDINATOR
         self._send_all(("server", server), core.handle(peer, message, 0))

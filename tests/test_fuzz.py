@@ -21,7 +21,7 @@ import socket
 import struct
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,61 +37,22 @@ from paceline.core.host import Host
 from paceline.core.layout import Layout, Parameter, ShardSlice
 from paceline.core.lease import Order
 from paceline.core.messages import (
-    AllCommitted,
+    ROWS,
     Answer,
-    Bell,
     Commit,
-    Committed,
     Content,
-    Contributed,
-    CreateShards,
-    DataRequested,
-    EntryRequested,
-    EpochReached,
-    ExtendShards,
-    ExtensionReady,
-    Failed,
-    FaultReported,
-    FetchBuffers,
-    FetchFrozen,
-    FetchInitialBuffers,
-    FetchOptimizerState,
-    FetchSnapshot,
-    FetchStates,
-    FetchWaits,
-    FromCoordinatorToWorker,
-    FromServer,
     FrozenTensors,
-    GradientHashed,
     Hello,
-    HyperParametersReported,
     InitialState,
     InitialWeights,
-    IterationFinished,
-    IterationStarted,
     KeepStates,
-    LoggedValue,
-    LoopLimits,
-    LoopPosition,
     Message,
-    MetricsLogged,
-    ModelExtended,
-    OptimizerState,
-    PullAllowed,
-    PullRepeated,
-    PullRequested,
-    Ready,
     Refused,
-    Register,
-    Shutdown,
+    Role,
     Stage,
     Started,
-    Status,
-    StoodIn,
-    StopRequested,
-    SyncRequested,
     WorkerFinished,
-    WorkerLost,
+    first_phase,
 )
 from paceline.core.model_spec import BufferSpec, FrozenSpec, ModelSpec, OptimizerSpec
 from paceline.core.requests import COORDINATOR, Abort, Peer, Proceed, Request
@@ -113,6 +74,8 @@ from paceline.wire.ring import RING_BYTES, Ring, available
 from paceline.wire.stream import MAGIC, PREFIX, Stream
 
 from .listening import place_of
+from .made_messages import example
+from .made_messages import kinds as all_kinds
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -318,7 +281,7 @@ class Puppet(Host):
         self.core = core.Worker(job.schedule, workers=job.workers, shards=job.shards, servers=job.servers)
         self.coordinator: Stream[Any] = Stream(
             connect(bench.coordinator.address),
-            FromCoordinatorToWorker,
+            first_phase("coordinator", "worker"),
             takes_descriptor=job.transport == "shm",
         )
         self.servers: dict[str, Stream[Any]] = {}
@@ -391,7 +354,7 @@ class Puppet(Host):
             os.close(descriptor)
         self.coordinator.descriptors.clear()
         for channel, address in enumerate(addresses):
-            stream: Stream[Any] = Stream(connect(address), FromServer, self.sink)
+            stream: Stream[Any] = Stream(connect(address), first_phase("server", "worker"), self.sink)
             self.servers[address] = stream
             descriptors = [] if self.region.descriptor is None else [self.region.descriptor]
             size_bytes = self.region.size_bytes if descriptors else 0
@@ -547,72 +510,32 @@ class Attacker:
         self.replay: list[bytes] = []
 
     def to_coordinator(self, puppet: Puppet) -> list[tuple[Message, int]]:
-        """What a worker may tell the coordinator now, and what it never may."""
-        choice, model, iteration = self.choice, puppet.bench.model, puppet.core.iteration
-        token = puppet.bench.job.token
-        words: list[Message] = [
-            Hello(token, choice.choice(("worker", "server", "reader")), choice.randrange(30)),
-            Register(model),
-            IterationFinished(iteration),
-            IterationFinished(iteration, choice.randrange(3), None),
-            IterationFinished(iteration, None, choice.randrange(1, 3)),
-            IterationStarted(iteration),
-            IterationStarted(iteration + 1),
-            AllCommitted(iteration),
-            SyncRequested("script", choice.randrange(2), choice.choice(SYNCS)),
-            SyncRequested("schedule", 0, choice.choice(SYNCS + BAD_SYNCS)),
-            SyncRequested("script", choice.randrange(3), choice.choice(BAD_SYNCS)),
-            Status(iteration, choice.choice((None, 0.5, math.nan)), "computing"),
-            WorkerFinished(),
-            Ready(),
-            Failed("reason", "traceback"),
-            FaultReported(0, "reason", "traceback", "asp"),
-            Started((), (), 0),
-            CreateShards(model, puppet.shards, "asp", (0,), 0),
-            Shutdown(),
-            WorkerLost(0),
-            PullAllowed(iteration),
-            Bell(),
-            Contributed("barrier()", choice.randrange(3)),
-            Contributed(
-                "reduce()", choice.randrange(3), "mean", bytes(choice.choice((0, 3, 16))), choice.random()
-            ),
-            *[Contributed("DistributedOptimizer()", 1, model=extended(model))] * 3,
-            ExtensionReady(0, 1),
-            ExtendShards(extended(model), puppet.shards, 0, 1),
-            ModelExtended(puppet.shards, 1),
-            GradientHashed(iteration, "abc"),
-            HyperParametersReported(0, iteration, choice.choice((b"\x90", b"?")), 0, "loader"),
-            StoodIn(),
-            MetricsLogged(()),
-            MetricsLogged(
-                (
-                    LoggedValue(
-                        "loss", choice.choice((0.5, math.nan)), 8.0, 1, 0.0, 2**53, iteration, "closure"
-                    ),
-                )
-            ),
-            StopRequested(0),
-            EntryRequested(0, self.limits()),
-            EpochReached(self.position(), choice.random() < 0.5, choice.random() < 0.5, self.limits()),
-            DataRequested(0, "loader", 0, Order(100, 4, False, "auto", ""), 0, 0),
-        ]
-        return [(word, 0) for word in words]
+        """What a worker may tell the coordinator now, and some of what it never may."""
+        return [(message, 0) for message in self.words(puppet, "coordinator")]
 
     def to_server(self, puppet: Puppet) -> list[tuple[Message, int]]:
         """The same for a server, with the sizes of the payloads."""
-        choice, iteration = self.choice, puppet.core.iteration
+        choice = self.choice
         shard = choice.choice(puppet.shards)
         commit, parts = puppet.commit_of(shard)
         content = commit.content
         assert content is not None
         size_bytes = sum(part.nbytes for part in parts)
+        payloads: dict[type[Message], int] = {
+            Commit: size_bytes,
+            Stage: size_bytes,
+            InitialState: 8,
+            InitialWeights: shard.size_bytes,
+            FrozenTensors: choice.choice((0, 8)),
+            KeepStates: choice.choice((0, 8)),
+        }
         members = choice.choice(((puppet.index,), (0, puppet.index), (0, 1, puppet.index), tuple(range(9))))
         stop = Stop(superstep=choice.randrange(4), members=members)
         change = Change(number=choice.randrange(3), members=members, sync=choice.choice(SYNCS + BAD_SYNCS))
         replace = msgspec.structs.replace
         return [
-            *[(commit, size_bytes)] * 4,
+            *((message, payloads.get(type(message), 0)) for message in self.words(puppet, "server", shard)),
+            *[(commit, size_bytes)] * 6,
             (replace(commit, stop=stop), size_bytes),
             (replace(commit, change=change), size_bytes),
             (replace(commit, significance=choice.choice((0.0, 0.5, 1e300, math.nan))), size_bytes),
@@ -628,41 +551,35 @@ class Attacker:
                 size_bytes + 12,
             ),
             (replace(commit, content=replace(content, groups=self.groups(puppet))), size_bytes),
-            (Stage(shard.index, content.pieces), size_bytes),
-            (Stage(shard.index, content.pieces * choice.randrange(4)), size_bytes),
-            (PullRequested(shard.index, iteration), 0),
-            (PullRequested(shard.index, iteration - 1 if iteration else 0), 0),
-            (PullRepeated(shard.index, iteration), 0),
-            (FetchOptimizerState(shard.index), 0),
-            (FetchBuffers(shard.index), 0),
-            (FetchInitialBuffers(shard.index, 7), 0),
-            (FetchFrozen(shard.index, choice.choice(((), (FROZEN,), (FROZEN,) * 2, ("0" * 64,)))), 0),
-            (
-                FrozenTensors(shard.index, choice.choice(((), (FROZEN,), ("0" * 64,)))),
-                choice.choice((0, 8)),
-            ),
-            (FetchStates(shard.index), 0),
-            (KeepStates(shard.index, self.position()), choice.choice((0, 8))),
-            (ModelExtended(puppet.shards, 1), 0),
-            (FetchSnapshot(shard.index), 0),
-            (FetchSnapshot(shard.index, (0, puppet.index)), 0),
-            (FetchWaits(), 0),
-            (InitialState(shard.index), 8),
-            (InitialWeights(shard.index), shard.size_bytes),
-            (WorkerFinished(), 0),
-            (Bell(), 0),
-            (Hello(puppet.bench.job.token, "worker", puppet.index), 0),
-            (Answer(shard.index, iteration, 0), 0),
-            (Committed(shard.index, iteration), 0),
-            (OptimizerState(shard.index), 0),
         ]
 
-    def position(self) -> LoopPosition:
-        return LoopPosition(self.choice.randrange(2), self.choice.randrange(3), passes=(("loader", 1),))
-
-    def limits(self) -> LoopLimits | None:
-        limit = self.choice.choice((None, 1, 2**53))
-        return self.choice.choice((None, LoopLimits(limit, limit, limit, limit)))
+    def words(self, puppet: Puppet, host: Role, shard: ShardSlice | None = None) -> Iterator[Message]:
+        """Yield examples of the messages that workers send to a host, and a few of all others."""
+        choice, iteration = self.choice, puppet.core.iteration
+        model = puppet.bench.model
+        content, _ = puppet.content_of(shard or puppet.shards[0])
+        known: dict[str, Callable[[], object]] = {
+            "token": lambda: puppet.bench.job.token,
+            "index": lambda: choice.randrange(30),
+            "worker": lambda: choice.choice((0, puppet.index)),
+            "shard": lambda: 0 if shard is None else shard.index,
+            "shards": lambda: puppet.shards,
+            "iteration": lambda: max(0, iteration + choice.choice((-1, 0, 0, 0, 1))),
+            "model": lambda: choice.choice((model, extended(model), extended(model))),
+            "content": lambda: content,
+            "pieces": lambda: content.pieces * choice.randrange(4),
+            "groups": lambda: choice.choice((b"\x90", b"?", puppet.bench.groups)),
+            "sync": lambda: choice.choice(SYNCS + BAD_SYNCS),
+            "numbers": lambda: bytes(choice.choice((0, 3, 16))),
+            "order": lambda: Order(100, 4, False, "auto", ""),
+            "loss": lambda: choice.choice((None, 0.5, math.nan)),
+            "digests": lambda: choice.choice(((), (FROZEN,), (FROZEN,) * 2, ("0" * 64,))),
+            "left": lambda: (0, puppet.index),
+        }
+        # Most are such that the host does not end the connection at once.
+        kinds = choice.choices([row.message for row in ROWS if row[1:3] == ("worker", host)], k=12)
+        for kind in [*kinds, *choice.choices(all_kinds(), k=3)]:
+            yield example(kind, whole=choice.random() < 0.5, known=known, choice=choice)
 
     def groups(self, puppet: Puppet) -> bytes:
         groups: list[dict[str, Any]] = [dict(group) for group in puppet.bench.model.optimizer.groups]

@@ -347,11 +347,13 @@ ATTACKS: dict[str, Callable[[Worker], None]] = {
     "a weight decay that is no number": lambda w: w.push(groups=groups_with(weight_decay=math.nan)),
     "the same buffer twice": lambda w: w.push(buffers=(0, 0), payload=[*w.pieces, memoryview(bytes(24))]),
     "a request for frozen parameters that there are not": lambda w: w.send(FetchFrozen(0, ("0" * 64,))),
-    "a request for frozen parameters of another shard": lambda w: w.send(FetchFrozen(1, ())),
+    "a request for frozen parameters of another shard": lambda w: w.send(
+        FetchFrozen(1, ())  # type: ignore[arg-type]
+    ),
     "frozen parameters that nobody has requested": lambda w: w.send(
         FrozenTensors(0, ("0" * 64,)), b"12345678"
     ),
-    "frozen parameters of another shard": lambda w: w.send(FrozenTensors(1, ())),
+    "frozen parameters of another shard": lambda w: w.send(FrozenTensors(1, ())),  # type: ignore[arg-type]
     "a significance that is no number": lambda w: w.push(significance=math.nan),
     "a significance below zero": lambda w: w.push(significance=-1.0),
     "a round that nobody has come to": lambda w: w.push(progress=2**40),

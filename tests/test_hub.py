@@ -17,7 +17,6 @@ import pytest
 
 from paceline.core.messages import (
     FetchOptimizerState,
-    FromPeerToServer,
     Hello,
     Message,
     ShardWaits,
@@ -55,7 +54,7 @@ class Bench:
 
     def __init__(self, kind: str = "unix") -> None:
         listener, self.address = LISTEN[kind]()
-        self.hub: Hub[Caller] = Hub("the host", TOKEN, listener, FromPeerToServer, Caller, self)
+        self.hub: Hub[Caller] = Hub("the host", TOKEN, listener, "server", Caller, self)
         self.heard: list[Message] = []
         self.left: list[str] = []
         self.callers: list[socket.socket] = []

@@ -17,7 +17,7 @@ from torch import nn
 
 from paceline import DistributedOptimizer, worker_index
 from paceline.core.layout import Layout, Parameter
-from paceline.core.messages import FromPeerToCoordinator, Register
+from paceline.core.messages import Phase, Register
 from paceline.core.model_spec import BufferSpec, FrozenSpec, HyperParameters, ModelSpec, OptimizerSpec
 from paceline.errors import ProtocolError
 from paceline.frontend.session import current
@@ -25,6 +25,7 @@ from paceline.runtime import registration
 from paceline.runtime.registration import PLAIN, require_groups, require_sound
 from paceline.runtime.worker import WorkerSession
 from paceline.shard.optimizers import ELEMENTWISE, read_groups
+from paceline.wire.stream import decoder
 
 from .test_fuzz import edited, flip
 from .test_hosts import Expelled, until_closed
@@ -221,7 +222,7 @@ def test_hyper_parameters_that_an_update_would_trip_over_are_refused(what: str) 
 
 def test_whatever_is_registered_is_refused_or_sound() -> None:
     choice = random.Random("registered")
-    decode = msgspec.msgpack.Decoder(FromPeerToCoordinator).decode
+    decode = decoder(Phase("worker", "coordinator", "joining"))
     header = msgspec.msgpack.encode(Register(MODEL))
     sound = 0
     for _ in range(3000):

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from paceline.core.messages import (
     Answer,
-    FromPeerToServer,
-    FromServer,
     InitialWeights,
     Message,
+    Phase,
     PullRepeated,
     WorkerFinished,
+    first_phase,
 )
 from paceline.errors import PeerLostError, ProtocolError
 from paceline.wire import ring as rings
@@ -224,7 +224,7 @@ def test_no_message_and_no_wake_up_is_lost_between_two_processes() -> None:
 
 
 @contextlib.contextmanager
-def streams() -> Iterator[tuple[Stream[FromServer], Stream[FromPeerToServer], bytearray]]:
+def streams() -> Iterator[tuple[Stream[Message], Stream[Message], bytearray]]:
     """A worker's end and a server's, and where the payloads of the latter go."""
     ours, theirs = socket.socketpair()
     payload = bytearray(200_000)
@@ -233,8 +233,8 @@ def streams() -> Iterator[tuple[Stream[FromServer], Stream[FromPeerToServer], by
         return [memoryview(payload)[:size_bytes]] if isinstance(message, InitialWeights) else []
 
     there, back = memoryview(mmap.mmap(-1, RING_BYTES)), memoryview(mmap.mmap(-1, RING_BYTES))
-    worker: Stream[FromServer] = Stream(ours, FromServer)
-    server: Stream[FromPeerToServer] = Stream(theirs, FromPeerToServer, sink)
+    worker: Stream[Message] = Stream(ours, first_phase("server", "worker"))
+    server: Stream[Message] = Stream(theirs, Phase("worker", "server", "training"), sink)
     worker.use_rings(Ring(there), Ring(back))
     server.use_rings(Ring(back), Ring(there))
     try:
@@ -371,7 +371,7 @@ def test_where_a_payload_goes_is_asked_when_all_that_comes_before_it_has_been_ha
         asked: list[Message] = []
         sink = server.sink
 
-        def note(message: FromPeerToServer, size_bytes: int) -> Sequence[memoryview]:
+        def note(message: Message, size_bytes: int) -> Sequence[memoryview]:
             asked.append(message)
             return sink(message, size_bytes)
 
@@ -392,7 +392,7 @@ def test_a_message_that_has_no_place_in_the_ring_is_not_heard_and_its_connection
     None
 ):
     with streams() as (worker, server, _):
-        stray: Stream[FromServer] = Stream(worker.sock, FromServer)  # without the ring
+        stray: Stream[Message] = Stream(worker.sock, first_phase("server", "worker"))  # without the ring
         for number in range(3):
             stray.send(InitialWeights(number), [memoryview(bytes(100_000))])
             assert list(server.receive()) == []

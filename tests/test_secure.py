@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.messages import FromPeerToServer, Hello, Message, Snapshot, WorkerFinished
+from paceline.core.messages import Hello, Message, Snapshot, WorkerFinished, first_phase
 from paceline.errors import PacelineError, PeerLostError, ProtocolError
 from paceline.runtime import strangers
 from paceline.runtime.hub import Caller, Hub
@@ -29,6 +29,7 @@ from paceline.wire.stream import Stream
 from paceline.wire.tls import contexts
 
 KNOWN = contexts(new_secret())
+SNAPSHOTS = first_phase("server", "reader")
 HERE = Preface(COORDINATOR)
 DEADLINE_S = 60.0
 
@@ -61,8 +62,8 @@ def test_messages_of_all_sizes_arrive_in_order(seed: int, ends: tuple[SecureSock
         whole = memoryview(received[-1])
         return [whole[:middle], whole[middle:]]
 
-    sender: Stream[Message] = Stream(ends[0], Snapshot)
-    receiver: Stream[Snapshot] = Stream(ends[1], Snapshot, sink)
+    sender: Stream[Message] = Stream(ends[0], SNAPSHOTS)
+    receiver: Stream[Snapshot] = Stream(ends[1], SNAPSHOTS, sink)
     versions: list[int] = []
     for version, payload in enumerate(payloads):  # nobody reads yet, so most of it is queued
         middle = len(payload) // 2
@@ -80,8 +81,8 @@ def test_messages_of_all_sizes_arrive_in_order(seed: int, ends: tuple[SecureSock
 def test_a_message_is_not_forgotten_where_no_selector_sees_it(
     ends: tuple[SecureSocket, SecureSocket],
 ) -> None:
-    sender: Stream[Message] = Stream(ends[0], Snapshot)
-    receiver: Stream[Snapshot] = Stream(ends[1], Snapshot)
+    sender: Stream[Message] = Stream(ends[0], SNAPSHOTS)
+    receiver: Stream[Snapshot] = Stream(ends[1], SNAPSHOTS)
     for version in range(5000):  # many messages in each record
         sender.send(Snapshot(0, version))
     versions: list[int] = []
@@ -95,8 +96,8 @@ def test_a_message_is_not_forgotten_where_no_selector_sees_it(
 def test_a_peer_that_never_stops_sending_does_not_keep_the_receiver(
     ends: tuple[SecureSocket, SecureSocket],
 ) -> None:
-    sender: Stream[Message] = Stream(ends[0], Snapshot)
-    receiver: Stream[Snapshot] = Stream(ends[1], Snapshot)
+    sender: Stream[Message] = Stream(ends[0], SNAPSHOTS)
+    receiver: Stream[Snapshot] = Stream(ends[1], SNAPSHOTS)
     versions: list[int] = []
     sent = 0
 
@@ -119,7 +120,7 @@ def test_a_peer_that_never_stops_sending_does_not_keep_the_receiver(
 
 
 def test_a_lost_connection_is_noticed(ends: tuple[SecureSocket, SecureSocket]) -> None:
-    receiver: Stream[Snapshot] = Stream(ends[1], Snapshot)
+    receiver: Stream[Snapshot] = Stream(ends[1], SNAPSHOTS)
     ends[0].close()
     with pytest.raises(PeerLostError):
         receiver.wait(DEADLINE_S)
@@ -134,7 +135,7 @@ class House:
         sock, self.address = listen_tcp(secure=True)
         self.listener = Listener(sock, expected).__enter__()
         passed = PassedSockets(self.listener.receiver(named))
-        self.hub: Hub[Caller] = Hub("the host", "token", passed, FromPeerToServer, Caller, self, self.known)
+        self.hub: Hub[Caller] = Hub("the host", "token", passed, "server", Caller, self, self.known)
         self.heard: list[Message] = []
         self.callers: list[socket.socket | SecureSocket | Stream[Message]] = []
 
@@ -160,7 +161,7 @@ class House:
 
     def enter(self, worker: int = 0) -> Stream[Message]:
         """Connect as a member does."""
-        stream: Stream[Message] = Stream(self.meanwhile(lambda: connect(self.address, 20, KNOWN)), Snapshot)
+        stream: Stream[Message] = Stream(self.meanwhile(lambda: connect(self.address, 20, KNOWN)), SNAPSHOTS)
         self.callers.append(stream)
         stream.send(Hello("token", "worker", worker))
         stream.send(WorkerFinished())
@@ -276,7 +277,7 @@ def test_what_was_recorded_cannot_be_replayed(house: House) -> None:
         thread = threading.Thread(target=pass_on)
         thread.start()
         place = f"tls:127.0.0.1:{wire.getsockname()[1]}"
-        member: Stream[Message] = Stream(house.meanwhile(lambda: connect(place, 20, KNOWN)), Snapshot)
+        member: Stream[Message] = Stream(house.meanwhile(lambda: connect(place, 20, KNOWN)), SNAPSHOTS)
         member.send(Hello("token", "worker", 0))
         member.send(WorkerFinished())
         house.poll_until(lambda: len(house.heard) == 1)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import paceline
 from benchmarks.overlap.namespaces import NetworkLink, network, why_not
 from paceline.core.liveness import Liveness
-from paceline.core.messages import FromServer, Snapshot, Waits, WorkerFinished
+from paceline.core.messages import Snapshot, Waits, WorkerFinished, first_phase
 from paceline.errors import DeadlineError
 from paceline.runtime.coordinator import CoordinatorHost
 from paceline.runtime.job import make_job
@@ -38,6 +38,8 @@ from .served import Served, await_training, enough, output
 from .test_patience import loaded
 
 __all__ = ["mark"]
+
+SNAPSHOTS = first_phase("server", "reader")
 
 # A model of SIZE_MB MB in layers of 10 MB, whose weights do not change: weight k of layer i is i + k % 1000.
 SCRIPT = """
@@ -135,7 +137,7 @@ def frame(message: Any, payload: bytes) -> bytes:
     """Return what a stream sends for a message."""
     one, other = socket.socketpair()
     with one, other:
-        Stream(one, FromServer).send(message)
+        Stream(one, first_phase("server", "reader")).send(message)
         empty = other.recv(1 << 16)
     return empty[:8] + len(payload).to_bytes(8, "little") + empty[16:] + payload
 
@@ -145,7 +147,9 @@ def test_a_message_may_take_longer_than_the_limit_while_its_bytes_arrive(kind: s
     payload = bytes(range(250)) * 40
     received = bytearray(len(payload))
     with connection(kind) as (here, there):
-        stream: Stream[Any] = Stream(here, FromServer, lambda message, size: [memoryview(received)])
+        stream: Stream[Any] = Stream(
+            here, first_phase("server", "reader"), lambda message, size: [memoryview(received)]
+        )
         data = frame(Snapshot(0, 3), payload)
         parts = iter([data[start : start + 50] for start in range(0, len(data), 50)])
         clock.happens = lambda: there.sendall(next(parts, b""))
@@ -158,7 +162,9 @@ def test_a_message_may_take_longer_than_the_limit_while_its_bytes_arrive(kind: s
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_a_message_whose_bytes_stop_is_given_up(kind: str, clock: Clock) -> None:
     with connection(kind) as (here, there):
-        stream: Stream[Any] = Stream(here, FromServer, lambda message, size: [memoryview(bytearray(size))])
+        stream: Stream[Any] = Stream(
+            here, first_phase("server", "reader"), lambda message, size: [memoryview(bytearray(size))]
+        )
         there.sendall(frame(Snapshot(0, 3), bytes(1000))[:500])
         with pytest.raises(DeadlineError, match="has carried nothing for"):
             stream.wait(LIMIT_S)
@@ -166,7 +172,7 @@ def test_a_message_whose_bytes_stop_is_given_up(kind: str, clock: Clock) -> None
 
 def test_a_queue_may_take_longer_than_the_limit_while_the_peer_reads_it(clock: Clock) -> None:
     with connection("unix") as (here, there):
-        stream: Stream[Any] = Stream(here, FromServer)
+        stream: Stream[Any] = Stream(here, SNAPSHOTS)
         stream.send(WorkerFinished(), [memoryview(bytes(4 << 20))])
         there.setblocking(False)
         read = 0
@@ -299,11 +305,11 @@ def test_a_lent_snapshot_is_that_of_the_time_at_which_it_was_requested(
         received = bytearray(size_bytes)
         return [memoryview(received)]
 
-    stream: Stream[Any] = Stream(here, FromServer, target)
+    stream: Stream[Any] = Stream(here, SNAPSHOTS, target)
 
     def also_to_a_reader(server: ServerHost, peer: Any, shard: int) -> None:
         send_snapshot(server, peer, shard)
-        reader = ServerCaller(Stream(there, FromServer))
+        reader = ServerCaller(Stream(there, first_phase("server", "reader")))
         throttled = reader.stream.sock = Throttled(reader.stream.sock)  # type: ignore[assignment]
         server._hub.adopt(reader)
         weights = server._require_memory().weights[shard]

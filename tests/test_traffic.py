@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.core.messages import Message
+from paceline.core.messages import Message, first_phase
 from paceline.core.traffic import FORGET_S, Link, LinkTraffic, TrafficMeter
 from paceline.wire.addresses import connect, listen_tcp
 from paceline.wire.preface import COORDINATOR, Preface
@@ -51,7 +51,8 @@ def test_a_tls_connection_counts_what_is_on_the_wire() -> None:
         plain = socket.create_connection(listener.getsockname())
         accepted = SecureSocket(listener.accept()[0], known, Preface(COORDINATOR), server_side=True)
         stream: Stream[Message] = Stream(
-            SecureSocket(plain, known, Preface(COORDINATOR), server_side=False), object
+            SecureSocket(plain, known, Preface(COORDINATOR), server_side=False),
+            first_phase("server", "reader"),
         )
         assert address.startswith("tls:")
         assert traffic_of(stream.sock) == Traffic(1, 0)

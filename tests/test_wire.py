@@ -28,14 +28,15 @@ from paceline.core.messages import (
     Commit,
     Content,
     FetchOptimizerState,
-    FromPeerToServer,
-    FromServer,
+    FrozenTensors,
     Hello,
     IterationFinished,
     Message,
+    Phase,
     Stage,
     Status,
     WorkerFinished,
+    first_phase,
 )
 from paceline.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
 from paceline.wire import addresses
@@ -74,6 +75,9 @@ MIXED = Layout.of(
 LARGE = Layout.of([Parameter(("w",), (400_000,), "float64"), Parameter(("v",), (70_001,), "float16")])
 LAYOUTS = {"several dtypes": MIXED, "more shards than blocks": MIXED, "larger than a socket's buffer": LARGE}
 SHARDS = {"several dtypes": 2, "more shards than blocks": 7, "larger than a socket's buffer": 2}
+
+ANYTHING = Phase("", "server", "training")
+"""A phase in which nearly all messages to servers may be sent, and which goes on after any of them."""
 
 
 @pytest.fixture(autouse=True)
@@ -119,17 +123,22 @@ class Wire:
         shared = transport == "shm"
         self.shards = layout.slice_evenly(shards)
         self.region = Region.create(layout, shared=shared)
-        self.workers: list[Stream[FromServer]] = []
-        self.servers: list[Stream[FromPeerToServer]] = []
+        self.workers: list[Stream[Message]] = []
+        self.servers: list[Stream[Message]] = []
         self.inboxes: list[Inbox] = []
         self.awaited = True
         listener, address = listen_tcp() if transport == "tcp" else listen_unix()
         with listener:
             listener.setblocking(True)
             for shard in self.shards:
-                ours: Stream[FromServer] = Stream(connect(address), FromServer, self._incoming)
-                theirs: Stream[FromPeerToServer] = Stream(
-                    listener.accept()[0], FromPeerToServer, trusted=False, takes_descriptor=shared
+                ours: Stream[Message] = Stream(
+                    connect(address), first_phase("server", "worker"), self._incoming
+                )
+                theirs: Stream[Message] = Stream(
+                    listener.accept()[0],
+                    first_phase("worker", "server"),
+                    trusted=False,
+                    takes_descriptor=shared,
                 )
                 descriptor = self.region.descriptor
                 hello = Hello("token", "worker", 0, memory_bytes=self.region.size_bytes if shared else 0)
@@ -463,7 +472,11 @@ class Receiver:
         self.peer, sock = socket.socketpair() if kind == "unix" else tcp_pair()
         self.peer.settimeout(TIMEOUT_S)
         self.stream: Stream[Any] = Stream(
-            sock, FromPeerToServer, self._sink, trusted=trusted, takes_descriptor=not trusted
+            sock,
+            ANYTHING,
+            self._sink,
+            trusted=trusted,
+            takes_descriptor=not trusted,
         )
         self.payloads: list[bytearray] = []
 
@@ -532,7 +545,7 @@ def commit_of(payload: bytes | bytearray | memoryview) -> Commit:
 MESSAGES = st.one_of(
     st.binary(max_size=300).map(lambda payload: (commit_of(payload), payload)),
     st.integers(0, 2**53).map(lambda shard: (FetchOptimizerState(shard), b"")),
-    st.text(max_size=20).map(lambda token: (Hello(token, "reader", 0), b"")),
+    st.text(max_size=20).map(lambda token: (FrozenTensors(0, (token,)), b"")),
     st.just((WorkerFinished(), b"")),
 )
 
@@ -565,8 +578,8 @@ def test_what_a_stream_sends_another_one_receives(
         return [memoryview(payloads[-1])]
 
     with (
-        contextlib.closing(Stream[Any](ours, FromPeerToServer)) as sender,
-        contextlib.closing(Stream[Any](theirs, FromPeerToServer, sink)) as getter,
+        contextlib.closing(Stream[Any](ours, ANYTHING)) as sender,
+        contextlib.closing(Stream[Any](theirs, ANYTHING, sink)) as getter,
     ):
         for message, payload in messages:
             view, parts, start = memoryview(payload), [], 0
@@ -584,7 +597,7 @@ FEW: list[tuple[Message, bytes]] = [
     (WorkerFinished(), b""),
     (commit_of(b""), b""),
     (commit_of(b"x"), b"x"),
-    (Hello("token", "reader", 0), b""),
+    (FrozenTensors(0, ("digest",)), b""),
 ]
 
 
@@ -621,7 +634,7 @@ def test_frames_may_come_byte_by_byte() -> None:
 @pytest.mark.parametrize("before", [0, 1, 1500])
 def test_a_header_may_be_larger_than_the_buffer_and_lie_anywhere_in_it(before: int, change: int) -> None:
     size = BUFFER_BYTES + change
-    large = Hello("x" * (size - len(encoded(Hello("x" * 1000, "reader", 0))) + 1000), "reader", 0)
+    large = FrozenTensors(0, ("x" * (size - len(encoded(FrozenTensors(0, ("x" * 1000,)))) + 1000),))
     assert abs(len(encoded(large)) - size) <= 2  # longer text, longer length of it
     messages = [*[(FetchOptimizerState(7), b"")] * before, (large, b""), *FEW]
     with receiver() as end:
@@ -778,7 +791,7 @@ def test_only_who_has_shown_the_token_may_send_a_large_header() -> None:
 
 
 def test_a_stranger_may_pass_one_descriptor_and_no_more() -> None:
-    hello = frame(encoded(Hello("token", "worker", 0)))
+    hello = frame(encoded(FetchOptimizerState(0)))
     with tempfile.TemporaryFile() as file:
         for passed, fits in [
             ([file.fileno()], True),
@@ -791,7 +804,7 @@ def test_a_stranger_may_pass_one_descriptor_and_no_more() -> None:
                     with pytest.raises(ProtocolError, match="descriptor"):
                         list(end.stream.receive())
                     continue
-                assert list(end.stream.receive()) == [Hello("token", "worker", 0)]
+                assert list(end.stream.receive()) == [FetchOptimizerState(0)]
                 assert len(end.stream.descriptors) == 1
                 socket.send_fds(end.peer, [hello], passed)  # one more in a later message
                 with pytest.raises(ProtocolError, match="descriptor"):
@@ -937,7 +950,7 @@ def test_a_peer_that_never_stops_sending_does_not_hold_its_host() -> None:
 
 def test_who_has_not_read_what_it_was_sent_is_known_by_what_it_was() -> None:
     with receiver() as end:
-        sender: Stream[Any] = Stream(end.peer, FromServer)
+        sender: Stream[Any] = Stream(end.peer, first_phase("server", "worker"))
         assert not sender.owes(0)
         big = memoryview(bytes(1 << 22))
         sender.send(Answer(0, 0, 0), [big], lent=0)

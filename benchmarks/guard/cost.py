@@ -11,13 +11,7 @@ import msgspec
 import torch
 
 from paceline.core.guard import Guard
-from paceline.core.messages import (
-    FromCoordinatorToWorker,
-    FromPeerToCoordinator,
-    Message,
-    Observation,
-    PushesObserved,
-)
+from paceline.core.messages import Message, Observation, Phase, PushesObserved, first_phase
 from paceline.shard.vectors import sampled_norm
 from paceline.wire.stream import Stream
 
@@ -59,8 +53,8 @@ def measure_cost() -> Cost:
     torch.set_num_threads(1)
     weights = torch.randn(SIZE)
     ends = socket.socketpair()
-    worker: Stream[Message] = Stream(ends[0], FromCoordinatorToWorker)
-    coordinator: Stream[Message] = Stream(ends[1], FromPeerToCoordinator)
+    worker: Stream[Message] = Stream(ends[0], first_phase("coordinator", "worker"))
+    coordinator: Stream[Message] = Stream(ends[1], Phase("worker", "coordinator", "training"))
     report = PushesObserved((Observation(3, 1.0, 2.0, 3.0),))
 
     def exchange() -> None:

@@ -156,8 +156,12 @@ class Server:
             raise ProtocolError(f"shard {index} is not at this server, or has no weights yet")
         return self.shards[index]
 
-    def require_beginning(self, index: int) -> None:
-        """Raise `ProtocolError` unless this shard waits for initial weights."""
+    def require_beginning(self, index: int, worker: int) -> None:
+        """Raise `ProtocolError` unless this shard waits for initial weights from this worker."""
+        if worker != self.initializer:
+            raise ProtocolError(
+                f"the initial weights must come from worker {self.initializer}, not from worker {worker}"
+            )
         if index not in self._to_begin:
             raise ProtocolError(f"initial weights for shard {index} are not expected")
 
@@ -314,11 +318,7 @@ class Server:
 
     def _begin(self, worker: int, index: int, now_ticks: int) -> list[Request]:
         """Handle the initial weights of a shard or, if the shard exists already, of its new parameters."""
-        if worker != self.initializer:
-            raise ProtocolError(
-                f"the initial weights must come from worker {self.initializer}, not from worker {worker}"
-            )
-        self.require_beginning(index)
+        self.require_beginning(index, worker)
         self._to_begin.remove(index)
         if index in self.shards:
             return self._report_if_ready()

@@ -28,7 +28,6 @@ from rich.console import Console
 from ..core.heartbeats import Heartbeats
 from ..core.messages import (
     MOST_WORDS,
-    FromCoordinatorToAgent,
     HeartbeatAnswered,
     Hello,
     KillOrdered,
@@ -43,6 +42,7 @@ from ..core.messages import (
     RunEnded,
     ServerEnded,
     TakenOut,
+    first_phase,
 )
 from ..errors import (
     ConfigurationError,
@@ -306,7 +306,9 @@ def _call(
     while True:
         try:
             left_s = max(1.0, deadline_s - time.monotonic())
-            stream: Stream[Message] = Stream(call(address, left_s, known), FromCoordinatorToAgent)
+            stream: Stream[Message] = Stream(
+                call(address, left_s, known), first_phase("coordinator", "agent")
+            )
             with contextlib.suppress(OSError):  # the connection is lost, as the first message will say
                 stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_MS)
             return stream

@@ -34,9 +34,7 @@ from ..core.messages import (
     Contributed,
     CreateShards,
     ExtendShards,
-    FetchStatus,
     FetchWaits,
-    FromPeerToCoordinator,
     Heartbeat,
     Hello,
     KillOrdered,
@@ -230,7 +228,7 @@ class CoordinatorHost(Host):
         self._bell, self._bell_end = socket.socketpair()
         self._bell_end.setblocking(False)
         self._hub: Hub[Caller] = Hub(
-            "the coordinator", job.token, listener, FromPeerToCoordinator, Caller, self, job.contexts
+            "the coordinator", job.token, listener, "coordinator", Caller, self, job.contexts
         )
         self._hub.watch(self._bell_end, self._take_calls)
         self._thread = threading.Thread(target=self._run, name="paceline-coordinator", daemon=True)
@@ -616,8 +614,6 @@ class CoordinatorHost(Host):
             self._members["agent", peer.index] = peer
             return
         party = Peer("server" if hello.role == "server" else "worker", hello.index)
-        if hello.role == "reader":
-            raise ProtocolError("the coordinator does not accept readers")
         self.core.require_expected(party, hello.incarnation)
         peer.role, peer.index = hello.role, hello.index
         self._members[peer.role, peer.index] = peer
@@ -627,9 +623,9 @@ class CoordinatorHost(Host):
         self._perform(self.core.connected(party, self.job.now_ticks(), hello.address, hello.incarnation))
 
     def payload_targets(self, peer: Caller, message: Message, size_bytes: int) -> Sequence[memoryview]:
-        if isinstance(message, Snapshot) and peer.role == "server" and self._collection is not None:
+        if isinstance(message, Snapshot) and self._collection is not None:
             return self._collection.targets(message, peer.index)
-        if isinstance(message, TracePart) and peer.role == "server" and self._stopping:
+        if isinstance(message, TracePart) and self._stopping:
             return self._traces.targets(message, peer.index, size_bytes)
         return no_payload(message, size_bytes)
 
@@ -667,18 +663,18 @@ class CoordinatorHost(Host):
             self._hear_agent(peer, message)
             return
         if peer.role == "observer":
-            if not isinstance(message, FetchStatus) or peer.stream.backlog:
-                raise ProtocolError(f"{type(message).__name__} is not expected from {peer} now")
+            if peer.stream.backlog:
+                raise ProtocolError(f"{type(message).__name__} arrived before the previous answer was read")
             self._ask_servers()  # for the next time
             self._note_own_traffic()
             self._hub.send(peer, StatusReported(msgspec.msgpack.encode(self._status())))
             return
         self.heard_s[peer.role, peer.index] = time.monotonic()
-        if isinstance(message, Snapshot) and peer.role == "server" and self._collection is not None:
+        if isinstance(message, Snapshot) and self._collection is not None:
             self._collection.arrived(message)
             self._collect_from(peer.index)
             return
-        if isinstance(message, TracePart) and peer.role == "server" and self._stopping:
+        if isinstance(message, TracePart) and self._stopping:
             self._traces.arrived(message)
             return
         if isinstance(message, Bell):
@@ -738,13 +734,13 @@ class CoordinatorHost(Host):
                     self._lose_server(agent.index, server, "its machine was asked to leave the run")
             case ServerEnded():
                 self._lose_server(agent.index, message.server, message.how, message.output)
-            case ProcessEnded() if message.worker in workers:
+            case ProcessEnded():
+                if message.worker not in workers:
+                    raise ProtocolError(f"worker {message.worker} is not a worker of {agent}")
                 if message.crashed:
                     self.crashed.add(message.worker)
                 incarnation = workers[message.worker]
                 self._note_end(message.worker, message.how, incarnation, asked=message.asked)
-            case _:
-                raise ProtocolError(f"{type(message).__name__} is not expected from {agent} now")
 
     def _invite(self, offer: MachineJoined) -> tuple[tuple[int, ...], dict[int, int]]:
         """Expect the servers and the workers that a machine offers, and return their indices.

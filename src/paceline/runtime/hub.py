@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from ..core.messages import Hello, Message
+from ..core.messages import Hello, Message, Role, first_phase, greeted
 from ..errors import DeadlineError, InternalError, PeerLostError, ProtocolError, UserCodeError
 from ..wire.forks import close_in_forks
 from ..wire.passing import Source
@@ -128,7 +128,7 @@ class Hub(Generic[P]):
         name: name of the host in log messages.
         token: the secret that peers must send.
         listener: a listening socket, or what takes its place. The hub takes ownership.
-        accepts: the type of the messages that peers may send, usually a union.
+        role: role of the host.
         make_peer: function that returns the object for a new connection, an instance of `Caller` or of a subclass.
         host: the object that handles the messages and the closed connections.
         known: the TLS contexts of the run, if the connections that the listener accepts use TLS. Their plain prefaces
@@ -144,7 +144,7 @@ class Hub(Generic[P]):
         name: str,
         token: str,
         listener: Source,
-        accepts: object,
+        role: Role,
         make_peer: Callable[[Stream[Message]], P],
         host: Host[P],
         known: Contexts | None = None,
@@ -157,7 +157,7 @@ class Hub(Generic[P]):
         self._token = token.encode()
         self._acceptor = Acceptor(listener)
         self._strangers: Strangers[P] = Strangers(name)
-        self._accepts = accepts
+        self._role = role
         self._make_peer = make_peer
         self._host = host
         # (peer, error) for each peer to which sending has failed. These peers are dropped after the current message.
@@ -312,7 +312,7 @@ class Hub(Generic[P]):
         try:
             stream: Stream[Message] = Stream(
                 sock if self._known is None else self._secured(sock, self._known),
-                self._accepts,
+                first_phase("", self._role),
                 trusted=False,
                 takes_descriptor=sock.family == socket.AF_UNIX,
             )
@@ -357,9 +357,12 @@ class Hub(Generic[P]):
             self.drop(peer, str(error))
 
     def _greet(self, peer: P, message: Message) -> None:
-        if not isinstance(message, Hello) or not hmac.compare_digest(message.token.encode(), self._token):
+        assert isinstance(message, Hello)  # a stranger may send nothing else
+        if not hmac.compare_digest(message.token.encode(), self._token):
             raise ProtocolError("it did not send the run's token")
+        phase = greeted(message.role, self._role)
         self._host.greeted(peer, message)
+        peer.stream.expect(phase)
         self._strangers.discard(peer)
         # Readers remain limited to small headers: they need no larger ones, and there may be many readers.
         peer.stream.trusted, peer.stream.takes_descriptor = peer.role != "reader", False

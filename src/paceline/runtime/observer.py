@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ..core.job_status import JobStatus
-from ..core.messages import FetchStatus, Hello, StatusReported
+from ..core.messages import FetchStatus, Hello, StatusReported, first_phase
 from ..wire.stream import Stream
 from ..wire.tls import contexts
 from .calling import call
@@ -28,7 +28,7 @@ class Observer:
 
     def __init__(self, address: str, token: str, timeout_s: float = 10.0) -> None:
         self._stream: Stream[StatusReported] = Stream(
-            call(address, timeout_s, contexts(token)), StatusReported
+            call(address, timeout_s, contexts(token)), first_phase("coordinator", "observer")
         )
         self._stream.send(Hello(token, "observer", 0))
 

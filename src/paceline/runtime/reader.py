@@ -20,7 +20,6 @@ from ..core.messages import (
     FetchOptimizerState,
     FetchSnapshot,
     FetchStates,
-    FromServer,
     FrozenTensors,
     Hello,
     KeptStates,
@@ -28,6 +27,7 @@ from ..core.messages import (
     Message,
     OptimizerState,
     Snapshot,
+    first_phase,
 )
 from ..core.model_spec import FrozenSpec, ModelSpec
 from ..errors import ProtocolError
@@ -169,7 +169,7 @@ class Reader:
     """
 
     def __init__(
-        self, model: ModelSpec, shards: Sequence[ShardSlice], streams: Sequence[Stream[FromServer]]
+        self, model: ModelSpec, shards: Sequence[ShardSlice], streams: Sequence[Stream[Message]]
     ) -> None:
         self._model = model
         self._shards = shards
@@ -196,9 +196,9 @@ class Reader:
         Raises:
             PeerLostError: a server cannot be reached.
         """
-        streams: list[Stream[FromServer]] = []
+        streams: list[Stream[Message]] = []
         for shard, address in shards:
-            stream: Stream[FromServer] = Stream(connect(address, known=known), FromServer)
+            stream: Stream[Message] = Stream(connect(address, known=known), first_phase("server", "reader"))
             stream.send(Hello(token, "reader", shard.index))
             streams.append(stream)
         return cls(model, [shard for shard, _ in shards], streams)
@@ -304,7 +304,7 @@ def read_states(
         data = bytearray(size_bytes)
         return [memoryview(data)]
 
-    stream: Stream[FromServer] = Stream(connect(address, known=known), FromServer, target)
+    stream: Stream[Message] = Stream(connect(address, known=known), first_phase("server", "reader"), target)
     try:
         stream.send(Hello(token, "reader", 0))
         stream.send(FetchStates(0))

@@ -36,8 +36,6 @@ from ..core.messages import (
     FetchSnapshot,
     FetchStates,
     FetchWaits,
-    FromCoordinatorToServer,
-    FromPeerToServer,
     FrozenTensors,
     Hello,
     InitialBuffers,
@@ -46,9 +44,6 @@ from ..core.messages import (
     JoinProposed,
     KeepStates,
     KeptStates,
-    LossSettled,
-    MeanAwaited,
-    MeanClipped,
     MemoryAttached,
     Message,
     ModelExtended,
@@ -56,15 +51,13 @@ from ..core.messages import (
     PooledBuffers,
     PullRepeated,
     PullRequested,
-    RateTempered,
     Shutdown,
     Snapshot,
     Stage,
     TracePart,
     Warned,
-    WorkerFinished,
-    WorkerJoined,
     WorkerLost,
+    first_phase,
 )
 from ..core.model_spec import ModelSpec
 from ..core.requests import COORDINATOR, Peer, Timer, worker_peer
@@ -104,8 +97,8 @@ log = logging.getLogger("paceline.server")
 # Maximum number of connections from readers, per shard. Each connection may hold a copy of a snapshot being sent.
 READERS_PER_SHARD = 32
 
-# The messages with the initial state of a shard, and those with parts of a gradient.
-INITIAL, GRADIENTS = (InitialState, InitialWeights), (Stage, Commit)
+Fetch = FetchSnapshot | FetchOptimizerState | FetchBuffers | FetchInitialBuffers | FetchFrozen | FetchStates
+"""The messages that a server answers without its core. It answers one at a time, so that the queue stays short."""
 
 
 class Pull(NamedTuple):
@@ -158,9 +151,7 @@ class ServerHost(Host):
         coordinator: a connection to the coordinator on which the greeting has been sent. The server closes it.
     """
 
-    def __init__(
-        self, place: Assignment, listener: Source, coordinator: Stream[FromCoordinatorToServer]
-    ) -> None:
+    def __init__(self, place: Assignment, listener: Source, coordinator: Stream[Message]) -> None:
         self._job = place.job
         self._machine = place.machine or msgspec.UNSET
         self._coordinator = ServerCaller.coordinator(coordinator)
@@ -180,7 +171,7 @@ class ServerHost(Host):
             f"server {place.index}",
             place.job.token,
             listener,
-            FromPeerToServer,
+            "server",
             ServerCaller,
             self,
             place.job.contexts,
@@ -206,9 +197,9 @@ class ServerHost(Host):
         else:
             listener, address = listen_tcp(place.host) if job.transport == "tcp" else listen_unix()
         try:
-            coordinator: Stream[FromCoordinatorToServer] = Stream(
+            coordinator: Stream[Message] = Stream(
                 connect(place.coordinator, known=job.contexts),
-                FromCoordinatorToServer,
+                first_phase("coordinator", "server"),
                 takes_descriptor=job.transport == "shm",
             )
             coordinator.send(Hello(token=job.token, role="server", index=place.index, address=address))
@@ -300,71 +291,49 @@ class ServerHost(Host):
                 raise ProtocolError(
                     f"{type(message).__name__} arrived before the previous answer of shard {message.shard} was read"
                 )
-            case Stage() if message.shard in peer.inboxes:
+            case Stage() | Commit() if message.shard not in peer.inboxes:
+                raise ProtocolError(f"shard {message.shard} is not at this server")
+            case Commit():
+                self._commit(peer, message, memory)
+            case Stage():
                 rounded = rounds_push(self._job.wire, message)
                 peer.inboxes[message.shard][0].take(message.pieces, rounded=rounded)
-            case Commit() if message.shard in peer.inboxes:
-                self._commit(peer, message, memory)
-            case PullRequested() | PullRepeated() if message.shard in peer.inboxes:
-                if isinstance(message, PullRepeated):
-                    peer.pulls[message.shard] = Pull(rounded=rounds_answer(self._job.wire, message))
+            case PullRepeated():
+                peer.pulls[message.shard] = Pull(rounded=rounds_answer(self._job.wire, message))
                 self._pass_on(peer, message)
-            case WorkerFinished() if peer.role == "worker":
-                self._pass_on(peer, message)
-            # Send one snapshot at a time, so that the queue stays short.
-            case FetchSnapshot() if not peer.stream.backlog:
-                self._send_snapshot(peer, message.shard)
-            case FetchOptimizerState() if not peer.stream.backlog:
-                self._core.shard(message.shard)
-                blob = memory.optimizer_state(message.shard)
-                self._hub.send(peer, OptimizerState(message.shard), [memoryview(blob)])
-            case FetchBuffers(shard=0) if not peer.stream.backlog:
-                self._core.shard(0)
-                self._hub.send(peer, PooledBuffers(0), memory.pooled_buffers())
-            case FetchInitialBuffers(shard=0) if not peer.stream.backlog:
-                self._core.shard(0)
-                initial = memory.initial_buffers(unless=message.checksum)
-                self._hub.send(peer, InitialBuffers(0, equal=initial is None), initial or ())
-            case FetchFrozen(shard=0) if not peer.stream.backlog:
-                self._core.shard(0)
-                self._frozen.request(peer, message.digests, memory.frozen_sizes())
-                self._pass_on_frozen()
-            case FrozenTensors(shard=0) if peer.role == "worker":
-                self._frozen.arrived(peer.index, message.digests, peer.payload)
-                self._pass_on_frozen()
-            case KeepStates(shard=0, position=position) if peer.role == "worker" and peer.payload:
-                self._core.shard(0)
-                memory.states = position, peer.payload[0]
-            case FetchStates(shard=0) if not peer.stream.backlog:
-                self._core.shard(0)
-                kept, states = memory.states or (None, b"")
-                # The bytes do not change: later states are kept in other memory.
-                self._hub.send(peer, KeptStates(0, kept), [memoryview(states)], lent=KeptStates)
-            case InitialState() if self._initializes(peer):
-                self._core.require_beginning(message.shard)
+            case InitialState():
+                self._core.require_beginning(message.shard, peer.index)
                 memory.keep_state(message, b"".join(peer.payload))
-            case InitialWeights() if self._initializes(peer):
-                self._core.require_beginning(message.shard)
+            case InitialWeights():
+                self._core.require_beginning(message.shard, peer.index)
                 memory.begin(message.shard, peer.payload)
                 self._pass_on(peer, message)
+            case FrozenTensors():
+                self._frozen.arrived(peer.index, message.digests, peer.payload)
+                self._pass_on_frozen()
+            case KeepStates() if peer.payload:
+                self._core.shard(message.shard)
+                memory.states = message.position, peer.payload[0]
             case Bell():
                 pass
+            case _ if isinstance(message, Fetch):
+                self._fetch(peer, message, memory)
             case _:
-                raise ProtocolError(f"{type(message).__name__} is not expected from {peer} now")
+                self._pass_on(peer, message)
         peer.payload = []
 
     def payload_targets(self, peer: ServerCaller, message: Message, size_bytes: int) -> Sequence[memoryview]:
-        if self._memory is None or peer.role != "worker":
+        if self._memory is None:
             return []
-        if isinstance(message, INITIAL) and not self._initializes(peer):
-            return []
+        if isinstance(message, InitialState | InitialWeights):
+            self._core.require_beginning(message.shard, peer.index)
         if isinstance(message, FrozenTensors):
             sizes = self._frozen.sizes(message.digests)
         else:
             sizes = self._memory.payload_sizes(message, size_bytes)
         peer.payload = [bytearray(size) for size in sizes]
         targets = [memoryview(part) for part in peer.payload]
-        if isinstance(message, GRADIENTS) and message.pieces and message.shard in peer.inboxes:
+        if isinstance(message, Stage | Commit) and message.pieces and message.shard in peer.inboxes:
             inbox, _ = peer.inboxes[message.shard]
             rounded = rounds_push(self._job.wire, message)
             return [*inbox.places(message.pieces, rounded=rounded), *targets]
@@ -384,6 +353,30 @@ class ServerHost(Host):
             self.carry_out(self._core.disconnected(peer.index, self._job.now_ticks()))
 
     # -- messages -----------------------------------------------------------------------------------------
+
+    def _fetch(self, peer: ServerCaller, message: Fetch, memory: ServerMemory) -> None:
+        """Answer a request for a part of the state."""
+        if peer.stream.backlog:
+            raise ProtocolError(f"{type(message).__name__} arrived before the previous answer was read")
+        self._core.shard(message.shard)
+        match message:
+            case FetchSnapshot():
+                self._send_snapshot(peer, message.shard)
+            case FetchOptimizerState():
+                blob = memory.optimizer_state(message.shard)
+                self._hub.send(peer, OptimizerState(message.shard), [memoryview(blob)])
+            case FetchBuffers():
+                self._hub.send(peer, PooledBuffers(0), memory.pooled_buffers())
+            case FetchInitialBuffers():
+                initial = memory.initial_buffers(unless=message.checksum)
+                self._hub.send(peer, InitialBuffers(0, equal=initial is None), initial or ())
+            case FetchFrozen():
+                self._frozen.request(peer, message.digests, memory.frozen_sizes())
+                self._pass_on_frozen()
+            case FetchStates():
+                kept, states = memory.states or (None, b"")
+                # The bytes do not change: later states are kept in other memory.
+                self._hub.send(peer, KeptStates(0, kept), [memoryview(states)], lent=KeptStates)
 
     def _handle_coordinator(self, message: Message) -> None:
         match message:
@@ -418,8 +411,6 @@ class ServerHost(Host):
                 for worker in self._core.expected.intersection({*message.left, message.worker}):
                     self._expect_end(worker)
                 self._pass_on(self._coordinator, message)
-            case MeanClipped() | MeanAwaited() | RateTempered() | WorkerJoined() | LossSettled():
-                self._pass_on(self._coordinator, message)
             case FetchWaits():
                 waits = self._core.waits(timers=bool(self._timers))
                 moved = tuple((w, self._job.ticks_of(peer.moved_s)) for w, peer in self._workers.items())
@@ -428,6 +419,8 @@ class ServerHost(Host):
             case Shutdown():
                 self._running, self._told_to_end = False, True
                 self._save_states()
+            case _:
+                self._pass_on(self._coordinator, message)
 
     def _require_room(self, model: ModelSpec, shards: Sequence[ShardSlice], workers: int) -> None:
         """Raise `ConfigurationError` if this machine has too little memory for the shards of this server.
@@ -604,9 +597,6 @@ class ServerHost(Host):
         if not self._coordinator.stream.descriptors:
             raise ProtocolError("the coordinator did not pass the shared memory for the weights")
         return Region.attach(layout, self._coordinator.stream.descriptors.pop(), MASTER)
-
-    def _initializes(self, peer: ServerCaller) -> bool:
-        return peer.role == "worker" and peer.index == self._core.initializer
 
     def _require_memory(self) -> ServerMemory:
         if self._memory is None:

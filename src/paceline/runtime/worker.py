@@ -44,8 +44,6 @@ from ..core.messages import (
     FetchFrozen,
     FetchInitialBuffers,
     FetchOptimizerState,
-    FromCoordinatorToWorker,
-    FromServer,
     FrozenTensors,
     Hello,
     InitialBuffers,
@@ -64,6 +62,7 @@ from ..core.messages import (
     Status,
     TakenOut,
     Warned,
+    first_phase,
 )
 from ..core.model_spec import BufferSpec, FrozenSpec, ModelSpec
 from ..core.requests import COORDINATOR, Abort, Peer, Proceed, Request
@@ -170,7 +169,7 @@ class _Initial(NamedTuple):
 class WorkerSession:
     """The session of a worker in a live run. See `paceline.frontend.session.Session`."""
 
-    def __init__(self, place: Assignment, coordinator: Stream[FromCoordinatorToWorker]) -> None:
+    def __init__(self, place: Assignment, coordinator: Stream[Message]) -> None:
         job = place.job
         self.worker = place.index
         self.workers = job.workers
@@ -210,10 +209,10 @@ class WorkerSession:
         self._selector.register(coordinator, selectors.EVENT_READ)
         self._orders = select.poll()  # watches only the connection to the coordinator
         self._orders.register(coordinator, select.POLLIN)
-        self._servers: list[Stream[FromServer]] = []
+        self._servers: list[Stream[Message]] = []
         self._writing: set[Stream[Any]] = set()  # the streams of which the selector also watches the writing
         self._slow_link: SlowLink | None = None  # set if the servers are on other machines
-        self._ringed: list[Stream[FromServer]] = []  # the streams that use rings
+        self._ringed: list[Stream[Message]] = []  # the streams that use rings
         self._shards: tuple[ShardSlice, ...] = ()
         self._initial: _Initial | None = None  # what the servers receive if this worker is the initializer
         self._pulls: int | None = None  # the parameter set that is being pulled; None for all sets
@@ -264,9 +263,9 @@ class WorkerSession:
         Raises:
             PeerLostError: the coordinator cannot be reached.
         """
-        stream: Stream[FromCoordinatorToWorker] = Stream(
+        stream: Stream[Message] = Stream(
             connect(place.coordinator, known=place.job.contexts),
-            FromCoordinatorToWorker,
+            first_phase("coordinator", "worker"),
             takes_descriptor=place.job.transport == "shm",
         )
         label = "" if place.device is None else place.device.label[:MOST_LABEL]
@@ -393,8 +392,10 @@ class WorkerSession:
         descriptors = [region.descriptor] if shared and region.descriptor is not None else []
         size_bytes = region.size_bytes if descriptors else 0
         for channel, address in enumerate(addresses):
-            stream: Stream[FromServer] = Stream(
-                connect(address, known=self._job.contexts), FromServer, self._payload_targets
+            stream: Stream[Message] = Stream(
+                connect(address, known=self._job.contexts),
+                first_phase("server", "worker"),
+                self._payload_targets,
             )
             self._servers.append(stream)
             self._selector.register(stream, selectors.EVENT_READ)

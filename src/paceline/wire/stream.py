@@ -33,11 +33,12 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar, cast
+from functools import cache
+from typing import Any, Generic, NamedTuple, TypeVar, Union, cast
 
 import msgspec
 
-from ..core.messages import Bell, Message
+from ..core.messages import Bell, Message, Phase, expected, refusal
 from ..errors import DeadlineError, PeerLostError, ProtocolError
 from .forks import close_in_forks
 from .patience import Patience
@@ -45,7 +46,7 @@ from .ring import Ring
 from .secure import SecureSocket
 from .traffic import Traffic, traffic_of
 
-__all__ = ["HEADER_LIMIT_BYTES", "Sink", "Stream", "no_payload"]
+__all__ = ["HEADER_LIMIT_BYTES", "Sink", "Stream", "decoder", "no_payload"]
 
 T = TypeVar("T", bound=Message)
 
@@ -70,8 +71,29 @@ LARGEST_IN_RING_BYTES = 4096  # largest header that is sent through a ring
 FILLS = 16  # maximum number of times that one call of `receive` fills the buffer
 
 _encoder = msgspec.msgpack.Encoder()
+
+
 _bell = _encoder.encode(Bell())
 BELL = PREFIX.pack(MAGIC, len(_bell), 0) + _bell
+
+
+def decoder(phase: Phase) -> Callable[[bytes | memoryview], Any]:
+    """Return the function that decodes the header of a message in a phase of a connection."""
+    return _decoder(tuple(expected(phase)))
+
+
+@cache
+def _decoder(kinds: tuple[type[Message], ...]) -> Callable[[bytes | memoryview], Any]:
+    return msgspec.msgpack.Decoder(Union[kinds]).decode  # noqa: UP007
+
+
+class _Tagged(msgspec.Struct):
+    """The part of every header that names its class."""
+
+    type: str
+
+
+_name = msgspec.msgpack.Decoder(_Tagged)
 
 
 def no_payload(message: Message, size_bytes: int) -> Sequence[memoryview]:
@@ -98,7 +120,7 @@ class Stream(Generic[T]):
 
     Args:
         sock: a connected stream socket or TLS connection, of which the stream takes ownership.
-        accepts: the type of the messages that the peer may send, or a union of types.
+        phase: the phase of what the peer sends, which says what it may send. See `paceline.core.messages.protocol`.
         sink: function that returns the memory into which a payload is received.
         trusted: False until the peer has sent the token. Only a small header is accepted from an untrusted peer.
         takes_descriptor: True while the peer may pass one file descriptor (AF_UNIX only).
@@ -110,7 +132,7 @@ class Stream(Generic[T]):
     def __init__(
         self,
         sock: socket.socket | SecureSocket,
-        accepts: object,
+        phase: Phase,
         sink: Sink[T] = no_payload,
         *,
         trusted: bool = True,
@@ -131,7 +153,7 @@ class Stream(Generic[T]):
         self.takes_descriptor = takes_descriptor
         self.sink = sink
         self.descriptors: list[int] = []
-        self._decode: Callable[[bytes | memoryview], T] = msgspec.msgpack.Decoder(accepts).decode
+        self.expect(phase)
         # Bytes that are queued to be sent through the socket.
         self._queue: deque[QueuedBytes] = deque()
         # Reusable memory for copies of queued bytes.
@@ -151,6 +173,12 @@ class Stream(Generic[T]):
         # True if the ring indicates that the next message comes through the socket.
         self._on_socket = False
         close_in_forks(self)
+
+    def expect(self, phase: Phase) -> None:
+        """From now on, decode what the peer may send in this phase, and follow the phases after it."""
+        self._phase = phase
+        self._decode: Callable[[bytes | memoryview], T] = decoder(phase)
+        self._turns = {kind: after for kind, after in expected(phase).items() if after != phase}
 
     def fileno(self) -> int:
         """Return the file descriptor of the socket. Selectors call this method."""
@@ -508,9 +536,20 @@ class Stream(Generic[T]):
 
     def _read_header(self, header: bytes | memoryview) -> T:
         try:
-            return self._decode(header)
+            message = self._decode(header)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"a message header cannot be decoded: {error}") from error
+            reason = self._unexpected(header) or f"a message header cannot be decoded: {error}"
+            raise ProtocolError(reason) from error
+        if type(message) in self._turns:
+            self.expect(self._turns[type(message)])
+        return message
+
+    def _unexpected(self, header: bytes | memoryview) -> str:
+        """Return the reason if a header is refused because its class is not expected now; else ""."""
+        try:
+            return refusal(self._phase, _name.decode(header).type)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return ""
 
     def _fill_ring(self, ring: Ring) -> None:
         """Put waiting frames into the ring while it has room, and wake its reader if necessary."""

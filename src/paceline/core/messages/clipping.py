@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .connection import Message
+from .protocol import Message, sent
 
 __all__ = [
     "MeanAwaited",
@@ -12,6 +12,7 @@ __all__ = [
 ]
 
 
+@sent("server", to="coordinator", during="serving")
 class MeanMeasured(Message, frozen=True, tag=True):
     """A shard has computed a mean that must be clipped, and waits for the factor. See `core.joint_norms`.
 
@@ -28,6 +29,7 @@ class MeanMeasured(Message, frozen=True, tag=True):
     square: float
 
 
+@sent("coordinator", to="server", during="serving")
 class MeanClipped(Message, frozen=True, tag=True):
     """The factor by which a shard must multiply a mean before it applies the mean. See the event of the same name."""
 
@@ -36,6 +38,7 @@ class MeanClipped(Message, frozen=True, tag=True):
     factor: float
 
 
+@sent("coordinator", to="server", during="serving")
 class MeanAwaited(Message, frozen=True, tag=True):
     """A worker was lost whose push is in a mean that another shard has measured.
 
@@ -46,6 +49,7 @@ class MeanAwaited(Message, frozen=True, tag=True):
     pushes: tuple[tuple[int, int], ...]
 
 
+@sent("server", to="coordinator", during="serving")
 class MeanMissing(Message, frozen=True, tag=True):
     """A shard will never measure a mean with any of the pushes that a `MeanAwaited` has named."""
 

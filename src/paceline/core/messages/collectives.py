@@ -8,7 +8,8 @@ import msgspec
 
 from ...sync.events import Number
 from ..model_spec import ModelSpec
-from .connection import MOST_WORDS, Message
+from .connection import MOST_WORDS
+from .protocol import Message, sent
 
 __all__ = [
     "Combined",
@@ -20,6 +21,7 @@ __all__ = [
 ]
 
 
+@sent("worker", to="coordinator")
 class Contributed(Message, frozen=True, tag=True):
     """A worker's script has called `paceline.barrier` or `paceline.reduce`, or has added parameters, and waits.
 
@@ -49,10 +51,12 @@ class Contributed(Message, frozen=True, tag=True):
         return f"{self.call.partition('(')[0]} {self.number}"
 
 
+@sent("worker", to="coordinator", during="training")
 class StoodIn(Message, frozen=True, tag=True):
     """In lockstep, a worker has pushed without a gradient for the first time, while its script was not training."""
 
 
+@sent("coordinator", to="worker")
 class StandInAllowed(Message, frozen=True, tag=True):
     """In lockstep, a worker may push without a gradient while it waits in a barrier or a reduction.
 
@@ -61,14 +65,17 @@ class StandInAllowed(Message, frozen=True, tag=True):
     """
 
 
+@sent("coordinator", to="worker")
 class Paused(Message, frozen=True, tag=True):
     """The run has too few workers. Begin no further iteration until `Resumed` arrives."""
 
 
+@sent("coordinator", to="worker")
 class Resumed(Message, frozen=True, tag=True):
     """The run has enough workers again, so it continues."""
 
 
+@sent("coordinator", to="worker")
 class Combined(Message, frozen=True, tag=True):
     """All live workers have made a call, so the call ends.
 

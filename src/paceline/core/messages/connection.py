@@ -1,4 +1,4 @@
-"""The messages that open a connection, and the base class of all messages."""
+"""The messages that open a connection, and the bell."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 import msgspec
 
 from ...sync.events import Number
+from .protocol import Message, sent
 
-__all__ = ["MOST_LABEL", "MOST_WORDS", "Bell", "Hello", "MemoryAttached", "MemoryPlace", "Message"]
+__all__ = ["MOST_LABEL", "MOST_WORDS", "Bell", "Hello", "MemoryAttached", "MemoryPlace"]
 
 MOST_LABEL = 200
 """Maximum length of the name of a device."""
@@ -17,10 +18,9 @@ MOST_WORDS = 65_536
 """Maximum length of the description of a barrier or a reduction."""
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
-    """The base class of all messages."""
-
-
+@sent("worker", to="server", during="training left", forwarded=False)
+@sent("server", to="worker", forwarded=False)
+@sent("server", to="coordinator", forwarded=False)
 class Bell(Message, frozen=True, tag=True):
     """Wakes a peer that is sleeping while its ring buffer contains data, or shows that the sender is at work.
 
@@ -44,6 +44,12 @@ class MemoryPlace(msgspec.Struct, frozen=True):
     name: Annotated[str, msgspec.Meta(pattern=r"\Apaceline-[0-9a-f]{32}\Z")]
 
 
+@sent("worker", to="coordinator", during="greeting", then="joining", forwarded=False)
+@sent("server", to="coordinator", during="greeting", then="starting", forwarded=False)
+@sent("agent", to="coordinator", during="greeting", then="offering", forwarded=False)
+@sent("observer", to="coordinator", during="greeting", then="observing", forwarded=False)
+@sent("worker", to="server", during="greeting", then="training", forwarded=False)
+@sent("reader", to="server", during="greeting", then="reading", forwarded=False)
 class Hello(Message, frozen=True, tag=True):
     """The first message of every connection. If the token is wrong, the receiver does not read any further messages.
 
@@ -82,6 +88,7 @@ class Hello(Message, frozen=True, tag=True):
         return f"Hello(role={self.role!r}, index={self.index})"
 
 
+@sent("server", to="worker", forwarded=False)
 class MemoryAttached(Message, frozen=True, tag=True):
     """The server has found the worker's shared memory, and uses it instead of payloads for all pushes and pulls.
 

@@ -8,7 +8,7 @@ import msgspec
 
 from ...sync.events import Number
 from ..lease import Lease, Order, PackedPushed
-from .connection import Message
+from .protocol import Message, sent
 
 __all__ = [
     "MOST_LOADERS",
@@ -37,6 +37,7 @@ BatchTaken = tuple[
 """The number of positions in an iteration, and the time in seconds that the worker took for it."""
 
 
+@sent("worker", to="coordinator")
 class DataRequested(Message, frozen=True, tag=True):
     """A worker needs data: it begins an epoch of a loader, or has used its leases.
 
@@ -68,6 +69,7 @@ class DataRequested(Message, frozen=True, tag=True):
     step: Annotated[int, msgspec.Meta(ge=1, le=2**53)] = 1
 
 
+@sent("coordinator", to="worker")
 class DataGranted(Message, frozen=True, tag=True):
     """The answer to a `DataRequested`.
 
@@ -84,6 +86,7 @@ class DataGranted(Message, frozen=True, tag=True):
     last: bool
 
 
+@sent("worker", to="coordinator")
 class StopRequested(Message, frozen=True, tag=True):
     """A worker's script stops a training loop in all workers, or a loop has used up its time.
 
@@ -94,6 +97,7 @@ class StopRequested(Message, frozen=True, tag=True):
     loop: Number
 
 
+@sent("coordinator", to="worker")
 class TrainingStopped(Message, frozen=True, tag=True):
     """A worker must end its training loop with this number after the current iteration."""
 
@@ -140,6 +144,7 @@ class LoopLimits(msgspec.Struct, frozen=True):
     samples: Limit = None
 
 
+@sent("worker", to="coordinator", during="joining")
 class EntryRequested(Message, frozen=True, tag=True):
     """A worker that has not trained yet begins a training loop, and waits for a `LoopEntered`.
 
@@ -152,6 +157,7 @@ class EntryRequested(Message, frozen=True, tag=True):
     limits: LoopLimits | None = None
 
 
+@sent("coordinator", to="worker")
 class LoopEntered(Message, frozen=True, tag=True):
     """The answer to an `EntryRequested`.
 
@@ -166,6 +172,7 @@ class LoopEntered(Message, frozen=True, tag=True):
     address: str = ""
 
 
+@sent("worker", to="coordinator")
 class EpochReached(Message, frozen=True, tag=True):
     """A worker's script has reached the beginning of an epoch, or the end of a training loop.
 
@@ -182,6 +189,7 @@ class EpochReached(Message, frozen=True, tag=True):
     limits: LoopLimits | None = None
 
 
+@sent("coordinator", to="worker")
 class StatesDecided(Message, frozen=True, tag=True):
     """The answer to an `EpochReached`: whether the worker must send the states of its tracked objects."""
 

@@ -9,7 +9,7 @@ import msgspec
 from ...sync.events import Number
 from ..lease import PackedPushed
 from ..time_spent import TimeSpent
-from .connection import Message
+from .protocol import Message, sent
 
 __all__ = [
     "Failed",
@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 
+@sent("worker", to="coordinator", during="training")
 class Status(Message, frozen=True, tag=True):
     """The state of a worker, for the progress display, and what it has spent its time on.
 
@@ -51,12 +52,16 @@ class Status(Message, frozen=True, tag=True):
     guessed: bool = False
 
 
+@sent("worker", to="coordinator", during="joining training left")
+@sent("server", to="coordinator")
 class Warned(Message, frozen=True, tag=True):
     """A problem that does not end the run, such as a log that cannot be written."""
 
     words: str
 
 
+@sent("worker", to="coordinator", then="left")
+@sent("worker", to="server", then="left")
 class WorkerFinished(Message, frozen=True, tag=True):
     """A worker leaves the run, because it has finished its work or has been asked to leave.
 
@@ -71,6 +76,7 @@ class WorkerFinished(Message, frozen=True, tag=True):
     spent: TimeSpent | None = None
 
 
+@sent("coordinator", to="server")
 class WorkerLost(Message, frozen=True, tag=True):
     """A worker was lost. The server stops serving this incarnation of it, and answers with a `PushesReported`.
 
@@ -88,6 +94,7 @@ class WorkerLost(Message, frozen=True, tag=True):
     at_once: bool = False
 
 
+@sent("server", to="coordinator")
 class PushesReported(Message, frozen=True, tag=True):
     """A server has stopped serving a lost worker, and reports what it has received from it. See `core.losses`.
 
@@ -107,6 +114,7 @@ class PushesReported(Message, frozen=True, tag=True):
     drawn: tuple[tuple[PackedPushed, ...], ...]
 
 
+@sent("coordinator", to="server", during="serving")
 class LossSettled(Message, frozen=True, tag=True):
     """All servers have reported what they have received from a lost worker. See `core.losses`.
 
@@ -121,6 +129,8 @@ class LossSettled(Message, frozen=True, tag=True):
     kept: int
 
 
+@sent("worker", to="coordinator", during="joining training left")
+@sent("server", to="coordinator")
 class Failed(Message, frozen=True, tag=True):
     """A worker's script or a server has raised an exception.
 
@@ -135,10 +145,12 @@ class Failed(Message, frozen=True, tag=True):
     consequence: bool = False
 
 
+@sent("coordinator", to="server", forwarded=False)
 class Shutdown(Message, frozen=True, tag=True):
     """A server must write its traces and exit."""
 
 
+@sent("server", to="coordinator", during="serving", forwarded=False)
 class TracePart(Message, frozen=True, tag=True):
     """The next part of a shard's trace, which is the payload. Servers on other machines send it after `Shutdown`.
 

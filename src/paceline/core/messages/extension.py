@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..layout import ShardSlice
 from ..model_spec import ModelSpec
-from .connection import Message
+from .protocol import Message, sent
 
 __all__ = [
     "ExtendShards",
@@ -14,6 +14,7 @@ __all__ = [
 ]
 
 
+@sent("coordinator", to="server", during="serving")
 class ExtendShards(Message, frozen=True, tag=True):
     """A server must prepare to extend its shards: the script has added parameters. See `core.extension`.
 
@@ -33,12 +34,14 @@ class ExtendShards(Message, frozen=True, tag=True):
     number: int
 
 
+@sent("server", to="worker")
 class InitialWeightsRequested(Message, frozen=True, tag=True):
     """The initializer must send the initial weights of the new parameters to a shard."""
 
     shard: int
 
 
+@sent("server", to="coordinator", during="serving")
 class ExtensionReady(Message, frozen=True, tag=True):
     """A server has received the initial weights of the new parameters from the initializer, for all of its shards.
 
@@ -51,6 +54,8 @@ class ExtensionReady(Message, frozen=True, tag=True):
     number: int
 
 
+@sent("coordinator", to="worker", during="training")
+@sent("coordinator", to="server", during="serving")
 class ModelExtended(Message, frozen=True, tag=True):
     """All servers are ready, so the extension takes effect, and the workers connect to the servers again.
 

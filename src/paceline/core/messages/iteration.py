@@ -8,7 +8,7 @@ import msgspec
 
 from ...sync.events import Change, Clip, Edit, Number, Stop
 from ..lease import PackedPushed
-from .connection import Message
+from .protocol import Message, sent
 
 __all__ = [
     "MOST_REPORTED_BYTES",
@@ -37,6 +37,7 @@ MOST_REPORTED_BYTES = 16 * 1024
 """Maximum size of the hyper-parameters in one report."""
 
 
+@sent("worker", to="server", forwarded=False)
 class Stage(Message, frozen=True, tag=True):
     """Pieces of a gradient, sent before the commit while other pieces are still being computed.
 
@@ -64,6 +65,7 @@ class Content(msgspec.Struct, frozen=True, array_like=True):
     buffers: tuple[Number, ...] = ()
 
 
+@sent("worker", to="server")
 class Commit(Message, frozen=True, tag=True, omit_defaults=True):
     """A worker's finished iteration, sent to one shard: a push and, usually, the pull that follows it.
 
@@ -119,6 +121,7 @@ class Commit(Message, frozen=True, tag=True, omit_defaults=True):
         return self.content.pieces if self.content is not None else ()
 
 
+@sent("server", to="worker")
 class Committed(Message, frozen=True, tag=True):
     """A shard has received a push that did not include a pull."""
 
@@ -126,18 +129,21 @@ class Committed(Message, frozen=True, tag=True):
     iteration: int
 
 
+@sent("worker", to="coordinator", during="training")
 class AllCommitted(Message, frozen=True, tag=True):
     """With overlap off: every shard has received the sender's push of this iteration."""
 
     iteration: Number
 
 
+@sent("coordinator", to="worker", during="training")
 class PullAllowed(Message, frozen=True, tag=True):
     """With overlap off: every shard has received every worker's push, so the worker may pull."""
 
     iteration: int
 
 
+@sent("worker", to="server")
 class PullRequested(Message, frozen=True, tag=True):
     """A pull that was not included in a commit."""
 
@@ -145,6 +151,7 @@ class PullRequested(Message, frozen=True, tag=True):
     iteration: Number
 
 
+@sent("worker", to="server")
 class PullRepeated(Message, frozen=True, tag=True):
     """A worker that is computing `iteration` needs the current weights. See the event of the same name."""
 
@@ -154,6 +161,7 @@ class PullRepeated(Message, frozen=True, tag=True):
     edit: Number | None = None
 
 
+@sent("server", to="worker")
 class Answer(Message, frozen=True, tag=True, omit_defaults=True):
     """The answer to a pull. The payload is the shard's slice of the weights; with shared memory, it is empty.
 
@@ -181,6 +189,7 @@ class Answer(Message, frozen=True, tag=True, omit_defaults=True):
     term: int = 0
 
 
+@sent("worker", to="coordinator", during="training")
 class IterationFinished(Message, frozen=True, tag=True):
     """A worker has pushed an iteration to all shards.
 
@@ -201,6 +210,7 @@ class IterationFinished(Message, frozen=True, tag=True):
     warm_up: bool = False
 
 
+@sent("worker", to="coordinator", during="training")
 class IterationStarted(Message, frozen=True, tag=True):
     """A worker has received its weights and starts to compute this iteration.
 
@@ -210,6 +220,7 @@ class IterationStarted(Message, frozen=True, tag=True):
     iteration: Number
 
 
+@sent("worker", to="coordinator", during="training")
 class GradientHashed(Message, frozen=True, tag=True):
     """A hash of the gradient that a worker pushes with this iteration. See `paceline.core.fingerprints`.
 
@@ -222,6 +233,7 @@ class GradientHashed(Message, frozen=True, tag=True):
     gradient: Annotated[str, msgspec.Meta(max_length=32)]
 
 
+@sent("worker", to="coordinator")
 class HyperParametersReported(Message, frozen=True, tag=True, omit_defaults=True):
     """The hyper-parameters with which a worker trains at a mark. See `paceline.core.agreement`.
 
@@ -247,6 +259,7 @@ class HyperParametersReported(Message, frozen=True, tag=True, omit_defaults=True
     late: bool = False
 
 
+@sent("coordinator", to="worker")
 class PlanPublished(Message, frozen=True, tag=True):
     """One worker's part of a plan: the worker must stop after its first push whose label is at least `iteration`."""
 
@@ -254,6 +267,7 @@ class PlanPublished(Message, frozen=True, tag=True):
     iteration: int
 
 
+@sent("coordinator", to="worker")
 class RestartOrdered(Message, frozen=True, tag=True):
     """A worker must abort its computation of this iteration, pull, and compute the iteration again.
 
@@ -265,6 +279,7 @@ class RestartOrdered(Message, frozen=True, tag=True):
     attempt: Number = 0
 
 
+@sent("worker", to="coordinator")
 class SyncRequested(Message, frozen=True, tag=True):
     """A worker's schedule or script requests a change of the sync model. See the event of the same name."""
 
@@ -273,12 +288,14 @@ class SyncRequested(Message, frozen=True, tag=True):
     sync: str
 
 
+@sent("coordinator", to="worker")
 class ChangePublished(Message, frozen=True, tag=True):
     """A worker must flag its next push with this change. Earlier plans are no longer valid."""
 
     change: Change
 
 
+@sent("server", to="coordinator", during="serving")
 class FaultReported(Message, frozen=True, tag=True):
     """A user-defined condition has failed at a shard, which continues with the sync model `sync`."""
 

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from ...sync.events import Number
-from .connection import MOST_WORDS, Message
+from .connection import MOST_WORDS
+from .protocol import Message, sent
 
 __all__ = [
     "MOST_PROCESSES",
@@ -31,6 +32,7 @@ MOST_PROCESSES = 4096
 """Maximum number of processes on a machine."""
 
 
+@sent("agent", to="coordinator", during="offering joined", then="joined", forwarded=False)
 class MachineJoined(Message, frozen=True, tag=True):
     """A machine offers to run workers and servers. Its *agent* is the process that sends this and starts them.
 
@@ -47,6 +49,7 @@ class MachineJoined(Message, frozen=True, tag=True):
     servers: Number = 0
 
 
+@sent("coordinator", to="agent", during="offering joined", then="joined", forwarded=False)
 class MachineAdmitted(Message, frozen=True, tag=True):
     """A machine may start the workers and servers that it has offered.
 
@@ -65,6 +68,7 @@ class MachineAdmitted(Message, frozen=True, tag=True):
     servers: tuple[int, ...] = ()
 
 
+@sent("agent", to="coordinator", during="joined", forwarded=False)
 class MachineLeaving(Message, frozen=True, tag=True):
     """A machine that has brought servers was asked to leave.
 
@@ -73,6 +77,7 @@ class MachineLeaving(Message, frozen=True, tag=True):
     """
 
 
+@sent("agent", to="coordinator", during="joined", forwarded=False)
 class ProcessEnded(Message, frozen=True, tag=True):
     """The process of a worker on the agent's machine has ended.
 
@@ -89,6 +94,7 @@ class ProcessEnded(Message, frozen=True, tag=True):
     asked: bool = False
 
 
+@sent("agent", to="coordinator", during="joined", forwarded=False)
 class ServerEnded(Message, frozen=True, tag=True):
     """The process of a server on the agent's machine has ended.
 
@@ -139,6 +145,7 @@ class ClockOffset(msgspec.Struct, frozen=True):
     drift_ppb: Ticks | None = None
 
 
+@sent("agent", to="coordinator", during="joined", forwarded=False)
 class Heartbeat(Message, frozen=True, tag=True):
     """An agent reports that its machine is alive, at regular intervals and when the state of a process changes.
 
@@ -153,6 +160,7 @@ class Heartbeat(Message, frozen=True, tag=True):
     clock: ClockOffset | None = None
 
 
+@sent("coordinator", to="agent", during="joined", forwarded=False)
 class HeartbeatAnswered(Message, frozen=True, tag=True):
     """The answer to a heartbeat, from which the agent estimates the offset between the two clocks.
 
@@ -167,10 +175,12 @@ class HeartbeatAnswered(Message, frozen=True, tag=True):
     answered_ticks: Ticks
 
 
+@sent("observer", to="coordinator", forwarded=False)
 class FetchStatus(Message, frozen=True, tag=True):
     """An observer asks the coordinator for the state of the job, which is sent as a `StatusReported`."""
 
 
+@sent("coordinator", to="observer", forwarded=False)
 class StatusReported(Message, frozen=True, tag=True):
     """The answer to a `FetchStatus`.
 
@@ -181,6 +191,7 @@ class StatusReported(Message, frozen=True, tag=True):
     status: bytes
 
 
+@sent("coordinator", to="agent", during="joined", forwarded=False)
 class KillOrdered(Message, frozen=True, tag=True):
     """An agent must kill the process of a worker or server, because of the reason `why`."""
 
@@ -189,6 +200,8 @@ class KillOrdered(Message, frozen=True, tag=True):
     why: str
 
 
+@sent("coordinator", to="worker")
+@sent("coordinator", to="agent", during="joined", forwarded=False)
 class TakenOut(Message, frozen=True, tag=True):
     """A worker is no longer part of the run, although its process has not ended.
 
@@ -208,6 +221,7 @@ class TakenOut(Message, frozen=True, tag=True):
     for_good: bool = False
 
 
+@sent("coordinator", to="agent", forwarded=False)
 class RunEnded(Message, frozen=True, tag=True):
     """The run is over, so the workers that are left must end. It is sent again when its results have been saved.
 

@@ -8,7 +8,7 @@ import msgspec
 
 from ...sync.events import Number
 from ..history import LONGEST_NAME, Source
-from .connection import Message
+from .protocol import Message, sent
 
 __all__ = ["MOST_LOGGED", "LoggedValue", "MetricsLogged"]
 
@@ -42,6 +42,7 @@ class LoggedValue(msgspec.Struct, frozen=True, array_like=True):
     evaluating: bool = False
 
 
+@sent("worker", to="coordinator")
 class MetricsLogged(Message, frozen=True, tag=True):
     """What the script of a worker has logged since the worker's last report."""
 

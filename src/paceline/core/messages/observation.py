@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from ...sync.events import Number
-from .connection import Message
+from .protocol import Message, sent
 
 __all__ = ["MOST_OBSERVED", "MOST_PARAMETER", "Observation", "PushesObserved", "RateTempered"]
 
@@ -40,12 +40,14 @@ class Observation(msgspec.Struct, frozen=True, array_like=True):
     set_index: Number = 0
 
 
+@sent("worker", to="coordinator", during="training")
 class PushesObserved(Message, frozen=True, tag=True):
     """What a worker has seen of its latest pushes, in order."""
 
     observed: Annotated[tuple[Observation, ...], msgspec.Meta(max_length=MOST_OBSERVED)]
 
 
+@sent("coordinator", to="server", during="serving")
 class RateTempered(Message, frozen=True, tag=True):
     """The factor by which all shards multiply the learning rate from now on. See the event of the same name."""
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from ...sync.events import Number
-from .connection import Message
+from .protocol import Message, sent
 
 __all__ = ["Cycle", "PacesObserved"]
 
@@ -15,6 +15,7 @@ Cycle = tuple[Annotated[int, msgspec.Meta(ge=-1)], Annotated[float, msgspec.Meta
 """The number of samples of a push, -1 if it is unknown, and the time in seconds of the cycle that it ends."""
 
 
+@sent("server", to="coordinator", during="serving")
 class PacesObserved(Message, frozen=True, tag=True):
     """The server of shard 0 has observed some cycles of the workers. See `core.paces`.
 

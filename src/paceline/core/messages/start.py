@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...sync.events import Number
 from ..layout import ShardSlice
 from ..model_spec import ModelSpec
-from .connection import Message
+from .protocol import Message, sent
 
 __all__ = [
     "CreateShards",
@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 
+@sent("worker", to="coordinator", during="joining", then="training")
 class Register(Message, frozen=True, tag=True):
     """A worker is about to compute its first gradient, and will train this model.
 
@@ -38,6 +39,7 @@ class Register(Message, frozen=True, tag=True):
     samples: Number | None = None
 
 
+@sent("coordinator", to="server", during="starting", then="serving")
 class CreateShards(Message, frozen=True, tag=True):
     """A server must create its shards. The initializer will send the initial weights of the shards.
 
@@ -65,10 +67,12 @@ class CreateShards(Message, frozen=True, tag=True):
     observes: bool = False
 
 
+@sent("server", to="coordinator", during="starting", then="serving")
 class Ready(Message, frozen=True, tag=True):
     """A server has received its shards, so workers may connect to the server."""
 
 
+@sent("coordinator", to="worker", during="joining", then="training")
 class Started(Message, frozen=True, tag=True):
     """A worker may connect to the servers and begin training.
 
@@ -93,10 +97,13 @@ class Started(Message, frozen=True, tag=True):
     digests: tuple[str, ...] = ()
 
 
+@sent("worker", to="coordinator")
 class MainRequested(Message, frozen=True, tag=True):
     """A worker asks which worker is the main worker now, and waits for a `MainChosen`."""
 
 
+@sent("coordinator", to="worker")
+@sent("coordinator", to="agent", forwarded=False)
 class MainChosen(Message, frozen=True, tag=True):
     """The main worker (see `core.main_worker`): the answer to a `MainRequested`, and sent to all after a change.
 
@@ -107,10 +114,12 @@ class MainChosen(Message, frozen=True, tag=True):
     worker: int
 
 
+@sent("worker", to="coordinator", during="joining")
 class ModelRequested(Message, frozen=True, tag=True):
     """A worker that has not trained yet asks for the model of the job, and waits for a `ModelDescribed`."""
 
 
+@sent("coordinator", to="worker", during="joining")
 class ModelDescribed(Message, frozen=True, tag=True):
     """The answer to a `ModelRequested`, with which the worker can read the model from the servers.
 
@@ -125,12 +134,15 @@ class ModelDescribed(Message, frozen=True, tag=True):
     addresses: tuple[str, ...] = ()
 
 
+@sent("coordinator", to="worker")
+@sent("coordinator", to="agent", forwarded=False)
 class Refused(Message, frozen=True, tag=True):
     """The coordinator refuses a worker, which then cannot take part in the run."""
 
     reason: str
 
 
+@sent("coordinator", to="server", during="serving")
 class JoinProposed(Message, frozen=True, tag=True):
     """A worker is about to join a run in progress, so each server must send a `JoinOffered`. See `core.joining`.
 
@@ -145,6 +157,7 @@ class JoinProposed(Message, frozen=True, tag=True):
     left: tuple[int, ...] = ()
 
 
+@sent("server", to="coordinator", during="serving")
 class JoinOffered(Message, frozen=True, tag=True):
     """A server says with which label and c_p a worker could join at its shards now.
 
@@ -164,6 +177,7 @@ class JoinOffered(Message, frozen=True, tag=True):
     count: int
 
 
+@sent("coordinator", to="server", during="serving")
 class WorkerJoined(Message, frozen=True, tag=True):
     """A worker joins a run in progress. See the event of the same name.
 
@@ -177,6 +191,7 @@ class WorkerJoined(Message, frozen=True, tag=True):
     superstep: int
 
 
+@sent("server", to="coordinator", during="serving")
 class WorkerWelcomed(Message, frozen=True, tag=True):
     """A server acknowledges the `WorkerJoined` message with this `count`: the worker has joined at all its shards."""
 
@@ -185,6 +200,7 @@ class WorkerWelcomed(Message, frozen=True, tag=True):
     count: int
 
 
+@sent("worker", to="server", forwarded=False)
 class InitialState(Message, frozen=True, tag=True):
     """The optimizer state of a shard. When a run is resumed, the initializer sends this message before the weights.
 
@@ -194,6 +210,7 @@ class InitialState(Message, frozen=True, tag=True):
     shard: Number
 
 
+@sent("worker", to="server")
 class InitialWeights(Message, frozen=True, tag=True):
     """The initial weights of a shard, sent by the initializer.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from ...sync.events import Number
-from .connection import Message
 from .data import LoopPosition
+from .protocol import Message, sent
 
 __all__ = [
     "MOST_STATES_BYTES",
@@ -33,30 +35,37 @@ MOST_STATES_BYTES = 2**30
 """Maximum size of the states of the objects that a script tracks."""
 
 
+@sent("worker", to="server", forwarded=False)
+@sent("reader", to="server", forwarded=False)
 class FetchOptimizerState(Message, frozen=True, tag=True):
     """Request the optimizer state of a shard."""
 
     shard: Number
 
 
+@sent("server", to="reader", forwarded=False)
+@sent("server", to="worker", forwarded=False)
 class OptimizerState(Message, frozen=True, tag=True):
     """The optimizer state of a shard. The payload is in safetensors format."""
 
     shard: int
 
 
+@sent("worker", to="server", forwarded=False)
 class FetchBuffers(Message, frozen=True, tag=True):
     """A worker requests the model's buffers, pooled over the workers, from the server of shard 0."""
 
-    shard: Number
+    shard: Literal[0]
 
 
+@sent("server", to="worker", forwarded=False)
 class PooledBuffers(Message, frozen=True, tag=True):
     """The model's buffers, pooled over the workers. They are the payload, in the order of the model's buffers."""
 
     shard: int
 
 
+@sent("worker", to="server", forwarded=False)
 class FetchInitialBuffers(Message, frozen=True, tag=True):
     """A worker requests the initial values of the buffers that were added last, from the server of shard 0.
 
@@ -65,10 +74,11 @@ class FetchInitialBuffers(Message, frozen=True, tag=True):
         checksum: checksum of the worker's own values.
     """
 
-    shard: Number
+    shard: Literal[0]
     checksum: Number
 
 
+@sent("server", to="worker", forwarded=False)
 class InitialBuffers(Message, frozen=True, tag=True):
     """The initial values of the buffers that were added last. They are the payload, in the order of the model.
 
@@ -81,6 +91,9 @@ class InitialBuffers(Message, frozen=True, tag=True):
     equal: bool = False
 
 
+@sent("worker", to="server", forwarded=False)
+@sent("reader", to="server", forwarded=False)
+@sent("server", to="worker", forwarded=False)
 class FetchFrozen(Message, frozen=True, tag=True):
     """Request values of frozen parameters: from the server of shard 0, or by this server from a worker.
 
@@ -91,10 +104,13 @@ class FetchFrozen(Message, frozen=True, tag=True):
         digests: the digests of the values, each of them once.
     """
 
-    shard: Number
+    shard: Literal[0]
     digests: tuple[str, ...]
 
 
+@sent("worker", to="server", forwarded=False)
+@sent("server", to="reader", forwarded=False)
+@sent("server", to="worker", forwarded=False)
 class FrozenTensors(Message, frozen=True, tag=True):
     """Values of frozen parameters: the answer to a `FetchFrozen`. They are the payload, in the order of `digests`.
 
@@ -103,10 +119,11 @@ class FrozenTensors(Message, frozen=True, tag=True):
         digests: those of the requested digests whose values are known, in the order of the request.
     """
 
-    shard: Number
+    shard: Literal[0]
     digests: tuple[str, ...]
 
 
+@sent("worker", to="server", forwarded=False)
 class KeepStates(Message, frozen=True, tag=True):
     """The states of the objects that the script tracks, to be kept by the server of shard 0. They are the payload.
 
@@ -115,16 +132,18 @@ class KeepStates(Message, frozen=True, tag=True):
         position: the position at which the states were taken.
     """
 
-    shard: Number
+    shard: Literal[0]
     position: LoopPosition
 
 
+@sent("reader", to="server", forwarded=False)
 class FetchStates(Message, frozen=True, tag=True):
     """Request the states that were kept last, from the server of shard 0."""
 
-    shard: Number
+    shard: Literal[0]
 
 
+@sent("server", to="reader", forwarded=False)
 class KeptStates(Message, frozen=True, tag=True):
     """The states that were kept last. They are the payload.
 
@@ -137,6 +156,8 @@ class KeptStates(Message, frozen=True, tag=True):
     position: LoopPosition | None = None
 
 
+@sent("coordinator", to="server", during="serving")
+@sent("reader", to="server", forwarded=False)
 class FetchSnapshot(Message, frozen=True, tag=True):
     """Request the current weights of a shard. Sent by readers, and by the coordinator at the end of a run.
 
@@ -150,6 +171,8 @@ class FetchSnapshot(Message, frozen=True, tag=True):
     left: tuple[Number, ...] = ()
 
 
+@sent("server", to="coordinator", during="serving", forwarded=False)
+@sent("server", to="reader", forwarded=False)
 class Snapshot(Message, frozen=True, tag=True):
     """The current weights of a shard, with their version.
 
@@ -199,10 +222,12 @@ class ConnectionTraffic(msgspec.Struct, frozen=True, array_like=True):
     received_bytes: int
 
 
+@sent("coordinator", to="server", forwarded=False)
 class FetchWaits(Message, frozen=True, tag=True):
     """Request the list of workers that wait at a server. A server that does not answer is considered hung."""
 
 
+@sent("server", to="coordinator")
 class Waits(Message, frozen=True, tag=True):
     """The workers that wait at each shard of a server.
 

@@ -1,0 +1,104 @@
+"""Examples of every message, made from the types of its fields.
+
+The fuzzers send them, and the tests of the protocol encode them. So a new message is covered without being named.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from paceline.core.messages import Message
+
+__all__ = ["Known", "example", "kinds"]
+
+Known = Mapping[str, Callable[[], object]]
+"""Name of a field -> function that returns a value for it, in whatever message it is."""
+
+SHARED_MEMORY = f"paceline-{'0' * 32}"  # the only text with a pattern
+
+
+def kinds() -> list[type[Message]]:
+    """Return the classes of all messages, sorted by name."""
+    return sorted(Message.__subclasses__(), key=lambda kind: kind.__name__)
+
+
+def example(
+    kind: type[Any], *, whole: bool = True, known: Known | None = None, choice: random.Random | None = None
+) -> Any:
+    """Return an object of a class of messages.
+
+    Args:
+        kind: the class.
+        whole: False to leave out the fields that have default values.
+        known: values of some fields.
+        choice: chooses among the values that a field may have; the first one by default.
+    """
+    info = _type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    return _struct(info, whole, known or {}, choice)
+
+
+_type_info = cache(inspect.type_info)
+
+
+def _struct(info: inspect.StructType, whole: bool, known: Known, choice: random.Random | None) -> Any:
+    fields = [field for field in info.fields if whole or field.required]
+    return info.cls(
+        **{
+            field.name: known[field.name]()
+            if field.name in known
+            else _value(field.type, whole, known, choice)
+            for field in fields
+        }
+    )
+
+
+def _value(info: inspect.Type, whole: bool, known: Known, choice: random.Random | None) -> Any:
+    """Return a value of a type."""
+
+    def value(part: inspect.Type) -> Any:
+        return _value(part, whole, known, choice)
+
+    match info:
+        case inspect.StructType():
+            return _struct(info, whole, known, choice)
+        case inspect.UnionType(types):
+            some = [each for each in types if not isinstance(each, inspect.NoneType)]
+            return value(choice.choice(types) if choice else some[0])
+        case inspect.LiteralType(values):
+            return choice.choice(values) if choice else values[0]
+        case inspect.BoolType():
+            return choice.random() < 0.5 if choice else True
+        case inspect.IntType(ge=least):
+            return choice.choice((0, 1, 2, 3, 7, 2**53)) if choice and not least else max(1, least or 0)
+        case inspect.FloatType(gt=above):
+            return choice.choice((0.5, 1.0)) if choice else 0.5 + (above or 0.0)
+        case inspect.StrType(pattern=pattern):
+            return SHARED_MEMORY if pattern else "x"
+        case inspect.BytesType():
+            return b"\1"
+        case inspect.NoneType():
+            return None
+        case inspect.VarTupleType(item_type=item, min_length=least):
+            return tuple(value(item) for _ in range(least or 1))
+        case inspect.TupleType(item_types=items):
+            return tuple(value(item) for item in items)
+        case inspect.DictType(key_type=key, value_type=each):
+            return {value(key): value(each)}
+        case inspect.ListType(item_type=item):
+            return [value(item)]
+        case inspect.AnyType():
+            return 1
+        case _:
+            raise NotImplementedError(info)
+
+
+def encoded(message: Message) -> bytes:
+    """Return the header of a message."""
+    return msgspec.msgpack.encode(message)
