@@ -6,14 +6,13 @@ The fuzzers send them, and the tests of the protocol encode them. So a new messa
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
-import msgspec
 from msgspec import inspect
 
-from paceline.core.messages import Message
+from paceline.core.messages import ROWS, Message
 
 __all__ = ["Known", "example", "kinds"]
 
@@ -25,7 +24,7 @@ SHARED_MEMORY = f"paceline-{'0' * 32}"  # the only text with a pattern
 
 def kinds() -> list[type[Message]]:
     """Return the classes of all messages, sorted by name."""
-    return sorted(Message.__subclasses__(), key=lambda kind: kind.__name__)
+    return sorted({row.message for row in ROWS}, key=lambda kind: kind.__name__)
 
 
 def example(
@@ -39,12 +38,14 @@ def example(
         known: values of some fields.
         choice: chooses among the values that a field may have; the first one by default.
     """
-    info = _type_info(kind)
+    info = _type_info(cast(Hashable, kind))
     assert isinstance(info, inspect.StructType)
     return _struct(info, whole, known or {}, choice)
 
 
-_type_info = cache(inspect.type_info)
+@cache
+def _type_info(kind: Hashable) -> inspect.Type:
+    return inspect.type_info(kind)
 
 
 def _struct(info: inspect.StructType, whole: bool, known: Known, choice: random.Random | None) -> Any:
@@ -97,8 +98,3 @@ def _value(info: inspect.Type, whole: bool, known: Known, choice: random.Random 
             return 1
         case _:
             raise NotImplementedError(info)
-
-
-def encoded(message: Message) -> bytes:
-    """Return the header of a message."""
-    return msgspec.msgpack.encode(message)
