@@ -126,6 +126,7 @@ tune: $(READY)  ## find each sync model's best learning rate and momentum for th
 	$(BIN)/python -m reproductions tune-demo
 
 docs: $(READY)  ## regenerate pages and pictures of the documentation, and run its examples
+	$(BIN)/python docs/make_messages.py
 	$(BIN)/python docs/make_sync_models.py
 	$(BIN)/python docs/make_papers.py
 	$(BIN)/python docs/make_when_it_pays.py

@@ -16,7 +16,14 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
-    "script", ["make_sync_models.py", "make_papers.py", "make_when_it_pays.py", "make_same_accuracy.py"]
+    "script",
+    [
+        "make_messages.py",
+        "make_sync_models.py",
+        "make_papers.py",
+        "make_when_it_pays.py",
+        "make_same_accuracy.py",
+    ],
 )
 def test_a_page_is_what_its_sources_say(script: str) -> None:
     ended = subprocess.run([sys.executable, ROOT / "docs" / script, "--check"])

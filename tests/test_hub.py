@@ -17,11 +17,11 @@ import pytest
 
 from paceline.core.messages import (
     FetchOptimizerState,
+    FetchStates,
     Hello,
     Message,
     ShardWaits,
     Waits,
-    WorkerFinished,
 )
 from paceline.errors import InternalError, ProtocolError
 from paceline.runtime import strangers
@@ -274,7 +274,7 @@ def test_whatever_a_message_brings_about_costs_its_sender_its_connection_alone(
     other, culprit = bench.call(GREETING), bench.call(GREETING)
     bench.poll()
     bench.trips = trip
-    culprit.sendall(framed(WorkerFinished()))
+    culprit.sendall(framed(FetchStates(0)))
     bench.poll()
     assert closed(culprit)
     assert len(bench.left) == 1
@@ -283,7 +283,7 @@ def test_whatever_a_message_brings_about_costs_its_sender_its_connection_alone(
     bench.trips = lambda: None
     other.sendall(framed(FetchOptimizerState(0)))
     bench.poll()
-    assert bench.heard == [WorkerFinished(), FetchOptimizerState(0)]
+    assert bench.heard == [FetchStates(0), FetchOptimizerState(0)]
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_what_is_not_the_senders_fault_ends_the_host(bench: Bench, error: Except
         raise error
 
     bench.trips = trip
-    bench.call(GREETING + framed(WorkerFinished()))
+    bench.call(GREETING + framed(FetchStates(0)))
     with pytest.raises(type(error)):
         bench.poll()
 
@@ -326,7 +326,7 @@ def test_what_a_peer_said_before_it_left_is_heard_although_it_could_not_be_sent_
 
     def answer() -> None:
         bench.trips = lambda: None
-        caller.sendall(framed(WorkerFinished()))
+        caller.sendall(framed(FetchStates(0)))
         caller.shutdown(socket.SHUT_RD)
         caller.close()
         for _ in range(3):  # over TCP, the first one tells that nobody is there
@@ -335,7 +335,7 @@ def test_what_a_peer_said_before_it_left_is_heard_although_it_could_not_be_sent_
     bench.trips = answer
     caller.sendall(framed(FetchOptimizerState(0)))
     bench.poll()
-    assert bench.heard == [FetchOptimizerState(0), WorkerFinished()]
+    assert bench.heard == [FetchOptimizerState(0), FetchStates(0)]
     assert not bench.hub.peers
 
 

@@ -130,7 +130,7 @@ def test_a_message_begins_the_phase_that_its_row_names(row: Row) -> None:
 def test_phases_follow_the_messages_of_a_connection() -> None:
     told: list[Message] = [
         example(kind)
-        for kind in (Hello, messages.ModelRequested, messages.Register, Status, messages.WorkerFinished)
+        for kind in (Hello, messages.DataRequested, messages.Register, Status, messages.WorkerFinished)
     ]
     with pair(first_phase("worker", "coordinator")) as (sender, receiver):
         for message in told:

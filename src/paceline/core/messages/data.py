@@ -144,7 +144,7 @@ class LoopLimits(msgspec.Struct, frozen=True):
     samples: Limit = None
 
 
-@sent("worker", to="coordinator", during="joining")
+@sent("worker", to="coordinator")
 class EntryRequested(Message, frozen=True, tag=True):
     """A worker that has not trained yet begins a training loop, and waits for a `LoopEntered`.
 

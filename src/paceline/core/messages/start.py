@@ -114,12 +114,12 @@ class MainChosen(Message, frozen=True, tag=True):
     worker: int
 
 
-@sent("worker", to="coordinator", during="joining")
+@sent("worker", to="coordinator")
 class ModelRequested(Message, frozen=True, tag=True):
     """A worker that has not trained yet asks for the model of the job, and waits for a `ModelDescribed`."""
 
 
-@sent("coordinator", to="worker", during="joining")
+@sent("coordinator", to="worker")
 class ModelDescribed(Message, frozen=True, tag=True):
     """The answer to a `ModelRequested`, with which the worker can read the model from the servers.
 
