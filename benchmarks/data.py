@@ -268,13 +268,13 @@ class Watch:
     """
 
     def __init__(self, session: Session) -> None:
-        exchange, push = session.exchange, session.data.push
+        exchange, push = session.exchange, session.core.data.push
         arrived = select.poll()
-        arrived.register(session._coordinator, select.POLLIN)  # type: ignore[attr-defined]
+        arrived.register(session.links.coordinator, select.POLLIN)  # type: ignore[attr-defined]
 
         def watched_exchange(ask: Callable[[], Sequence[Request]]) -> None:
             requests = ask()
-            waiting = bool(requests) or (session.data.waiting and not arrived.poll(0))
+            waiting = bool(requests) or (session.core.data.waiting and not arrived.poll(0))
             begun_s = time.perf_counter()
             exchange(lambda: requests)
             if waiting:
@@ -287,7 +287,7 @@ class Watch:
             return requests
 
         session.exchange = watched_exchange  # type: ignore[method-assign]
-        session.data.push = watched_push  # type: ignore[method-assign]
+        session.core.data.push = watched_push  # type: ignore[method-assign]
         self.reset()
 
     def reset(self) -> None:

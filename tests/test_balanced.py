@@ -56,7 +56,7 @@ class Trainer:
                 (self.model(x) - x.sum(1, keepdim=True)).square().mean().backward()
                 optimizer.step()
                 if accelerated and (session := current()) is not None:
-                    session.data.accelerated = True
+                    session.core.data.accelerated = True
                 self.sizes.append(len(x))
                 self.items.update(index.tolist())
         return self

@@ -429,7 +429,7 @@ def test_in_lockstep_a_worker_that_has_evaluated_makes_its_last_steps_while_the_
     def evaluate_for(iterations: int) -> None:
         session = current()
         assert session is not None
-        begun = session.iteration
-        await_that(lambda: session.iteration > begun + iterations, "worker 1 has gone on")
+        begun = session.core.iteration
+        await_that(lambda: session.core.iteration > begun + iterations, "worker 1 has gone on")
 
     assert run_on_threads(work, workers=2, sync="bsp").results == {0: 2.0, 1: 2.0}

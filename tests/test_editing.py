@@ -542,9 +542,9 @@ def test_weights_from_a_pull_that_does_not_end_are_no_edit(
         assert isinstance(session, WorkerSession)
         next(iter(session.weights.values()))[0] += 1
         if worker_index() == 1 and leaves:
-            session.leave()
+            session.links.asked_to_leave = True
         elif worker_index() == 1:
-            session._core.waiting_for = "answers"
+            session.core.waiting_for = "answers"
 
     run = run_on_threads(train, workers=2, sync="asp", transport="tcp")
     [fault] = run.faults

@@ -168,7 +168,7 @@ def test_only_the_adapters_travel_and_the_servers_have_nothing_else(
             optimizer.zero_grad()
             model(batch(session.worker, step)).square().mean().backward()
             optimizer.step()
-            sent[session.worker].append(sum(stream.traffic[0] for stream in session._servers))
+            sent[session.worker].append(sum(stream.traffic[0] for stream in session.links.servers))
 
     run = run_on_threads(function, workers=2, servers=servers, transport="tcp")
     for totals in sent.values():  # the first push follows the initial weights

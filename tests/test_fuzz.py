@@ -872,17 +872,18 @@ class Borrowed(Puppet):
     """A puppet's words out of a session's mouth."""
 
     def __init__(self, session: WorkerSession) -> None:
-        assert session._region is not None
-        for part in session._region.gradients.values():
+        memory = session.memory
+        assert memory is not None
+        for part in memory.region.gradients.values():
             part[:] = bytes(part.nbytes)
         layout = Layout.of([Parameter(("a",), (48,), "float64")])
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR)
         self.index = session.worker
-        self.core = session._core
-        self.shards = session._shards
-        self.region = session._region
-        self.coordinator = session._coordinator
-        self.servers = {str(place): stream for place, stream in enumerate(session._servers)}
+        self.core = session.core
+        self.shards = memory.shards
+        self.region = memory.region
+        self.coordinator = session.links.coordinator
+        self.servers = {str(place): stream for place, stream in enumerate(session.links.servers)}
         self.bench = Words(
             session._job, ModelSpec(layout, OptimizerSpec("SGD", read_groups(optimizer), (0,)), ())
         )  # type: ignore[assignment]
@@ -922,7 +923,7 @@ def attack_as_worker(attacker: Attacker, session: WorkerSession, quota: int) -> 
 def attack_as_readers(attacker: Attacker, session: WorkerSession, quota: int) -> None:
     puppet = Borrowed(session)
     choice = attacker.choice
-    hosts = [session._coordinator.sock, *(stream.sock for stream in session._servers)]
+    hosts = [session.links.coordinator.sock, *(stream.sock for stream in session.links.servers)]
     names = [host_address(sock) for host, sock in enumerate(hosts) if is_open(sock)]
     greeting = framed(msgspec.msgpack.encode(Hello(session._job.token, "reader", 0)))
     while names and attacker.sent.total() < quota:

@@ -100,20 +100,21 @@ class Worker:
     @property
     def server(self) -> socket.socket:
         """The connection to server 0."""
-        return self.session._servers[0].sock
+        return self.session.links.servers[0].sock
 
     @property
     def coordinator(self) -> socket.socket:
-        return self.session._coordinator.sock
+        return self.session.links.coordinator.sock
 
     @property
     def pieces(self) -> list[memoryview]:
         """The gradient for shard 0, in pieces; none over shared memory, where it lies already."""
-        assert self.session._region is not None
+        memory = self.session.memory
+        assert memory is not None
         if self.session._job.transport == "shm":
             return []
-        shard, pieces = self.session._shards[0], []
-        mine = cut(self.session._region.gradients, shard)
+        shard, pieces = memory.shards[0], []
+        mine = cut(memory.region.gradients, shard)
         for piece in shard.pieces(PIECE_BYTES):
             size_bytes = ITEM_BYTES[piece.dtype]
             pieces.append(mine[piece.dtype][piece.start * size_bytes : piece.stop * size_bytes])
@@ -125,16 +126,16 @@ class Worker:
         pieces = self.pieces
         content = Content(b"\1\1", groups, tuple(range(len(pieces))))
         inner = {key: changes.pop(key) for key in list(changes) if key in Content.__struct_fields__}
-        true = Commit(0, self.session.iteration, msgspec.structs.replace(content, **inner))
+        true = Commit(0, self.session.core.iteration, msgspec.structs.replace(content, **inner))
         payload = pieces if payload is None else payload
-        self.session._servers[0].send(msgspec.structs.replace(true, **changes), payload)
+        self.session.links.servers[0].send(msgspec.structs.replace(true, **changes), payload)
 
     def send(self, message: Message, payload: bytes = b"") -> None:
-        self.session._servers[0].send(message, [memoryview(payload)])
+        self.session.links.servers[0].send(message, [memoryview(payload)])
 
     def tell_coordinator(self, message: Message) -> None:
-        self.session._coordinator.send(message)
-        self.session._coordinator.drain(TIMEOUT_S)
+        self.session.links.coordinator.send(message)
+        self.session.links.coordinator.drain(TIMEOUT_S)
 
 
 def until_closed(sock: socket.socket) -> bytes:
@@ -290,7 +291,7 @@ def groups_with(**changes: object) -> bytes:
 
 def vectors(worker: Worker, value: int = 0) -> list[memoryview]:
     """A payload of the size of shard 0."""
-    return [memoryview(bytes([value]) * worker.session._shards[0].size_bytes)]
+    return [memoryview(bytes([value]) * worker.session.servers.shards[0].size_bytes)]
 
 
 def swamp(worker: Worker) -> None:
@@ -554,7 +555,7 @@ TALK: dict[str, tuple[SyncModel, Callable[[Worker], None]]] = {
     "what only servers hear": (BSP(), lambda w: w.tell_coordinator(FetchOptimizerState(0))),
     "a status with a payload": (
         BSP(),
-        lambda w: w.session._coordinator.send(Status(0, None, "computing"), [memoryview(b"payload")]),
+        lambda w: w.session.links.coordinator.send(Status(0, None, "computing"), [memoryview(b"payload")]),
     ),
     "noise": (BSP(), lambda w: w.coordinator.sendall(bytes(range(64)))),
     "a header that nests without end": (BSP(), lambda w: w.coordinator.sendall(frame(NESTED))),
@@ -565,11 +566,11 @@ TALK: dict[str, tuple[SyncModel, Callable[[Worker], None]]] = {
     "an iteration below zero": (ElasticBSP(lookahead=4), lambda w: w.tell_coordinator(IterationFinished(-1))),
     "a beginning that nobody asked for": (
         BSP(),
-        lambda w: w.tell_coordinator(IterationStarted(w.session.iteration)),
+        lambda w: w.tell_coordinator(IterationStarted(w.session.core.iteration)),
     ),
     "a beginning that no plan asked for": (
         ElasticBSP(lookahead=4),
-        lambda w: w.tell_coordinator(IterationStarted(w.session.iteration)),
+        lambda w: w.tell_coordinator(IterationStarted(w.session.core.iteration)),
     ),
     "a quorum above the workers": (BSP(), lambda w: w.tell_coordinator(asking("drop-stragglers:quorum=99"))),
     "a model for one shard that is for all": (BSP(), lambda w: w.tell_coordinator(asking("bsp|elastic-bsp"))),
@@ -598,11 +599,11 @@ TALK: dict[str, tuple[SyncModel, Callable[[Worker], None]]] = {
     "a change below zero": (BSP(), lambda w: w.tell_coordinator(asking("asp", number=-1))),
     "a change that ends nothing": (
         BSP(),
-        lambda w: w.tell_coordinator(IterationFinished(w.session.iteration, None, 1)),
+        lambda w: w.tell_coordinator(IterationFinished(w.session.core.iteration, None, 1)),
     ),
     "a superstep that there is not": (
         ElasticBSP(lookahead=4),
-        lambda w: w.tell_coordinator(IterationFinished(w.session.iteration, 99)),
+        lambda w: w.tell_coordinator(IterationFinished(w.session.core.iteration, 99)),
     ),
 }
 
@@ -649,7 +650,7 @@ def test_a_worker_that_pushes_and_never_reads_its_answers_is_dropped(
 
     def turn(worker: Worker, iteration: int) -> None:
         if worker.session.worker == 1 and iteration == ATTACKED:
-            stream = worker.session._servers[0]
+            stream = worker.session.links.servers[0]
             with contextlib.suppress(
                 PeerLostError, DeadlineError
             ):  # a ring that nobody reads any more is full
@@ -716,7 +717,9 @@ def reader_beside(worker: Worker, model: Slope, trained: DistributedOptimizer) -
     session = worker.session
     assert trained._training is not None
     spec = trained._training._trained.spec
-    shards = list(zip(session._shards, [address_of(s.sock) for s in session._servers], strict=True))
+    shards = list(
+        zip(session.servers.shards, [address_of(s.sock) for s in session.links.servers], strict=True)
+    )
     with contextlib.closing(Reader.connect(spec, shards, session._job.token)) as reader:
         yield reader
 

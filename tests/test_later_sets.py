@@ -311,7 +311,7 @@ def test_live_workers_have_the_weights_of_one_process(
 ) -> None:
     options = {"servers": 2, "sync": "bsp", **options}
     if not options.pop("rings", True):
-        monkeypatch.setattr("paceline.runtime.worker.rings_available", lambda: False)
+        monkeypatch.setattr("paceline.runtime.worker_memory.rings_available", lambda: False)
     run = run_on_threads(lambda: script(sgd), workers=2, **options)
     expected = script(sgd)
     assert_close(run.state_dict, expected)
@@ -809,7 +809,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.runtime.worker import WorkerSession
+from paceline.runtime.initial_model import InitialModel
 
 worker = paceline.worker_index()
 
@@ -842,8 +842,8 @@ IN_THE_CALL = {
         "while Path(f'/proc/{first}').exists(): time.sleep(0.01)",
     ),
     "between two shards": (
-        "send = WorkerSession._send_initial\n"
-        "    WorkerSession._send_initial = lambda self, message: (\n"
+        "send = InitialModel.send\n"
+        "    InitialModel.send = lambda self, message: (\n"
         "        os.kill(first, signal.SIGKILL) if message.shard else send(self, message))",
         "pass",
     ),
@@ -1125,8 +1125,8 @@ def test_in_lockstep_a_worker_that_has_evaluated_reaches_the_next_fold_later(
     def await_pushes(pushes: int) -> None:
         session = current()
         assert session is not None
-        begun = session.iteration
-        live.await_that(lambda: session.iteration > begun + pushes, "worker 1 has gone on")
+        begun = session.core.iteration
+        live.await_that(lambda: session.core.iteration > begun + pushes, "worker 1 has gone on")
 
     run = run_on_threads(train, workers=2, servers=2, sync="bsp", transport=transport)
     assert measure(run.shards).gradients == 2 * 3 * 6

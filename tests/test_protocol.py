@@ -279,6 +279,11 @@ ROLES = {
     "core/unsent_metrics.py": "worker",
     "frontend": "worker",
     "runtime/worker.py": "worker",
+    "runtime/worker_links.py": "worker",
+    "runtime/worker_memory.py": "worker",
+    "runtime/worker_status.py": "worker",
+    "runtime/fetches.py": "worker",
+    "runtime/initial_model.py": "worker",
     "runtime/outbox.py": "worker",
     "core/server.py": "server",
     "core/shard.py": "server",
@@ -289,6 +294,7 @@ ROLES = {
     "runtime/frozen_values.py": "server",
     "core/coordinator.py": "coordinator",
     "core/turns.py": "coordinator",
+    "core/quorum.py": "coordinator",
     "core/losses.py": "coordinator",
     "core/joining.py": "coordinator",
     "core/extension.py": "coordinator",
@@ -300,6 +306,7 @@ ROLES = {
     "core/heartbeats.py": "coordinator agent",
     "wire/stream.py": "worker server",
     "runtime/coordinator.py": "coordinator",
+    "runtime/agents.py": "coordinator",
     "runtime/reader.py": "reader",
     "launcher/joining.py": "agent",
     "runtime/observer.py": "observer",
@@ -349,6 +356,12 @@ def uses(file: Path, roles: Sequence[str]) -> Iterator[Use]:
                 found, sends = [*ast.walk(kind)], False
             case ast.Compare(left=ast.Call(func=ast.Name("type")), comparators=[kind]):
                 found, sends = [*ast.walk(kind)], False
+            case ast.AugAssign(target=ast.Attribute(attr="handlers" | "targets"), value=ast.Dict(keys=table)):
+                found, sends = [key for key in table if key is not None], False
+            case ast.Assign(
+                targets=[ast.Subscript(value=ast.Attribute(attr="handlers" | "targets"), slice=kind)]
+            ):
+                found, sends = [kind], False
             case ast.Call(func=kind):
                 found, sends = [kind], True
             case _:

@@ -250,8 +250,8 @@ def test_a_worker_that_registers_nonsense_is_refused_and_the_others_train(
         if worker_index() == 0:
             session = current()
             assert isinstance(session, WorkerSession)
-            session._coordinator.send(Register(UNSOUND[what]))
-            until_closed(session._coordinator.sock)
+            session.links.coordinator.send(Register(UNSOUND[what]))
+            until_closed(session.links.coordinator.sock)
             raise Expelled
         model = nn.Linear(3, 2)
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)

@@ -15,7 +15,7 @@ from torch import nn
 
 import paceline
 from paceline.errors import UsageError
-from paceline.runtime.worker import WorkerSession
+from paceline.runtime.fetches import Fetches
 from paceline.sim import Cluster, simulate
 from tests.live import run_program
 from tests.marks import thorough
@@ -124,7 +124,7 @@ def test_without_statistics_nothing_is_fetched(
     tmp_path: Path, run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched: list[object] = []
-    monkeypatch.setattr(WorkerSession, "fetch_buffers", fetched.append)
+    monkeypatch.setattr(Fetches, "fetch_buffers", fetched.append)
 
     def work() -> None:
         model = nn.Linear(2, 1)

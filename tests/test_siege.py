@@ -48,7 +48,7 @@ def train(steps, out):
         optimizer.step()
         if step == 3 and paceline.worker_index() == 0:
             session = current()
-            names = [session._reached, *dict.fromkeys(session._core.started.addresses)]
+            names = [session._place.coordinator, *dict.fromkeys(session.core.started.addresses)]
             with open(out + ".new", "w") as file:
                 json.dump(names, file)
             os.rename(out + ".new", out)

@@ -435,7 +435,7 @@ IN_TURN = Program(
 
 MUTATIONS = [
     Mutation(Copying, "deliver", "self._queue.drain()", "pass"),
-    Mutation(Copying, "__init__", "session.before_exchange = queue.drain", "pass"),
+    Mutation(Copying, "__init__", "session.callbacks.before_exchange = queue.drain", "pass"),
     Mutation(Copying, "weights_pulled", ".order()", ""),
     Mutation(
         Copying, "weights_pulled", "of_set(self.weights, set_index)", "of_set(self.weights, 0)", IN_TURN

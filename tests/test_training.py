@@ -702,7 +702,7 @@ def test_what_is_changed_and_changed_back_while_it_is_on_its_way_arrives(
 def reads_in_place() -> bool:
     session = current()
     assert isinstance(session, WorkerSession)
-    return session._in_place
+    return session.memory is not None and session.memory.in_place
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd, adam])

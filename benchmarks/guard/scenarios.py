@@ -123,7 +123,7 @@ def training(
                 model.eval()
                 with torch.no_grad():
                     before = chosen.loss(model, sample).item()
-                    measured.append((worker, step, session.updates, before))
+                    measured.append((worker, step, session.core.updates, before))
                 model.train()
                 steady.zero_grad()
                 loss = twist(worker, step, chosen.loss(model, batch))

@@ -211,7 +211,7 @@ class DistributedLoader(Generic[T]):
                     return
                 taken = part.taken.popleft()
                 self.position.draw(taken.batch)
-                self._session.data.draw(
+                self._session.core.data.draw(
                     part.number, taken.positions, taken.samples, _held(loaded), part.share_until(taken.batch)
                 )
                 drawn += 1
@@ -315,14 +315,14 @@ class Part:
     def __iter__(self) -> Iterator[list[Any]]:
         session, source = self._session, self._source
         self.taken.clear()
-        again = session.data.again and self._stream.epoch >= 0
+        again = session.core.data.again and self._stream.epoch >= 0
         self._epoch = self._stream.epoch = epoch = self.next_epoch
         if not again:
             session.epoch_begins(epoch)
             digest = self._order(epoch).digest()
             split, balanced, most = self._division
             whole = Order(source.size, source.batch, source.drop_last, split, digest, balanced, most)
-            session.exchange(lambda: session.data.begin(self.number, self._stream.name, epoch, whole))
+            session.exchange(lambda: session.core.data.begin(self.number, self._stream.name, epoch, whole))
         while (batch := self._take()) is not None:
             if self._epoch != epoch:
                 raise UsageError(
@@ -338,7 +338,7 @@ class Part:
     def next_epoch(self) -> int:
         """Number of the epoch of the next pass. A pass over returned positions belongs to the last epoch."""
         begun = self._stream.epoch
-        return begun if self._session.data.again and begun >= 0 else begun + 1
+        return begun if self._session.core.data.again and begun >= 0 else begun + 1
 
     @property
     def skipped(self) -> int:
@@ -349,7 +349,7 @@ class Part:
     def is_dynamic(self) -> bool:
         """True if each batch of an epoch that begins now is handed out when a worker needs it."""
         split = self._division.split
-        return split == "dynamic" or (split == "auto" and not self._session.lockstep)
+        return split == "dynamic" or (split == "auto" and not self._session.core.lockstep)
 
     def share_until(self, batch: Batch) -> float | None:
         """Return the part of the current epoch up to the end of a batch; None if it is unknown."""
@@ -358,7 +358,7 @@ class Part:
 
     def _take(self) -> Batch | None:
         """Return the next batch of positions; None at the end of the epoch."""
-        data = self._session.data
+        data = self._session.core.data
         while (batch := data.take(self.number)) is None and not data.ended(self.number):
             self._session.exchange(lambda: data.request(self.number))
         return batch
@@ -384,7 +384,7 @@ class Part:
                 f"the sampler of the loader has yielded only {size} items, but its length is {source.size}. Its "
                 "__len__() must return the number of items that it yields in every epoch."
             )
-        self._session.exchange(lambda: self._session.data.exhaust(self.number, batch.epoch, size))
+        self._session.exchange(lambda: self._session.core.data.exhaust(self.number, batch.epoch, size))
         exists = size >= batch.least_size and not source.drop_last
         return items if exists else []
 

@@ -131,14 +131,14 @@ class Epochs:
                 yield last
                 self._reach(last + 1, over=self.over or last + 1 == count)
             if session is not None and not self.over:
-                session.exchange(session.data.reopen)
-                if session.data.has_batches:
-                    session.data.again = True
+                session.exchange(session.core.data.reopen)
+                if session.core.data.has_batches:
+                    session.core.data.again = True
                     yield last
                     self._reach(last + 1, over=True)
         finally:
             if session is not None:
-                session.data.again = False
+                session.core.data.again = False
                 leave_loop(session)
                 update_main(session)
 
@@ -150,14 +150,17 @@ class Epochs:
         if session.weights:
             self._reach(0)
             return 0
-        session.exchange(lambda: session.data.enter(self._number, self.limits.told))
-        entered = session.data.entered
+        session.exchange(lambda: session.core.data.enter(self._number, self.limits.told))
+        entered = session.core.data.entered
         position = entered.position
         if position is None:  # the run is only beginning
             begins_with_the_run(session)
             return 0
         hold_job_model(session, newest=True)
-        if position.loop >= self._number and (kept := session.fetch_states(entered.address)) is not None:
+        if (
+            position.loop >= self._number
+            and (kept := session.servers.fetch_states(entered.address)) is not None
+        ):
             position, states = kept
             load_states(session, states)
         streams_of(session).skip(position.passes)
@@ -176,14 +179,14 @@ class Epochs:
         position = LoopPosition(self._number, epoch, begun.updates, begun.samples, streams_of(session).passes)
         tracks = has_tracked(session)
         limits = self.limits.told
-        session.exchange(lambda: session.data.reach(position, over=over, tracks=tracks, limits=limits))
-        if tracks and session.data.states_wanted:
-            session.keep_states(position, encoded_states(session))
+        session.exchange(lambda: session.core.data.reach(position, over=over, tracks=tracks, limits=limits))
+        if tracks and session.core.data.states_wanted:
+            session.servers.keep_states(position, encoded_states(session))
 
     @property
     def over(self) -> bool:
         """True if the loop must end, because it was stopped or has reached a limit."""
-        if self._session is not None and self._number in self._session.data.stopped:
+        if self._session is not None and self._number in self._session.core.data.stopped:
             self._stopped = True
         elif not self._stopped and self._has_reached_a_limit():
             self.stop()

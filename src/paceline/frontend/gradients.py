@@ -187,10 +187,10 @@ class Gradients:
         if session is None:
             return
         if is_first and self._accumulated_since_push[index]:
-            session.data.drop()
+            session.core.data.drop()
             self.begin_next()
         self._accumulated_since_push[index] = True
-        session.data.accumulate()
+        session.core.data.accumulate()
         if scales.used:
             return
         arrived = self._stager.gradient_ready(index)

@@ -124,7 +124,7 @@ class MetricLog:
         values = _checked(metrics, self._names)
         evaluated = self._evaluated
         samples, updates = evaluated or _progress(session)
-        late = not (self._guess.computes or session.data.has_drawn)
+        late = not (self._guess.computes or session.core.data.has_drawn)
         now_s = session.now_s
         evaluating = evaluated is not None
         for name, value in values.items():
@@ -248,8 +248,8 @@ def _progress(session: Session) -> tuple[int, int]:
 
     Before the first update, a shard may have received pushes that these weights do not contain.
     """
-    updates = session.updates
-    return session.samples if updates else 0, updates
+    updates = session.core.updates
+    return session.core.samples if updates else 0, updates
 
 
 def _mean(noted: list[Noted]) -> float | None:

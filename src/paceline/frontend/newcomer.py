@@ -122,7 +122,7 @@ def hold_job_model(session: Session | None, *, newest: bool = False) -> None:
             known[spec.name] = digest_of(tensors[spec.name])
         return known.get(spec.name, "")
 
-    state = session.fetch_model(digest)
+    state = session.servers.fetch_model(digest)
     newcomer.in_progress = state is not None
     if state is not None:
         newcomer.held = len(optimizers)
@@ -138,7 +138,7 @@ def job_state(session: Session, optimizer: Untrained) -> dict[int, dict[str, Any
         the job and will be refused.
     """
     hold_job_model(session)
-    if not _of(session).in_progress or not (shards := session.fetch_state()):
+    if not _of(session).in_progress or not (shards := session.servers.fetch_state()):
         return None
     optimizers = untrained(session)
     sets = [each.parameter_set() for each in optimizers]

@@ -182,7 +182,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "runs. Compute the gradients first, and call scaler.step(optimizer)."
             )
         if samples is not None:
-            self._session.data.samples, self._session.data.used = samples, True
+            self._session.core.data.samples, self._session.core.data.used = samples, True
         if self._training is None or self._forward_hook is not None:
             if closure is not None and any_lazy(self._new_parameters()):
                 initialize(self.models(), closure)
@@ -215,7 +215,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 clip = _clip_to(clip.max_norm, gradient_norm(self._parameters()))
         # A closure has computed new gradients.
         stale = self._set_index in self._training.stale and closure is None
-        count_step(self._session, self._session.data.samples)
+        count_step(self._session, self._session.core.data.samples)
         self._training.stale.discard(self._set_index)
         self._training.commit(
             self._set_index,
@@ -235,7 +235,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         super().zero_grad(set_to_none)
         if not set_to_none and self._session is not None:
-            self._session.data.drop()  # removed gradients are noticed when the next ones are accumulated
+            self._session.core.data.drop()  # removed gradients are noticed when the next ones are accumulated
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
@@ -280,7 +280,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         parameters = self._parameters()
         if self._session is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-        self._session.require_clippable()
+        self._session.core.require_clippable()
         norm = gradient_norm(parameters) / scales_of(self._session).of(parameters)
         largest = min(float(max_norm), *(clip.max_norm for clip in self._clip), math.inf)
         if largest <= MOST_NORM:

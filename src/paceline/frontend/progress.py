@@ -46,7 +46,7 @@ def progress_of(session: Session | None) -> Progress:
     if session is None:
         return _alone
     own = _own(session)
-    return Progress(own.steps, session.updates, session.samples, own.samples)
+    return Progress(own.steps, session.core.updates, session.core.samples, own.samples)
 
 
 def set_batch(samples: int | None) -> None:

@@ -261,7 +261,7 @@ class ScheduleWatch:
         place: object = None
         if position is not None and position.dynamic:
             place = position, len(position.passes)
-        elif latest_position(self._session) is None and loop is not None and not self._session.lockstep:
+        elif latest_position(self._session) is None and loop is not None and not self._session.core.lockstep:
             # An epoch is what the loop makes of it, so the learning rate may well change from one to the next.
             text, allowed = IN_LOOP, 1
             place = loop if loop.limits.epochs is None else None

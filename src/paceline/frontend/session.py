@@ -7,115 +7,62 @@ process of a live run and on a thread of a simulation. Without a session, a scri
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from ..core.data_feed import DataFeed
 from ..core.layout import ShardSlice
 from ..core.lease import BatchSizing, Split
 from ..core.messages import Combined, LoopPosition, Observation
 from ..core.model_spec import BufferSpec, FrozenSpec, ModelSpec
 from ..core.requests import Request
 from ..core.unsent_metrics import Noted, Settled
+from ..core.worker import Worker
 from ..errors import ConfigurationError
 from ..shard.vectors import Vectors
 from ..sync import SyncModel
 from ..sync.events import Clip
 from ..sync.schedule import read_schedule
 
-__all__ = ["Session", "current", "install", "set_sync", "worker_count", "worker_index"]
+__all__ = [
+    "Callbacks",
+    "Servers",
+    "Session",
+    "current",
+    "install",
+    "set_sync",
+    "worker_count",
+    "worker_index",
+]
 
 
-class Session(Protocol):
-    """The interface through which one worker takes part in a run.
-
-    The order of the calls is: `fetch_model` and `fetch_state`, if needed; `begin`; then `initialize` if this worker
-    is the initializer, otherwise `await_first_weights`; then `hold_back` and `commit` once per iteration; then
-    `finish`. From `begin` on, only these methods and `pull_again`, `refresh`, `idle`, `combine` and `extend` change
-    the weights, and `finish` may move the weights to other memory. The caller may change `gradients` at any time
-    except during `commit`.
+@dataclass(slots=True)
+class Callbacks:
+    """What a session calls in the front end, which sets these functions.
 
     Attributes:
-        worker: index of this worker.
-        main_worker: index of the main worker, as far as this worker has been told; -1 for nobody.
-        workers: number of workers.
-        split: how an epoch is divided among the workers by default.
-        batch: "equal" if all workers have batches of the same size by default, "balanced" if their sizes follow the
-            workers' speeds.
-        seed: the run's seed.
-        device: the device that is assigned to this worker; the CPU if none is.
-        needs_significance: True if pushes must include |g| / |w| (see `commit`). May change between iterations.
-        may_restart: True if a computation may be aborted and restarted. May change between iterations.
-        lockstep: True if the sync model keeps all workers in lockstep. May change between iterations.
-        observes: True if `commit` should be told what was seen of the push. May change between iterations.
-        skips_nan: True if gradients with NaN or inf are not pushed, False if such gradients stop the run.
-        iteration: number of iterations that this worker has committed.
-        updates: number of updates of the weights from the beginning of training to the answer to the last pull.
-        samples: number of samples that all workers together had used by that answer, as far as it is known.
-        weights: dtype -> flat vector of the weights. Filled by `begin`.
-        gradients: dtype -> flat vector of the gradients. Filled by `begin`.
-        before_exchange: function that the session calls before it sends `gradients`, or requests new `weights`.
-            Afterwards, nothing else uses this memory until the answer.
-        frozen: function that returns the bytes of this worker's frozen parameter with a digest, in parts; None if
-            there is none. Set before `begin`, and before `extend`.
-        on_moved: function that the session calls after it has moved `weights` to other memory.
-        on_finish: function that the session calls when the script ends. It returns a warning, or "".
-        rounds_weights: True if weights may be rounded on their way to this worker, and so differ from those of the
-            servers. The weights that `refresh` pulls are not rounded.
-        sends_early: True if `gradient_ready` must be called for each gradient as soon as it is computed.
+        before_exchange: called before the session sends `gradients`, or requests new `weights`. Afterwards, nothing
+            else uses this memory until the answer.
+        frozen: returns the bytes of this worker's frozen parameter with a digest, in parts; None if there is none.
+            Set before `begin`, and before `extend`.
+        on_moved: called after the session has moved `weights` to other memory.
+        on_finish: called when the script ends. Returns a warning, or "".
     """
 
-    worker: int
-    workers: int
-    split: Split
-    batch: BatchSizing
-    seed: int
-    device: torch.device
-    skips_nan: bool
-    weights: Vectors
-    gradients: Vectors
-    before_exchange: Callable[[], object]
-    frozen: Callable[[str], Iterable[memoryview] | None]
-    on_moved: Callable[[], object]
-    on_finish: Callable[[], str]
+    before_exchange: Callable[[], object] = lambda: None
+    frozen: Callable[[str], Iterable[memoryview] | None] = lambda digest: None
+    on_moved: Callable[[], object] = lambda: None
+    on_finish: Callable[[], str] = str
 
-    @property
-    def main_worker(self) -> int: ...
 
-    @property
-    def sends_early(self) -> bool: ...
+class Servers(ABC):
+    """What a worker requests from the servers besides pushes and pulls."""
 
-    @property
-    def rounds_weights(self) -> bool: ...
-
-    @property
-    def iteration(self) -> int: ...
-
-    @property
-    def updates(self) -> int: ...
-
-    @property
-    def samples(self) -> int: ...
-
-    @property
-    def needs_significance(self) -> bool: ...
-
-    @property
-    def may_restart(self) -> bool: ...
-
-    @property
-    def lockstep(self) -> bool: ...
-
-    @property
-    def observes(self) -> bool: ...
-
-    def is_main_now(self) -> bool:
-        """Ask the coordinator, and return True if this worker is the main worker now."""
-        ...
-
+    @abstractmethod
     def fetch_model(self, digest: Callable[[FrozenSpec], str]) -> Mapping[str, torch.Tensor] | None:
         """Return the job's weights, and its buffers pooled over the workers, by their names in the `state_dict`.
 
@@ -129,16 +76,148 @@ class Session(Protocol):
         Returns:
             None if the run is only beginning, so that there is no model to read.
         """
-        ...
 
+    @abstractmethod
+    def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
+        """Return each shard with its optimizer state, which maps "<segment>/<key>" to a tensor.
+
+        May be called before `begin`, like `fetch_model`. The result is then empty if the run is only beginning.
+        """
+
+    @abstractmethod
+    def fetch_buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return the model's buffers, pooled over the workers, by their names in the `state_dict`."""
+
+    @abstractmethod
+    def fetch_initial_buffers(
+        self, specs: Sequence[BufferSpec], own: Sequence[torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """Return the initializer's values of the buffers that were added last, by their names in the `state_dict`.
+
+        In a worker that has just joined a run in progress, these are all buffers, pooled over the other workers.
+
+        Args:
+            specs: these buffers.
+            own: this worker's own values of these buffers. If they are equal, the result may be {}.
+        """
+
+    @abstractmethod
+    def fetch_frozen(self, specs: Sequence[FrozenSpec]) -> Mapping[str, torch.Tensor]:
+        """Return the run's values of those of these frozen parameters whose own digests are others, by name.
+
+        Raises:
+            ConfigurationError: no worker of the run has these values any more.
+        """
+
+    @abstractmethod
+    def keep_states(self, position: LoopPosition, states: Sequence[memoryview]) -> None:
+        """Send the states of tracked objects, taken at this position, to the server of shard 0.
+
+        Their memory may change after this call.
+        """
+
+    @abstractmethod
+    def fetch_states(self, address: str) -> tuple[LoopPosition, bytes | bytearray] | None:
+        """Return the states that were kept last, with their position; None if there are none.
+
+        Args:
+            address: the address of the server of shard 0. The session need not be connected to it yet.
+        """
+
+
+class Session(ABC):
+    """The interface through which one worker takes part in a run.
+
+    The order of the calls is: `fetch_model` and `fetch_state`, if needed; `begin`; then `initialize` if this worker
+    is the initializer, otherwise `await_first_weights`; then `hold_back` and `commit` once per iteration; then
+    `finish`. From `begin` on, only these methods and `pull_again`, `refresh`, `idle`, `combine` and `extend` change
+    the weights, and `finish` may move the weights to other memory. The caller may change `gradients` at any time
+    except during `commit`.
+
+    Attributes:
+        worker: index of this worker.
+        workers: number of workers.
+        split: how an epoch is divided among the workers by default.
+        batch: "equal" if all workers have batches of the same size by default, "balanced" if their sizes follow the
+            workers' speeds.
+        seed: the run's seed.
+        device: the device that is assigned to this worker; the CPU if none is.
+        skips_nan: True if gradients with NaN or inf are not pushed, False if such gradients stop the run.
+        core: the protocol of this worker. The front end reads what the worker knows of the run, which changes between
+            iterations, and uses its data feed. It calls no method that returns requests, except in `exchange`.
+        servers: what the worker requests from the servers besides pushes and pulls.
+        weights: dtype -> flat vector of the weights. Filled by `begin`.
+        gradients: dtype -> flat vector of the gradients. Filled by `begin`.
+        callbacks: what the session calls in the front end.
+    """
+
+    servers: Servers
+
+    def __init__(
+        self,
+        core: Worker,
+        *,
+        worker: int,
+        workers: int,
+        split: Split,
+        batch: BatchSizing,
+        seed: int,
+        device: str,
+        skips_nan: bool,
+    ) -> None:
+        self.core = core
+        self.worker = worker
+        self.workers = workers
+        self.split = split
+        self.batch = batch
+        self.seed = seed
+        self.device = torch.device(device)
+        self.skips_nan = skips_nan
+        self.weights: Vectors = {}
+        self.gradients: Vectors = {}
+        self.callbacks = Callbacks()
+
+    @property
+    @abstractmethod
+    def now_s(self) -> float:
+        """The current time in seconds, on the clock of the run."""
+
+    @property
+    @abstractmethod
+    def observes(self) -> bool:
+        """True if `commit` should be told what was seen of the push. May change between iterations."""
+
+    @property
+    @abstractmethod
+    def rounds_weights(self) -> bool:
+        """True if weights may be rounded on their way to this worker, and so differ from those of the servers.
+
+        The weights that `refresh` pulls are not rounded.
+        """
+
+    @property
+    def main_worker(self) -> int:
+        """Index of the main worker, as far as this worker has been told; -1 for nobody."""
+        return self.core.main_worker
+
+    @property
+    def sends_early(self) -> bool:
+        """True if `gradient_ready` must be called for each gradient as soon as it is computed."""
+        return False
+
+    @abstractmethod
+    def is_main_now(self) -> bool:
+        """Ask the coordinator, and return True if this worker is the main worker now."""
+
+    @abstractmethod
     def begin(self, model: ModelSpec) -> bool:
         """Register the model, then wait for the other workers. Return True if this worker is the initializer.
 
         Raises:
             ConfigurationError: this worker may not take part in the run.
         """
-        ...
 
+    @abstractmethod
     def initialize(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
         """Send the initial model, from which all workers start, to the servers.
 
@@ -148,12 +227,12 @@ class Session(Protocol):
             buffers: the values of the model's buffers.
             state_of: function that returns a shard's part of the initial optimizer state.
         """
-        ...
 
+    @abstractmethod
     def await_first_weights(self) -> None:
         """Wait until `weights` holds the initializer's weights."""
-        ...
 
+    @abstractmethod
     def extend(
         self,
         model: ModelSpec,
@@ -176,32 +255,24 @@ class Session(Protocol):
         Returns:
             "", or the reason why the model was not extended: the workers' calls differ.
         """
-        ...
 
     def weights_edited(self) -> bool | None:
         """Return True if the script has changed `weights` since the last pull, None if this is not known."""
-        ...
+        return None
 
     def gradient_ready(self, parameter: int) -> None:
         """Tell the session that `gradients` contains a parameter's gradient, which may change until `commit`."""
-        ...
+        raise NotImplementedError  # only a session that sends early needs it
 
     def pushes_rows(self, parameter: int) -> bool:
         """Tell the session that a parameter's gradients are sparse. Return True if only their rows are pushed."""
-        ...
+        return False
 
-    def require_clippable(self) -> None:
-        """Tell the session that the script clips the gradient that is applied.
-
-        Raises:
-            ConfigurationError: the norm of this gradient is not known under the run's sync model.
-        """
-        ...
-
+    @abstractmethod
     def restart_ordered(self) -> bool:
         """Return True if the current computation must be aborted. Called repeatedly during a computation."""
-        ...
 
+    @abstractmethod
     def hold_back(self, *, droppable: bool) -> bool:
         """Tell the session that all gradients are computed.
 
@@ -213,28 +284,28 @@ class Session(Protocol):
         Returns:
             False if the computation must be aborted; always True if `droppable` is False.
         """
-        ...
 
+    @abstractmethod
     def pull_again(self) -> None:
         """Pull the weights again after the computation of this iteration was aborted."""
-        ...
 
+    @abstractmethod
     def refresh(self) -> None:
         """Pull the current weights between two iterations, without a push. This does not wait for other workers."""
-        ...
 
+    @abstractmethod
     def idle(self) -> AbstractContextManager[None]:
         """Return a context in which the script does not train, and in which no other worker waits for this one.
 
         The weights may change at any time in this context. Only the methods for data and `fetch_state` may be called.
         If the run fails meanwhile, the error is raised at the end of the context.
         """
-        ...
 
+    @abstractmethod
     def begin_edit(self) -> bool:
         """Pull the newest weights for an edit by the script. Return True if this worker's edit is the one to push."""
-        ...
 
+    @abstractmethod
     def push_edit(self, present: bytes, *, buffers: Mapping[int, torch.Tensor]) -> None:
         """End the iteration with the script's edit, and pull the new weights.
 
@@ -244,22 +315,8 @@ class Session(Protocol):
             present: one byte per parameter: 1 if the parameter was edited, else 0.
             buffers: index -> buffer, for the buffers that have changed since the last push.
         """
-        ...
 
-    def cancel_edit(self) -> None:
-        """End the script's edit without a push."""
-        ...
-
-    @property
-    def now_s(self) -> float:
-        """The current time in seconds, on the clock of the run."""
-        ...
-
-    @property
-    def data(self) -> DataFeed:
-        """The data that the coordinator has handed out to this worker."""
-        ...
-
+    @abstractmethod
     def exchange(self, ask: Callable[[], Sequence[Request]]) -> None:
         """Send requests to the coordinator, and wait until the data feed has no unanswered request.
 
@@ -267,16 +324,16 @@ class Session(Protocol):
             ask: function that returns the requests. While it is called, no other thread uses the connections, so all
                 requests that the feed considers unanswered have been sent.
         """
-        ...
 
     def epoch_begins(self, epoch: int) -> None:
         """Tell the session that this worker begins a pass over its part of the data. Epochs are counted from 0."""
-        ...
+        self.core.reach_epoch(epoch)
 
+    @abstractmethod
     def request_sync(self, sync: str | SyncModel | Sequence[SyncModel], shard: int | None) -> None:
         """Request a change of the sync model. See `set_sync`."""
-        ...
 
+    @abstractmethod
     def commit(
         self,
         present: bytes,
@@ -306,44 +363,12 @@ class Session(Protocol):
             set_index: the parameter set that is pushed and pulled; None for all sets.
             observed: what was seen of the push, for the guard of the run.
         """
-        ...
 
+    @abstractmethod
     def observe(self, observed: Observation, noted: Sequence[Noted] = ()) -> None:
         """Report at once what was seen of a push, and what the script has logged if no other push follows."""
-        ...
 
-    def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
-        """Return each shard with its optimizer state, which maps "<segment>/<key>" to a tensor.
-
-        May be called before `begin`, like `fetch_model`. The result is then empty if the run is only beginning.
-        """
-        ...
-
-    def fetch_buffers(self) -> Mapping[str, torch.Tensor]:
-        """Return the model's buffers, pooled over the workers, by their names in the `state_dict`."""
-        ...
-
-    def fetch_initial_buffers(
-        self, specs: Sequence[BufferSpec], own: Sequence[torch.Tensor]
-    ) -> Mapping[str, torch.Tensor]:
-        """Return the initializer's values of the buffers that were added last, by their names in the `state_dict`.
-
-        In a worker that has just joined a run in progress, these are all buffers, pooled over the other workers.
-
-        Args:
-            specs: these buffers.
-            own: this worker's own values of these buffers. If they are equal, the result may be {}.
-        """
-        ...
-
-    def fetch_frozen(self, specs: Sequence[FrozenSpec]) -> Mapping[str, torch.Tensor]:
-        """Return the run's values of those of these frozen parameters whose own digests are others, by name.
-
-        Raises:
-            ConfigurationError: no worker of the run has these values any more.
-        """
-        ...
-
+    @abstractmethod
     def combine(
         self, call: str, op: Literal["mean", "sum"] = "sum", numbers: bytes = b"", weight: float = 1.0
     ) -> Combined:
@@ -358,26 +383,10 @@ class Session(Protocol):
             numbers: the numbers to combine, as native float64.
             weight: the weight of the numbers in a mean.
         """
-        ...
 
-    def keep_states(self, position: LoopPosition, states: Sequence[memoryview]) -> None:
-        """Send the states of tracked objects, taken at this position, to the server of shard 0.
-
-        Their memory may change after this call.
-        """
-        ...
-
-    def fetch_states(self, address: str) -> tuple[LoopPosition, bytes | bytearray] | None:
-        """Return the states that were kept last, with their position; None if there are none.
-
-        Args:
-            address: the address of the server of shard 0. The session need not be connected to it yet.
-        """
-        ...
-
+    @abstractmethod
     def finish(self) -> None:
         """Leave the run. After this call, no other worker waits for this worker."""
-        ...
 
 
 class _OfThread(threading.local):

@@ -7,7 +7,7 @@ gradients change memory.
 
 `Copying` copies gradients while the backward pass is still running (see `early_copies.py`). Weights are copied to the
 device after each pull. The device waits for this copy before it computes anything else, and the host waits for it
-before the session uses its memory again (`Session.before_exchange`).
+before the session uses its memory again (`Callbacks.before_exchange`).
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Copying:
         finalize(self, queue.register(list(self._sent.values())))
         self._unregister_weights: finalize[..., Copying] | None = None
         self.follow(session.weights)
-        session.before_exchange = queue.drain
+        session.callbacks.before_exchange = queue.drain
 
     def follow(self, weights: Vectors) -> None:
         self._queue.drain()

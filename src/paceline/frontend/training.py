@@ -100,7 +100,7 @@ class WorkerTraining:
         trained = Trained.of(sets)
         layout = trained.spec.layout
         self._expect_batches_for(trained)
-        session.frozen = trained.buffers.chunks_of
+        session.callbacks.frozen = trained.buffers.chunks_of
         initializer = session.begin(trained.spec)
         weights = Weights(layout, trained.parameters)
         if initializer:
@@ -113,8 +113,8 @@ class WorkerTraining:
         new = ((), ()) if initializer else (trained.spec.buffers, trained.spec.frozen)
         self._train(trained, weights, range(len(trained.parameters)), *new)
         # The session refers to this object, so that it lives on if the script keeps only the model.
-        session.on_moved = self._follow_weights
-        session.on_finish = self._finish
+        session.callbacks.on_moved = self._follow_weights
+        session.callbacks.on_finish = self._finish
         _trainings[session] = ref(self)
 
     @property
@@ -167,12 +167,12 @@ class WorkerTraining:
         }
         weights = Weights(layout, trained.parameters)
         weights.copy_to(initial)
-        session.frozen = trained.buffers.chunks_of
+        session.callbacks.frozen = trained.buffers.chunks_of
         state_of = trained.initial_state(trained.new_since(before))
-        pulled, iteration = self._weights.copies(), session.iteration
+        pulled, iteration = self._weights.copies(), session.core.iteration
         if refused := session.extend(trained.spec, initial, list(trained.buffers.added.values()), state_of):
             raise UsageError(f"The workers' calls differ: {refused}")
-        if session.iteration == iteration or self.graph_begun:
+        if session.core.iteration == iteration or self.graph_begun:
             # The weights that the worker has pulled with its last step. A graph may hold them.
             self._weights.keep_in(session.weights, pulled)
         remove_now(session)
@@ -207,9 +207,9 @@ class WorkerTraining:
         replaced = any(index in added for index in weights.use(self._stager))
         if new_buffers:
             own = trained.buffers.values(new_buffers)
-            replaced |= trained.buffers.take_over(session.fetch_initial_buffers(new_buffers, own))
+            replaced |= trained.buffers.take_over(session.servers.fetch_initial_buffers(new_buffers, own))
         if new_frozen:
-            replaced |= trained.buffers.take_over(session.fetch_frozen(new_frozen))
+            replaced |= trained.buffers.take_over(session.servers.fetch_frozen(new_frozen))
         if replaced:
             self.stale |= {
                 set_index
@@ -229,8 +229,8 @@ class WorkerTraining:
 
     def _expect_batches_for(self, trained: Trained) -> None:
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in trained.model.modules()):
-            self._session.data.least = 2  # BatchNorm cannot normalize a batch of one sample
-        self._session.data.accelerated = trained.device.type != "cpu"
+            self._session.core.data.least = 2  # BatchNorm cannot normalize a batch of one sample
+        self._session.core.data.accelerated = trained.device.type != "cpu"
 
     def require_not_idle(self, call: str) -> None:
         """Raise `UsageError` if the script evaluates or edits the model."""
@@ -286,7 +286,7 @@ class WorkerTraining:
             self._stager.await_gradients()
             return result
 
-        if not self._session.may_restart:
+        if not self._session.core.may_restart:
             result = computed()
             self._session.hold_back(droppable=False)
             return result
@@ -306,7 +306,7 @@ class WorkerTraining:
         If the sync model aborts computations, the main worker says once that this is impossible without a closure.
         """
         session = self._session
-        if session.may_restart and not self._said_unabortable:
+        if session.core.may_restart and not self._said_unabortable:
             self._said_unabortable = True
             if session.main_worker == session.worker:
                 log.warning("%s", UNABORTABLE)
@@ -353,14 +353,14 @@ class WorkerTraining:
         if session.observes or name is not None or set_index in self._had_nan:
             weights = sampled_norm(of_set(session.weights, selected).values())
             observed = Observation(
-                session.updates, logged.loss, norm, weights, (name or "")[:MOST_PARAMETER], set_index
+                session.core.updates, logged.loss, norm, weights, (name or "")[:MOST_PARAMETER], set_index
             )
         observed = self._in_turn(observed, logged, is_nan=name is not None)
         if name is None:
             self._had_nan.discard(set_index)
         else:
             self._had_nan.add(set_index)
-            error = NonFiniteGradientError(session.worker, session.iteration, name)
+            error = NonFiniteGradientError(session.worker, session.core.iteration, name)
             if not session.skips_nan:
                 assert observed is not None
                 session.observe(observed, logged.noted)
@@ -370,12 +370,12 @@ class WorkerTraining:
                 *error.args,
             )
             empty = True
-        if session.iteration < HASHED_ITERATIONS and session.workers > 1 and not session.data.used:
+        if session.core.iteration < HASHED_ITERATIONS and session.workers > 1 and not session.core.data.used:
             gradient = "" if empty else digest(of_set(session.gradients, selected).values())
-            hashed = Send(COORDINATOR, GradientHashed(session.iteration, gradient))
+            hashed = Send(COORDINATOR, GradientHashed(session.core.iteration, gradient))
             session.exchange(lambda: [hashed])
         significance = None
-        if session.needs_significance and not empty:
+        if session.core.needs_significance and not empty:
             norm_of_weights = _norm(of_set(session.weights, selected))
             significance = _norm(of_set(session.gradients, selected)) / max(norm_of_weights, LEAST_NORM)
         if empty:
@@ -448,7 +448,7 @@ class WorkerTraining:
         self.require_not_idle("editing()")
         session, weights = self._session, self._weights
         weights.require_unchanged()
-        if session.lockstep and session.rounds_weights:
+        if session.core.lockstep and session.rounds_weights:
             self.refresh()  # the edit begins with the weights that the servers have, as it does under other models
         pushes_edit = session.begin_edit()
         weights.mark_pulled()
@@ -462,7 +462,7 @@ class WorkerTraining:
                 changed = {index: value.clone() for index, value in changed.items()}
                 lent = self._gradients.replaced_by(changed)
         except BaseException:
-            session.cancel_edit()
+            session.core.cancel_edit()
             raise
         finally:
             self._inside = ""
@@ -488,15 +488,15 @@ class WorkerTraining:
         if self._inside:
             return session.combine(call, op, numbers, weight)
         self._weights.require_unchanged()
-        before = session.iteration
+        before = session.core.iteration
         combined = session.combine(call, op, numbers, weight)
-        if session.iteration != before:  # the worker has pushed and pulled while it waited
+        if session.core.iteration != before:  # the worker has pushed and pulled while it waited
             self._weights.mark_pulled()
         return combined
 
     def pooled_buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the model's buffers, pooled over the workers; {} if this worker's have not changed in training."""
-        return self._session.fetch_buffers() if self._trained.buffers.have_changed else {}
+        return self._session.servers.fetch_buffers() if self._trained.buffers.have_changed else {}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return this worker's own buffers, by their names in the model's `state_dict`."""
@@ -504,7 +504,7 @@ class WorkerTraining:
 
     def fetch_state(self, set_index: int) -> dict[int, dict[str, Any]]:
         """Fetch the state of a set's optimizer from the servers, as the "state" entry of a `state_dict()`."""
-        state = join_state(self._trained.spec.layout, self._session.fetch_state())
+        state = join_state(self._trained.spec.layout, self._session.servers.fetch_state())
         members = self._trained.members[set_index]
         return {
             position: _beside(self.parameters[index], state[index])
@@ -526,7 +526,7 @@ class WorkerTraining:
         """Notice if the first output that is computed of a batch is a part of a gradient. See `core/drawn.py`."""
         if torch.is_grad_enabled():
             guess_of(self._session).computes = True
-        batch = self._session.data.newest
+        batch = self._session.core.data.newest
         if batch is None or batch.watched or not builds_graph(self._session):
             return
         for leaf in tree_leaves(output):

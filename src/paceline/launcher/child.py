@@ -162,7 +162,7 @@ def leave_on_sigterm(session: WorkerSession) -> None:
 
     def handle(number: int, frame: FrameType | None) -> None:
         if os.getpid() == process:
-            session.leave()
+            session.links.asked_to_leave = True
         else:  # a process that the script has forked
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -177,9 +177,9 @@ def _is_leaving(session: WorkerSession) -> bool:
     worker receives the signal a little later.
     """
     deadline_s = time.monotonic() + SAME_SIGNAL_S
-    while not session.asked_to_leave and time.monotonic() < deadline_s:
+    while not session.links.asked_to_leave and time.monotonic() < deadline_s:
         time.sleep(POLL_INTERVAL_S)
-    return session.asked_to_leave
+    return session.links.asked_to_leave
 
 
 def _train(kind: str, arguments: list[str], objects: BinaryIO) -> None:

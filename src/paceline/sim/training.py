@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 
 from ..core.collectives import combine
-from ..core.data_feed import DataFeed
 from ..core.guard import DIVERGED
 from ..core.layout import ShardSlice, of_set
-from ..core.lease import BatchSizing, Split
+from ..core.lease import BatchSizing
 from ..core.messages import Combined, Contributed, LoopPosition, Observation, Warned
 from ..core.model_spec import BufferSpec, FrozenSpec, HyperParameters, ModelSpec, first_difference
 from ..core.requests import COORDINATOR, Request, Send
@@ -37,7 +36,7 @@ from ..frontend.clipping import unwatch_torch, watch_torch
 from ..frontend.generators import GeneratorStates
 from ..frontend.loss_scaling import unwatch_scalers, watch_scalers
 from ..frontend.metrics import metrics_of
-from ..frontend.session import install
+from ..frontend.session import Callbacks, Servers, Session, install
 from ..plugins.failures import script_traceback
 from ..runtime.reader import WeightsSnapshot, named_weights
 from ..shard.buffers import unpack
@@ -218,7 +217,9 @@ class Training:
         """Return copies of the frozen parameters of a worker, by name; those of the run, if they are known."""
         known = {spec.name: self._frozen[spec.name] for spec in model.frozen if spec.name in self._frozen}
         new = [spec for spec in model.frozen if spec.name not in known]
-        return known | {spec.name: unpack(spec, b"".join(session.frozen(spec.digest) or ())) for spec in new}
+        return known | {
+            spec.name: unpack(spec, b"".join(session.callbacks.frozen(spec.digest) or ())) for spec in new
+        }
 
     def start_stores(
         self, vectors: Vectors, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]
@@ -280,7 +281,7 @@ class Training:
 
     def supplied(self, worker: int) -> None:
         session = self._sessions[worker]
-        if session.awaits_data and not session.data.waiting:
+        if session.awaits_data and not session.core.data.waiting:
             self._resume(session)
 
     def combined(self, worker: int) -> None:
@@ -379,7 +380,7 @@ class Training:
                 f"worker {session.worker}", first_line(error), script_traceback(error)
             ) from error
         if session.strand.ended and session.joined:
-            if warning := session.on_finish():
+            if warning := session.callbacks.on_finish():
                 self.job.carry(session.worker, [Send(COORDINATOR, Warned(warning))], at_once=False)
             self._finish(session)
 
@@ -401,24 +402,22 @@ class Training:
             sys.modules["__main__"] = session.main
 
 
-class VirtualSession:
+class VirtualSession(Session):
     """The session of a simulated worker. See `paceline.frontend.session.Session`."""
 
     def __init__(self, training: Training, worker: int, generator_seed: int) -> None:
-        self.worker = worker
-        self.workers = training.workers
-        self.split: Split = "auto"
-        self.batch = training.batch
-        self.seed = training.seed
-        self.device = torch.device("cpu")
-        self.skips_nan = training.skips_nan
-        self.observes = training.observes
-        self.weights: Vectors = {}
-        self.gradients: Vectors = {}
-        self.before_exchange: Callable[[], object] = lambda: None
-        self.frozen: Callable[[str], Iterable[memoryview] | None] = lambda digest: None
-        self.on_moved: Callable[[], object] = lambda: None
-        self.on_finish: Callable[[], str] = str
+        core = training.job.workers[worker].core
+        super().__init__(
+            core,
+            worker=worker,
+            workers=training.workers,
+            split="auto",
+            batch=training.batch,
+            seed=training.seed,
+            device="cpu",
+            skips_nan=training.skips_nan,
+        )
+        self.servers = VirtualServers(training, core)
         self.strand: Strand
         self.model: ModelSpec | None = None
         # the initial weights, buffers and optimizer state of parameters that the script adds
@@ -441,10 +440,6 @@ class VirtualSession:
         self._groups = GroupsReader()
         self._sparse: set[int] = set()  # the parameters whose gradients are sparse
 
-    @property
-    def _core(self) -> Worker:
-        return self._training.job.workers[self.worker].core
-
     # -- the interface of a session -----------------------------------------------------------------------
 
     @property
@@ -453,9 +448,6 @@ class VirtualSession:
 
     def is_main_now(self) -> bool:
         return self.main_worker == self.worker
-
-    def fetch_model(self, digest: Callable[[FrozenSpec], str]) -> Mapping[str, torch.Tensor] | None:
-        return self._training.snapshot().state_dict if self._training.stores else None
 
     def begin(self, model: ModelSpec) -> bool:
         self.model = model
@@ -474,22 +466,6 @@ class VirtualSession:
     def await_first_weights(self) -> None:
         self._join()
 
-    @property
-    def iteration(self) -> int:
-        return self._core.iteration
-
-    @property
-    def updates(self) -> int:
-        return self._core.updates
-
-    @property
-    def samples(self) -> int:
-        return self._core.samples
-
-    @property
-    def sends_early(self) -> bool:
-        return False
-
     def extend(
         self,
         model: ModelSpec,
@@ -504,36 +480,19 @@ class VirtualSession:
         self._training.job.propose(self.worker, model)
         self._pause()
         del self.initial
-        return self._core.combined.refused if self._core.combined is not None else ""
+        return self.core.combined.refused if self.core.combined is not None else ""
+
+    @property
+    def observes(self) -> bool:
+        return self._training.observes
 
     @property
     def rounds_weights(self) -> bool:
         return self._training.wire.weights == "bf16"
 
-    def weights_edited(self) -> bool | None:
-        return None
-
-    def gradient_ready(self, parameter: int) -> None:
-        pass
-
     def pushes_rows(self, parameter: int) -> bool:
         self._sparse.add(parameter)
         return True
-
-    @property
-    def needs_significance(self) -> bool:
-        return self._core.needs_significance
-
-    @property
-    def may_restart(self) -> bool:
-        return self._core.may_restart
-
-    @property
-    def lockstep(self) -> bool:
-        return self._core.lockstep
-
-    def require_clippable(self) -> None:
-        self._core.require_clippable()
 
     def restart_ordered(self) -> bool:
         """Return True if the current computation must be aborted.
@@ -549,7 +508,7 @@ class VirtualSession:
 
     def hold_back(self, *, droppable: bool) -> bool:
         self._end_uncommitted()
-        if droppable and self.may_restart:
+        if droppable and self.core.may_restart:
             self._passed = self._passed or self._pass_time()
             self._held_back = self._passed
         else:
@@ -575,20 +534,17 @@ class VirtualSession:
         self._end_uncommitted()
         if self._training.job.begin_edit(self.worker):
             self._pause()
-        return self._core.edits
+        return self.core.edits
 
     def push_edit(self, present: bytes, *, buffers: Mapping[int, torch.Tensor]) -> None:
         self.strand.require_own_thread()
         training = self._training
         self.pulls = None
-        pushes = self._pushes(present, (), exact=True) if self._core.edits else []
+        pushes = self._pushes(present, (), exact=True) if self.core.edits else []
         if buffers:
             training.keep_buffers(self.worker, buffers)
         training.job.push_edit(self.worker, pushes)
         self._pause()
-
-    def cancel_edit(self) -> None:
-        self._core.cancel_edit()
 
     def idle(self) -> AbstractContextManager[None]:
         return nullcontext()  # virtual time passes only in calls to the session
@@ -597,14 +553,10 @@ class VirtualSession:
     def now_s(self) -> float:
         return self._training.job.kernel.now_s
 
-    @property
-    def data(self) -> DataFeed:
-        return self._core.data
-
     def exchange(self, ask: Callable[[], Sequence[Request]]) -> None:
         self.strand.require_own_thread()
         self._training.job.carry(self.worker, ask(), at_once=not self.joined)
-        if self.data.waiting:
+        if self.core.data.waiting:
             self.awaits_data = True
             self._pause()
             self.awaits_data = False
@@ -612,7 +564,7 @@ class VirtualSession:
     def epoch_begins(self, epoch: int) -> None:
         self._epoch = epoch
         if self.weights:
-            self._core.reach_epoch(epoch)
+            self.core.reach_epoch(epoch)
 
     def request_sync(self, sync: str | SyncModel | Sequence[SyncModel], shard: int | None) -> None:
         schedule = read_schedule(sync)
@@ -670,25 +622,7 @@ class VirtualSession:
         if noted:
             self._training.job.log(self.worker, Settled(noted), ended=True)
         # The function may be about to raise an exception, so no virtual time passes in which a message could arrive.
-        self._training.job.carry(self.worker, self._core.observe(observed), at_once=True)
-
-    def fetch_buffers(self) -> Mapping[str, torch.Tensor]:
-        return self._training.pooled_buffers()
-
-    def fetch_initial_buffers(
-        self, specs: Sequence[BufferSpec], own: Sequence[torch.Tensor]
-    ) -> Mapping[str, torch.Tensor]:
-        late = self._core.joined_late and self._core.extended is None
-        return self._training.pooled_buffers() if late else self._training.initial_buffers
-
-    def fetch_frozen(self, specs: Sequence[FrozenSpec]) -> Mapping[str, torch.Tensor]:
-        return self._training.frozen_beyond(specs)
-
-    def keep_states(self, position: LoopPosition, states: Sequence[memoryview]) -> None:
-        self._training.states = position, b"".join(states)
-
-    def fetch_states(self, address: str) -> tuple[LoopPosition, bytes | bytearray] | None:
-        return self._training.states
+        self._training.job.carry(self.worker, self.core.observe(observed), at_once=True)
 
     def combine(
         self, call: str, op: Literal["mean", "sum"] = "sum", numbers: bytes = b"", weight: float = 1.0
@@ -700,22 +634,16 @@ class VirtualSession:
             return combine({self.worker: Contributed(call, 1, op, numbers, weight)})
         self._gathered = True
         self._training.job.combine(self.worker, call, op, numbers, weight, at_once=not self.joined)
-        if self._core.combined is None or self.joined:
+        if self.core.combined is None or self.joined:
             self._pause()
         self._gathered = False
-        assert self._core.combined is not None
-        return self._core.combined
+        assert self.core.combined is not None
+        return self.core.combined
 
     @property
     def combined_early(self) -> bool:
         """True if a barrier or a reduction has ended in which the function waits before its first step."""
-        return self._gathered and not self.strand.ended and self._core.combined is not None
-
-    def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
-        return [
-            (store.bounds, {key: value.clone() for key, value in store.optimizer_state().items()})
-            for store in self._training.stores
-        ]
+        return self._gathered and not self.strand.ended and self.core.combined is not None
 
     def finish(self) -> None:
         pass  # the worker finishes when its function ends
@@ -725,9 +653,7 @@ class VirtualSession:
     def end(self) -> None:
         """End the function, and release the callbacks that refer back to this session."""
         self.strand.end()
-        self.frozen = lambda digest: None
-        self.before_exchange = self.on_moved = lambda: None
-        self.on_finish = str
+        self.callbacks = Callbacks()
         self.commit_waits = None
 
     def allocate(self, model: ModelSpec) -> None:
@@ -739,7 +665,7 @@ class VirtualSession:
     def _join(self) -> None:
         """Report the epoch, and request the changes of the sync model that had to wait for the initial weights."""
         if self._epoch >= 0:
-            self._core.reach_epoch(self._epoch)
+            self.core.reach_epoch(self._epoch)
         for models, shard in self._requests:
             self._send_request(models, shard)
         self._requests = []
@@ -789,13 +715,48 @@ class VirtualSession:
 
     def _pause(self) -> Any:
         """Let virtual time pass. Return the result of `Strand.pause`."""
-        self.before_exchange()
+        self.callbacks.before_exchange()
         return self.strand.pause()
 
     def _pass_time(self, *, droppable: bool = True) -> bool:
         self._training.job.compute(self.worker, droppable=droppable)
         passed: bool = self._pause()
         return passed
+
+
+class VirtualServers(Servers):
+    """What a simulated worker requests from the servers. See `paceline.frontend.session.Servers`."""
+
+    def __init__(self, training: Training, core: Worker) -> None:
+        self._training = training
+        self._core = core
+
+    def fetch_model(self, digest: Callable[[FrozenSpec], str]) -> Mapping[str, torch.Tensor] | None:
+        return self._training.snapshot().state_dict if self._training.stores else None
+
+    def fetch_buffers(self) -> Mapping[str, torch.Tensor]:
+        return self._training.pooled_buffers()
+
+    def fetch_initial_buffers(
+        self, specs: Sequence[BufferSpec], own: Sequence[torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        late = self._core.joined_late and self._core.extended is None
+        return self._training.pooled_buffers() if late else self._training.initial_buffers
+
+    def fetch_frozen(self, specs: Sequence[FrozenSpec]) -> Mapping[str, torch.Tensor]:
+        return self._training.frozen_beyond(specs)
+
+    def keep_states(self, position: LoopPosition, states: Sequence[memoryview]) -> None:
+        self._training.states = position, b"".join(states)
+
+    def fetch_states(self, address: str) -> tuple[LoopPosition, bytes | bytearray] | None:
+        return self._training.states
+
+    def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
+        return [
+            (store.bounds, {key: value.clone() for key, value in store.optimizer_state().items()})
+            for store in self._training.stores
+        ]
 
 
 def _is_of_guard(error: BaseException) -> bool:

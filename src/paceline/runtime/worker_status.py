@@ -1,0 +1,93 @@
+"""What a worker tells the coordinator for display: what it does, its last loss, and what it spends its time on."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+from ..core.messages import Status
+from ..core.time_spent import Activity, Stopwatch
+from ..core.unsent_metrics import Settled
+from ..errors import PeerLostError
+from .job import Job
+from .worker_links import Links
+
+__all__ = ["WorkerStatus"]
+
+STATUS_INTERVAL_S = 0.1  # minimum time between two reports
+
+
+class WorkerStatus:
+    """Reports the state of a worker.
+
+    Args:
+        job: the configuration of the run.
+        links: the worker's connections.
+
+    Attributes:
+        stopwatch: measures what the worker spends its time on.
+    """
+
+    def __init__(self, job: Job, links: Links) -> None:
+        self.stopwatch = Stopwatch(job.now_ticks())
+        self._job = job
+        self._links = links
+        self._reported_s = -math.inf
+        # What was shown last; the state is "" before the first time.
+        self._shown: Literal["", "computing", "waiting", "pulling", "paused"] = ""
+        self._loss: float | None = None  # the last one that is known
+        self._guessed = False  # True if it is a guess
+
+    def note_loss(self, logged: Settled) -> None:
+        """Keep the last loss that is known."""
+        if logged.shown is not None:
+            self._loss, self._guessed = logged.shown, logged.guessed
+
+    def show(self, state: Literal["computing", "waiting", "pulling", "paused"], now_s: float) -> None:
+        """Report the worker's state to the coordinator for display, at most once per `STATUS_INTERVAL_S`.
+
+        A change to "computing" is always reported, so that the display does not keep showing "waiting".
+        """
+        due = now_s - self._reported_s >= STATUS_INTERVAL_S
+        if (state != self._shown and (due or state == "computing")) or (due and state == "computing"):
+            self._reported_s, self._shown = now_s, state
+            self._report()
+
+    def _report(self) -> None:
+        """Send the state that is shown, and what the worker has spent its time on."""
+        if not self._shown:
+            return
+        spent = self.stopwatch.read(self._job.now_ticks())
+        core = self._links.core
+        epoch, part = core.data.place
+        status = Status(
+            core.iteration,
+            self._loss,
+            self._shown,
+            spent,
+            core.updates,
+            core.samples,
+            epoch,
+            part,
+            self._guessed,
+        )
+        self._links.post(self._links.coordinator, status)
+
+    @contextlib.contextmanager
+    def doing(self, activity: Activity) -> Iterator[None]:
+        """Return a context in which the worker spends its time on this activity.
+
+        What takes the worker away from its training may take long, so the coordinator is told of it at once.
+        """
+        with self._links.lock:
+            before = self.stopwatch.enter(activity, self._job.now_ticks())
+            if activity == "outside":
+                with contextlib.suppress(PeerLostError):  # the next exchange notices it, and knows the reason
+                    self._report()
+        try:
+            yield
+        finally:
+            with self._links.lock:
+                self.stopwatch.enter(before, self._job.now_ticks())
