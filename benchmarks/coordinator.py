@@ -26,7 +26,7 @@ from paceline.core.layout import Layout, Parameter
 from paceline.core.model_spec import ModelSpec, OptimizerSpec
 from paceline.errors import ConfigurationError
 from paceline.runtime.coordinator import CoordinatorHost
-from paceline.runtime.job import make_job
+from paceline.runtime.job_options import make_job
 from paceline.runtime.listener import Listener
 from paceline.shard.optimizers import read_groups
 from paceline.wire.passing import PassedSockets, Source

@@ -26,7 +26,7 @@ from paceline.core.lease import Lease, Order
 from paceline.core.messages import DataGranted, Hello, Message, Phase, first_phase
 from paceline.core.requests import Request, Send, worker_peer
 from paceline.runtime.coordinator import CoordinatorHost
-from paceline.runtime.job import make_job
+from paceline.runtime.job_options import make_job
 from paceline.sync.schedule import read_schedule
 from paceline.sync.ticks import in_ticks
 from paceline.wire.addresses import connect, listen_unix

@@ -38,7 +38,7 @@ from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.launcher.local import HostMachine, Placement
 from paceline.launcher.results import RunResult
 from paceline.launcher.run import start
-from paceline.runtime.job import make_job
+from paceline.runtime.job_options import make_job
 from paceline.sync.actions import AnswerPull
 from paceline.sync.ticks import TICKS_PER_S
 from paceline.trace.records import read_records

@@ -28,7 +28,7 @@ from paceline.errors import ConfigurationError
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.launcher.local import Placement
 from paceline.launcher.run import start
-from paceline.runtime.job import make_job
+from paceline.runtime.job_options import make_job
 
 from .overlap.namespaces import Network, NetworkLink, network, rate_bps
 from .transport.timing import Flat, median_s

@@ -21,7 +21,7 @@ from paceline.demo.digits import load
 from paceline.demo.settings import Problem, Setting
 from paceline.demo.trial import run_trial
 from paceline.report.comparison import TrialOutcome
-from paceline.runtime.job import make_job
+from paceline.runtime.job_options import make_job
 
 __all__ = ["ABORT_RATES", "ABORT_TIMES_S", "Search", "cherry_pick"]
 

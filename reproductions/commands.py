@@ -284,7 +284,7 @@ def cherry_pick(run_dir: RunDir = None) -> None:
     Takes about 4 minutes.
     """
     from paceline.demo.settings import EVERY_SETTING
-    from paceline.runtime.job import require_usable
+    from paceline.trace.run_dir import require_usable
 
     from .cherry_pick import cherry_pick as search
 

@@ -22,7 +22,7 @@ from paceline.errors import ConfigurationError
 from paceline.frontend.data import distribute
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.rehearsal.process_pool import TellCount, on_all_cores
-from paceline.runtime.reader import WeightsSnapshot
+from paceline.shard.snapshot import WeightsSnapshot
 from paceline.sim import Cluster, simulate
 
 from .datasets import Images

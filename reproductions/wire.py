@@ -23,7 +23,7 @@ import paceline
 from paceline.cli.progress import TellShare
 from paceline.core.wire_format import WireFormat
 from paceline.errors import ConfigurationError
-from paceline.runtime.reader import WeightsSnapshot
+from paceline.shard.snapshot import WeightsSnapshot
 
 from .evidence.images import DigitImages
 from .evidence.language import ByteTransformer

@@ -23,7 +23,8 @@ from paceline.core.loader_ledger import PositionCounts
 from paceline.frontend import session as sessions
 from paceline.plugins import loading
 from paceline.runtime.coordinator import CoordinatorHost
-from paceline.runtime.job import Assignment, make_job
+from paceline.runtime.job import Assignment
+from paceline.runtime.job_options import make_job
 from paceline.runtime.server import ServerHost
 from paceline.runtime.worker import WorkerSession
 from paceline.sync import MODELS, parse

@@ -21,7 +21,7 @@ from paceline.errors import ConfigurationError
 from paceline.frontend.session import set_sync
 from paceline.launcher.rehearsal import Rehearsals
 from paceline.rehearsal.ranking import rank
-from paceline.runtime.job import make_job
+from paceline.runtime.job_options import make_job
 from paceline.sim import Cluster, Dataset, Link, LogNormal, Presence, simulate
 from paceline.sim.prospects import cluster_of, prospects
 from paceline.sync import parse

@@ -25,7 +25,8 @@ from paceline.launcher.endings import EXIT_PEER_LOST
 from paceline.launcher.joining import join
 from paceline.launcher.orders import Descriptors, Order, file_of, payload_of_server
 from paceline.runtime.coordinator import CoordinatorHost
-from paceline.runtime.job import Assignment, make_job
+from paceline.runtime.job import Assignment
+from paceline.runtime.job_options import make_job
 from paceline.runtime.observer import Observer
 from paceline.shard import foreign
 from paceline.wire.addresses import connect, listen_tcp

@@ -36,7 +36,8 @@ from paceline.report.reading import read_report
 from paceline.report.run_report import RunReport, WorkerReport
 from paceline.report.summary import summary_rows
 from paceline.runtime.devices import CPU, Device
-from paceline.runtime.job import describe, make_job
+from paceline.runtime.job_description import describe
+from paceline.runtime.job_options import make_job
 
 from .live import DEADLINE_S, mark, run_program, start_program
 from .served import Served

@@ -18,9 +18,9 @@ from paceline.errors import UsageError
 from paceline.files import SYNC_BYTES, PatientWriter, Unfinished, write_json
 from paceline.launcher.results import save_weights, write_summary
 from paceline.runtime import best_effort
-from paceline.runtime.reader import WeightsSnapshot
 from paceline.runtime.segmented import SegmentedFile
 from paceline.runtime.traces import PART_BYTES, TraceFiles
+from paceline.shard.snapshot import WeightsSnapshot
 from paceline.wire.secret import new_secret, write_secret
 
 from .conftest import RunOnThreads

@@ -21,7 +21,7 @@ from paceline.core.layout import Layout, Parameter
 from paceline.core.model_spec import OptimizerSpec
 from paceline.core.wire_format import WireFormat
 from paceline.errors import ConfigurationError, RunFailedError
-from paceline.runtime import coordinator, job
+from paceline.runtime import coordinator, job_options
 from paceline.runtime.footprint import (
     DESCRIPTOR_HEADROOM,
     FORKED_BYTES,
@@ -464,14 +464,14 @@ def test_processes_that_do_not_fit_name_both_sizes_and_what_to_do(tmp_path: Path
 def test_a_run_whose_processes_do_not_fit_is_refused_and_makes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dry_run: bool
 ) -> None:
-    monkeypatch.setattr(job, "available_bytes", lambda: child_bytes(2, 1))
+    monkeypatch.setattr(job_options, "available_bytes", lambda: child_bytes(2, 1))
     options: dict[str, Any] = {"servers": 1, "run_dir": tmp_path / "run", "dry_run": dry_run}
     with pytest.raises(
         ConfigurationError, match=r"^not enough memory: 3 workers and 1 server are 4 processes"
     ):
-        job.make_job(workers=3, **options)
+        job_options.make_job(workers=3, **options)
     assert not (tmp_path / "run").exists()
-    job.make_job(workers=2, **options)
+    job_options.make_job(workers=2, **options)
 
 
 @pytest.mark.processes

@@ -21,13 +21,14 @@ from paceline.core.messages import FetchFrozen, FrozenTensors
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.frontend import session as sessions
 from paceline.runtime.coordinator import CoordinatorHost
-from paceline.runtime.frozen_files import read_frozen
-from paceline.runtime.frozen_values import FrozenValues, require_complete
-from paceline.runtime.job import Assignment, make_job
+from paceline.runtime.frozen_values import FrozenValues
+from paceline.runtime.job import Assignment
+from paceline.runtime.job_options import make_job
 from paceline.runtime.server import ServerHost
 from paceline.runtime.worker import WorkerSession
 from paceline.shard import digests
 from paceline.shard.digests import chunks, digest_of, digests_of
+from paceline.shard.frozen_files import read_frozen, require_complete
 from paceline.sim import Cluster, Presence, simulate
 
 if TYPE_CHECKING:

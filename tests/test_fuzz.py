@@ -60,7 +60,8 @@ from paceline.errors import PacelineError, PeerLostError, ProtocolError
 from paceline.frontend.session import current
 from paceline.runtime import spin
 from paceline.runtime.coordinator import CoordinatorHost
-from paceline.runtime.job import Assignment, make_job
+from paceline.runtime.job import Assignment
+from paceline.runtime.job_options import make_job
 from paceline.runtime.server import ServerHost
 from paceline.runtime.server_memory import ServerMemory
 from paceline.runtime.worker import WorkerSession

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.cli.job_settings import DEFAULTS, JobSettings, as_options
 from paceline.errors import ConfigurationError
-from paceline.runtime.job import describe, make_job
+from paceline.runtime.job_description import describe
+from paceline.runtime.job_options import make_job
 from paceline.sim import Cluster, SimResult, simulate
 from paceline.trace.replay import replay
 

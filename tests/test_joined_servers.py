@@ -18,7 +18,7 @@ from paceline.core.messages import TracePart
 from paceline.core.placement import round_robin
 from paceline.core.requests import EndWithout, Fail, server_peer
 from paceline.errors import ConfigurationError, ProtocolError
-from paceline.runtime.job import make_job
+from paceline.runtime.job_options import make_job
 from paceline.runtime.traces import PART_BYTES, TraceFiles
 from paceline.sync.schedule import read_schedule
 from paceline.trace import read_run, replay

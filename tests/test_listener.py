@@ -17,7 +17,7 @@ from paceline.errors import PeerLostError, ProtocolError, RunFailedError
 from paceline.launcher.local import HostMachine, Placement
 from paceline.launcher.run import start
 from paceline.runtime import strangers
-from paceline.runtime.job import make_job
+from paceline.runtime.job_options import make_job
 from paceline.runtime.listener import Listener
 from paceline.wire.addresses import connect, listen_tcp
 from paceline.wire.passing import PassedSockets, pass_on, socket_pair

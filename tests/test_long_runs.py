@@ -13,7 +13,7 @@ import pytest
 
 from paceline.launcher.results import summarize
 from paceline.runtime.coordinator import CoordinatorHost
-from paceline.runtime.job import make_job
+from paceline.runtime.job_options import make_job
 from paceline.sim import Cluster, Dataset, Presence, simulate
 from paceline.trace.recording import trace_files
 from paceline.trace.records import record_files, records_in

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.frontend import session as sessions
 from paceline.runtime.coordinator import CoordinatorHost
-from paceline.runtime.job import Assignment, make_job
+from paceline.runtime.job import Assignment
+from paceline.runtime.job_options import make_job
 from paceline.runtime.server import ServerHost
 from paceline.runtime.worker import WorkerSession
 from paceline.sim import Cluster, Presence, simulate

@@ -14,7 +14,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from paceline.launcher import outlets as launched
 from paceline.outlets.wanted import open_outlets
-from paceline.runtime.job import make_job
+from paceline.runtime.job_options import make_job
 
 from .live import DEADLINE_S, await_that
 from .shown import Shown

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import ConfigurationError
 from paceline.launcher.local import HostMachine, Placement
-from paceline.runtime.job import make_job
+from paceline.runtime.job_options import make_job
 
 
 def test_a_placement_must_fit_the_run(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 
 from paceline.launcher.results import save_weights
-from paceline.runtime.reader import WeightsSnapshot
+from paceline.shard.snapshot import WeightsSnapshot
 
 WEIGHT = torch.arange(6.0).reshape(2, 3).T  # not contiguous, as a model's may be
 

@@ -133,6 +133,30 @@ def test_a_pure_room_uses_no_global_random_source(file: Path) -> None:
             )
 
 
+def test_the_simulator_imports_nothing_from_the_live_hosts() -> None:
+    for file in (ROOT / "sim").rglob("*.py"):
+        found = {name for _, name in imports(file) if name.startswith("paceline.runtime")}
+        assert not found, f"{file.relative_to(ROOT)} imports {found}"
+
+
+SHARED = {"best_effort", "devices", "job", "segmented", "spin"}
+"""What the processes of workers and of servers have in common in `runtime`."""
+
+
+def used_by(module: str) -> set[str]:
+    """Return a module of `runtime`, and those of `runtime` that it imports, directly or not."""
+    found, new = set[str](), {module}
+    while new:
+        found |= new
+        names = (name for each in new for _, name in imports(ROOT / "runtime" / f"{each}.py"))
+        new = {name.split(".")[2] for name in names if name.startswith("paceline.runtime.")} - found
+    return found
+
+
+def test_a_worker_imports_nothing_from_the_modules_of_the_server() -> None:
+    assert used_by("worker") & used_by("server") == SHARED
+
+
 @pytest.mark.parametrize("folder", ["benchmarks", "reproductions"])
 def test_nothing_that_is_installed_imports_what_only_a_checkout_has(folder: str) -> None:
     for file in ROOT.rglob("*.py"):

@@ -19,7 +19,8 @@ from paceline.core.placement import round_robin
 from paceline.core.shard import Shard
 from paceline.errors import ConfigurationError
 from paceline.report.reading import ReportReader
-from paceline.runtime.job import Job, make_job
+from paceline.runtime.job import Job
+from paceline.runtime.job_options import make_job
 from paceline.runtime.segmented import SegmentedFile, Segmenting, segmenting
 from paceline.runtime.traces import PART_BYTES, TraceFiles, parts_of
 from paceline.sim import Cluster, Presence, simulate

@@ -24,7 +24,7 @@ from paceline.core.liveness import Liveness
 from paceline.core.messages import Snapshot, Waits, WorkerFinished, first_phase
 from paceline.errors import DeadlineError
 from paceline.runtime.coordinator import CoordinatorHost
-from paceline.runtime.job import make_job
+from paceline.runtime.job_options import make_job
 from paceline.runtime.server import ServerCaller, ServerHost
 from paceline.sync.ticks import TICKS_PER_S
 from paceline.wire import patience

@@ -10,7 +10,8 @@ import pytest
 
 from paceline.cli.job_settings import DEFAULTS, JobSettings, as_options
 from paceline.errors import ConfigurationError
-from paceline.runtime.job import describe, make_job
+from paceline.runtime.job_description import describe
+from paceline.runtime.job_options import make_job
 from paceline.trace.findings import find_moved
 
 from .live import mark, run_program

@@ -15,7 +15,7 @@ from paceline.core.model_spec import ModelSpec, OptimizerSpec
 from paceline.launcher.waiting import Waiting
 from paceline.runtime import stall
 from paceline.runtime.coordinator import CoordinatorHost
-from paceline.runtime.job import make_job
+from paceline.runtime.job_options import make_job
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from paceline.launcher.dynamo import UNTRACED
 from paceline.launcher.local import HostMachine, Placement
 from paceline.launcher.program import environment
 from paceline.launcher.progress import announce
-from paceline.runtime.job import make_job
+from paceline.runtime.job_options import make_job
 
 from .live import await_that, meanwhile, processes, run_program
 
@@ -133,7 +133,7 @@ from rich.console import Console
 
 from paceline.launcher.launch import run_script
 from paceline.launcher.starting import Starter
-from paceline.runtime.job import make_job
+from paceline.runtime.job_options import make_job
 
 with Starter.here() as starter:
     assert "torch" in sys.modules

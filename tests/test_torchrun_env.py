@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.errors import ConfigurationError
 from paceline.frontend.model import require_not_wrapped
-from paceline.runtime.job import make_job
+from paceline.runtime.job_options import make_job
 from tests.live import run_program
 
 SCRIPT = """

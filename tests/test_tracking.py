@@ -23,7 +23,8 @@ from paceline.core.requests import Send
 from paceline.errors import ProtocolError, UsageError
 from paceline.frontend import session as sessions
 from paceline.runtime.coordinator import CoordinatorHost
-from paceline.runtime.job import Assignment, make_job
+from paceline.runtime.job import Assignment
+from paceline.runtime.job_options import make_job
 from paceline.runtime.server import ServerHost
 from paceline.runtime.worker import WorkerSession
 from paceline.shard.states import decode_states, encode_states

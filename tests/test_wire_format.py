@@ -23,7 +23,9 @@ from paceline.errors import ConfigurationError
 from paceline.frontend import session as sessions
 from paceline.runtime import worker as worker_module
 from paceline.runtime.coordinator import CoordinatorHost
-from paceline.runtime.job import Assignment, describe, make_job
+from paceline.runtime.job import Assignment
+from paceline.runtime.job_description import describe
+from paceline.runtime.job_options import make_job
 from paceline.runtime.server import ServerHost
 from paceline.runtime.worker import WorkerSession
 from paceline.shard.rounding import round_trip

@@ -119,7 +119,7 @@ def serve(
     """
     with interruptible("nothing was started"):
         from ..outlets.wanted import open_outlets
-        from ..runtime.job import make_job
+        from ..runtime.job_options import make_job
 
         sys.path.insert(0, os.getcwd())  # --import may name modules in this directory
         least, most = worker_range(workers)
@@ -255,7 +255,7 @@ def join(
     """
     with interruptible("nothing was started"):
         from ..launcher.devices import assign_devices, shared
-        from ..runtime.job import require_usable
+        from ..trace.run_dir import require_usable
 
         place = address_of(address)
         require_processes(script, workers, servers, listen, port)

@@ -111,7 +111,7 @@ def simulate(
     from ..rehearsal import comparison, ranking, sweeps
     from ..rehearsal.clusters import load_cluster
     from ..report.canvas import can_draw
-    from ..runtime.job import require_script
+    from ..runtime.job_options import require_script
     from ..sim import Dataset
     from ..sync.translation import HYPERPARAMETERS
 

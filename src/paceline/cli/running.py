@@ -120,7 +120,8 @@ def run(
     with interruptible("nothing was started"):
         from ..launcher.devices import assign_devices, shared
         from ..outlets.wanted import open_outlets
-        from ..runtime.job import describe, make_job
+        from ..runtime.job_description import describe
+        from ..runtime.job_options import make_job
 
         module = str(script) if as_module else ""
         script = find_script(script, as_module=as_module)
@@ -198,7 +199,7 @@ def find_script(script: Path, *, as_module: bool) -> Path:
     Raises:
         ConfigurationError: there is no such script or module.
     """
-    from ..runtime.job import require_script
+    from ..runtime.job_options import require_script
 
     if as_module:
         sys.path.insert(0, os.getcwd())
@@ -255,7 +256,7 @@ def demo(
     """
     from ..demo.comparison import run_demo
     from ..demo.settings import EVERY_SETTING, SETTINGS
-    from ..runtime.job import require_usable
+    from ..trace.run_dir import require_usable
 
     if run_dir is not None:
         require_usable(run_dir)

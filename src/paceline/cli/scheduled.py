@@ -96,7 +96,7 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
     ) -> None:
         with interruptible("nothing was started"):
             from ..launcher.devices import device_of_process
-            from ..runtime.job import make_job
+            from ..runtime.job_options import make_job
 
             place = ENVIRONMENTS[scheduler](os.environ)
             module = str(script) if as_module else ""

@@ -27,11 +27,14 @@ from .divergence import Course
 from .messages import Observation
 from .outliers import Outliers
 
-__all__ = ["CONFIRMED", "DIVERGED", "GUARD_MODES", "Guard", "GuardMode", "Verdict", "guard_mode"]
+__all__ = ["CONFIRMED", "DIVERGED", "GUARD_MODES", "ON_NAN", "Guard", "GuardMode", "Verdict", "guard_mode"]
 
 GuardMode = Literal["off", "tell", "temper", "stop"]
 
 GUARD_MODES: tuple[GuardMode, ...] = ("off", "tell", "temper", "stop")
+
+ON_NAN = ("stop", "skip")
+"""What happens if a gradient contains NaN or inf: the run ends, or the push is left out."""
 
 DIVERGED = "training"
 """What has failed, in a failure that ends a run because its guard has stopped it."""

@@ -34,6 +34,7 @@ from ..errors import ConfigurationError
 __all__ = [
     "ALIGNMENT_BYTES",
     "ITEM_BYTES",
+    "SLICINGS",
     "Layout",
     "Parameter",
     "Piece",
@@ -48,6 +49,9 @@ __all__ = [
 ]
 
 ALIGNMENT_BYTES = 64
+
+SLICINGS = ("even", "by-parameter")
+"""The ways to slice the parameters. See `Layout.sliced`."""
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Size in bytes of one element of each dtype that a parameter may have. Each key is the name of a dtype in torch."""

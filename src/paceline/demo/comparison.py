@@ -22,7 +22,7 @@ from ..report.canvas import can_draw, no_picture, save
 from ..report.comparison import TrialOutcome, comparison_table, medians
 from ..report.picture import comparison_picture
 from ..report.timeline import Timeline, read_timeline
-from ..runtime.job import make_job
+from ..runtime.job_options import make_job
 from .digits import load
 from .settings import SETTINGS, Problem, Setting
 from .trial import Trial, run_trial

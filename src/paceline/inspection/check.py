@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..errors import ConfigurationError
 from ..launcher.endings import describe_ending
-from ..runtime.job import make_job, require_script
+from ..runtime.job_options import make_job, require_script
 from ..wire.secret import without_secret
 from . import probe
 from .mistakes import Evidence, Mistake, find_mistakes

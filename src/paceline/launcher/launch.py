@@ -19,7 +19,8 @@ from ..errors import ConfigurationError, UsageError, unknown_name
 from ..frontend.session import current
 from ..outlets.wanted import Outlets, open_outlets
 from ..plugins.optimizer_sources import OptimizerSources, imported_packages
-from ..runtime.job import Job, make_job
+from ..runtime.job import Job
+from ..runtime.job_options import make_job
 from ..shard.foreign import loaded_optimizers
 from ..sync import SyncModel
 from ..sync.schedule import Schedule

@@ -23,7 +23,7 @@ from ..core.history import MetricHistory
 from ..errors import ConfigurationError
 from ..files import write_json
 from ..runtime.coordinator import CoordinatorHost
-from ..runtime.reader import WeightsSnapshot
+from ..shard.snapshot import WeightsSnapshot
 from ..sync.model import agree_on_means
 from ..sync.ticks import TICKS_PER_S
 from ..trace.digest import Digest

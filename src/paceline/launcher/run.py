@@ -27,11 +27,11 @@ from ..outlets.wanted import Outlets
 from ..plugins.conditions import local_conditions
 from ..report.run_file import write_run_file
 from ..runtime.coordinator import CoordinatorHost
-from ..runtime.frozen_files import remove_frozen
 from ..runtime.in_progress import published
 from ..runtime.job import Job, claim_run_dir
 from ..runtime.listener import Listener
-from ..runtime.reader import WeightsSnapshot
+from ..shard.frozen_files import remove_frozen
+from ..shard.snapshot import WeightsSnapshot
 from ..sync import Conditions
 from ..wire.passing import PassedSockets
 from ..wire.preface import COORDINATOR

@@ -12,7 +12,8 @@ from pathlib import Path
 from ..core.good_weights import GoodWeights
 from ..errors import PacelineError
 from ..runtime.coordinator import CoordinatorHost
-from ..runtime.reader import Reader, WeightsSnapshot
+from ..runtime.reader import Reader
+from ..shard.snapshot import WeightsSnapshot
 from ..wire.addresses import seen_from
 
 __all__ = ["Keeper", "Sampler"]

@@ -15,8 +15,9 @@ from ..core.messages import Snapshot
 from ..core.model_spec import ModelSpec
 from ..core.placement import Placement
 from ..errors import ProtocolError
+from ..shard.snapshot import WeightsSnapshot
 from ..wire.memory import Region, cut
-from .reader import Assembly, WeightsSnapshot
+from .reader import Assembly
 
 __all__ = ["Collection"]
 

@@ -32,12 +32,12 @@ from ..core.model_spec import BufferSpec, FrozenSpec, ModelSpec
 from ..errors import DeadlineError, PeerLostError, ProtocolError
 from ..frontend.session import Callbacks, Servers
 from ..shard.buffers import checksum, packed_bytes, unpack
+from ..shard.frozen_files import require_complete
+from ..shard.optimizer_state import require_plausible_state
 from ..shard.vectors import Vectors
 from ..wire.addresses import seen_from
-from .frozen_values import require_complete
 from .job import Assignment
 from .reader import Reader, read_states
-from .server_memory import require_plausible_state
 from .worker_links import Links, exclusive
 
 __all__ = ["Fetches"]

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from ..core.messages import FetchFrozen, FrozenTensors
-from ..errors import ConfigurationError, ProtocolError
+from ..errors import ProtocolError
 
-__all__ = ["FrozenSend", "FrozenValues", "require_complete"]
+__all__ = ["FrozenSend", "FrozenValues"]
 
 Peer = TypeVar("Peer")
 
@@ -123,18 +123,3 @@ class FrozenValues(Generic[Peer]):
         if not self._waiting and self._source < 0:
             self._tried.clear()
         return sends
-
-
-def require_complete(name_of: Mapping[str, str], found: Iterable[str]) -> None:
-    """Check that values with all requested digests have been found. `name_of` maps them to names of parameters.
-
-    Raises:
-        ConfigurationError: no worker of the run has one of these values any more.
-    """
-    if absent := name_of.keys() - set(found):
-        name = min(name_of[digest] for digest in absent)
-        raise ConfigurationError(
-            f"The frozen parameter {name!r} has another value here than in the run, and no worker can send the run's "
-            "value. Load the frozen parameters from the same checkpoint in all workers, or seed the random "
-            "generators in the same way before the model is built."
-        )

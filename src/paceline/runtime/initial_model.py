@@ -12,8 +12,8 @@ from ..core.layout import ShardSlice
 from ..core.messages import InitialState, InitialWeights
 from ..core.model_spec import FrozenSpec
 from ..shard.buffers import pack
+from ..shard.frozen_files import write_frozen
 from ..shard.vectors import Vectors
-from .frozen_files import write_frozen
 from .job import Job
 from .worker_links import Links
 

@@ -7,13 +7,11 @@ but different shards may have different versions. A snapshot contains the versio
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-import msgspec
 import safetensors.torch
 import torch
 
-from ..core.layout import Layout, ShardSlice, item_bytes
+from ..core.layout import ShardSlice, item_bytes
 from ..core.messages import (
     MOST_STATES_BYTES,
     FetchFrozen,
@@ -31,54 +29,20 @@ from ..core.messages import (
 )
 from ..core.model_spec import FrozenSpec, ModelSpec
 from ..errors import ProtocolError
-from ..files import Unfinished
 from ..shard.buffers import packed_bytes, unpack
-from ..shard.store import Vectors
-from ..shard.vectors import parameter_views, tensors_over
+from ..shard.frozen_files import require_complete
+from ..shard.optimizer_state import require_plausible_state
+from ..shard.snapshot import WeightsSnapshot, named_weights
+from ..shard.vectors import Vectors, tensors_over
 from ..wire.addresses import connect
 from ..wire.memory import cut
 from ..wire.stream import Stream
 from ..wire.tls import Contexts
-from .frozen_files import read_frozen
-from .frozen_values import require_complete
-from .server_memory import require_plausible_state
 
-__all__ = ["Assembly", "Reader", "WeightsSnapshot", "named_weights", "read_states"]
+__all__ = ["Assembly", "Reader", "read_states"]
 
 FROZEN_SILENCE_S = 600.0
 """Time within which a server sends a frozen parameter: a worker sends it to the server only between computations."""
-
-
-class WeightsSnapshot(msgspec.Struct, frozen=True):
-    """A snapshot of the weights and buffers of the model.
-
-    Attributes:
-        state_dict: name -> tensor, as in the model's `state_dict()`. A tied weight appears under each of its names.
-        versions: for each shard, the number of updates that its weights include; -1 if the number is unknown.
-        absent: names of the tensors that are missing or incomplete because a shard could not be read.
-        frozen: the frozen parameters whose values the servers do not have, because every worker has loaded the same.
-    """
-
-    state_dict: dict[str, torch.Tensor]
-    versions: tuple[int, ...]
-    absent: tuple[str, ...] = ()
-    frozen: tuple[FrozenSpec, ...] = ()
-
-    def completed(self, run_dir: Path) -> WeightsSnapshot:
-        """Return the snapshot with the frozen parameters that are in files in the run directory."""
-        read = {
-            spec.name: tensor for spec in self.frozen if (tensor := read_frozen(run_dir, spec)) is not None
-        }
-        left = tuple(spec for spec in self.frozen if spec.name not in read)
-        return msgspec.structs.replace(self, state_dict=self.state_dict | read, frozen=left)
-
-    def save(self, path: Path) -> Path:
-        """Write the tensors to a file in safetensors format, which is then complete or absent. Return its path."""
-        with Unfinished(path) as place:
-            safetensors.torch.save_file(
-                {name: tensor.contiguous() for name, tensor in self.state_dict.items()}, place
-            )
-        return path
 
 
 class Assembly:
@@ -314,15 +278,3 @@ def read_states(
     if not isinstance(answer, KeptStates):
         raise ProtocolError(f"a server sent {type(answer).__name__} to a reader, expected KeptStates")
     return (answer.position, data) if answer.position is not None else None
-
-
-def named_weights(layout: Layout, vectors: Vectors) -> dict[str, torch.Tensor]:
-    """Return copies of all parameters in the flat vectors, as a dictionary from name to tensor.
-
-    Tied parameters appear under all of their names.
-    """
-    return {
-        name: view.clone()
-        for p, view in zip(layout.parameters, parameter_views(layout, vectors), strict=True)
-        for name in p.names
-    }

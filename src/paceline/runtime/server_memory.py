@@ -30,6 +30,7 @@ from ..core.wire_format import EXACT, WireFormat
 from ..errors import ProtocolError
 from ..shard.buffers import bytes_of, pack, packed_bytes, unpack
 from ..shard.groups import GroupsReader
+from ..shard.optimizer_state import require_plausible_state
 from ..shard.rounding import Rounded, whole
 from ..shard.slots import BufferSlots
 from ..shard.store import Push, Store, Vectors
@@ -38,12 +39,7 @@ from ..wire.memory import Inbox, Region, SharedInbox, StreamedInbox, cut, find_m
 from .registration import require_groups
 from .rounded_inbox import RoundedInbox
 
-__all__ = ["ServerMemory", "require_plausible_state"]
-
-# An optimizer state is rejected if it is larger than STATE_LIMIT_FACTOR times the shard's weights, plus
-# STATE_SLACK_BYTES, because optimizers store only a few vectors as large as the weights.
-STATE_LIMIT_FACTOR = 8
-STATE_SLACK_BYTES = 16 * 1024 * 1024
+__all__ = ["ServerMemory"]
 
 
 class _Plan(NamedTuple):
@@ -362,10 +358,3 @@ class ServerMemory:
 def _are_some_of(indices: Sequence[int], count: int) -> bool:
     """Return True if `indices` are distinct and between 0 and `count` - 1."""
     return len(set(indices)) == len(indices) and all(0 <= index < count for index in indices)
-
-
-def require_plausible_state(shard: ShardSlice, size_bytes: int) -> None:
-    """Raise `ProtocolError` if a shard's optimizer state of this size is larger than that of any optimizer."""
-    limit_bytes = STATE_LIMIT_FACTOR * shard.size_bytes + STATE_SLACK_BYTES
-    if size_bytes > limit_bytes:
-        raise ProtocolError(f"an optimizer state has {size_bytes} bytes, expected at most {limit_bytes}")

@@ -18,7 +18,19 @@ from ..errors import ProtocolError
 from .optimizers import PER_PARAMETER_STATE
 from .vectors import Vectors
 
-__all__ = ["entry_of", "join_state", "segments_of_state", "slice_state", "tensors_of"]
+__all__ = [
+    "entry_of",
+    "join_state",
+    "require_plausible_state",
+    "segments_of_state",
+    "slice_state",
+    "tensors_of",
+]
+
+# An optimizer state is rejected if it is larger than STATE_LIMIT_FACTOR times the shard's weights, plus
+# STATE_SLACK_BYTES, because optimizers store only a few vectors as large as the weights.
+STATE_LIMIT_FACTOR = 8
+STATE_SLACK_BYTES = 16 * 1024 * 1024
 
 NUMBER = "#"  # first character of the keys of Python numbers
 
@@ -115,3 +127,10 @@ def segments_of_state(
 def _scalar_dtype() -> torch.dtype:
     """Return the dtype in which torch.optim creates step counts. `load_state_dict()` can change their dtype."""
     return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+
+
+def require_plausible_state(shard: ShardSlice, size_bytes: int) -> None:
+    """Raise `ProtocolError` if a shard's optimizer state of this size is larger than that of any optimizer."""
+    limit_bytes = STATE_LIMIT_FACTOR * shard.size_bytes + STATE_SLACK_BYTES
+    if size_bytes > limit_bytes:
+        raise ProtocolError(f"an optimizer state has {size_bytes} bytes, expected at most {limit_bytes}")

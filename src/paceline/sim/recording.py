@@ -11,7 +11,6 @@ import msgspec
 from ..core.history import History, MetricHistory
 from ..errors import ConfigurationError
 from ..files import write_json
-from ..runtime.job import require_usable
 from ..sync.notation import notation
 from ..sync.schedule import Schedule
 from ..sync.ticks import TICKS_PER_S
@@ -20,6 +19,7 @@ from ..trace.measures import Meter
 from ..trace.metrics_file import write_metrics
 from ..trace.recording import Entry, EntryRecorder, Header, Memory, Recorder, Trace
 from ..trace.records import IterationRecord
+from ..trace.run_dir import require_usable
 
 __all__ = ["Recorders", "Recording", "RunFolder", "TakeRecord"]
 

@@ -23,7 +23,7 @@ from .recording import Recording, RunFolder
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..runtime.reader import WeightsSnapshot
+    from ..shard.snapshot import WeightsSnapshot
 else:  # `help(SimResult)` resolves the types of its fields, but importing torch takes seconds
     Tensor = WeightsSnapshot = Any
 

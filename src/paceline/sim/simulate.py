@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING
 
 from ..core.auto import Prospect, Situation
 from ..core.good_weights import GoodWeights
-from ..core.guard import DIVERGED, Guard, guard_mode
+from ..core.guard import DIVERGED, ON_NAN, Guard, guard_mode
 from ..core.history import MetricHistory
-from ..core.layout import Layout
+from ..core.layout import SLICINGS, Layout
 from ..core.lease import BATCH_SIZINGS, BatchSizing
 from ..core.model_spec import ModelSpec, OptimizerSpec
 from ..core.wire_format import WireFormat
 from ..errors import ConfigurationError, RunFailedError, UsageError, unknown_name
 from ..plugins import load_models
-from ..runtime.job import ON_NAN, OVERLAPS, SLICINGS
 from ..sync import SyncModel
-from ..sync.schedule import Schedule, read_schedule
+from ..sync.schedule import OVERLAPS, Schedule, read_schedule
 from ..sync.ticks import Seconds
 from ..sync.translation import HYPERPARAMETERS
 from ..trace.records import IterationRecord
@@ -35,7 +34,7 @@ from .result import Loss, SimResult
 from .shard_stores import NullStore
 
 if TYPE_CHECKING:
-    from ..runtime.reader import WeightsSnapshot
+    from ..shard.snapshot import WeightsSnapshot
 
 __all__ = ["simulate"]
 

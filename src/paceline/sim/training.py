@@ -38,11 +38,11 @@ from ..frontend.loss_scaling import unwatch_scalers, watch_scalers
 from ..frontend.metrics import metrics_of
 from ..frontend.session import Callbacks, Servers, Session, install
 from ..plugins.failures import script_traceback
-from ..runtime.reader import WeightsSnapshot, named_weights
 from ..shard.buffers import unpack
 from ..shard.groups import GroupsReader
 from ..shard.rounding import round_trip
 from ..shard.slots import BufferSlots
+from ..shard.snapshot import WeightsSnapshot, named_weights
 from ..shard.store import Push, Store, Vectors
 from ..shard.vectors import sliced, torch_dtype
 from ..sync import SyncModel

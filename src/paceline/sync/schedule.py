@@ -20,7 +20,10 @@ from .bsp import BSP
 from .model import SyncModel
 from .notation import AUTO, notation, parse_shards, require_registered, require_shards
 
-__all__ = ["Schedule", "Step", "read_schedule"]
+__all__ = ["OVERLAPS", "Schedule", "Step", "read_schedule"]
+
+OVERLAPS = ("shards", "off")
+"""Whether each shard answers pulls independently."""
 
 
 class Step(msgspec.Struct, frozen=True):

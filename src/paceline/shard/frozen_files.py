@@ -9,17 +9,18 @@ writes none, because its run directory is on another machine than the launcher's
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 
 from ..core.model_spec import FrozenSpec
+from ..errors import ConfigurationError
 from ..files import Unfinished
-from ..shard.buffers import packed_bytes
-from ..shard.vectors import torch_dtype
+from .buffers import packed_bytes
+from .vectors import torch_dtype
 
-__all__ = ["read_frozen", "remove_frozen", "write_frozen"]
+__all__ = ["read_frozen", "remove_frozen", "require_complete", "write_frozen"]
 
 
 def _path(run_dir: Path, spec: FrozenSpec) -> Path:
@@ -55,3 +56,18 @@ def read_frozen(run_dir: Path, spec: FrozenSpec) -> torch.Tensor | None:
 def remove_frozen(run_dir: Path) -> None:
     """Remove the files. Tensors that were read from them remain valid."""
     shutil.rmtree(run_dir / "frozen", ignore_errors=True)
+
+
+def require_complete(name_of: Mapping[str, str], found: Iterable[str]) -> None:
+    """Check that values with all requested digests have been found. `name_of` maps them to names of parameters.
+
+    Raises:
+        ConfigurationError: no worker of the run has one of these values any more.
+    """
+    if absent := name_of.keys() - set(found):
+        name = min(name_of[digest] for digest in absent)
+        raise ConfigurationError(
+            f"The frozen parameter {name!r} has another value here than in the run, and no worker can send the run's "
+            "value. Load the frozen parameters from the same checkpoint in all workers, or seed the random "
+            "generators in the same way before the model is built."
+        )
