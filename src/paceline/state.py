@@ -45,6 +45,7 @@ __all__ = [
     "Part",
     "Subject",
     "fields_of",
+    "own_names",
     "parts",
     "restore",
     "snapshot",
@@ -174,7 +175,7 @@ def _declared(kind: type) -> dict[str, Field]:
     return fields
 
 
-def _own_names(thing: object) -> list[str]:
+def own_names(thing: object) -> list[str]:
     """Return the names of all attributes of an object."""
     names = list(getattr(thing, "__dict__", ()))
     for kind in type(thing).__mro__:
@@ -186,7 +187,7 @@ def _own_names(thing: object) -> list[str]:
 def undeclared(thing: object) -> list[str]:
     """Return the names of the attributes of an object that no declaration contains."""
     declared = _declared(type(thing))
-    return [name for name in _own_names(thing) if name not in declared]
+    return [name for name in own_names(thing) if name not in declared]
 
 
 def fields_of(thing: object) -> Iterator[tuple[Field, Any]]:

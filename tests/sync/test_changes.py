@@ -10,6 +10,7 @@ import pytest
 from paceline.core.job_sync import JobSync
 from paceline.core.shard_sync import ShardSync
 from paceline.errors import InternalError, InvalidEventError
+from paceline.state import snapshot
 from paceline.sync import (
     ASP,
     BSP,
@@ -47,7 +48,7 @@ from paceline.sync.events import (
     WorkerLost,
 )
 from paceline.sync.ticks import in_ticks
-from paceline.testing.checked_shard import CheckedShard, freeze
+from paceline.testing.checked_shard import CheckedShard
 
 
 def begin(sync: SyncModel, workers: int, shard: int = 0) -> CheckedShard:
@@ -318,9 +319,9 @@ def test_a_timer_of_the_old_model_has_no_effect_on_the_new(sync: str) -> None:
     checked.tell(checked.legal.leave(1, lost=True))
     iterate(checked, 0, to(sync, 0, 1))
     assert not checked.legal.waiting
-    before = freeze(checked.machine)
+    before = snapshot(checked.machine)
     assert checked.fire_timers() == []
-    assert freeze(checked.machine) == before
+    assert snapshot(checked.machine) == before
 
 
 def test_a_pull_that_was_put_off_is_answered_by_the_old_model_although_a_change_has_begun() -> None:
@@ -488,10 +489,10 @@ class Told:
         return self.tell(IterationStarted(now_ticks=now_ticks, worker=worker, iteration=iteration))
 
     def refuse(self, event: AnyEvent) -> None:
-        before = freeze(self.job)
+        before = snapshot(self.job)
         with pytest.raises(InvalidEventError, match=f"worker {event.worker}"):
             self.job.handle(event)
-        assert freeze(self.job) == before
+        assert snapshot(self.job) == before
 
 
 def published(sync: str, *members: int, number: int = 1) -> list[AnyAction]:
@@ -746,9 +747,9 @@ def test_a_timer_of_the_old_model_has_no_effect_on_the_new_one(sync: str) -> Non
     told.finished(0, 1, change=1, now_ticks=in_ticks(1.75))
     told.finished(1, 1, change=1, now_ticks=in_ticks(1.75))
     told.started(0, 2, now_ticks=in_ticks(1.75))
-    before = freeze(told.job)
+    before = snapshot(told.job)
     assert told.tell(LATE) == []
-    assert freeze(told.job) == before
+    assert snapshot(told.job) == before
 
 
 def test_speculation_begins_with_the_first_iteration_that_starts_after_the_change() -> None:

@@ -13,6 +13,7 @@ import pytest
 from paceline.core.job_sync import JobSync
 from paceline.core.shard_sync import ShardSync
 from paceline.errors import InternalError, InvalidEventError
+from paceline.state import snapshot
 from paceline.sync import (
     ASP,
     BSP,
@@ -49,7 +50,7 @@ from paceline.sync.events import (
     WorkerLost,
 )
 from paceline.testing import PROMISES
-from paceline.testing.checked_shard import CheckedShard, freeze
+from paceline.testing.checked_shard import CheckedShard
 
 
 def within_one(state: PullState) -> bool:
@@ -216,7 +217,7 @@ def test_time_may_stand_still_or_leap(sync: SyncModel, seed: int) -> None:
         leaping.legal.now_ticks += draw.choice([0, 1, 3 * 10**9, 10**18])
         still.walk([choice])
         leaping.walk([choice])
-        assert freeze(still.machine) == freeze(leaping.machine)
+        assert snapshot(still.machine) == snapshot(leaping.machine)
     assert still.updates == leaping.updates
 
 
@@ -292,10 +293,10 @@ def test_is_refused_by_the_coordinator_and_changes_nothing(sync: SyncModel, what
         return  # not one of its own
     event = (REFUSED_BY_COORDINATOR | REFUSED_BY_PLANNER | REFUSED_BY_SPECULATOR)[what]
     planner = planner_of(sync, "hosted")
-    before = freeze(planner)
+    before = snapshot(planner)
     with pytest.raises(InvalidEventError, match=rf"worker {event.worker}\b"):
         planner.handle(event)
-    assert freeze(planner) == before
+    assert snapshot(planner) == before
     planner.validate()
 
 

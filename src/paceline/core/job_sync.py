@@ -7,6 +7,11 @@ lost before then, it is unknown which shards have changed, and the change is pub
 
 No worker joins while a change is in progress: the coordinator lets the worker wait (`Coordinator.admit`), and
 postpones requests for changes while a worker joins.
+
+The requests that wait for a change are kept here, and not in `core.reconfiguration`, because they are recorded. A
+trace contains each request as an event when it is made, and the published changes as the actions of events. The
+replay of a trace knows nothing of joins and extensions, but must return the same actions to the same events. It may
+also begin with a state that was recorded in the middle of a run, which contains these requests.
 """
 
 from __future__ import annotations

@@ -16,14 +16,12 @@ A `ShardSync` must keep the same promises as the state machine that it hosts, ev
 
 from __future__ import annotations
 
-import functools
-import types
-from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from typing import assert_never
 
 from ..core.shard_sync import ShardSync
 from ..errors import InvalidEventError
+from ..state import snapshot
 from ..sync import ShardMachine
 from ..sync.actions import (
     AnswerPull,
@@ -42,7 +40,7 @@ from ..sync.events import AnyEvent, PullRepeated, PushReceived
 from .legal_events import LegalEvents
 from .oracle import Oracle
 
-__all__ = ["CheckedShard", "freeze"]
+__all__ = ["CheckedShard"]
 
 
 class CheckedShard:
@@ -73,7 +71,7 @@ class CheckedShard:
 
     def tell(self, event: AnyEvent) -> list[AnyAction]:
         """Pass a legal event to the state machine, check the promises, and return the actions."""
-        before = freeze(self.machine) if isinstance(event, PullRepeated) else None
+        before = snapshot(self.machine) if isinstance(event, PullRepeated) else None
         self.events.append(event)
         actions = self.machine.handle(event)
         self.machine.validate()
@@ -82,7 +80,7 @@ class CheckedShard:
             assert actions == [AnswerPull(event.worker, event.iteration - 1)], (
                 f"{event} caused {actions}, expected exactly one answer to the repeated pull"
             )
-            assert freeze(self.machine) == before, (
+            assert snapshot(self.machine) == before, (
                 f"{event} has changed the state machine, expected no change"
             )
             return actions
@@ -115,7 +113,7 @@ class CheckedShard:
 
     def refuse(self, event: AnyEvent) -> None:
         """Pass an illegal event to the state machine, and check that the event is refused and changes nothing."""
-        before = freeze(self.machine)
+        before = snapshot(self.machine)
         refusal = ""
         try:
             self.machine.handle(event)
@@ -125,7 +123,7 @@ class CheckedShard:
         assert f"worker {event.worker}" in refusal, (
             f"the refusal of {event} does not name the worker: {refusal}"
         )
-        assert freeze(self.machine) == before, f"{event} was refused, but has changed the state machine"
+        assert snapshot(self.machine) == before, f"{event} was refused, but has changed the state machine"
 
     def _carry_out(self, event: AnyEvent, action: AnyAction) -> None:
         match action:
@@ -194,21 +192,3 @@ def _check_fate(push: PushReceived, action: AnyAction) -> None:
         f"{action} names a different push, expected the received push {push}"
     )
     assert isinstance(action, DropPush) or not push.empty, f"{action} is wrong: an empty push must be dropped"
-
-
-def freeze(thing: object) -> Hashable:
-    """Return a value that is equal for equal states. The order of items in a dict matters: it may affect actions."""
-    match thing:
-        case dict():
-            return tuple((key, freeze(value)) for key, value in thing.items())
-        case list() | tuple() | deque():
-            return tuple(freeze(item) for item in thing)
-        case set():
-            return frozenset(thing)
-        case types.FunctionType() | functools.partial():
-            return None  # conditions do not change
-        case _ if hasattr(thing, "__dict__"):
-            return type(thing).__name__, freeze(vars(thing))
-        case _:
-            assert isinstance(thing, Hashable)
-            return thing

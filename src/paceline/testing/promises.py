@@ -18,6 +18,7 @@ from ..core.job_sync import JobSync
 from ..core.shard_sync import ShardSync
 from ..errors import ConfigurationError
 from ..plugins.failures import report_of_user_code
+from ..state import snapshot
 from ..sync import SyncModel, parse
 from ..sync.actions import PublishPlan, RestartWorker, SetTimer
 from ..sync.events import (
@@ -30,7 +31,7 @@ from ..sync.events import (
     WorkerLost,
 )
 from ..sync.ticks import in_ticks
-from .checked_shard import CheckedShard, freeze
+from .checked_shard import CheckedShard
 from .oracle import Oracle
 
 __all__ = ["PROMISES", "follow"]
@@ -86,9 +87,9 @@ def notation_reads_back(sync: SyncModel) -> None:
 def machines_share_nothing(sync: SyncModel) -> None:
     """Events at one state machine do not change another state machine of the same model."""
     first, second = sync.at_shard(), sync.at_shard()
-    before = freeze(second)
+    before = snapshot(second)
     follow(CheckedShard(first), WALKS[-1])
-    assert freeze(second) == before, (
+    assert snapshot(second) == before, (
         "events at one state machine have changed another state machine of the same model"
     )
 

@@ -28,7 +28,7 @@ import msgspec
 from ..core.coordinator import Coordinator
 from ..core.shard import Shard
 from ..errors import ConfigurationError
-from ..state import fields_of
+from ..state import fields_of, own_names
 from ..sync import SyncModel
 from ..sync.notation import parse
 
@@ -109,12 +109,8 @@ def _described(core: Shard | Coordinator) -> tuple[object, str, tuple[int, ...]]
 def _attributes(thing: object) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of an object, except for functions, and a recorder: what is recorded decides nothing."""
     fixed = {field.name for field, _ in fields_of(thing) if field.mark == "fixed"}
-    names = list(getattr(thing, "__dict__", ()))
-    for kind in type(thing).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else slots
-    for name in names:
-        if name != "_recorder" and not name.startswith("__") and hasattr(thing, name):
+    for name in own_names(thing):
+        if name != "_recorder":
             value = getattr(thing, name)
             if not isinstance(value, FUNCTIONS) and not (name in fixed and callable(value)):
                 yield name, value
