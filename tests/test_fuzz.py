@@ -471,7 +471,7 @@ class Bench:
         assert self.coordinator._recorder is not None
         self.coordinator._recorder.close()
         self.coordinator._hub.close()
-        self.coordinator._master = None
+        self.coordinator._shared.release()
         self.coordinator._bell.close()
         self.coordinator._bell_end.close()
 

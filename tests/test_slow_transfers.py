@@ -334,19 +334,19 @@ def test_a_worker_whose_connection_carries_data_is_not_silent(tmp_path: Path) ->
     job = make_job(workers=2, servers=1, run_dir=tmp_path)
     coordinator = CoordinatorHost.listen(job)
     coordinator.start()
-    coordinator.heard_s.update({("worker", 0): 1.0, ("worker", 1): 1.0})
+    coordinator.watch.heard_s.update({("worker", 0): 1.0, ("worker", 1): 1.0})
     moved_s = 1234.56789
     for _ in range(2):
         waits = Waits((), False, moved_ticks=((0, job.ticks_of(moved_s)), (1, job.ticks_of(0.5)), (7, 5)))
-        coordinator._note_traffic_of(0, waits)
+        coordinator.watch.note_traffic_of(0, waits)
         # Times of bytes that have not moved stay exactly equal; otherwise, the worker would seem to respond again.
-        assert coordinator.heard_s == {
+        assert coordinator.watch.heard_s == {
             ("worker", 0): pytest.approx(moved_s, abs=1e-6),
             ("worker", 1): 1.0,
         }
-        before = coordinator.heard_s.copy()
-    coordinator._note_traffic_of(0, waits)
-    assert coordinator.heard_s == before
+        before = coordinator.watch.heard_s.copy()
+    coordinator.watch.note_traffic_of(0, waits)
+    assert coordinator.watch.heard_s == before
     coordinator.stop()
 
 

@@ -67,8 +67,8 @@ def test_who_is_awaited_before_training(
     watch = stall.StallWatch(coordinator, timeout_s=4.0)
     for name in started:
         role, index = name.split()
-        coordinator.heard_s[role, int(index)] = now_s
-    coordinator.registered_s.update(dict.fromkeys(registered, now_s))
+        coordinator.watch.heard_s[role, int(index)] = now_s
+    coordinator.watch.registered_s.update(dict.fromkeys(registered, now_s))
 
     now_s += after_s
     found = watch.look()
@@ -105,10 +105,10 @@ def test_an_accelerator_may_compile_in_any_iteration(
     coordinator: CoordinatorHost, device: str, late: bool
 ) -> None:
     watch = stall.StallWatch(coordinator)
-    coordinator.devices[0] = device
-    coordinator.usual_s[0] = 0.1
+    coordinator.watch.devices[0] = device
+    coordinator.watch.usual_s[0] = 0.1
     assert (watch._patience_s(0) < 10.0) == late
-    coordinator.usual_s[0] = 60.0
+    coordinator.watch.usual_s[0] = 60.0
     assert watch._patience_s(0) == 300.0
 
 

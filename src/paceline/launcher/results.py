@@ -141,7 +141,7 @@ def summarize(
     figures: dict[str, Any] = {}
     pushes: dict[str, int] = {}
     epochs = _epochs(coordinator.core.data, figures)
-    devices = coordinator.named_devices()
+    devices = coordinator.watch.named_devices()
     try:
         meter = _meter(coordinator, faults, hurried)
         if meter is not None:
@@ -209,8 +209,8 @@ def summarize(
             "pushes": pushes,
         },
         **({"devices": {str(w): device for w, device in devices.items()}} if devices else {}),
-        "machines": {str(worker): machine for worker, machine in coordinator.machine_of().items()},
-        "links": [[*link, total_bytes] for link, total_bytes in coordinator.traffic_totals().items()],
+        "machines": {str(worker): machine for worker, machine in coordinator.machines.machine_of.items()},
+        "links": [[*link, total_bytes] for link, total_bytes in coordinator.watch.traffic.totals().items()],
         **figures,
     }
 

@@ -501,7 +501,7 @@ class LiveRun:
     def _summary(self, ended: str, failure: str = "") -> dict[str, Any]:
         """Write the summary, and return it."""
         here = {index for index, process in self._engine.workers.items() if process.crashed}
-        crashed = sorted(here | self._coordinator.crashed)
+        crashed = sorted(here | self._coordinator.agents.crashed)
         faults = [*self._coordinator.core.faults, *self._notes]
         hurried = self._interruption.hurried
         summary = summarize(

@@ -59,7 +59,7 @@ class Waiting:
             if awaited is None or self._may_take_its_time(awaited):
                 continue
             key = awaited.role, awaited.index
-            heard_s = self._coordinator.heard_s.get(key, 0.0)
+            heard_s = self._coordinator.watch.heard_s.get(key, 0.0)
             before_s, reported_s = self._reported.get(key, (heard_s, 0.0))
             # Report a silent process again each time its silence has doubled.
             if awaited.quiet_s > 2 * reported_s or before_s != heard_s:
@@ -74,7 +74,7 @@ class Waiting:
                 else:
                     self._coordinator.kill(awaited.role, awaited.index, why)
         for (role, index), (heard_s, quiet_s) in list(self._reported.items()):
-            if self._coordinator.heard_s.get((role, index), 0.0) != heard_s:
+            if self._coordinator.watch.heard_s.get((role, index), 0.0) != heard_s:
                 del self._reported[role, index]
                 self._say(f"{role} {index} responds again, after a silence of at least {quiet_s:.0f} s.")
         return self._watch.standstill

@@ -14,47 +14,32 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from ..core import coordinator as core
 from ..core.auto import Prospect, Situation
 from ..core.guard import Guard
-from ..core.heartbeats import answer
 from ..core.host import Host
-from ..core.job_progress import ProgressMeter
-from ..core.job_status import LOCAL, JobStatus, Observed, StateTimes, held_state, job_status, worker_state
-from ..core.liveness import Verdict
+from ..core.job_status import JobStatus
 from ..core.messages import (
     Bell,
-    ClockOffset,
     Contributed,
     CreateShards,
     ExtendShards,
     FetchWaits,
-    Heartbeat,
     Hello,
-    KillOrdered,
-    MachineAdmitted,
-    MachineJoined,
-    MachineLeaving,
-    MainChosen,
     Message,
     ModelExtended,
-    ProcessEnded,
-    Refused,
     Register,
-    RunEnded,
-    ServerEnded,
     Shutdown,
     Snapshot,
     Started,
     Status,
     StatusReported,
-    TakenOut,
     TracePart,
     Waits,
 )
@@ -71,29 +56,28 @@ from ..core.requests import (
     server_peer,
     worker_peer,
 )
-from ..core.traffic import Link, TrafficMeter
-from ..errors import ConfigurationError, InternalError, ProtocolError, RunFailedError, UserCodeError
+from ..errors import InternalError, ProtocolError, RunFailedError, UserCodeError
 from ..sync.notation import notation
 from ..sync.ticks import TICKS_PER_S
-from ..trace.clocks import ClockRecorder
 from ..trace.keyframes import keyframe_of
 from ..trace.recording import Header, Recorder
 from ..wire.addresses import listen_tcp, listen_unix
-from ..wire.memory import MASTER, Region, shared_memory_available
+from ..wire.memory import shared_memory_available
 from ..wire.passing import Source
 from ..wire.patience import Patience
-from ..wire.stream import no_payload
-from ..wire.traffic import Traffic, traffic_of
-from .best_effort import BestEffortFile
+from ..wire.stream import Stream, no_payload
+from .agents import Agents
 from .collection import Collection
 from .devices import CPU
 from .footprint import available_bytes, footprint, served_shortage, shortage, vectors_of
 from .hub import Caller, Hub
-from .job import LOOPBACK, Job, encode_job
+from .job import LOOPBACK, Job
+from .job_watch import JobWatch
 from .machines import Machines
 from .metrics_writer import MetricsWriter
 from .registration import require_sound
 from .segmented import TEND_S, TEND_TICKS, SegmentedFile, segmenting
+from .shared_weights import SharedWeights
 from .timers import Timers
 from .traces import TraceFiles
 
@@ -103,19 +87,12 @@ log = logging.getLogger("paceline.coordinator")
 
 STOP_POLL_S = 0.05
 MOST_OBSERVERS = 32
-NOTE_INTERVAL_TICKS = TICKS_PER_S // 5  # minimum time between two records of the workers' states
 DRAIN_SILENCE_S = 1.0  # maximum time for which a peer reads none of its earlier messages before a descriptor
 LOOK_INTERVAL_TICKS = TICKS_PER_S // 2  # minimum time between two questions to the servers for `refresh`
-PACE_SPAN = 8  # approximate number of recent iterations over which a worker's iteration time is averaged
 
 
 Rehearsal = Callable[[Situation, Callable[[Sequence[Prospect]], None]], None]
 """A function that starts a simulation and returns at once. Its second argument takes the results."""
-
-
-def machine_of(agent: Caller) -> int:
-    """Return the index of an agent's machine, by which records name it. Machine 0 is the one with the coordinator."""
-    return agent.index + 1
 
 
 class CoordinatorHost(Host):
@@ -138,14 +115,11 @@ class CoordinatorHost(Host):
         failure: the first failure that was reported, or its cause; None if there is none.
         gone_servers: server -> why its connection ended, for servers that disconnected before they were told to end,
             and for those that sent nothing for too long, in order of disconnection.
-        heard_s: (role, index) -> time of the last message from this peer, on the clock of `time.monotonic`. For a
-            worker, also the time at which a part of a message to or from a server last moved, as the servers report.
-        usual_s: worker -> moving average of the worker's iteration time in seconds, including waiting.
-        registered_s: worker -> time at which the worker registered its model, on the clock of `time.monotonic`.
         asked_s: server -> time on the monotonic clock at which the server was asked which workers are waiting.
             Contains only servers that have not answered yet.
-        crashed: workers on other machines whose processes have crashed.
-        devices: worker -> its device and the model of this device, for workers that have connected.
+        machines: the machines that have joined the run.
+        agents: handles what the agents of these machines report.
+        watch: what is known of the processes.
         status: the state of the job when it was computed last for `refresh`; None before.
     """
 
@@ -158,21 +132,11 @@ class CoordinatorHost(Host):
         self.over = threading.Event()
         self.failure: RunFailedError | None = None
         self.gone_servers: dict[int, str] = {}
-        self.heard_s: dict[tuple[str, int], float] = {}
-        self.usual_s: dict[int, float] = {}
-        self.registered_s: dict[int, float] = {}
         self.asked_s: dict[int, float] = {}
-        self.crashed: set[int] = set()
-        self.devices: dict[int, str] = {}
         self._observers: set[Caller] = set()
         self.status: JobStatus | None = None
         self._refreshing = False  # True from a call of `refresh` until it has been performed
         self._looked_ticks = -LOOK_INTERVAL_TICKS
-        self._meter = ProgressMeter()
-        self._state_times = StateTimes()
-        self._noted_ticks = 0
-        # worker -> (its latest iteration, time at which this iteration was first reported)
-        self._paced: dict[int, tuple[int, float]] = {}
         header = Header(
             sync=notation(job.schedule.first),
             host="coordinator",
@@ -207,15 +171,11 @@ class CoordinatorHost(Host):
             relaxes=job.translated,
         )
         self._metrics = MetricsWriter(self.core.history, Path(job.run_dir), self.core.faults.append)
-        self._main = self.core.main.worker  # the main worker of which the agents know
         self._members: dict[tuple[str, int], Caller] = {}  # (role, index) -> its connection
-        self._machines = Machines()
-        self._traffic = TrafficMeter()
-        self._clocks: dict[int, ClockRecorder] = {}  # machine -> what records the offset of its clock
+        self.machines = Machines()
+        self.watch = JobWatch(job, self.core, self.machines)
         self._timers: Timers[Timer] = Timers()
-        self._master: Region | None = None  # shared memory in which the servers update the weights
-        self._new_master: Region | None = None  # the same until it has been passed to all processes
-        self._passed = False  # True while the requests are carried out that pass it to the workers
+        self._shared = SharedWeights()
         # the traces of servers on other machines
         self._traces = TraceFiles(
             Path(job.run_dir), self.core.placement, lambda text: self.core.faults.append(text)
@@ -231,6 +191,16 @@ class CoordinatorHost(Host):
             "the coordinator", job.token, listener, "coordinator", Caller, self, job.contexts
         )
         self._hub.watch(self._bell_end, self._take_calls)
+        self.agents = Agents(
+            job,
+            self.core,
+            self._hub,
+            self._members,
+            self.machines,
+            self.watch,
+            self._perform,
+            self._give_up,
+        )
         self._thread = threading.Thread(target=self._run, name="paceline-coordinator", daemon=True)
 
     @classmethod
@@ -283,27 +253,15 @@ class CoordinatorHost(Host):
             worker: index of the worker.
             how: a phrase that says how the process ended.
         """
-
-        self._call(lambda: self._note_end(worker, how))
+        self._call(lambda: self.agents.note_end(worker, how))
 
     def kill(self, role: Literal["worker", "server"], index: int, why: str) -> None:
         """Kill a worker or server that runs on another machine."""
-
-        def order() -> None:
-            for agent in self._machines.agents_of(role, index):
-                if (member := self._member("agent", agent)) is not None:
-                    self._hub.send(member, KillOrdered(role, index, why))
-
-        self._call(order)
+        self._call(lambda: self.agents.kill(role, index, why))
 
     def dismiss(self, failure: str, *, saved: bool = False) -> None:
         """Tell all machines that the run is over, and then that its results have been saved. See `RunEnded`."""
-
-        def tell() -> None:
-            for agent in self._of_role("agent"):
-                self._hub.send(agent, RunEnded(failure, saved))
-
-        self._call(tell)
+        self._call(lambda: self.agents.dismiss(failure, saved=saved))
 
     def collect(self) -> Collection:
         """Start collecting the weights. The caller must wait until `finished` of the returned object is set.
@@ -312,10 +270,10 @@ class CoordinatorHost(Host):
         so.
         """
         assert self.core.model is not None
-        collection = Collection(self.core.model, self.core.slices, self.core.placement, self._master)
+        collection = Collection(self.core.model, self.core.slices, self.core.placement, self._shared.master)
 
         def begin() -> None:
-            self._note_own_traffic()
+            self.watch.note_own_traffic(self._streams())
             if self.job.joined:  # what the servers have exchanged with the machines
                 self._ask_servers()
             self._collection = collection
@@ -324,19 +282,6 @@ class CoordinatorHost(Host):
 
         self._call(begin)
         return collection
-
-    def named_devices(self) -> dict[int, str]:
-        """Return the device of each worker, for the user; {} if all workers are on the CPU."""
-        found = dict(sorted(self.devices.copy().items()))
-        return found if set(found.values()) - {CPU.label} else {}
-
-    def machine_of(self) -> dict[int, str]:
-        """Return the name of the machine of each worker that runs, or has run, on a machine that has joined."""
-        return self._machines.machine_of
-
-    def traffic_totals(self) -> dict[Link, int]:
-        """Return the number of bytes of each link, as they were when the weights were collected."""
-        return self._traffic.totals()
 
     def end_collection(self, why: str) -> None:
         """End the collection. If it is not finished, give up the servers that are still awaited, because of `why`."""
@@ -379,7 +324,7 @@ class CoordinatorHost(Host):
             if now_ticks >= self._looked_ticks + LOOK_INTERVAL_TICKS:
                 self._looked_ticks = now_ticks
                 self._ask_servers()
-            self.status = self._status()
+            self.status = self.watch.status()
 
         if not self._refreshing:
             self._refreshing = True
@@ -395,7 +340,7 @@ class CoordinatorHost(Host):
         """
 
         def end() -> None:
-            self._stopping = True
+            self._stopping = self.agents.stopping = True
             for server in self._of_role("server"):
                 self._hub.send(server, Shutdown())
                 self._awaited[server.index] = server.stream.patience()
@@ -428,21 +373,20 @@ class CoordinatorHost(Host):
             if self._recorder is not None:
                 self._recorder.close()
             self._metrics.close()
-            for clock in self._clocks.values():
-                clock.close()
+            self.agents.close()
             self._traces.close()
             self._hub.close()
-            self._master = self._new_master = None  # releases the mappings, which keep file descriptors open
+            self._shared.release()
             self._bell.close()
             self._bell_end.close()
 
     def _step(self) -> None:
         """Wait for messages, and handle them and what is due."""
         self._hub.poll(self._patience_s())
-        self._note_states()
+        self.watch.note_states()
         self._look_for_progress()
         if not self._stopping:
-            self._look()
+            self.agents.look()
         now_ticks = self.job.now_ticks()
         for timer in self._timers.take_due(now_ticks):
             self._perform(self.core.fire(timer, self.job.now_ticks()))
@@ -462,75 +406,6 @@ class CoordinatorHost(Host):
                 self.asked_s[server.index] = time.monotonic()
                 self._hub.send(server, FetchWaits())
 
-    def _status(self) -> JobStatus:
-        """Return the state of the job, for observers."""
-        now_ticks = self.job.now_ticks()
-        self._meter.note(self.core, now_ticks)
-        observed = Observed(
-            servers=self.job.servers,
-            elapsed_s=now_ticks / TICKS_PER_S,
-            connected={index for role, index in self.heard_s if role == "worker"},
-            machine_of=self._machines.machine_of,
-            devices=self.named_devices(),
-            state_s=self._state_times.state_s(now_ticks),
-            usual_s=self.usual_s,
-            processes=self._machines.liveness.states(),
-            machines=self._machines.statuses(now_ticks),
-            traffic=self._traffic.links(now_ticks),
-            progress=self._meter.read(self.core, now_ticks),
-            awaited=self._meter.awaited(now_ticks),
-        )
-        return job_status(self.core, observed)
-
-    def _note_traffic(self, connection: Hashable, here: str, there: str, traffic: Traffic) -> None:
-        """Record the traffic of a connection between two machines, as the first one has counted it."""
-        now_ticks = self.job.now_ticks()
-        self._traffic.note(connection, Link(here, there), traffic.sent, now_ticks)
-        self._traffic.note(connection, Link(there, here), traffic.received, now_ticks)
-
-    def _note_own_traffic(self) -> None:
-        """Record the traffic of this process's connections to other machines."""
-        machines = {
-            "worker": self._machines.machine_of,
-            "server": self._machines.machine_of_server,
-            "agent": self._machines.names,
-        }
-        for (role, index), member in self._members.items():
-            machine = machines[role].get(index)
-            if machine is not None and (traffic := traffic_of(member.stream.sock)) is not None:
-                self._note_traffic((role, index), LOCAL, machine, traffic)
-
-    def _note_traffic_of(self, server: int, message: Waits) -> None:
-        """Record the traffic of a server's connections to workers."""
-        machines = self._machines.machine_of
-        here = self._machines.machine_of_server.get(server, LOCAL)
-        for each in message.traffic:
-            there = machines.get(each.worker, LOCAL)
-            if there != here:
-                traffic = Traffic(each.sent_bytes, each.received_bytes)
-                self._note_traffic(("server", server, each.worker), here, there, traffic)
-        for worker, moved_ticks in message.moved_ticks:
-            if (known_s := self.heard_s.get(("worker", worker))) is not None:
-                self.heard_s["worker", worker] = max(known_s, self.job.monotonic_s_of(moved_ticks))
-
-    def _note_states(self) -> None:
-        """Record the states of all workers, so that the status can tell for how long they have been in them."""
-        now_ticks = self.job.now_ticks()
-        if now_ticks < self._noted_ticks + NOTE_INTERVAL_TICKS:
-            return
-        self._noted_ticks = now_ticks
-        core, processes = self.core, self._machines.liveness.states()
-        states = {}
-        for worker in {*core.members.live, *core.members.finished, *core.members.lost}:
-            reported = core.board.get(worker)
-            states[worker] = (
-                held_state(core, worker, processes)
-                or worker_state(core, worker, ("worker", worker) in self.heard_s),
-                None if reported is None else reported.iteration,
-            )
-        self._state_times.note(states, now_ticks)
-        self._meter.note(self.core, now_ticks)
-
     def _patience_s(self) -> float | None:
         """Return the maximum time to wait for messages; None for no limit."""
         if self._stopping:
@@ -540,7 +415,7 @@ class CoordinatorHost(Host):
         if (left_s := self._timers.left_s(now_ticks)) is not None:
             limits_s.append(left_s)
         limits_s += [patience.wait_s for patience in self._awaited.values()]
-        if (look_ticks := self._machines.liveness.next_ticks) is not None:
+        if (look_ticks := self.machines.liveness.next_ticks) is not None:
             limits_s.append(max(0.0, (look_ticks - now_ticks) / TICKS_PER_S))
         return min(limits_s, default=None)
 
@@ -548,8 +423,8 @@ class CoordinatorHost(Host):
         """Give up the awaited servers whose connections have carried nothing for too long."""
         for server, patience in list(self._awaited.items()):
             if patience.look():
-                for agent in self._machines.agents_of("server", server):
-                    self._machines.liveness.moved(agent, self.job.now_ticks())
+                for agent in self.machines.agents_of("server", server):
+                    self.machines.liveness.moved(agent, self.job.now_ticks())
             elif patience.over:
                 task = "write its traces" if self._stopping else "send its weights"
                 self._give_up(server, f"it was to {task}, and sent nothing for {patience.quiet_s:.0f} s")
@@ -559,46 +434,6 @@ class CoordinatorHost(Host):
         self.gone_servers.setdefault(server, why)
         if (member := self._member("server", server)) is not None:
             self._hub.drop(member, why)
-
-    def _look(self) -> None:
-        """Take out the machines and workers that are no longer alive, if it is time to look for them."""
-        liveness, now_ticks = self._machines.liveness, self.job.now_ticks()
-        if liveness.next_ticks is not None and now_ticks >= liveness.next_ticks:
-            for verdict in liveness.look(now_ticks):
-                self._take_out(verdict)
-
-    def _take_out(self, verdict: Verdict) -> None:
-        """Go on without a machine that is suspected to be down, or without a worker that is stopped.
-
-        The workers and the agent receive the reason if they ever read again. If the machine has brought servers, a
-        run in progress fails, because it cannot continue without them.
-        """
-        workers, reason = self._machines.workers[verdict.machine], verdict.reason
-        if verdict.worker is None:
-            for server in sorted(self._machines.servers[verdict.machine]):
-                self._lose_server(verdict.machine, server, reason)
-                self._give_up(server, reason)
-        agent = self._member("agent", verdict.machine)
-        for worker in workers if verdict.worker is None else [verdict.worker]:
-            incarnation = self.core.members.incarnation(worker)
-            if workers[worker] == incarnation and not self.core.members.fate(worker):
-                self._take_out_worker(worker, reason, agent)
-        if verdict.worker is None and agent is not None:
-            self._hub.drop(agent, reason)
-
-    def _take_out_worker(
-        self, worker: int, reason: str, agent: Caller | None, *, for_good: bool = False
-    ) -> None:
-        """Go on without a worker whose process may go on, and tell it and its agent, if it has one."""
-        log.warning("worker %d is taken out of the run: %s", worker, reason)
-        self.core.note_ending(worker, reason)
-        message = TakenOut(worker, self.core.members.incarnation(worker), reason, for_good)
-        if agent is not None:
-            self._hub.send(agent, message)
-        self._perform(self.core.take_out(worker, self.job.now_ticks()))
-        if (member := self._member("worker", worker)) is not None:
-            self._hub.send(member, message)
-            self._hub.drop(member, reason)
 
     # -- called by the hub --------------------------------------------------------------------------------
 
@@ -610,16 +445,16 @@ class CoordinatorHost(Host):
             self._observers.add(peer)
             return
         if hello.role == "agent":
-            peer.role, peer.index = "agent", self._machines.add()
+            peer.role, peer.index = "agent", self.machines.add()
             self._members["agent", peer.index] = peer
             return
         party = Peer("server" if hello.role == "server" else "worker", hello.index)
         self.core.require_expected(party, hello.incarnation)
         peer.role, peer.index = hello.role, hello.index
         self._members[peer.role, peer.index] = peer
-        self.heard_s[peer.role, peer.index] = time.monotonic()
+        self.watch.heard_s[peer.role, peer.index] = time.monotonic()
         if hello.role == "worker":
-            self.devices[hello.index] = hello.device or CPU.label
+            self.watch.devices[hello.index] = hello.device or CPU.label
         self._perform(self.core.connected(party, self.job.now_ticks(), hello.address, hello.incarnation))
 
     def payload_targets(self, peer: Caller, message: Message, size_bytes: int) -> Sequence[memoryview]:
@@ -635,14 +470,7 @@ class CoordinatorHost(Host):
             return
         self._members.pop((peer.role, peer.index), None)
         if peer.role == "agent":
-            self._machines.liveness.machine_left(peer.index)
-            if (clock := self._clocks.pop(machine_of(peer), None)) is not None:
-                clock.close()
-            reason = "the connection to its machine ended"
-            for worker, incarnation in self._machines.workers[peer.index].items():
-                self._note_end(worker, reason, incarnation)
-            for server in sorted(self._machines.servers[peer.index]):
-                self._lose_server(peer.index, server, reason)
+            self.agents.gone(peer)
             return
         party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)
         self._perform(self.core.disconnected(party, self.job.now_ticks()))
@@ -651,8 +479,8 @@ class CoordinatorHost(Host):
         self._awaited.pop(peer.index, None)
         if not self._stopping:
             if self.core.model is None and peer.index >= self.job.local_servers:
-                for agent in self._machines.agents_of("server", peer.index):
-                    self._lose_server(agent, peer.index, "its connection ended")
+                for agent in self.machines.agents_of("server", peer.index):
+                    self.agents.lose_server(agent, peer.index, "its connection ended")
                 return
             self._perform(self.core.server_lost(peer.index, "its connection ended"))
             if self._collection is not None:
@@ -660,16 +488,16 @@ class CoordinatorHost(Host):
 
     def received(self, peer: Caller, message: Message) -> None:
         if peer.role == "agent":
-            self._hear_agent(peer, message)
+            self.agents.hear(peer, message)
             return
         if peer.role == "observer":
             if peer.stream.backlog:
                 raise ProtocolError(f"{type(message).__name__} arrived before the previous answer was read")
             self._ask_servers()  # for the next time
-            self._note_own_traffic()
-            self._hub.send(peer, StatusReported(msgspec.msgpack.encode(self._status())))
+            self.watch.note_own_traffic(self._streams())
+            self._hub.send(peer, StatusReported(msgspec.msgpack.encode(self.watch.status())))
             return
-        self.heard_s[peer.role, peer.index] = time.monotonic()
+        self.watch.heard_s[peer.role, peer.index] = time.monotonic()
         if isinstance(message, Snapshot) and self._collection is not None:
             self._collection.arrived(message)
             self._collect_from(peer.index)
@@ -681,7 +509,7 @@ class CoordinatorHost(Host):
             return
         party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)
         if isinstance(message, Waits):
-            self._note_traffic_of(peer.index, message)
+            self.watch.note_traffic_of(peer.index, message)
             message = msgspec.structs.replace(message, traffic=(), moved_ticks=())
         model = message.model if isinstance(message, Register | Contributed) else None
         if model is not None and (isinstance(message, Contributed) or self.core.expects_model(party)):
@@ -689,156 +517,25 @@ class CoordinatorHost(Host):
         self._perform(self.core.handle(party, message, self.job.now_ticks()))
         match message:
             case Register():
-                self.registered_s[peer.index] = time.monotonic()
+                self.watch.registered_s[peer.index] = time.monotonic()
             case Waits():
                 self.asked_s.pop(peer.index, None)
                 if not self.asked_s and len(self.core.waits) == self.job.servers:
-                    self._meter.look(self.core, self.job.now_ticks())
+                    self.watch.progress.look(self.core, self.job.now_ticks())
             case Status():
-                self._note_pace(peer.index, message)
+                self.watch.note_pace(peer.index, message)
                 if not self.started.is_set():
                     self.started_s = self.job.now_s()
                     self.started.set()
-
-    def _hear_agent(self, agent: Caller, message: Message) -> None:
-        """Handle a message from the agent of a machine that joins the run or has joined it."""
-        workers = self._machines.workers[agent.index]
-        match message:
-            case Heartbeat():
-                now_ticks = self.job.now_ticks()
-                self._hub.send(agent, answer(message, now_ticks, self.job.now_ticks()))
-                self._machines.liveness.heartbeat(agent.index, message.states, now_ticks)
-                if message.clock is not None and workers:
-                    self._record_clock(machine_of(agent), message.clock)
-            case MachineJoined():
-                address = agent.host
-                try:
-                    if message.version != self.job.version:
-                        raise ConfigurationError(
-                            f"this machine has Paceline {message.version}, but the run uses Paceline "
-                            f"{self.job.version}. Install the same version on all machines."
-                        )
-                    servers, workers = self._invite(message)
-                except ConfigurationError as error:
-                    self._hub.send(agent, Refused(str(error)))
-                    return
-                now_ticks = self.job.now_ticks()
-                self._machines.admit(agent.index, address, workers, servers, now_ticks)
-                for worker in workers:
-                    self._forget(worker)
-                machine = machine_of(agent)
-                admitted = MachineAdmitted(workers, encode_job(self.job), now_ticks, machine, servers)
-                self._hub.send(agent, admitted)
-            case MachineLeaving():
-                for server in sorted(self._machines.servers[agent.index]):
-                    self._lose_server(agent.index, server, "its machine was asked to leave the run")
-            case ServerEnded():
-                self._lose_server(agent.index, message.server, message.how, message.output)
-            case ProcessEnded():
-                if message.worker not in workers:
-                    raise ProtocolError(f"worker {message.worker} is not a worker of {agent}")
-                if message.crashed:
-                    self.crashed.add(message.worker)
-                incarnation = workers[message.worker]
-                self._note_end(message.worker, message.how, incarnation, asked=message.asked)
-
-    def _invite(self, offer: MachineJoined) -> tuple[tuple[int, ...], dict[int, int]]:
-        """Expect the servers and the workers that a machine offers, and return their indices.
-
-        Raises:
-            ConfigurationError: the run needs fewer of them. Then nothing is expected.
-        """
-        servers = self.core.servers.invite(offer.servers)
-        try:
-            return servers, self.core.invite(offer.workers, offer.wanted)
-        except ConfigurationError:
-            for server in servers:
-                self.core.servers.release(server)
-            raise
-
-    def _lose_server(self, agent: int, server: int, how: str, output: str = "") -> None:
-        """Handle the loss of a server that a machine has brought. A run in progress fails.
-
-        If the run has not begun yet, another machine may bring the server.
-
-        Args:
-            agent: index of the machine's agent.
-            server: index of the server. If the machine does not have it any more, this method has no effect.
-            how: a clause that says why it is lost.
-            output: the last lines of its output, if they say more.
-        """
-        if self._stopping or server not in self._machines.servers[agent]:
-            return
-        name = self._machines.names[agent]
-        if ends := self.core.server_lost(server, f"{how} (machine {name})", output, certain=True):
-            self._perform(ends)
-            return
-        log.warning("server %d of machine %s has left before the run has begun: %s", server, name, how)
-        self._machines.servers[agent].discard(server)
-        self.heard_s.pop(("server", server), None)
-        if (member := self._member("server", server)) is not None:
-            self._hub.drop(member, how)
-
-    def _record_clock(self, machine: int, offset: ClockOffset) -> None:
-        """Record the offset of a machine's clock, for timelines."""
-        if machine not in self._clocks:
-            path = Path(self.job.run_dir, f"clock-{machine}.jsonl")
-            self._clocks[machine] = ClockRecorder(BestEffortFile(path, self.core.faults.append))
-        self._clocks[machine].record(offset)
-
-    def _note_end(self, worker: int, how: str, incarnation: int = 0, *, asked: bool = False) -> None:
-        """Handle the end of a worker's process, after the messages that it has sent.
-
-        Args:
-            worker: index of the worker.
-            how: a phrase that says how the process ended.
-            incarnation: how often the index of the worker had been used before.
-            asked: True if the worker had been asked to leave.
-        """
-        if incarnation != self.core.members.incarnation(worker):
-            return  # its index has been used again
-        self._machines.liveness.worker_left(worker)
-        self.core.note_ending(worker, how)
-        if (member := self._member("worker", worker)) is not None:
-            self._hub.expect_end(member)
-        else:
-            self._perform(self.core.ended(worker, self.job.now_ticks(), incarnation, asked=asked))
-
-    def _forget(self, worker: int) -> None:
-        """Forget what was observed of the previous incarnation of a worker."""
-        for known in (self.usual_s, self.registered_s, self._paced, self.devices):
-            known.pop(worker, None)
-        self.heard_s.pop(("worker", worker), None)
-
-    def _note_pace(self, worker: int, now: Status) -> None:
-        """Update the moving average of a worker's iteration time."""
-        now_s = time.monotonic()
-        if self.core.paused:
-            self._paced.clear()  # the pause is not part of an iteration
-        before = self._paced.get(worker)
-        if before is not None and now.iteration > before[0]:
-            each_s = (now_s - before[1]) / (now.iteration - before[0])
-            self._machines.liveness.iterated(worker, round(each_s * TICKS_PER_S))
-            usual_s = self.usual_s.get(worker, each_s)
-            self.usual_s[worker] = usual_s + (each_s - usual_s) / PACE_SPAN
-        if before is None or now.iteration > before[0]:
-            self._paced[worker] = now.iteration, now_s
 
     # -- requests of the core -----------------------------------------------------------------------------
 
     def _perform(self, requests: Sequence[Request]) -> None:
         self.carry_out(requests)
-        if self._passed and self._new_master is not None:
-            # The descriptor has already been sent to every peer, so this process need not keep it open.
-            self._new_master.close()
-            self._master, self._new_master = self._new_master, None
-        self._passed = False
+        self._shared.settle()
         if self.core.everybody_left:
             self.over.set()
-        if self._main != self.core.main.worker:
-            self._main = self.core.main.worker
-            for agent in self._of_role("agent"):
-                self._hub.send(agent, MainChosen(self._main))
+        self.agents.name_main()
 
     def send(self, to: Peer, message: Message) -> None:
         """Send a message to a worker or server if it is connected."""
@@ -847,13 +544,13 @@ class CoordinatorHost(Host):
 
     def _share(self, to: Peer, message: CreateShards | ExtendShards) -> None:
         """Send a server the new model, with the shared memory for its weights."""
-        if self._new_master is None and self.job.transport == "shm":
-            self._new_master = Region.create(message.model.layout, MASTER, shared=True)
+        if self.job.transport == "shm":
+            self._shared.create(message.model.layout)
         self._send_descriptor(to, message)
 
     def _pass(self, to: Peer, message: Started | ModelExtended) -> None:
         """Tell a server or a worker that the new model is in force. A worker also receives the shared memory."""
-        self._passed = True
+        self._shared.passed = True
         if to.role == "worker":
             self._send_descriptor(to, message)
         else:
@@ -861,8 +558,7 @@ class CoordinatorHost(Host):
 
     def _send_descriptor(self, to: Peer, message: Message) -> None:
         """Send a message with the file descriptor of the new shared memory for the weights, if there is any."""
-        descriptor = self._new_master.descriptor if self._new_master is not None else None
-        if descriptor is None:
+        if (descriptor := self._shared.descriptor) is None:
             self.send(to, message)
         elif (member := self._member(to.role, to.index)) is not None:
             self._hub.drain(member, DRAIN_SILENCE_S)  # a descriptor cannot be queued
@@ -886,11 +582,7 @@ class CoordinatorHost(Host):
         log.error("%s", warning.words)
 
     def take_out(self, request: TakeOut) -> None:
-        worker, incarnation = request.worker, self.core.members.incarnation(request.worker)
-        agents = self._machines.agents_of("worker", worker)
-        hosts = [each for each in agents if self._machines.workers[each][worker] == incarnation]
-        agent = self._member("agent", hosts[0]) if hosts else None
-        self._take_out_worker(worker, request.reason, agent, for_good=True)
+        self.agents.take_out_for_good(request.worker, request.reason)
 
     def end_run(self, failure: Fail) -> None:
         self.fail(RunFailedError(failure.where, failure.reason, failure.traceback))
@@ -941,6 +633,10 @@ class CoordinatorHost(Host):
     def _member(self, role: str, index: int) -> Caller | None:
         """Return the connection to a server or worker; None if it is not connected."""
         return self._members.get((role, index))
+
+    def _streams(self) -> dict[tuple[str, int], Stream[Any]]:
+        """Return the connections to all agents, workers and servers."""
+        return {party: member.stream for party, member in self._members.items()}
 
     def _of_role(self, role: str) -> list[Caller]:
         return [member for (kind, _), member in sorted(self._members.items()) if kind == role]

@@ -94,7 +94,8 @@ class StallWatch:
             return self._look_before_training(live)
         now_s = time.monotonic()
         quiet_s = {
-            worker: now_s - coordinator.heard_s.get(("worker", worker), self._begun_s) for worker in live
+            worker: now_s - coordinator.watch.heard_s.get(("worker", worker), self._begun_s)
+            for worker in live
         }
         gathered = coordinator.core.collectives.waiting.copy()
         training = [worker for worker in live if worker not in gathered]
@@ -145,16 +146,16 @@ class StallWatch:
             if status is None
             else f"last reported in iteration {status.iteration}"
         )
-        usual_s = self._coordinator.usual_s.get(worker, 0.0)
+        usual_s = self._coordinator.watch.usual_s.get(worker, 0.0)
         return Awaited("worker", worker, quiet_s, doing, waiting, usual_s)
 
     def _look_before_training(self, live: list[int]) -> list[Awaited]:
         coordinator = self._coordinator
-        heard_s = coordinator.heard_s.copy()
+        heard_s = coordinator.watch.heard_s.copy()
         gathered = coordinator.core.collectives.waiting.copy()
         if coordinator.core.unable_to_begin:
             self.standstill = unable_to_begin(live, gathered)
-        registered_s = {w: at_s for w, at_s in coordinator.registered_s.copy().items() if w in live}
+        registered_s = {w: at_s for w, at_s in coordinator.watch.registered_s.copy().items() if w in live}
         waiting = tuple(sorted({*registered_s, *gathered}))
         expected: list[tuple[Literal["worker", "server"], int]] = [("worker", w) for w in live]
         # Machines that have yet to join bring the vacant ones.
@@ -184,10 +185,10 @@ class StallWatch:
         return len(self._coordinator.core.waits) == self._coordinator.job.servers
 
     def _patience_s(self, worker: int) -> float:
-        usual_s = self._coordinator.usual_s.get(worker)
+        usual_s = self._coordinator.watch.usual_s.get(worker)
         if usual_s is None:
             return self._first_patience_s
-        on_cpu = self._coordinator.devices.get(worker, CPU.label) == CPU.label
+        on_cpu = self._coordinator.watch.devices.get(worker, CPU.label) == CPU.label
         return max(PATIENCE_S if on_cpu else self._first_patience_s, PATIENCE_ITERATIONS * usual_s)
 
     def _look_for_standstill(self, live: list[int]) -> None:
