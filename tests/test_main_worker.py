@@ -79,7 +79,7 @@ def test_another_worker_takes_the_place_of_one_that_was_asked_to_leave() -> None
 def test_a_worker_that_returns_is_told_that_another_one_is_the_main_worker() -> None:
     core = begun()
     core.disconnected(worker_peer(0), 0)
-    core._losses.clear()
+    core.losses.open.clear()
     assert core.invite(1, [0]) == {0: 1}
     core.connected(worker_peer(0), 0, incarnation=1)
     assert told(core.handle(worker_peer(0), MainRequested(), 0)) == {0: 1}

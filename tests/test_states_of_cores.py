@@ -22,6 +22,7 @@ import paceline
 from paceline.core.coordinator import Coordinator
 from paceline.core.job_sync import JobSync
 from paceline.core.loader_ledger import LoaderLedger
+from paceline.core.losses import Losses
 from paceline.core.members import Members
 from paceline.core.messages import Message
 from paceline.core.order import Order, Reporter
@@ -322,7 +323,7 @@ def test_history_changes_no_request(scenario: str) -> None:
         (Worker, "_attempt", STOPPING),
         (Worker, "_calls", "a script"),
         (Coordinator, "_registered", "bsp"),
-        (Coordinator, "_losses", "bsp"),
+        (Losses, "open", "bsp"),
         (LoaderLedger, "_returned", "data"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else value,

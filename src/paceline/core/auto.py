@@ -35,6 +35,7 @@ from ..state import stateful
 from ..sync.accuracy import EFFECTS, Effect, backup_quorum, effect_of
 from ..sync.notation import parse_shards
 from .lease import Order, Split
+from .loader_ledger import PositionCounts
 from .messages import Observation, PacesObserved
 
 __all__ = ["BASELINE", "Auto", "Choice", "Planner", "Prospect", "Situation"]
@@ -134,7 +135,7 @@ class Point(msgspec.Struct, frozen=True):
 
 @stateful(
     decides=(
-        "sync choices _stale _clips _cycles _computed _order _epoch _per_push _latest _since _begun_at "
+        "sync choices _begun _stale _clips _cycles _computed _order _epoch _per_push _latest _since _begun_at "
         "_simulated_at _simulated_in _simulated_speed _prospects _ratios _barred _losses _norms _loss"
     ),
     fixed="_allowed",
@@ -155,6 +156,7 @@ class Auto:
     def __init__(self, allowed: Callable[[str], bool], *, stale: bool = True) -> None:
         self.sync = BASELINE
         self.choices: list[Choice] = []
+        self._begun: dict[str, int] = {}  # loader -> the last epoch that a worker has begun
         self._allowed = allowed
         self._stale = stale
         self._clips = False
@@ -228,6 +230,20 @@ class Auto:
     def time(self, worker: int, times: Sequence[tuple[int, float]]) -> None:
         """Take the times of a worker's latest computations: the number of samples, and seconds."""
         self._computed.setdefault(worker, deque(maxlen=WINDOW)).extend(times)
+
+    def is_next(self, loader: str, epoch: int, counts: Mapping[str, PositionCounts]) -> bool:
+        """Handle a worker that begins an epoch. Return True if it is the first one, of the loader that matters.
+
+        Args:
+            loader: name of the loader.
+            epoch: number of the epoch.
+            counts: loader -> the number of its positions in each state.
+        """
+        if epoch <= self._begun.get(loader, -1):
+            return False
+        self._begun[loader] = epoch
+        used = {name: each.used for name, each in counts.items()}
+        return all(count <= used.get(loader, 0) for count in used.values())
 
     def hear(self, seen: Observation) -> None:
         """Take what a worker has seen of one of its pushes."""

@@ -18,7 +18,7 @@ import msgspec
 
 from ..errors import ProtocolError
 from ..state import stateful
-from .messages import Combined, Contributed
+from .messages import Combined, Contributed, StandInAllowed
 from .model_spec import ModelSpec
 from .requests import Request, Send, worker_peer
 
@@ -30,7 +30,7 @@ LIMIT_BYTES = 1024 * 1024
 """Maximum size of the numbers in one reduction, 8 bytes each."""
 
 
-@stateful(decides="waiting", fixed="_extend")
+@stateful(decides="waiting uneven grown", fixed="_extend", about={"grown": "scripts"})
 class Collectives:
     """The call that is in progress.
 
@@ -39,10 +39,14 @@ class Collectives:
 
     Attributes:
         waiting: the contribution of each worker that has made the call and waits for the others.
+        uneven: True once workers may push in lockstep without a gradient while they wait.
+        grown: True once a worker has joined a run in progress. In lockstep, workers then end their epochs at
+            different iterations.
     """
 
     def __init__(self, extend: Callable[[Mapping[int, ModelSpec]], list[Request]]) -> None:
         self.waiting: dict[int, Contributed] = {}
+        self.uneven = self.grown = False
         self._extend = extend
 
     def contributed(self, worker: int, message: Contributed, live: Collection[int]) -> list[Request]:
@@ -56,10 +60,14 @@ class Collectives:
         self.waiting[worker] = message
         return self._end_if_complete(live)
 
-    def allow_pushes(self) -> None:
-        """Note that the workers that wait may push without a gradient."""
+    def allow_pushes(self, live: Collection[int]) -> list[Request]:
+        """Let the live workers push without a gradient while they wait, unless this has been done already."""
+        if self.uneven:
+            return []
+        self.uneven = True
         for worker, contribution in self.waiting.items():
             self.waiting[worker] = msgspec.structs.replace(contribution, may_push=True)
+        return [Send(worker_peer(worker), StandInAllowed()) for worker in sorted(live)]
 
     def left(self, worker: int, live: Collection[int]) -> list[Request]:
         """Handle a worker that has finished or was lost; `live` no longer contains it."""

@@ -57,7 +57,7 @@ from .joint_norms import JointNorms
 from .layout import ShardSlice
 from .lease import Order, PackedPushed
 from .loop_positions import LoopPositions
-from .losses import Loss
+from .losses import Losses
 from .main_worker import MainWorker
 from .members import Departure, Members
 from .messages import (
@@ -95,7 +95,6 @@ from .messages import (
     Refused,
     Register,
     RestartOrdered,
-    Resumed,
     StandInAllowed,
     Started,
     Status,
@@ -110,6 +109,7 @@ from .metric_intake import MetricIntake
 from .model_spec import ModelSpec, first_difference
 from .oversight import Oversight
 from .placement import round_robin
+from .quorum import Quorum
 from .reconfiguration import Reconfigurations
 from .requests import (
     EndWithout,
@@ -137,17 +137,13 @@ MOST_WARNINGS = 100
 
 @stateful(
     decides=(
-        "model slices addresses initializer started servers members main paused torn data loops "
-        "collectives oversight history auto _metrics _begun _norms _sync _connected _registered "
-        "reconfigurations _early _uneven _grown _stopped "
-        "_losses _turns"
+        "model slices addresses initializer started servers members main quorum losses data loops "
+        "collectives oversight history auto _metrics _norms _sync _connected _registered "
+        "reconfigurations _early _turns"
     ),
     history="cut_off endings faults board waits time_ledger",
-    fixed=(
-        "placement _workers _shards _slicing _overlap _read_sync _shortage _recorder _first "
-        "_ticks_per_s _least _pause_below"
-    ),
-    about={"main": "scripts", "_grown": "scripts", "_connected": "connections"},
+    fixed=("placement _workers _shards _slicing _overlap _read_sync _shortage _recorder _first _ticks_per_s"),
+    about={"main": "scripts", "_connected": "connections"},
 )
 class Coordinator:
     """The coordinator of a run: it starts the run, tracks the workers, and uses a `JobSync` to run the sync model.
@@ -186,8 +182,8 @@ class Coordinator:
         reconfigurations: the joins, changes of the sync model and extensions that are in progress or wait.
         members: the workers: which are expected, which take part, and which are gone.
         main: the main worker.
-        paused: True while the workers begin no further iterations, because the run has too few workers.
-        torn: number of pushes of lost workers that some shards, but not all, have applied.
+        quorum: decides whether the workers of the run are enough.
+        losses: the lost workers whose pushes some servers have yet to report.
         cut_off: lost workers whose last report says that they failed only because another process had ended.
         endings: (worker, incarnation) -> the error that it reported, why it was taken out, or how its process ended,
             once this is known. See `cause`.
@@ -233,8 +229,8 @@ class Coordinator:
         self.servers = ServerRoster(self.placement, late_servers)
         self.members = Members(workers, late)
         self.main = MainWorker()
-        self.paused = False
-        self.torn = 0
+        self.quorum = Quorum(self.members, least=least, pause_below=pause_below)
+        self.losses = Losses()
         self.cut_off: list[int] = []
         self.endings: dict[tuple[int, int], str] = {}
         self.faults: list[str] = []
@@ -247,8 +243,6 @@ class Coordinator:
         self.history = History()
         self._metrics = MetricIntake(self.history)
         self.auto = Auto(self._may_use, stale=relaxes) if schedule.auto else None
-        # loader -> the last epoch that a worker has begun, if there is `auto`
-        self._begun: dict[str, int] = {}
         self.loops = LoopPositions()
         self._workers = workers
         self._shards = shards
@@ -265,31 +259,9 @@ class Coordinator:
         self._connected: set[int] = set()  # workers
         # Worker that has registered and has not left -> its message.
         self._registered: dict[int, Register] = {}
-        self._least = least
-        self._pause_below = pause_below
         # Requests for data that have arrived while the run had too few workers to begin: (worker, loader) -> message.
         self._early: dict[tuple[int, int], DataRequested] = {}
-        self._uneven = False  # True once a worker has pushed in lockstep while its script was not training
-        # True once a worker has joined a run in progress. In lockstep, workers then end their epochs at different
-        # iterations.
-        self._grown = False
-        self._stopped: set[int] = set()  # training loops that a worker has stopped
-        self._losses: dict[int, Loss] = {}  # lost worker whose pushes some servers have yet to report
         self._turns = Turns()
-
-    @property
-    def everybody_left(self) -> bool:
-        """True if every worker has finished, was lost, or has yet to join, and at least one worker has left.
-
-        A run that pauses when it has too few workers also waits for others when all of its workers have been lost or
-        have left early.
-        """
-        members = self.members
-        if members.live_count:
-            return False
-        return members.some_have_finished or (
-            bool(members.finished or members.lost) and not self._pause_below
-        )
 
     @property
     def shards(self) -> list[tuple[ShardSlice, str]]:
@@ -338,16 +310,18 @@ class Coordinator:
         if self.model is None:
             parts = []
             if self._is_too_small:
-                parts.append(f"{self.members.live_count} of at least {self._least} workers")
+                parts.append(f"{self.members.live_count} of at least {self.quorum.least} workers")
             if self.servers.shortage:
                 parts.append(self.servers.shortage)
             return " and ".join(parts)
-        return f"{len(self.members.present)} of at least {self._pause_below} workers" if self.paused else ""
+        if not self.quorum.paused:
+            return ""
+        return f"{len(self.members.present)} of at least {self.quorum.pause_below} workers"
 
     @property
     def _is_too_small(self) -> bool:
         """True if the run has too few workers to begin."""
-        return self.model is None and self.members.live_count < self._least and not self.members.finished
+        return self.model is None and self.quorum.too_small
 
     def is_joining(self, worker: int) -> bool:
         """Return True if a worker has been admitted to the run in progress, and has not joined yet."""
@@ -376,7 +350,7 @@ class Coordinator:
         Raises:
             ConfigurationError: there are not enough free indices.
         """
-        invited = self.members.invite(count, wanted, self._losses)
+        invited = self.members.invite(count, wanted, self.losses.open)
         for worker in invited:
             self.board.pop(worker, None)
             if self.model is None:
@@ -534,7 +508,7 @@ class Coordinator:
             case DataRequested():
                 return self._hand_out(worker, message, now_ticks)
             case StopRequested():
-                return self._stop(message.loop)
+                return self.loops.stop(message.loop, self.members.live)
             case MainRequested():
                 return [Send(sender, MainChosen(self.main.worker))]
             case ModelRequested():
@@ -544,7 +518,7 @@ class Coordinator:
             case EpochReached():
                 return self.loops.reached(worker, message, self.members.present, now_ticks)
             case StoodIn():
-                return self._allow_stand_ins()
+                return self.collectives.allow_pushes(self.members.live)
             case GradientHashed():
                 return self._compare(worker, message)
             case HyperParametersReported():
@@ -561,7 +535,9 @@ class Coordinator:
                 if message.model is not None:
                     self.reconfigurations.require_extension(self.model, message.model)
                 requests = self.collectives.contributed(worker, message, self.members.live)
-                return requests + self._allow_stand_ins() if self._grown else requests
+                if self.collectives.grown:
+                    requests += self.collectives.allow_pushes(self.members.live)
+                return requests
             case AllCommitted() if not self._overlap and worker in self.members.present:
                 self._turns.committed[worker] = message.iteration
                 return self._turns.allow(self.members.present)
@@ -633,7 +609,7 @@ class Coordinator:
     def _begin_if_complete(self, now_ticks: int) -> list[Request]:
         """Send the servers their shards if all servers are connected and every worker has registered or left."""
         absent = self._workers - len(self._registered) - len(self.members.gone)
-        if self.model is not None or absent or len(self._registered) < self._least:
+        if self.model is not None or absent or len(self._registered) < self.quorum.least:
             return []
         if not self.servers.complete:
             return []
@@ -742,7 +718,7 @@ class Coordinator:
         joined = self.reconfigurations.welcomed(server, message)
         if joined is None:
             return []
-        self._grown = True
+        self.collectives.grown = True
         worker = joined.worker
         event = WorkerJoined(
             now_ticks=now_ticks,
@@ -767,15 +743,15 @@ class Coordinator:
             main,
             self.model.digests,
         )
-        stopped = [Send(worker_peer(worker), TrainingStopped(loop)) for loop in sorted(self._stopped)]
-        if self._uneven:
+        stopped = [Send(worker_peer(worker), TrainingStopped(loop)) for loop in sorted(self.loops.stopped)]
+        if self.collectives.uneven:
             stopped.append(Send(worker_peer(worker), StandInAllowed()))
         requests = [Send(worker_peer(worker), started), *stopped, *self._add(event)]
         if became_main:
             requests += self._announce_main()
-        if self._is_short:
+        if self.quorum.short:
             requests.append(Send(worker_peer(worker), Paused()))
-        return requests + self._pause_or_resume() + self._end_join(now_ticks)
+        return requests + self.quorum.pause_or_resume() + self._end_join(now_ticks)
 
     def _end_join(self, now_ticks: int) -> list[Request]:
         """Handle the requests that have arrived during a join, and begin the next join."""
@@ -825,7 +801,7 @@ class Coordinator:
                 requests.append(Fail(f"worker {worker}", LOST_TOO_EARLY))
             incarnation = members.incarnation(worker)
             if present:
-                self._losses[worker] = Loss(worker, incarnation, set(self.servers.addresses))
+                self.losses.begin(worker, incarnation, set(self.servers.addresses))
             else:
                 self.data.leave(worker, (), members.live, early=True)
             lost = messages.WorkerLost(worker, incarnation, at_once)
@@ -836,7 +812,7 @@ class Coordinator:
         if self.main.left(worker, finished=members.fate(worker) == "finished", others=self._others):
             requests += self._announce_main()
         if present:
-            requests += self.take(kind(now_ticks=now_ticks, worker=worker)) + self._pause_or_resume()
+            requests += self.take(kind(now_ticks=now_ticks, worker=worker)) + self.quorum.pause_or_resume()
         if self.reconfigurations.extension is not None:
             requests += self.reconfigurations.extension.left(worker)
         requests += self.collectives.left(worker, members.live)
@@ -859,19 +835,6 @@ class Coordinator:
         """Record what a worker has spent its time on, unless it has left: its time is then settled."""
         if spent is not None and worker in self.members.present:
             self.time_ledger.report(worker, spent, now_ticks)
-
-    @property
-    def _is_short(self) -> bool:
-        """True if the run should pause, because it has too few workers."""
-        return len(self.members.present) < self._pause_below and not self.members.some_have_finished
-
-    def _pause_or_resume(self) -> list[Request]:
-        """Tell the workers if the run pauses or continues, after their number has changed."""
-        if self.paused == self._is_short:
-            return []
-        self.paused = self._is_short
-        message = Paused() if self.paused else Resumed()
-        return [Send(worker_peer(worker), message) for worker in sorted(self.members.present)]
 
     # -- data ---------------------------------------------------------------------------------------------
 
@@ -961,22 +924,6 @@ class Coordinator:
         alone = self._workers > 1 and worker == self.main.worker
         return self._warn(self._metrics.take(worker, message, now_ticks / self._ticks_per_s, alone=alone))
 
-    def _allow_stand_ins(self) -> list[Request]:
-        """Let workers push without a gradient while they wait in a call, unless this has been done already."""
-        if self._uneven:
-            return []
-        self._uneven = True
-        self.collectives.allow_pushes()
-        return [Send(worker_peer(worker), StandInAllowed()) for worker in sorted(self.members.live)]
-
-    def _stop(self, loop: int) -> list[Request]:
-        """Stop a training loop in all workers, unless this has been done already."""
-        if loop in self._stopped:
-            return []
-        self._stopped.add(loop)
-        stopped = TrainingStopped(loop)
-        return [Send(worker_peer(worker), stopped) for worker in sorted(self.members.live)]
-
     def _enter(self, message: EntryRequested, now_ticks: int) -> LoopEntered:
         """Return the answer to a worker that begins a training loop and has not trained yet."""
         self.loops.begun(message.loop, now_ticks, message.limits)
@@ -986,14 +933,9 @@ class Coordinator:
 
     def _report(self, server: int, message: PushesReported) -> list[Request]:
         """Handle a server's report of a lost worker's pushes. After the last report, take back the unused data."""
-        loss = self._losses.get(message.worker)
-        if loss is None:
-            return []
-        requests = loss.reported(server, message)
-        if loss.complete:
-            del self._losses[message.worker]
-            self.torn += loss.torn
-            self.data.leave(message.worker, loss.drawn, self.members.live, early=True)
+        requests, drawn = self.losses.reported(server, message)
+        if drawn is not None:
+            self.data.leave(message.worker, drawn, self.members.live, early=True)
         return requests
 
     # -- the sync model -----------------------------------------------------------------------------------
@@ -1042,11 +984,7 @@ class Coordinator:
         """Let `auto` choose the model if a worker is the first to begin an epoch of the loader that matters."""
         assert self.auto is not None
         self.auto.time(worker, message.times)
-        if message.epoch <= self._begun.get(message.name, -1):
-            return []
-        self._begun[message.name] = message.epoch
-        used = {name: counts.used for name, counts in self.data.counts().items()}
-        if any(count > used.get(message.name, 0) for count in used.values()):
+        if not self.auto.is_next(message.name, message.epoch, self.data.counts()):
             return []
         return self._choose(message.epoch, message.order, now_ticks)
 

@@ -14,24 +14,26 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ..state import stateful
-from .messages import EpochReached, LoopEntered, LoopLimits, LoopPosition, StatesDecided
+from .messages import EpochReached, LoopEntered, LoopLimits, LoopPosition, StatesDecided, TrainingStopped
 from .requests import Request, Send, worker_peer
 
 __all__ = ["LoopPositions"]
 
 
-@stateful(decides="_newest _begun _ended", history="limits start")
+@stateful(decides="stopped _newest _begun _ended", history="limits start")
 class LoopPositions:
     """The position of the job, and the worker that keeps the states of tracked objects.
 
     Attributes:
         limits: the limits of the last loop that has begun; None if they are unknown.
         start: number of updates, and of samples, at the beginning of this loop.
+        stopped: the loops that a worker has stopped.
     """
 
     def __init__(self) -> None:
         self.limits: LoopLimits | None = None
         self.start = (0, 0)
+        self.stopped: set[int] = set()
         self._newest: LoopPosition | None = None
         # number of the last loop that has begun, and the time at which it began, in ticks
         self._begun = (-1, 0)
@@ -87,6 +89,13 @@ class LoopPositions:
         if wanted and message.over:
             self._ended = position.loop, worker
         return [Send(worker_peer(worker), StatesDecided(wanted))] if message.tracks else []
+
+    def stop(self, loop: int, live: Collection[int]) -> list[Request]:
+        """Stop a loop in all live workers, unless this has been done already."""
+        if loop in self.stopped:
+            return []
+        self.stopped.add(loop)
+        return [Send(worker_peer(worker), TrainingStopped(loop)) for worker in sorted(live)]
 
     def _takes(self, worker: int, message: EpochReached, present: Collection[int]) -> bool:
         """Return True if the position of the job becomes that of this worker."""

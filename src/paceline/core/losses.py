@@ -21,7 +21,7 @@ from .lease import PackedPushed, Pushed
 from .messages import LossSettled, PushesReported
 from .requests import Request, Send, server_peer
 
-__all__ = ["Loss"]
+__all__ = ["Loss", "Losses"]
 
 
 @stateful(decides="_worker _incarnation _missing _received")
@@ -87,3 +87,39 @@ class Loss:
     @property
     def _kept(self) -> int:
         return min((last for report in self._received.values() for last in report.last), default=-1)
+
+
+@stateful(decides="open torn")
+class Losses:
+    """The losses that are not settled yet.
+
+    Attributes:
+        open: lost worker whose pushes some servers have yet to report -> its record.
+        torn: number of pushes of lost workers that some shards, but not all, have applied.
+    """
+
+    def __init__(self) -> None:
+        self.open: dict[int, Loss] = {}
+        self.torn = 0
+
+    def begin(self, worker: int, incarnation: int, servers: set[int]) -> None:
+        """Record that a worker is lost. See `Loss`."""
+        self.open[worker] = Loss(worker, incarnation, servers)
+
+    def reported(
+        self, server: int, report: PushesReported
+    ) -> tuple[list[Request], list[tuple[PackedPushed, PackedPushed]] | None]:
+        """Handle a server's report.
+
+        Returns:
+            The requests and, after the last report, the batches in the worker's pushes (see `Loss.drawn`); else None.
+        """
+        loss = self.open.get(report.worker)
+        if loss is None:
+            return [], None
+        requests = loss.reported(server, report)
+        if not loss.complete:
+            return requests, None
+        del self.open[report.worker]
+        self.torn += loss.torn
+        return requests, loss.drawn

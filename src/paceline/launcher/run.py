@@ -377,14 +377,14 @@ class LiveRun:
             server_failure = RunFailedError(f"server {index}", reason)
         # Once all workers have left, servers are needed only for their weights, so a failure of a server is ignored.
         if server_failure is not None and not (
-            coordinator.core.everybody_left and coordinator.core.members.finished
+            coordinator.core.quorum.everybody_left and coordinator.core.members.finished
         ):
             return server_failure
         if reported is not None and reported is not server_failure:
             return reported
         if worker := engine.failed_worker():
             return worker
-        if coordinator.core.everybody_left and not coordinator.core.members.finished:
+        if coordinator.core.quorum.everybody_left and not coordinator.core.members.finished:
             return RunFailedError("the run", f"every worker was lost{self._losses()}")
         if not coordinator.started.is_set():
             return RunFailedError(

@@ -533,7 +533,7 @@ class CoordinatorHost(Host):
     def _perform(self, requests: Sequence[Request]) -> None:
         self.carry_out(requests)
         self._shared.settle()
-        if self.core.everybody_left:
+        if self.core.quorum.everybody_left:
             self.over.set()
         self.agents.name_main()
 

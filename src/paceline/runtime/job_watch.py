@@ -115,7 +115,7 @@ class JobWatch:
     def note_pace(self, worker: int, now: Status) -> None:
         """Update the moving average of a worker's iteration time."""
         now_s = time.monotonic()
-        if self._core.paused:
+        if self._core.quorum.paused:
             self._paced.clear()  # the pause is not part of an iteration
         before = self._paced.get(worker)
         if before is not None and now.iteration > before[0]:

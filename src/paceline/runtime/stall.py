@@ -87,7 +87,7 @@ class StallWatch:
         """Return the processes for which the run has been waiting for an unusually long time."""
         coordinator = self._coordinator
         live = sorted(coordinator.core.members.live)
-        if coordinator.core.paused:
+        if coordinator.core.quorum.paused:
             self._before, self._idle_s = {}, None
             return []  # the run waits for workers that are yet to join
         if coordinator.core.model is None:

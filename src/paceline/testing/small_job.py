@@ -562,7 +562,7 @@ class SmallJob:
             # worker. Until then, they run different models, and only one of them may average.
             return
         counted = {w for w, worker_state in enumerate(state.workers) if worker_state.phase == "finished"}
-        if self._settles and not self._coordinators[state.coordinator.core].torn:
+        if self._settles and not self._coordinators[state.coordinator.core].losses.torn:
             # No push of a lost worker may be in the mean of one shard only.
             counted = set(range(len(state.workers)))
         joint = []
