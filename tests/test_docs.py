@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent
         "make_papers.py",
         "make_when_it_pays.py",
         "make_same_accuracy.py",
+        "make_overview.py",
     ],
 )
 def test_a_page_is_what_its_sources_say(script: str) -> None:
@@ -47,6 +48,12 @@ def test_the_head_of_a_models_file_has_every_part(name: str) -> None:
     assert page.example.startswith(">>> ")
     fields = {field for field, _ in page.parameters}
     assert fields == set(re.findall(r"(\w+)=", page.notation)), "each parameter is explained"
+
+
+def test_the_overview_names_files_that_exist() -> None:
+    named = re.findall(r"`(src/paceline/[\w/]+(?:\.py)?)`", (ROOT / "docs" / "overview.md").read_text())
+    assert len(named) > 20
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", *sorted(path.name for path in (ROOT / "docs").glob("*.md"))])

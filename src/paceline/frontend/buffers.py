@@ -50,7 +50,8 @@ class Buffers:
             BufferSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype))
             for name, tensor in tensors.items()
         ]
-        self.specs = tuple(spec for spec in described if not isinstance(tensors[spec.name], nn.Parameter))
+        # A list first: see `DistributedOptimizer.parameter_set`.
+        self.specs = tuple([spec for spec in described if not isinstance(tensors[spec.name], nn.Parameter)])
         self._dtypes = [tensors[spec.name].dtype for spec in self.specs]
         frozen = [spec for spec in described if isinstance(tensors[spec.name], nn.Parameter)]
         digests = {str(spec): spec.digest for spec in before.frozen} if before is not None else {}

@@ -465,11 +465,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def parameter_set(self) -> ParameterSet:
         parameters = self._parameters()
         require_not_wrapped(self._model, parameters)
-        group_of = tuple(index for index, group in enumerate(self.param_groups) for _ in group["params"])
+        # `tuple` of a generator fails if another thread takes a reference to the unfinished tuple (`find_model`).
+        group_of = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
         return ParameterSet(
             self.models(),
             parameters,
-            OptimizerSpec(self._kind, read_groups(self._wrapped), group_of),
+            OptimizerSpec(self._kind, read_groups(self._wrapped), tuple(group_of)),
             self._wrapped,
             self._wrapped.state,
             self._wrapped.scale_gradients if isinstance(self._wrapped, LARS) else None,
