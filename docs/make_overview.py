@@ -267,7 +267,7 @@ def traced_step() -> list[tuple[str, str, str]]:
         ]
         for thread in threads:
             thread.start()
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
         threads[1].join()
         coordinator.over.wait()
         coordinator.collect().finished.wait()
