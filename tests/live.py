@@ -114,6 +114,23 @@ def processes(mark: str) -> dict[str, int]:
     return found
 
 
+def is_server(pid: int) -> bool:
+    """Return True if a process is a server of the run in which this process is a worker."""
+    try:
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return False
+    return parent == os.getppid() and command.startswith(b"paceline server")
+
+
+def peak_bytes(pid: int) -> int:
+    """Return the most memory that a process has had at a time, in bytes."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    [peak_kb] = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
+    return 1024 * int(peak_kb)
+
+
 def await_that(condition: Callable[[], object], what: str) -> None:
     """Look until a condition holds."""
     deadline_s = time.monotonic() + DEADLINE_S

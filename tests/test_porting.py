@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -34,6 +34,10 @@ FRAMEWORKS = {
     "train_fabric.py": "lightning",
     "train_accelerate.py": "accelerate",
 }
+
+
+VOCABULARY = 250_000
+"""Number of words of a model whose embedding has 64 MB."""
 
 
 def require(package: str) -> None:
@@ -60,11 +64,13 @@ def output(process: subprocess.Popen[str]) -> str:
     return printed
 
 
-def run(folder: Path, script: str, *options: str, workers: int = 2) -> dict[str, torch.Tensor]:
+def run(
+    folder: Path, script: str, *options: str, workers: int = 2, **variables: str
+) -> dict[str, torch.Tensor]:
     """Run a script with some workers; return the weights that the run saves."""
     count = ("--workers", str(workers), "--servers", "1")
     command = ("-m", "paceline", "run", *count, "--run-dir", "run", *options)
-    process = start(folder, script, *command)
+    process = start(folder, script, *command, **variables)
     printed = output(process)
     assert process.returncode == 0, printed
     return load_file(folder / "run" / "weights.safetensors")
@@ -131,40 +137,89 @@ def test_a_framework_under_bsp_equals_one_process_on_the_joint_batch(
     assert loss.samples == whole_loss.samples
 
 
-def test_adapters_equal_one_process_on_the_joint_batch_and_nothing_else_travels(
+STEP = "        optimizer.step()\n"
+MEASURED_STEP = f"""{STEP}
+        print("traffic", *(sum(s.traffic[i] for s in current().links.servers) for i in (0, 1)))
+"""
+MEASURED_END = """
+import os
+from tests.live import is_server, peak_bytes
+
+print("trained", sum(p.nbytes for p in model.parameters() if p.requires_grad))
+[server] = filter(is_server, map(int, filter(str.isdigit, os.listdir("/proc"))))
+print("peaks", peak_bytes(server), peak_bytes(os.getpid()))
+"""
+
+
+class Adapters(NamedTuple):
+    """What was measured in worker 0 of a run that trains adapters.
+
+    Attributes:
+        weights: the weights that the run has saved.
+        traffic: after each step, the bytes that were sent to the server so far, and those that were received.
+        trained: bytes of the parameters that are trained.
+        server: the most memory that the server has used, in bytes.
+        worker: the most memory that the worker has used, in bytes.
+    """
+
+    weights: dict[str, torch.Tensor]
+    traffic: list[list[int]]
+    trained: int
+    server: int
+    worker: int
+
+
+def train_adapters(folder: Path, script: str) -> Adapters:
+    """Run a script with adapters with two workers, over TCP, and measure it."""
+    assert STEP in script
+    measured = "from paceline.frontend.session import current\n" + script.replace(STEP, MEASURED_STEP)
+    path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ["PYTHONPATH"]])
+    weights = run(folder, measured + MEASURED_END, "--transport", "tcp", PYTHONPATH=path)
+    numbers: dict[str, list[list[int]]] = {"traffic": [], "trained": [], "peaks": []}
+    for line in (folder / "run" / "worker-0.log").read_text().splitlines():
+        name, *values = line.split() or [""]
+        if name in numbers:
+            numbers[name].append(list(map(int, values)))
+    [[trained]], [[server, worker]] = numbers["trained"], numbers["peaks"]
+    return Adapters(weights, numbers["traffic"], trained, server, worker)
+
+
+def test_adapters_equal_one_process_and_nothing_else_travels_or_is_at_the_servers(
     mark: str, tmp_path: Path
 ) -> None:
     require("peft")
-    script = BLOCKS["train_lora.py"]
-    plain = script.replace("AdamW(", "SGD(").replace("lr=1e-3", "lr=0.1")
-    whole = plain.replace("batch_size=4", "batch_size=8").replace("paceline.save", "torch.save")
+    script = BLOCKS["train_lora.py"].replace("AdamW(", "SGD(").replace("lr=1e-3", "lr=0.1")
+    large = script.replace("vocab_size=50", f"vocab_size={VOCABULARY}")
+    whole = large.replace("batch_size=4", "batch_size=8").replace("paceline.save", "torch.save")
     process = start(tmp_path / "one", whole + 'torch.save(model.state_dict(), "model.pt")\n')
     printed = output(process)
     assert process.returncode == 0, printed
-    measured = "        print('traffic', *(sum(s.traffic[i] for s in current()._servers) for i in (0, 1)))\n"
-    measured = plain.replace("        optimizer.step()\n", "        optimizer.step()\n" + measured)
-    measured = "from paceline.frontend.session import current\n" + measured
-    measured += "print('trained', sum(p.nbytes for p in model.parameters() if p.requires_grad))\n"
-    weights = run(tmp_path / "two", measured, "--transport", "tcp")
+    measured = train_adapters(tmp_path / "two", large)
     expected = torch.load(tmp_path / "one" / "model.pt")
-    assert weights.keys() == expected.keys()
+    assert measured.weights.keys() == expected.keys()
     for key, tensor in expected.items():
-        torch.testing.assert_close(weights[key], tensor, rtol=1e-5, atol=1e-6, msg=key)
+        torch.testing.assert_close(measured.weights[key], tensor, rtol=1e-5, atol=1e-6, msg=key)
     adapters = torch.load(tmp_path / "one" / "adapters.pt")
     saved = torch.load(tmp_path / "two" / "adapters.pt")
     assert saved.keys() == adapters.keys()
     for key, tensor in adapters.items():
         torch.testing.assert_close(saved[key], tensor, rtol=1e-5, atol=1e-6, msg=key)
-    log = (tmp_path / "two" / "run" / "worker-0.log").read_text().splitlines()
-    traffic = [list(map(int, line.split()[1:])) for line in log if line.startswith("traffic ")]
-    [trained] = [int(line.split()[1]) for line in log if line.startswith("trained ")]
-    assert len(traffic) == 24
-    assert all(total <= 2 * (trained + 1024) for total in traffic[0]), "the initial weights, and one step"
-    for before, after in itertools.pairwise(traffic):
+    trained = measured.trained
+    assert len(measured.traffic) == 24
+    assert all(total <= 2 * (trained + 1024) for total in measured.traffic[0]), (
+        "the initial weights, and one step"
+    )
+    for before, after in itertools.pairwise(measured.traffic):
         for now, earlier in zip(after, before, strict=True):
             assert trained <= now - earlier <= trained + 1024
     page = PAGE.read_text()
     assert f"adapters and classifier have {trained:,} bytes" in page
+    # The larger vocabulary makes only frozen parameters larger.
+    small = train_adapters(tmp_path / "small", script)
+    assert small.trained == trained
+    added = (VOCABULARY - 50) * 64 * 4
+    assert measured.worker - small.worker > 0.9 * added
+    assert abs(measured.server - small.server) < 0.1 * added
 
 
 @pytest.mark.thorough

@@ -18,7 +18,7 @@ from torch import nn
 
 import paceline
 
-from .live import mark, processes
+from .live import is_server, mark, processes
 
 __all__ = ["mark"]
 
@@ -93,16 +93,6 @@ def step_many(steps: int, out: str) -> None:
             servers = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_server(pid)]
             held.append([holds(pid) for pid in [os.getpid(), *servers]])
     Path(out, f"{paceline.worker_index()}.txt").write_text(repr(held))
-
-
-def is_server(pid: int) -> bool:
-    """A sibling of this process that runs no function."""
-    try:
-        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # it has ended
-        return False
-    return parent == os.getppid() and command.startswith(b"paceline server")
 
 
 def holds(pid: int) -> tuple[int, int]:
