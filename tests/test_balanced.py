@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +18,8 @@ from paceline.core.lease import BatchSizing
 from paceline.errors import ConfigurationError
 from paceline.frontend.generators import generators_lock
 from paceline.frontend.session import current
-from paceline.sim import Cluster, Presence, simulate
+from paceline.sim import Cluster, Presence, Recorded, simulate
+from paceline.sim.recorded import read_cluster_of_run
 from paceline.sync.events import PushReceived
 from paceline.trace import replay
 
@@ -157,6 +159,22 @@ def test_bsp_learns_the_same_with_sizes_in_steps_and_its_trace_contains_the_warm
     warm = Counter(push.worker for push in pushes if push.warm_up)
     assert warm == {worker: len(sizes[worker]) - 1 for worker in (0, 2)}  # all sizes but the first
     assert replay(trace) == []
+
+
+def test_the_warm_ups_of_an_accelerator_are_no_compute_times_of_a_recorded_run(tmp_path: Path) -> None:
+    result = simulate(
+        Cluster(compute_s=[1.0, 1.0, 3.0]),
+        "bsp",
+        train_fn=lambda: Trainer(batch=16).train(accelerated=paceline.worker_index() == 0),
+        record=True,
+    )
+    pushes = [entry.event for entry in result.trace[0].entries if isinstance(entry.event, PushReceived)]
+    typical = Counter(push.worker for push in pushes if not push.warm_up)
+    assert typical[0] < typical[1] == typical[2]
+    found = read_cluster_of_run(result.save(tmp_path / "run"))
+    for worker, times in enumerate(found.compute_s):
+        assert isinstance(times, Recorded)
+        assert len(times.seconds) == typical[worker]
 
 
 @pytest.mark.parametrize("sync", ["bsp", "asp"])

@@ -6,7 +6,8 @@ when the worker begins to send it until it has arrived at the shard. The time of
 every shard may answer the pull until all weights have arrived at the worker. It includes the time that a server takes
 to process a push before it answers, mainly to apply the gradient.
 
-A push without a gradient, which a worker makes while its script evaluates the model, is no computation.
+A push without a gradient, which a worker makes while its script evaluates the model, is no computation. The first
+iteration of an accelerator with batches of a new size takes longer, because programs are compiled. Both are left out.
 """
 
 from __future__ import annotations
@@ -64,14 +65,14 @@ class Arrivals:
     Attributes:
         arrived_s: for each shard, the time at which the push arrived.
         samples: number of samples of the push, if it has samples of its own.
-        empty: 1 if the push had no gradient.
+        atypical: 1 if the push had no gradient, or if it was a warm-up.
         released_s: time at which the last shard answered the pull.
     """
 
     def __init__(self, shards: int) -> None:
         self.arrived_s = [Column() for _ in range(shards)]
         self.samples = Column()
-        self.empty = Column()
+        self.atypical = Column()
         self.released_s = Column()
 
 
@@ -121,7 +122,7 @@ def cluster_of(
         own = arrivals[worker]
         to_server_s, from_server_s = array("d"), array("d")
         observed: list[tuple[int | None, float]] = []
-        empty: list[tuple[int | None, float]] = []
+        atypical: list[tuple[int | None, float]] = []
         for record in iterations:
             for column in own.arrived_s:
                 if (arrived_s := column.get(record.iteration)) is not None:
@@ -129,14 +130,14 @@ def cluster_of(
             if (released_s := own.released_s.get(record.iteration)) is not None:
                 from_server_s.append(max(0.0, record.answered_s - released_s))
             samples = own.samples.get(record.iteration)
-            times = empty if own.empty.get(record.iteration) else observed
+            times = atypical if own.atypical.get(record.iteration) else observed
             times.append((None if samples is None else int(samples), _computed_s(record)))
-        if observed or empty:
+        if observed or atypical:
             links[len(computed)] = Link(
                 to_server_s=Recorded(seconds=tuple(to_server_s or [0.0])),
                 from_server_s=Recorded(seconds=tuple(from_server_s or [0.0])),
             )
-            computed.append(compute_times(observed or empty, batch_size))
+            computed.append(compute_times(observed or atypical, batch_size))
     if not computed:
         raise ConfigurationError("no worker finished an iteration, so the speed of the workers is unknown.")
     return Cluster(
@@ -160,8 +161,8 @@ def _arrivals(shards: Sequence[AnyTrace]) -> Mapping[int, Arrivals]:
                 own.arrived_s[shard].put(event.iteration, now_s)
                 if event.samples and not event.repeated:
                     own.samples.put(event.iteration, event.samples)
-                if event.empty:
-                    own.empty.put(event.iteration, 1)
+                if event.empty or event.warm_up:
+                    own.atypical.put(event.iteration, 1)
             if isinstance(event, PullRepeated):
                 continue
             for action in entry.actions:
