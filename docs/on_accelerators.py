@@ -95,13 +95,13 @@ def paceline_s(case: Case) -> float:
     """Return the time of a step under `bsp` with balanced batches, in seconds.
 
     What fits beside the backward pass is taken to be hidden: the gradients' way to the host, and from there to the
-    servers.
+    servers. Weights are copied to the device while others still arrive.
     """
     fast = MACHINES / 2
     computation_s = case.step_s * (MACHINES / (fast + fast / SLOWER) if case.unequal else 1)
     device_s, half_link_s = case.size_bytes / DEVICE_RATE, case.link_s / 2
     exposed_s = max(0.0, max(device_s, half_link_s) - BACKWARD * computation_s)
-    return computation_s + exposed_s + update_s(case) + half_link_s + device_s
+    return computation_s + exposed_s + update_s(case) + max(half_link_s, device_s)
 
 
 def ddp_s(case: Case) -> float:
@@ -188,7 +188,8 @@ its gradients after the backward pass, as `clip_grad_norm_` does, because they a
 hidden.
 - *The update*, on the CPUs of the servers. It begins when the last gradient has arrived, so nothing is hidden.
 - *Weights to the workers:* at most P / 1.25 GB/s again. Nothing is hidden.
-- *Weights to the device:* P / 25 GB/s again. The copy begins when all weights have arrived, so nothing is hidden.
+- *Weights to the device:* P / 25 GB/s again. A piece is copied as soon as it has arrived, so this is hidden if the
+link is slower than the device. In shared memory, nothing is hidden.
 
 With 100 million weights ({gigabytes:.1f} GB), a copy over PCIe takes {device_ms:.0f} ms, and 10-gigabit Ethernet
 takes {ethernet_ms:.0f} ms in each direction. Over shared memory, there is no link between workers and servers. With

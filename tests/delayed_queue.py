@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from paceline.frontend import early_copies, training
+from paceline.frontend import early_copies, staging, training
 from paceline.frontend.staging import Copying, Stager
 from paceline.shard.vectors import bits
 
@@ -44,11 +44,14 @@ class DelayedQueue:
         self._random = random.Random(seed)
         self._submitted: list[_Submitted] = []
         self.registered: set[int] = set()  # the addresses of the memory that is registered
-        self._host = {vector.untyped_storage().data_ptr() for vector in host.values()}
+        self._host = set(map(_place_of, host.values()))
+        # the addresses of the memory of the device that is written with what comes from the host
+        self._from_host: set[int] = set()
 
     def submit(self, work: Callable[[], object], *, writes: Sequence[torch.Tensor]) -> _Submitted:
         self.run_on()
         submitted = _Submitted(self, work, writes, to_host=any(map(self.is_of_host, writes)))
+        submitted.reads_host = not self._from_host.isdisjoint(map(_place_of, writes))
         self._submitted.append(submitted)
         submitted.hide()
         self.run_on()
@@ -95,7 +98,11 @@ class DelayedQueue:
 
     def is_of_host(self, memory: torch.Tensor) -> bool:
         """Return True if this is memory of the host."""
-        return memory.untyped_storage().data_ptr() in self._host
+        return _place_of(memory) in self._host
+
+    def note_from_host(self, memory: Sequence[torch.Tensor]) -> None:
+        """Record that what is written to this memory of the device comes from the host."""
+        self._from_host.update(map(_place_of, memory))
 
     def before(self, submitted: _Submitted) -> list[_Submitted]:
         """Return what was submitted before this and has been carried out, but is not shown completely."""
@@ -136,7 +143,9 @@ class _Submitted:
         return self.shown
 
     def order(self) -> None:
-        self.reads_host = not self.to_host  # only what comes from the host is awaited by the device alone
+        if not self.to_host:  # only what comes from the host is awaited by the device alone
+            self.reads_host = True
+            self._queue.note_from_host(self._writes)
         self._queue.run_until(self, for_host=False)
 
     def hide(self) -> None:
@@ -181,6 +190,11 @@ class _Submitted:
             )
 
 
+def _place_of(memory: torch.Tensor) -> int:
+    """Return the address of the vector to which memory belongs."""
+    return memory.untyped_storage().data_ptr()
+
+
 def _overwrite(tensor: torch.Tensor, content: torch.Tensor) -> None:
     """Set the bits of a tensor without a change of its version, as a device does."""
     with _unsafe_preserve_version_counter(tensor):
@@ -188,7 +202,7 @@ def _overwrite(tensor: torch.Tensor, content: torch.Tensor) -> None:
 
 
 @contextmanager
-def on_the_double(seed: int, piece_bytes: int = 64) -> Iterator[list[DelayedQueue]]:
+def on_the_double(seed: int, piece_bytes: int) -> Iterator[list[DelayedQueue]]:
     """Return a context in which parameters on the CPU count as those of a device whose copies are late.
 
     Returns:
@@ -204,5 +218,6 @@ def on_the_double(seed: int, piece_bytes: int = 64) -> Iterator[list[DelayedQueu
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "stager_of", stager_of)
-        patch.setattr(early_copies, "PIECE_BYTES", piece_bytes)
+        for module in (early_copies, staging):
+            patch.setattr(module, "PIECE_BYTES", piece_bytes)
         yield created

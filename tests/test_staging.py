@@ -8,7 +8,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -22,9 +22,16 @@ from paceline.frontend.early_copies import EarlyCopies, _Checksum
 from paceline.frontend.gradients import Gradients
 from paceline.frontend.staging import Copying
 from paceline.frontend.weights import Weights
+from paceline.runtime.worker_links import Links
+from paceline.runtime.worker_memory import WorkerMemory
 from paceline.shard.vectors import bits
 from paceline.sim import Cluster, Presence, simulate
+from paceline.wire import stream
+from paceline.wire.stream import Stream
 from tests.delayed_queue import on_the_double
+
+if TYPE_CHECKING:
+    from tests.conftest import RunOnThreads
 
 EXAMPLES = int(os.environ.get("PACELINE_STAGING_EXAMPLES", "30"))
 CLUSTER = Cluster(compute_s=[1.0, 1.3, 3.1], servers=2, latency_s=0.01)
@@ -440,6 +447,8 @@ MUTATIONS = [
     Mutation(
         Copying, "weights_pulled", "of_set(self.weights, set_index)", "of_set(self.weights, 0)", IN_TURN
     ),
+    Mutation(Copying, "weights_pulled", "self._copied.clear()", "pass"),
+    Mutation(Copying, "_weights_arrived", "self._copy([(name, copied, stop)])", "pass"),
     Mutation(EarlyCopies, "_copy", "self._sum.of(between)", "self._sum.of(source)"),
     Mutation(EarlyCopies, "_copy", "target.copy_(between", "target.copy_(source", HALVED),
     Mutation(EarlyCopies, "_changed", "not unchanged", "False"),
@@ -483,6 +492,95 @@ def test_each_mistake_is_found(mutation: Mutation, monkeypatch: pytest.MonkeyPat
         check = example(mutation.found_by)(check)
     make(mutation, monkeypatch)
     with pytest.raises((AssertionError, RunFailedError)):
+        check()
+
+
+class Wide(nn.Module):
+    """Two layers with different dtypes, each of whose halves is received by several calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(300, 300)
+        self.wide = nn.Linear(300, 300, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(0)  # several threads create such models
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.05, generator=generator)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.wide(self.narrow(x).double())
+        return y
+
+
+def train_wide() -> list[list[torch.Tensor]]:
+    """Train in a live run. Return the weights after each step."""
+    model = Wide()
+    optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    seen = []
+    for step in range(4):
+        optimizer.zero_grad()
+        x = torch.linspace(-1, 1, 300) * (1 + step) * (1 + paceline.worker_index())
+        model(x).square().mean().backward()
+        optimizer.step()
+        seen.append([parameter.detach().clone() for parameter in model.parameters()])
+    return seen
+
+
+def train_on_the_double(run_on_threads: RunOnThreads, seed: int, wire: str) -> dict[int, Any]:
+    with on_the_double(seed, piece_bytes=20_000):
+        return run_on_threads(train_wide, servers=2, transport="tcp", wire=wire).results
+
+
+def assert_same(expected: dict[int, Any], results: dict[int, Any]) -> None:
+    """Compare the weights of each worker after each step."""
+    for worker, seen in expected.items():
+        for before, after in zip(seen, results[worker], strict=True):
+            assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("wire", ["float32", "bf16"])
+def test_weights_go_to_the_device_in_pieces_while_later_ones_still_travel(
+    wire: str, run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "FILLS", 1)  # between two calls, the worker looks at what has arrived
+    expected = run_on_threads(train_wide, servers=2, transport="tcp", wire=wire).results
+    pieces: list[tuple[str, int, int]] = []
+    arrived = Copying._weights_arrived
+
+    def record(stager: Copying, name: str, start: int, stop: int) -> None:
+        pieces.append((name, start, stop))
+        arrived(stager, name, start, stop)
+
+    monkeypatch.setattr(Copying, "_weights_arrived", record)
+    for seed in range(5):
+        pieces.clear()
+        assert_same(expected, train_on_the_double(run_on_threads, seed, wire))
+        whole = 2 * 2 * 4 * 2  # workers, servers, steps, vectors
+        assert len(pieces) > whole if wire == "float32" else len(pieces) == whole
+
+
+LIVE_MUTATIONS = [
+    Mutation(Links, "_tell_arrived", "(message.shard, missing_bytes)", "(message.shard, 0)"),
+    Mutation(WorkerMemory, "arrived", "self.shards[shard].bounds", "self.shards[0].bounds"),
+    Mutation(Stream, "_read_frames", "self._following_bytes -= target.nbytes", "self._following_bytes = 0"),
+]
+"""What makes sure that a part of the weights is copied only when it has arrived, left out."""
+
+
+@pytest.mark.parametrize(
+    "mutation", LIVE_MUTATIONS, ids=lambda each: f"{each.owner.__name__}.{each.method}: {each.right}"
+)
+def test_a_part_of_the_weights_that_has_not_arrived_is_not_copied(
+    mutation: Mutation, run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "FILLS", 1)
+    make(mutation, monkeypatch)
+    expected = run_on_threads(train_wide, servers=2, transport="tcp").results
+
+    def check() -> None:
+        for seed in range(20):
+            assert_same(expected, train_on_the_double(run_on_threads, seed, "float32"))
+
+    with pytest.raises(AssertionError):
         check()
 
 

@@ -556,11 +556,19 @@ def test_messages_arrive_whole_and_in_order_however_their_bytes_are_chunked(
     messages: list[tuple[Message, bytes]], chunks: list[int], trusted: bool
 ) -> None:
     data = b"".join(frame(encoded(message), payload) for message, payload in messages)
+    payloads = [payload for message, payload in messages if isinstance(message, Commit)]
     heard: list[Message] = []
     with receiver(trusted=trusted) as end:
         for size in [*chunks, len(data) + 1]:
             heard += end.take(data[:size]) if data[:size] else []
             data = data[size:]
+            if (incoming := end.stream.incoming) is not None:
+                payload, (message, missing_bytes) = payloads[len(end.payloads) - 1], incoming
+                assert message == commit_of(payload)
+                there = len(payload) - missing_bytes
+                assert 0 <= there < len(payload)
+                assert end.payloads[-1][:there] == payload[:there]
+        assert end.stream.incoming is None
         assert heard == [message for message, _ in messages]
         assert [bytes(p) for p in end.payloads] == [p for m, p in messages if isinstance(m, Commit)]
 

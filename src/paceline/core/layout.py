@@ -46,6 +46,7 @@ __all__ = [
     "item_bytes",
     "of_set",
     "ranges_of",
+    "without_last",
 ]
 
 ALIGNMENT_BYTES = 64
@@ -60,6 +61,20 @@ T = TypeVar("T")
 
 Range = tuple[str, int, int]
 """A part of a flat vector: its name, the index of the first element, and that of the last element plus one."""
+
+
+def without_last(ranges: Sequence[Range], missing_bytes: int) -> list[Range]:
+    """Return what is left of some ranges if the last bytes of all of them together are missing.
+
+    >>> without_last([("float32", 0, 8), ("float64", 0, 4)], 33)
+    [('float32', 0, 7)]
+    """
+    left = []
+    for vector, start, stop in reversed(ranges):
+        if (end := stop + -missing_bytes // item_bytes(vector)) > start:
+            left.append((vector, start, end))
+        missing_bytes = max(missing_bytes - (stop - start) * item_bytes(vector), 0)
+    return left[::-1]
 
 
 def dtype_of(vector: str) -> str:

@@ -47,6 +47,9 @@ class Callbacks:
     Attributes:
         before_exchange: called before the session sends `gradients`, or requests new `weights`. Afterwards, nothing
             else uses this memory until the answer.
+        on_arrived: called during `commit` when a part of the new `weights` has arrived, with the name of the vector
+            and the range of its elements; None for nothing. The range begins where the part that a shard sends
+            begins, and grows. The session changes these elements only after the next `before_exchange`.
         frozen: returns the bytes of this worker's frozen parameter with a digest, in parts; None if there is none.
             Set before `begin`, and before `extend`.
         on_moved: called after the session has moved `weights` to other memory.
@@ -54,6 +57,7 @@ class Callbacks:
     """
 
     before_exchange: Callable[[], object] = lambda: None
+    on_arrived: Callable[[str, int, int], object] | None = None
     frozen: Callable[[str], Iterable[memoryview] | None] = lambda digest: None
     on_moved: Callable[[], object] = lambda: None
     on_finish: Callable[[], str] = str

@@ -6,8 +6,9 @@ device, which are copied to and from those of the session (`Copying`). This modu
 gradients change memory.
 
 `Copying` copies gradients while the backward pass is still running (see `early_copies.py`). Weights are copied to the
-device after each pull. The device waits for this copy before it computes anything else, and the host waits for it
-before the session uses its memory again (`Callbacks.before_exchange`).
+device in pieces, while the rest of a pull still travels, and what remains after it. The device waits for these copies
+before it computes anything else, and the host waits for them before the session uses its memory again
+(`Callbacks.before_exchange`).
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from weakref import finalize
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ..core.layout import Layout, dtype_of, of_set
+from ..core.layout import Layout, Range, dtype_of, item_bytes, of_set
 from ..shard.vectors import Vectors, parameter_views, torch_dtype
-from .device_queue import DeviceQueue, queue_of
+from .device_queue import DeviceQueue, Ticket, queue_of
 from .early_copies import EarlyCopies
 from .session import Session
 
 __all__ = ["Aliasing", "Copying", "Stager", "is_at", "move_into", "point_at", "stager_of"]
+
+PIECE_BYTES = 4 * 1024 * 1024
+"""Minimum size, in bytes, of a piece of the weights that is copied while later ones still travel."""
 
 LARGE_BYTES = 2 * 1024 * 1024
 """Minimum size, in bytes, of a gradient that is copied with `memmove`."""
@@ -153,6 +157,7 @@ class Copying:
         self._unregister_weights: finalize[..., Copying] | None = None
         self.follow(session.weights)
         session.callbacks.before_exchange = queue.drain
+        session.callbacks.on_arrived = self._weights_arrived
 
     def follow(self, weights: Vectors) -> None:
         self._queue.drain()
@@ -164,16 +169,39 @@ class Copying:
             self._unregister_weights = finalize(self, self._queue.register(list(weights.values())))
         self._true = weights
         self._true_views = parameter_views(self._layout, weights)
+        # vector, and index of the first element of a part that one shard sends -> index of the first of its elements
+        # that has not been copied although those before it have arrived
+        self._copied: dict[tuple[str, int], int] = {}
         self.weights_pulled(None)
 
     def weights_pulled(self, set_index: int | None) -> None:
-        pulled = of_set(self.weights, set_index)
+        vectors = of_set(self.weights, set_index)
+        self._copy([piece for name in vectors for piece in self._rest_of(name)]).order()
+        self._copied.clear()
+
+    def _weights_arrived(self, name: str, start: int, stop: int) -> None:
+        copied = self._copied.get((name, start), start)
+        if (stop - copied) * item_bytes(name) >= PIECE_BYTES:
+            self._copy([(name, copied, stop)])
+            self._copied[name, start] = stop
+
+    def _rest_of(self, name: str) -> list[Range]:
+        """Return the ranges of a vector of the weights that have not been copied since the last pull began."""
+        copied = sorted((start, stop) for (other, start), stop in self._copied.items() if other == name)
+        starts = [0, *(stop for _, stop in copied)]
+        stops = [*(start for start, _ in copied), len(self.weights[name])]
+        return [(name, start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
+
+    def _copy(self, ranges: Sequence[Range]) -> Ticket:
+        """Copy ranges of the session's weights to the device."""
+        targets = [self.weights[name][start:stop] for name, start, stop in ranges]
+        sources = [self._true[name][start:stop] for name, start, stop in ranges]
 
         def copy() -> None:
-            for name, vector in pulled.items():
-                vector.copy_(self._true[name], non_blocking=self._queue.overlaps)
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=self._queue.overlaps)
 
-        self._queue.submit(copy, writes=list(pulled.values())).order()
+        return self._queue.submit(copy, writes=targets)
 
     def weights_edited(self) -> bool | None:
         return None

@@ -363,7 +363,9 @@ class WorkerSession(Session):
         if due or logged.noted:
             links.carry_out(core.log(logged.noted, pushed_s, report=due))
         links.leave_if_asked()
+        links.tells_arrivals = not memory.shared and self.callbacks.on_arrived is not None
         self._await_answers()
+        links.tells_arrivals = False
         if core.paused:
             self._wait_while_paused()
         answered_ticks = self._job.now_ticks()

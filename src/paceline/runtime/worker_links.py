@@ -98,6 +98,7 @@ class Links(Host):
         targets: message type -> function of (message, size in bytes) that returns the memory for the payload.
         payloads: shard -> payload of the push that is being committed.
         orders: watches only the connection to the coordinator.
+        tells_arrivals: True if the front end is told which parts of new weights have arrived.
         initial: function that sends a shard its initial weights; None if this worker is not the initializer.
         lock: held by the thread that uses the connections.
         asked_to_leave: True if this worker must leave the run as soon as the current gradient has been pushed.
@@ -112,11 +113,13 @@ class Links(Host):
         self.handlers: dict[type[Message], Callable[[Any], object]] = {Bell: lambda message: None}
         self.targets: dict[type[Message], Callable[[Any, int], Sequence[memoryview]]] = {}
         self.payloads: Mapping[int, Sequence[memoryview]] = {}
+        self.tells_arrivals = False
         self.initial: Callable[[InitialWeights], None] | None = None
         self.lock = threading.RLock()
         self.asked_to_leave = self.finished = False
         self.taken_out: TakenOutError | None = None
         self._callbacks = callbacks
+        self._memory: WorkerMemory | None = None  # None before `connect`
         self._selector = selectors.DefaultSelector()
         self._selector.register(coordinator, selectors.EVENT_READ)
         self.orders = select.poll()
@@ -138,11 +141,11 @@ class Links(Host):
             local: for each server, True if it is on this machine.
             memory: the worker's memory.
         """
-        self.servers, self._ringed = [], []
+        self.servers, self._ringed, self._memory = [], [], memory
         self.handlers[MemoryAttached] = memory.attach
         self.targets[Answer] = memory.target
-        if memory.rounds_weights:
-            self.handlers[Answer] = partial(self._hear_rounded, memory)
+        if not memory.shared:
+            self.handlers[Answer] = partial(self._hear_weights, memory)
         channels = memory.region.channels
         for channel, address in enumerate(addresses):
             stream: Stream[Message] = Stream(
@@ -290,6 +293,8 @@ class Links(Host):
                     self.hear_coordinator()
                 else:
                     self._hear_server(stream.receive())
+                    if self.tells_arrivals and (incoming := stream.incoming) is not None:
+                        self._tell_arrived(*incoming)
         return bool(ready)
 
     def hear_coordinator_first(self, timeout_s: float) -> None:
@@ -316,10 +321,20 @@ class Links(Host):
             else:
                 self.carry_out(self.core.handle(message))
 
-    def _hear_rounded(self, memory: WorkerMemory, answer: Answer) -> None:
-        """Handle an answer whose weights may be rounded."""
+    def _hear_weights(self, memory: WorkerMemory, answer: Answer) -> None:
+        """Handle an answer whose weights have travelled, perhaps rounded."""
         memory.widen(answer)
+        if self.tells_arrivals:
+            self._tell_arrived(answer)
         self.carry_out(self.core.handle(answer))
+
+    def _tell_arrived(self, message: Message, missing_bytes: int = 0) -> None:
+        """Tell the front end which part of the weights has arrived. Rounded ones are usable only when all have."""
+        told = self._callbacks.on_arrived
+        if type(message) is Answer and told is not None and not (missing_bytes and message.rounded):
+            assert self._memory is not None
+            for vector, start, stop in self._memory.arrived(message.shard, missing_bytes):
+                told(vector, start, stop)
 
     def _payload_targets(self, message: Message, size_bytes: int) -> Sequence[memoryview]:
         target = self.targets.get(type(message))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ..core.layout import Range, ShardSlice, of_set
+from ..core.layout import Range, ShardSlice, of_set, without_last
 from ..core.messages import Answer, Content, MemoryAttached, MemoryPlace
 from ..core.model_spec import ModelSpec
 from ..core.wire_format import Format
@@ -48,6 +48,7 @@ class WorkerMemory:
         gradients: dtype -> flat vector of the gradients.
         outbox: sends the gradients; None if all servers share this worker's memory.
         in_place: True while the weights are read in the memory that the servers update.
+        shared: True if the servers read gradients and write weights in memory that is shared with them.
         pulls: the parameter set that is being pulled; None for all sets.
         place: where servers on this machine find the region; None if they need not look for it.
         passed: the descriptor of the region, if it is passed to the servers.
@@ -70,22 +71,22 @@ class WorkerMemory:
         self.shards = shards
         self.in_place = False
         self.pulls: int | None = None
-        self._shared = job.transport == "shm"
+        self.shared = job.transport == "shm"
         self._awaits = awaits
         self._attached: set[int] = set()  # shards that use the region although their servers use TCP
         # In a run that machines join, the user has not chosen TCP for connections within a machine.
         offered = job.joined and any(local) and shared_memory_available()
         name = f"paceline-{secrets.token_hex(16)}"
-        channels = len(local) if self._shared and rings_available() else 0
+        channels = len(local) if self.shared and rings_available() else 0
         self.region = region = Region.create(
-            model.layout, shared=self._shared or offered, channels=channels, name=name
+            model.layout, shared=self.shared or offered, channels=channels, name=name
         )
         self.gradients = tensors_over(region.gradients)
         self.outbox: Outbox | None = None
         # shard -> its slice of the weights, and memory for rounded weights; None if weights are not rounded
         self._rounded: dict[int, Rounded] | None = None
         self._master: Master | None = None  # shared memory in which the servers update the weights
-        if self._shared:
+        if self.shared:
             if not descriptors:
                 raise ProtocolError("the coordinator did not pass the shared memory for the weights")
             self._master = Master.follow(model.layout, descriptors.pop())
@@ -98,7 +99,7 @@ class WorkerMemory:
             self._rounded = self._rounding(job.wire.weights, region.weights)
         own = region.descriptor
         self.place = MemoryPlace(os.getpid(), own, name) if offered and own else None
-        self.passed = [own] if self._shared and own is not None else []
+        self.passed = [own] if self.shared and own is not None else []
         self.passed_bytes = region.size_bytes if self.passed else 0
         # With several parameter sets, another worker may push another set in the same round. In the servers' memory,
         # it would then change under a graph that the script still uses.
@@ -169,7 +170,7 @@ class WorkerMemory:
     def target(self, answer: Answer, size_bytes: int) -> list[memoryview]:
         """Return the memory for the weights that come with an answer."""
         shard = answer.shard
-        if not self._awaits(shard) or self._shared or shard in self._attached:
+        if not self._awaits(shard) or self.shared or shard in self._attached:
             return []
         if answer.rounded:
             if self._rounded is None:
@@ -182,6 +183,13 @@ class WorkerMemory:
         """Convert the weights that have come with an answer to their own format, if they are rounded."""
         if answer.rounded and self._rounded is not None:
             self._rounded[answer.shard].widen(self._pulled(answer.shard))
+
+    def arrived(self, shard: int, missing_bytes: int) -> list[Range]:
+        """Return the ranges of the region that an answer to the current pull fills, except for its last bytes."""
+        bounds = of_set(self.shards[shard].bounds, self.pulls)
+        return without_last(
+            [(vector, start, stop) for vector, (start, stop) in bounds.items()], missing_bytes
+        )
 
     def _pulled(self, shard: int) -> list[Range]:
         """Return the ranges of the weights that a shard sends as the answer to the current pull."""

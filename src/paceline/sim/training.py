@@ -301,6 +301,8 @@ class Training:
                     vector in session.weights
                 ):  # otherwise, the worker does not know yet that the model was extended
                     session.weights[vector][start:stop] = weights[vector]
+                    if session.commits and (told := session.callbacks.on_arrived) is not None:
+                        told(vector, start, stop)
 
     def lost(self, worker: int) -> None:
         self._first_weights.pop(worker, None)
@@ -424,6 +426,7 @@ class VirtualSession(Session):
         self.initial: tuple[Vectors, Sequence[torch.Tensor], Callable[[ShardSlice], Vectors]]
         self.joined = False  # True once the worker takes part in the job
         self.pulls: int | None = None  # the parameter set that is being pulled; None for all sets
+        self.commits = False  # True while the function waits in `commit`
         self.awaits_data = False  # True while the function waits for answers to its requests for data
         self.generators: GeneratorStates | None = None
         self.generator_seed = generator_seed
@@ -616,7 +619,9 @@ class VirtualSession(Session):
         else:
             self.commit_waits = send
             training.job.compute(self.worker, droppable=False)
+        self.commits = True
         self._pause()
+        self.commits = False
 
     def observe(self, observed: Observation, noted: Sequence[Noted] = ()) -> None:
         if noted:

@@ -163,6 +163,9 @@ class Stream(Generic[T]):
         self._start = self._end = 0
         # The part of the current payload that has not been received yet.
         self._wanted = memoryview(bytearray())
+        # The message of the current payload, and the size in bytes of what follows the part that is being received.
+        self._incoming: T | None = None
+        self._following_bytes = 0
         self._frames = self._read_frames()
         self._ring_out: Ring | None = None
         self._ring_in: Ring | None = None
@@ -201,6 +204,16 @@ class Stream(Generic[T]):
         The kernel counts what the peer has acknowledged, so sent data that is only in a buffer here does not count.
         """
         return traffic_of(self.sock) or Traffic(self._sent_bytes, self._received_bytes)
+
+    @property
+    def incoming(self) -> tuple[T, int] | None:
+        """The message whose payload is being received, and how many of its bytes are missing; None if there is none.
+
+        The bytes before those are in the memory that the sink has returned.
+        """
+        if self._incoming is None:
+            return None
+        return self._incoming, self._wanted.nbytes + self._following_bytes
 
     def patience(self, silence_s: float | None = None) -> Patience:
         """Return what measures for how long the connection has carried nothing. See `Patience`."""
@@ -526,9 +539,13 @@ class Stream(Generic[T]):
                 raise ProtocolError(
                     f"{type(message).__name__} has a payload of {payload_bytes} bytes, expected {expected_bytes}"
                 )
+            if payload_bytes:
+                self._incoming, self._following_bytes = message, payload_bytes
             for target in targets:
                 if target.nbytes:
+                    self._following_bytes -= target.nbytes
                     yield from self._until_filled(target)
+            self._incoming = None
             if ringed and bell:
                 continue
             self._on_socket = False
