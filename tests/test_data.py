@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy
@@ -49,13 +50,13 @@ class Worker:
     def __init__(self, worker: int, workers: int, seed: int = 0, ledger: DataLedger | None = None) -> None:
         self.worker = worker
         self.workers = workers
-        self.lockstep = True
         self.main_worker = 0
         self.split = "auto"
         self.seed = seed
         self.device = torch.device("cpu")
         self.batch = "equal"
         self.data = DataFeed()
+        self.core = SimpleNamespace(data=self.data, lockstep=True)
         self.epochs: list[int] = []  # announced by epoch_begins()
         self._ledger = ledger or DataLedger()
 
