@@ -259,6 +259,7 @@ def test_less_important_columns_are_left_out_one_after_another() -> None:
 def test_each_loss_keeps_its_cause_when_the_worker_comes_back(core: Coordinator) -> None:
     core.note_ending(1, "it was stopped")
     core.take_out(1, 0)
+    core.disconnected(worker_peer(1), 0)
     core.note_ending(1, "it ended with exit code 75")  # a consequence
     core.handle(server_peer(0), messages.PushesReported(1, 0, (0,), (False,), ((),)), 0)
     assert core.invite(1, [1]) == {1: 1}

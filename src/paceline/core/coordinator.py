@@ -350,7 +350,8 @@ class Coordinator:
         Raises:
             ConfigurationError: there are not enough free indices.
         """
-        invited = self.members.invite(count, wanted, self.losses.open)
+        # Of a worker that has left, the loss may not be settled, or the connection not have ended.
+        invited = self.members.invite(count, wanted, {*self.losses.open, *self._connected})
         for worker in invited:
             self.board.pop(worker, None)
             if self.model is None:
@@ -569,8 +570,8 @@ class Coordinator:
         match message:
             case Ready():
                 return self._start() if self.servers.ready(sender.index) else []
-            case ExtensionReady() if self.reconfigurations.extension is not None:
-                return self._complete_extension(sender.index, message)
+            case ExtensionReady():
+                return self._complete_extension(sender.index, message, now_ticks)
             case JoinOffered():
                 return self.reconfigurations.offered(sender.index, message)
             case PacesObserved() if self.auto is not None:
@@ -665,11 +666,8 @@ class Coordinator:
             main_worker=self.main.worker,
             digests=self.model.digests,
         )
-        return [
-            Send(worker_peer(worker), started)
-            for worker in sorted(self._connected)
-            if worker not in self.members.gone
-        ]
+        # A worker that has been invited since the shards were created is not present: it joins the run afterwards.
+        return [Send(worker_peer(worker), started) for worker in sorted(self.members.present)]
 
     # -- extension of the model ---------------------------------------------------------------------------
 
@@ -688,13 +686,28 @@ class Coordinator:
             return self._refuse(list(models), reason, "the run")
         return self.reconfigurations.extend(model.layout.sliced(self._shards, self._slicing), models)
 
-    def _complete_extension(self, server: int, message: ExtensionReady) -> list[Request]:
-        """Handle a server's report. After the last report, the extended model is the model of the run."""
+    def _complete_extension(self, server: int, message: ExtensionReady, now_ticks: int) -> list[Request]:
+        """Handle a server's report. After the last report, the extended model is the model of the run.
+
+        Workers that have registered another model meanwhile, to join afterwards, are refused.
+        """
         requests, extension = self.reconfigurations.extended(server, message)
         if extension is None:
             return requests
         self.model, self.slices = extension.model, extension.slices
+        for worker in list(self.reconfigurations.joining):
+            registered = self._registered.get(worker)
+            if registered is not None and (reason := self._difference(registered.model)):
+                self.note_ending(worker, reason)
+                requests.append(Send(worker_peer(worker), Refused(reason)))
+                requests += self._leave(worker, WorkerLost, now_ticks)
         return requests + self._join_next()
+
+    def _difference(self, model: ModelSpec) -> str:
+        """Return how a model differs from that of the run; "" if it does not."""
+        assert self.model is not None
+        difference = first_difference(self.model, model)
+        return f"its model differs from the model of the run: {difference}" if difference else ""
 
     def _refuse(self, workers: Sequence[int], reason: str, where: str) -> list[Request]:
         return [*(Send(worker_peer(worker), Refused(reason)) for worker in workers), Fail(where, reason)]
@@ -703,11 +716,10 @@ class Coordinator:
 
     def _register_late(self, worker: int, message: Register, now_ticks: int) -> list[Request]:
         """Handle an invited worker that is about to compute its first gradient."""
-        assert self.model is not None
-        if difference := first_difference(self.model, message.model):
+        if reason := self._difference(message.model):
             self.members.withdraw(worker)
-            reason = f"its model differs from the model of the run: {difference}"
             return [Send(worker_peer(worker), Refused(reason))]
+        self._registered[worker] = message
         return self.admit(worker, now_ticks)
 
     def _join_next(self) -> list[Request]:
@@ -747,6 +759,8 @@ class Coordinator:
         if self.collectives.uneven:
             stopped.append(Send(worker_peer(worker), StandInAllowed()))
         requests = [Send(worker_peer(worker), started), *stopped, *self._add(event)]
+        if self.collectives.waiting:  # for this worker, which may need their pushes until it makes the call
+            requests += self.collectives.allow_pushes(self.members.live)
         if became_main:
             requests += self._announce_main()
         if self.quorum.short:
@@ -813,8 +827,7 @@ class Coordinator:
             requests += self._announce_main()
         if present:
             requests += self.take(kind(now_ticks=now_ticks, worker=worker)) + self.quorum.pause_or_resume()
-        if self.reconfigurations.extension is not None:
-            requests += self.reconfigurations.extension.left(worker)
+        requests += self.reconfigurations.leave_extension(worker)
         requests += self.collectives.left(worker, members.live)
         requests += self._begin_if_complete(now_ticks) + self._hand_out_early(now_ticks)
         requests += self._turns.allow(members.present)

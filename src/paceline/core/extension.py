@@ -19,8 +19,12 @@ it with the extension in force, or refuses it.
 The initializer is the worker with the lowest index. If it is lost before all servers are ready, the next worker takes
 its place, and sends its weights to all servers. So the initial weights of all shards come from one worker. Until all
 servers are ready, the shards keep their earlier parameters only. The digests of frozen parameters are the
-initializer's, too. An extension is not an event of the sync model: no worker computes while it lasts, it is not an
-iteration, and it is not an update.
+initializer's, too. If all of these workers are lost, the extension is given up. The coordinator proposes the next
+join only then, so a server that receives `JoinProposed` no longer waits for the initial weights of an extension. The
+number is used again.
+
+An extension is not an event of the sync model: no worker computes while it lasts, it is not an iteration, and it is
+not an update.
 """
 
 from __future__ import annotations
@@ -73,6 +77,11 @@ class Extension:
     def model(self) -> ModelSpec:
         """The extended model, as the initializer has described it."""
         return self._models[self._workers[0]]
+
+    @property
+    def is_void(self) -> bool:
+        """True if no worker is left that waits for the extension."""
+        return not self._workers
 
     def begin(self) -> list[Request]:
         """Let the servers fetch the initial weights from the initializer."""

@@ -153,10 +153,20 @@ class Reconfigurations:
         self.extension = Extension(slices, models, self._placement, self.extensions + 1)
         return self.extension.begin()
 
+    def leave_extension(self, worker: int) -> list[Request]:
+        """Continue an extension without a worker that has left. Without any worker, it is given up."""
+        if self.extension is None:
+            return []
+        requests = self.extension.left(worker)
+        if self.extension.is_void:
+            self.extension = None
+        return requests
+
     def extended(self, server: int, message: ExtensionReady) -> tuple[list[Request], Extension | None]:
         """Handle a server's report. Return the requests and, after the last report, the extension in force."""
-        assert self.extension is not None
         extension = self.extension
+        if extension is None:
+            return [], None  # it has been given up
         requests = extension.ready(server, message)
         if extension.phase != "in force":
             return requests, None

@@ -215,7 +215,7 @@ class Server:
         self._readers.discard(worker)
         if (lost := self.ending.pop(worker, None)) is not None:
             return self._lose(lost, now_ticks)
-        return self._fence(worker, now_ticks)
+        return self._fence(worker, now_ticks) + self._answer_coordinator()
 
     # -- messages -----------------------------------------------------------------------------------------
 
@@ -255,6 +255,9 @@ class Server:
                 return self._lose(message, now_ticks)
             case JoinProposed():
                 self._proposed = message
+                if self._next > self.extension:  # this extension has been given up
+                    self._next = self.extension
+                    self._to_begin.clear()
                 return self._answer_coordinator()
             case LossSettled():
                 return self._settle(message, now_ticks)
@@ -502,7 +505,12 @@ class Server:
             Send(COORDINATOR, Snapshot(each.shard, self.shards[each.shard].version)) for each in due
         ]
         join = self._proposed
-        if join is not None and self.expected.isdisjoint((*join.left, join.worker)) and not self._to_begin:
+        if (
+            join is not None
+            and self.expected.isdisjoint((*join.left, join.worker))
+            and join.worker not in self._connected
+            and not self._to_begin
+        ):
             self._proposed = None
             answers.append(self._offer(join.worker, join.incarnation))
         return answers

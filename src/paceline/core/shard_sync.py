@@ -128,9 +128,12 @@ class ShardSync:
             return self._machine.holds(worker) or any(push[0] == worker for push in self._orphans)
 
     def may_join(self, count: int) -> bool:
-        """Return True if a worker may still join with this c_p."""
+        """Return True if a worker may still join with this c_p.
+
+        No worker joins during a change, so a join that is announced then was given up before the change began.
+        """
         with self._blaming("may_join"):
-            return self._machine.may_join(count)
+            return self._change is None and self._machine.may_join(count)
 
     def waits(self) -> dict[int, str]:
         """Return, for each worker with a delayed pull, a description of what the pull waits for."""

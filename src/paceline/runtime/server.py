@@ -408,7 +408,7 @@ class ServerHost(Host):
                     self._expect_end(worker)
                 self._pass_on(self._coordinator, message)
             case JoinProposed():
-                for worker in self._core.expected.intersection({*message.left, message.worker}):
+                for worker in {*self._core.expected.intersection(message.left), message.worker}:
                     self._expect_end(worker)
                 self._pass_on(self._coordinator, message)
             case FetchWaits():
