@@ -18,11 +18,23 @@ CHECKOUT = ROOT.parents[1]
 
 # Class -> the module that defines it, and the files that construct it.
 CORES = {
-    "Worker": ("core.worker", {"runtime/worker.py", "sim/job.py", "testing/small_job.py"}),
-    "Server": ("core.server", {"runtime/server.py", "sim/job.py", "testing/small_job.py"}),
+    "Worker": (
+        "core.worker",
+        {"runtime/worker.py", "sim/job.py", "testing/network.py", "testing/small_job.py"},
+    ),
+    "Server": (
+        "core.server",
+        {"runtime/server.py", "sim/job.py", "testing/network.py", "testing/small_job.py"},
+    ),
     "Coordinator": (
         "core.coordinator",
-        {"runtime/coordinator.py", "sim/job.py", "testing/small_job.py", "trace/replay.py"},
+        {
+            "runtime/coordinator.py",
+            "sim/job.py",
+            "testing/network.py",
+            "testing/small_job.py",
+            "trace/replay.py",
+        },
     ),
     "Shard": ("core.shard", {"core/server.py", "trace/replay.py"}),
     "ShardSync": ("core.shard_sync", {"core/shard.py", "testing/small_job.py"}),
@@ -34,8 +46,8 @@ CORES = {
     "IterationStarted": ("sync.events", {"core/coordinator.py"}),
     "SyncRequested": ("sync.events", {"core/coordinator.py"}),
 }
-"""The live host, the simulator, the replay and the exhaustive search run the same cores; and each message becomes an
-event in one place. (`sync/model.py` tests a delayed pull again.)"""
+"""The live host, the simulator, the replay, the network and the exhaustive search run the same cores; and each message
+becomes an event in one place. (`sync/model.py` tests a delayed pull again.)"""
 
 BY_HAND = {"testing/legal_events.py", "testing/promises.py", "testing/scripts.py"}
 """These test a machine directly: they make events by hand, from no message, and host no core."""

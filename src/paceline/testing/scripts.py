@@ -21,6 +21,7 @@ A line that starts with ">" is a command. The indented lines below a command are
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import assert_never
 
 from ..core.job_sync import JobSync
@@ -57,7 +58,7 @@ from ..sync.events import (
 )
 from ..sync.ticks import TICKS_PER_S, in_ticks
 
-__all__ = ["play"]
+__all__ = ["play", "rewritten"]
 
 
 def play(script: str) -> str:
@@ -76,12 +77,16 @@ def play(script: str) -> str:
         answer 0:0
     <BLANKLINE>
     """
-    stage = Stage()
+    return rewritten(script, Stage().perform)
+
+
+def rewritten(script: str, perform: Callable[[str], list[str]]) -> str:
+    """Return a script with the actual result of each command. `perform` executes one command."""
     lines: list[str] = []
     for line in script.splitlines():
         if line.startswith(">"):
             lines.append(line)
-            lines += [f"    {result}" for result in stage.perform(line.removeprefix(">").strip())]
+            lines += [f"    {result}" for result in perform(line.removeprefix(">").strip())]
         elif not line.startswith("    "):
             lines.append(line)
     return "\n".join(lines) + "\n"

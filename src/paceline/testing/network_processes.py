@@ -1,0 +1,550 @@
+"""The processes of a `Network`: what the hosts of the cores do in a live run, as far as the protocol depends on it.
+
+Each process is a `core.host.Host`. A server has no tensors, but remembers which pushes it has received, and whose
+initial weights. A worker has no script, but a list of what to do next.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..core.coordinator import Coordinator
+from ..core.host import Host
+from ..core.layout import Layout, Parameter
+from ..core.lease import Batch, Order
+from ..core.messages import (
+    Commit,
+    CreateShards,
+    ExtendShards,
+    Failed,
+    Hello,
+    InitialWeights,
+    Message,
+    ModelExtended,
+    Started,
+    Status,
+    TakenOut,
+    WorkerLost,
+)
+from ..core.model_spec import ModelSpec, OptimizerSpec
+from ..core.requests import (
+    COORDINATOR,
+    Abort,
+    Apply,
+    Discard,
+    EndWithout,
+    Fail,
+    Peer,
+    Proceed,
+    Request,
+    TakeOut,
+    Timer,
+    Warn,
+    server_peer,
+    worker_peer,
+)
+from ..core.server import Server
+from ..core.worker import Worker
+from ..errors import ConfigurationError, InternalError, ProtocolError, TakenOutError
+from ..sync.notation import parse_shards
+from ..sync.translation import Standing
+
+if TYPE_CHECKING:
+    from .network import Network, Step
+
+__all__ = [
+    "END",
+    "MODELS",
+    "CoordinatorProcess",
+    "Process",
+    "Pushes",
+    "ServerProcess",
+    "WorkerProcess",
+    "incarnation_of",
+    "name_of",
+    "peer_of",
+]
+
+END = "the end of the connection"
+"""What arrives last on a connection, in place of a message."""
+
+SGD = OptimizerSpec("SGD", ({"lr": 0.1},), (0,))
+PARAMETERS = [Parameter((name,), (40,), "float32", index, index) for index, name in enumerate("abc")]
+MODELS = [ModelSpec(Layout.of(PARAMETERS[: n + 1]), SGD, (), (SGD,) * n) for n in range(len(PARAMETERS))]
+"""The model after each number of extensions."""
+
+ORDER = Order(24, 2, False, "auto", "")
+"""The order of an epoch: 24 positions in batches of 2."""
+
+
+def name_of(worker: int, incarnation: int) -> str:
+    """Return the name of the process of a worker."""
+    return f"w{worker}" + incarnation * "'"
+
+
+def incarnation_of(name: str) -> int:
+    """Return how often the index of a worker had been used before."""
+    return name.count("'")
+
+
+def peer_of(name: str) -> Peer:
+    """Return the peer whose process has this name."""
+    index = name.strip("csw'")
+    return COORDINATOR if not index else (worker_peer if name[0] == "w" else server_peer)(int(index))
+
+
+class Pushes:
+    """What stands in place of the tensors of a shard: it remembers which pushes were received, and which are unused.
+
+    Attributes:
+        received: the labels of all pushes, as (worker, iteration).
+        unused: the pushes with gradients that have been neither applied nor discarded.
+        means: the pushes of each update that has used several pushes.
+    """
+
+    def __init__(self) -> None:
+        self.received: set[tuple[int, int]] = set()
+        self.unused: set[tuple[int, int]] = set()
+        self.means: list[tuple[tuple[int, int], ...]] = []
+
+    def put(self, worker: int, iteration: int, push: Commit) -> None:
+        assert (worker, iteration) not in self.received, f"push {worker}:{iteration} has arrived twice"
+        self.received.add((worker, iteration))
+        if not push.empty:
+            self.unused.add((worker, iteration))
+
+    def apply(
+        self,
+        pushes: Sequence[tuple[int, int]],
+        scales: Sequence[float],
+        standing: Standing | None = None,
+    ) -> None:
+        assert self.unused.issuperset(pushes), (
+            f"the pushes {pushes} are applied, but {self.unused} are unused"
+        )
+        self.unused.difference_update(pushes)
+        if len(pushes) > 1:
+            self.means.append(tuple(pushes))
+
+    def squared_norm(self, pushes: Sequence[tuple[int, int]], scales: Sequence[float]) -> float:
+        return float(len(pushes))
+
+    def overwrite(self, worker: int, iteration: int, number: int) -> None:
+        self.apply([(worker, iteration)], [1.0])
+
+    def discard(self, worker: int, iteration: int) -> None:
+        self.unused.discard((worker, iteration))
+
+    def preserve(self, worker: int, iteration: int) -> None:
+        assert (worker, iteration) in self.unused, f"push {worker}:{iteration} is held, but was used before"
+
+
+class Process(Host):
+    """A process: its core, and what the host of the core does."""
+
+    core: Any
+
+    def __init__(self, network: Network, name: str) -> None:
+        self.network = network
+        self.name = name
+        network.nodes[name] = self
+
+    def receive(self, sender: str, number: str, message: Message | str) -> None:
+        """Handle what has arrived. Raises `ProtocolError` if it is not allowed."""
+        raise NotImplementedError
+
+    def refuse(self, sender: str, number: str) -> None:
+        """Close the connection to a process that has sent what is not allowed."""
+        raise NotImplementedError
+
+    def set_timer(self, timer: Timer) -> None:
+        network = self.network
+        network.timers.append((timer.due_ticks, len(network.taken), timer, self.name))
+
+
+class CoordinatorProcess(Process):
+    """The process of the coordinator.
+
+    Attributes:
+        names: connected worker or server -> name of its process.
+    """
+
+    def __init__(self, network: Network, core: Coordinator) -> None:
+        super().__init__(network, "c")
+        self.core: Coordinator = core
+        self.names: dict[Peer, str] = {}
+        self._refused: set[str] = set()  # processes from which only the end of the connection is awaited
+
+    def receive(self, sender: str, number: str, message: Message | str) -> None:
+        core, peer, now_ticks = self.core, peer_of(sender), self.network.now_ticks
+        if isinstance(message, Hello):
+            requests = core.connected(peer, now_ticks, message.address, message.incarnation)
+            self.names[peer] = sender
+            self.carry_out(requests)
+        elif message is END:
+            self._refused.discard(sender)
+            if self.names.get(peer) == sender:
+                self._disconnect(peer)
+            elif peer.role == "worker":
+                self.carry_out(core.ended(peer.index, now_ticks, incarnation_of(sender)))
+        elif sender not in self._refused:
+            assert isinstance(message, Message)
+            self.carry_out(core.handle(peer, message, now_ticks))
+
+    def refuse(self, sender: str, number: str) -> None:
+        self._refused.add(sender)
+        self.network.post(self.name, sender, END)
+        if self.names.get(peer := peer_of(sender)) == sender:
+            self._disconnect(peer)
+
+    def _disconnect(self, peer: Peer) -> None:
+        now_ticks = self.network.now_ticks
+        del self.names[peer]
+        self.carry_out(self.core.disconnected(peer, now_ticks))
+        if peer.role == "server":
+            self.carry_out(self.core.server_lost(peer.index, "its connection ended"))
+
+    def take_out_worker(self, name: str) -> None:
+        """Continue without a worker, unless it has left."""
+        peer, core = peer_of(name), self.core
+        if core.members.incarnation(peer.index) != incarnation_of(name):
+            return
+        self.carry_out(core.take_out(peer.index, self.network.now_ticks))
+        self.send(peer, TakenOut(peer.index, incarnation_of(name), "it was silent"))
+        self.refuse(name, "0")
+
+    def send(self, to: Peer, message: Message) -> None:
+        if (name := self.names.get(to)) is not None:
+            self.network.post(self.name, name, message)
+
+    def warn(self, warning: Warn) -> None:
+        self.network.tell(f"    c warns: {warning.words}")
+
+    def take_out(self, request: TakeOut) -> None:
+        self.take_out_worker(self.names[worker_peer(request.worker)])
+
+    def end_run(self, failure: Fail) -> None:
+        self.network.over = f"{failure.where}: {failure.reason}"
+        self.network.tell(f"    the run ends: {self.network.over}")
+
+    def end_without(self, loss: EndWithout) -> None:
+        self.end_run(Fail(f"server {loss.server}", loss.reason))
+
+
+class ServerProcess(Process):
+    """The process of a server.
+
+    Attributes:
+        stores: shard -> its store.
+        origins: shard -> the workers from which its initial weights, and those of each extension, have come.
+    """
+
+    def __init__(self, network: Network, index: int, core: Server) -> None:
+        super().__init__(network, f"s{index}")
+        self.index = index
+        self.core: Server = core
+        self.stores: dict[int, Pushes] = {}
+        self.origins: dict[int, list[int]] = {}
+        self._connected: dict[int, tuple[str, str]] = {}  # worker -> name and number of its newest connection
+        self._prepared = 0  # number of the last extension for which it has memory
+        self._arrived: dict[
+            int, int
+        ] = {}  # shard -> the worker whose weights for this extension have arrived
+
+    def receive(self, sender: str, number: str, message: Message | str) -> None:
+        core, now_ticks, worker = self.core, self.network.now_ticks, peer_of(sender).index
+        if sender == "c":
+            self._hear_coordinator(message)
+        elif isinstance(message, Hello):
+            core.require_expected(worker, message.extension, message.incarnation)
+            if message.extension > core.extension:
+                self._extend()
+            self._connected[worker] = sender, number
+            self.carry_out(core.connected(worker, now_ticks, message.extension, message.incarnation))
+        elif message is END:
+            self._disconnect(sender, number)
+        else:
+            assert isinstance(message, Message)
+            if isinstance(message, InitialWeights):
+                self._take_weights(worker, message.shard)
+            requests = core.handle(worker_peer(worker), message, now_ticks)
+            if isinstance(message, Commit):
+                self.stores[message.shard].put(worker, message.iteration, message)
+            self.carry_out(requests)
+
+    def refuse(self, sender: str, number: str) -> None:
+        self.network.hang_up(self.name, sender, number)
+        self._disconnect(sender, number)
+
+    def apply(self, update: Apply) -> None:
+        pushes = " ".join(f"{worker}:{iteration}" for worker, iteration in update.pushes)
+        self.network.tell(f"    shard {update.shard} applies {pushes}")
+        super().apply(update)
+
+    def discard(self, push: Discard) -> None:
+        self.network.tell(f"    shard {push.shard} drops {push.worker}:{push.iteration}")
+        super().discard(push)
+
+    def _hear_coordinator(self, message: Message | str) -> None:
+        match message:
+            case CreateShards(shards=shards):
+                self.stores = {shard.index: Pushes() for shard in shards}
+                self.origins = {shard: [] for shard in self.stores}
+            case ExtendShards(number=number):
+                self._prepared, self._arrived = number, {}
+            case ModelExtended():
+                self._extend()
+            case WorkerLost(at_once=True):
+                name, connection = self._connected.get(message.worker, ("", ""))
+                if name == name_of(message.worker, message.incarnation):
+                    self.refuse(name, connection)
+            case str():
+                self.network.end(self.name)
+                return
+        assert isinstance(message, Message)
+        self.carry_out(self.core.handle(COORDINATOR, message, self.network.now_ticks))
+
+    def _take_weights(self, worker: int, shard: int) -> None:
+        if worker != self.core.initializer:
+            raise ProtocolError(f"the initial weights must come from worker {self.core.initializer}")
+        self.core.require_beginning(shard)
+        if self._prepared:
+            self._arrived[shard] = worker
+        else:
+            self.origins[shard].append(worker)
+
+    def _extend(self) -> None:
+        """Store the extended model from now on, unless this has been done already."""
+        for shard, origins in self.origins.items():
+            if len(origins) <= self._prepared:
+                assert shard in self._arrived, f"the initial weights of shard {shard} have not arrived"
+                origins.append(self._arrived[shard])
+
+    def _disconnect(self, sender: str, number: str) -> None:
+        worker = peer_of(sender).index
+        if self._connected.get(worker) == (sender, number):
+            del self._connected[worker]
+            self.carry_out(self.core.disconnected(worker, self.network.now_ticks))
+
+    def send(self, to: Peer, message: Message) -> None:
+        if to is COORDINATOR:
+            self.network.post(self.name, "c", message)
+        elif to.index in self._connected:
+            name, number = self._connected[to.index]
+            self.network.post(self.name, name, message, number)
+
+
+class WorkerProcess(Process):
+    """The process of a worker, and what its script does next.
+
+    Attributes:
+        index: index of the worker.
+        number: number of its newest connection to each server; -1 if it has none.
+        calling: "call" while the script waits in a call of all workers, and "connecting" while the worker connects
+            again after an extension; else "".
+    """
+
+    def __init__(
+        self, network: Network, index: int, incarnation: int, core: Worker, script: Sequence[str]
+    ) -> None:
+        super().__init__(network, name_of(index, incarnation))
+        self.index = index
+        self.core: Worker = core
+        self._model = network.coordinator.reconfigurations.extensions  # number of the model that it registers
+        self.number = -1
+        self.calling = ""
+        self._script = deque(script)
+        self._incarnation = incarnation
+        self._epoch = -1
+        self._drawn: list[Batch] = []  # the batches of the next push
+
+    def __str__(self) -> str:
+        core = self.core
+        others = {"the others": self.calling, "data": core.data.waiting, "the end of the pause": core.paused}
+        waits = core.waiting_for or next((what for what, true in others.items() if true), "nothing")
+        return f"{self.name} waits for {waits} in iteration {core.iteration}"
+
+    def start(self) -> None:
+        """Connect to the coordinator, and register the model of the run."""
+        hello = Hello("", "worker", self.index, incarnation=self._incarnation)
+        self.network.connect(self.name, "c", hello)
+        self.carry_out(self.core.register(MODELS[self._model]))
+
+    # -- what it does -------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """True if the script goes on: it waits neither for weights, nor in a call, nor for data."""
+        core = self.core
+        waits = core.waiting_for or core.paused or self.calling or core.data.waiting
+        return core.started is not None and not waits
+
+    @property
+    def may_stand_in(self) -> bool:
+        """True if the worker may push without a gradient, because its script waits in a call."""
+        return self.calling == "call" and not self.core.waiting_for and self.core.may_stand_in
+
+    def next_steps(self) -> list[Step]:
+        """Return what the worker may do next."""
+        if not self.idle:
+            return []
+        steps: list[Step] = [("again", self.name)] if self.core.restart_ordered else []
+        if self._script:
+            verb, *words = self._script[0].split()
+            steps.append((verb, self.name, *words))
+        return steps
+
+    def act(self, verb: str, *words: str) -> None:
+        """Do something that the script asks for.
+
+        Raises:
+            ValueError: the script waits.
+        """
+        if not (self.may_stand_in if verb == "stand-in" else self.idle):
+            raise ValueError(f"{self}, so it cannot {verb}")
+        if self._script and self._script[0].split() == [verb, *words] and verb != "epoch":
+            self._script.popleft()
+        self.VERBS[verb](self, *words)
+
+    def push(self) -> None:
+        """Push a gradient."""
+        self._push(self.core.push())
+
+    def skip(self) -> None:
+        """Push without a gradient."""
+        self._push(self.core.push(empty=True))
+
+    def stand_in(self) -> None:
+        """Push without a gradient, while the script waits in a call."""
+        self.carry_out(self.core.stand_in())
+
+    def restart(self) -> None:
+        """Abort the iteration, and pull again."""
+        self.carry_out(self.core.pull_again())
+
+    def change(self, sync: str) -> None:
+        """Request another sync model."""
+        self.carry_out(self.core.request_sync(parse_shards(sync)))
+
+    def extend(self, number: str) -> None:
+        """Propose an extended model, unless it is in force."""
+        if self.core.extension < int(number):
+            self.calling = "call"
+            self.carry_out(self.core.propose(MODELS[int(number)]))
+
+    def barrier(self) -> None:
+        """Wait in a barrier."""
+        self.calling = "call"
+        self.carry_out(self.core.contribute("barrier()", "sum", b"", 1.0))
+
+    def train(self, epoch: str) -> None:
+        """Begin an epoch of the data, push the gradient of its next batch, or request more data.
+
+        "again" stands for the positions that others have returned after the last epoch.
+        """
+        data, number = self.core.data, -2 if epoch == "again" else int(epoch)
+        if number != self._epoch:
+            self._epoch = number
+            if number >= 0:
+                self.core.reach_epoch(number)
+            self.carry_out(data.begin(0, "data", number, ORDER) if number >= 0 else data.reopen())
+        elif (batch := data.take(0)) is not None:
+            data.draw(0, batch.size, batch.size)
+            self._drawn.append(batch)
+            self.push()
+        elif data.ended(0):
+            self._script.popleft()
+        else:
+            self.carry_out(data.request(0))
+
+    def finish(self) -> None:
+        """Leave the run, and end the process."""
+        self.carry_out(self.core.finish())
+        self.network.end(self.name)
+
+    VERBS: ClassVar[dict[str, Callable[..., None]]] = {
+        "push": push,
+        "skip": skip,
+        "stand-in": stand_in,
+        "again": restart,
+        "change": change,
+        "extend": extend,
+        "barrier": barrier,
+        "epoch": train,
+        "finish": finish,
+    }
+    """What a worker can do, and the method that does it."""
+
+    def _push(self, requests: Sequence[Request]) -> None:
+        self.network.batches[self.index, self.core.iteration] = self._drawn
+        self._drawn = []
+        self.carry_out(requests)
+
+    # -- what it hears ------------------------------------------------------------------------------------
+
+    def receive(self, sender: str, number: str, message: Message | str) -> None:
+        if message is END:
+            if sender != "c" and int(number) < self.number:
+                return  # a former connection
+            self.send(COORDINATOR, Failed(f"{sender} has ended the connection", "", consequence=True))
+            self.network.end(self.name)
+            return
+        assert isinstance(message, Message)
+        try:
+            requests = self.core.handle(message)
+        except (ConfigurationError, TakenOutError) as error:
+            self.network.tell(f"    {self.name} ends: {error}")
+            self.network.end(self.name)
+            return
+        if isinstance(message, Started):
+            assert message.extension == self._model, (
+                f"{self.name} has registered model {self._model}, but extension {message.extension} is in force"
+            )
+            self._connect()
+            if message.initializer == self.index:
+                self.carry_out(self.core.initialize())
+        self.carry_out(requests)
+        if self.calling == "call" and not self.core.waiting_for:
+            self._end_call()
+
+    def refuse(self, sender: str, number: str) -> None:
+        raise InternalError(f"{self.name} cannot refuse {sender}")
+
+    def _connect(self) -> None:
+        """Connect to all servers."""
+        self.number = self.core.extension
+        for server in self.network.servers:
+            hello = Hello("", "worker", self.index, extension=self.number, incarnation=self._incarnation)
+            self.network.connect(self.name, server.name, hello)
+
+    def _end_call(self) -> None:
+        """Go on if the call of all workers has ended. If it was an extension, connect to the servers again."""
+        if self.core.extended is not None:
+            self.calling = "connecting"
+            self.core.await_extended_weights()
+            self._connect()
+        elif self.core.combined is not None:
+            self.calling = ""
+
+    def send(self, to: Peer, message: Message) -> None:
+        if to is COORDINATOR:
+            self.network.post(self.name, "c", message)
+        else:
+            self.network.post(self.name, f"s{to.index}", message, str(self.number))
+
+    def proceed(self, request: Proceed) -> None:
+        if self.calling == "connecting":
+            self.calling = ""
+            for server in self.network.servers:
+                lengths = {shard: len(origins) - 1 for shard, origins in server.origins.items()}
+                assert set(lengths.values()) == {self.number}, f"the shards have {lengths} extensions"
+                for number in range(self.number):
+                    self.network.hang_up(self.name, server.name, str(number))
+        elif self.core.last_commit is None:
+            self.send(COORDINATOR, Status(self.core.iteration, None, "computing"))
+        self.network.tell(f"    {self.name} goes on with iteration {self.core.iteration}")
+
+    def abort(self, request: Abort) -> None:
+        """Do nothing: the worker may push, or abort its iteration, as `next_steps` says."""
