@@ -46,8 +46,8 @@ CORES = {
     "IterationStarted": ("sync.events", {"core/coordinator.py"}),
     "SyncRequested": ("sync.events", {"core/coordinator.py"}),
 }
-"""The live host, the simulator, the replay, the network and the exhaustive search run the same cores; and each message
-becomes an event in one place. (`sync/model.py` tests a delayed pull again.)"""
+"""The live host, the simulator, the replay, the network and the exhaustive search run the same cores; and each
+message becomes an event in one place. (`sync/model.py` tests a delayed pull again.)"""
 
 BY_HAND = {"testing/legal_events.py", "testing/promises.py", "testing/scripts.py"}
 """These test a machine directly: they make events by hand, from no message, and host no core."""

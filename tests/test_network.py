@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 
+from paceline.core.collectives import Collectives
 from paceline.core.coordinator import Coordinator
 from paceline.core.extension import Extension
 from paceline.core.loader_ledger import LoaderLedger
@@ -22,6 +23,7 @@ from paceline.core.members import Members
 from paceline.core.reconfiguration import WAITS_FOR
 from paceline.core.requests import Request, Send, worker_peer
 from paceline.core.server import Server
+from paceline.core.worker import Worker
 from paceline.errors import InternalError
 from paceline.sync.conditions import ConditionMachine
 from paceline.sync.notation import parse_shards
@@ -63,9 +65,10 @@ def run(sync: str, script: str, choose: Chooser, **options: Any) -> Network:
     """Take all steps of a run, and check its end."""
     network = Network(sync, workers=3, servers=2, most=4, script=SCRIPTS[script], **options)
     network.run(choose)
-    while network.coordinator.paused and not network.over:  # too few workers are left
-        network.take(("join",))
-        network.run(choose)
+    for _ in range(8):
+        if network.coordinator.quorum.paused and not network.over:  # too few workers are left
+            network.take(("join",))
+            network.run(choose)
     network.check_end()
     coordinator = network.coordinator
     if not network.over:
@@ -75,7 +78,7 @@ def run(sync: str, script: str, choose: Chooser, **options: Any) -> Network:
         script in ("data", "extend")
         and len(models) == 1
         and models[0].agrees_on_means
-        and not coordinator.torn
+        and not coordinator.losses.torn
     ):
         one, other = (set(store.means) for server in network.servers for store in server.stores.values())
         assert one == other, f"the shards have averaged different pushes: {one ^ other}"
@@ -143,11 +146,15 @@ def workers_that_have_just_been_invited_are_started(monkeypatch: pytest.MonkeyPa
 
 
 def nobody_pushes_for_a_newcomer_while_waiting_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Coordinator, "_allow_stand_ins", lambda self: [])
+    monkeypatch.setattr(Collectives, "allow_pushes", lambda self, live: [])
 
 
 def extensions_wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Extension, "is_void", False)
+
+
+def paused_workers_pass_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Worker, "paused", property(lambda self: self._paused))
 
 
 def newcomers_keep_the_model_that_they_have_registered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +190,7 @@ MISTAKES: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     nobody_pushes_for_a_newcomer_while_waiting_in_a_call: "extend",
     extensions_wait_for_nobody: "extend",
     newcomers_keep_the_model_that_they_have_registered: "extend",
+    paused_workers_pass_no_change: "change",
     servers_do_not_wait_for_the_end_of_a_connection: "data",
     ledgers_forget_what_lost_workers_have: "data",
 }

@@ -87,7 +87,7 @@ NO_RESTART = (-1, -1)
 
 @stateful(
     decides=(
-        "iteration waiting_for left paused in_place described main_worker asks_for_main started data "
+        "iteration waiting_for left _paused in_place described main_worker asks_for_main started data "
         "updates samples combined extended extension needs_significance may_restart lockstep _awaited "
         "_first _pulls_again _steps _epoch _wanted _calls _asked _early _change _flagged _plan _uneven "
         "_restart _attempt _progress _clips _edit _batch_samples _edits_begun _observed _unsent _relaxed "
@@ -113,7 +113,6 @@ class Worker:
             "turn" (a `PullAllowed`) or "answers" (an `Answer` from every shard); "" if it does not wait.
         last_commit: the last commit that the worker has sent to shard 0; None before the first commit.
         left: True if the worker has finished and left the run.
-        paused: True if the worker must not begin another iteration, because the run has too few workers.
         in_place: True if the last answer told the worker to read the weights directly from the servers' memory.
         described: the answer to the worker's last `ModelRequested`; None if it has not arrived.
         main_worker: the main worker, as far as the worker has been told.
@@ -139,7 +138,6 @@ class Worker:
         self.waiting_for = ""
         self.last_commit: Commit | None = None
         self.left = False
-        self.paused = False
         self.in_place = False
         self.described: ModelDescribed | None = None
         self.main_worker = 0
@@ -173,6 +171,7 @@ class Worker:
         self._flagged: Change | None = None  # the flag of the push in flight
         # the next stop, and the iteration at or after which the worker stops
         self._plan: tuple[Stop, int] | None = None
+        self._paused = False  # True while the run has too few workers
         # True once a worker has pushed in lockstep while its script was not training
         self._uneven = False
         self._restart = NO_RESTART  # (iteration, attempt) that must be aborted
@@ -193,6 +192,14 @@ class Worker:
     def joined_late(self) -> bool:
         """True if the worker has joined a run in progress, in which nobody waits for initial weights."""
         return self.started is not None and self.started.initializer < 0
+
+    @property
+    def paused(self) -> bool:
+        """True if the worker must not begin another iteration, because the run has too few workers.
+
+        It begins the iteration with which it passes a change of the model: nobody can join before.
+        """
+        return self._paused and self._change is None
 
     @property
     def restart_ordered(self) -> bool:
@@ -568,9 +575,9 @@ class Worker:
             case StandInAllowed():
                 self._uneven = True
             case Paused():
-                self.paused = True
+                self._paused = True
             case Resumed():
-                self.paused = False
+                self._paused = False
             case TrainingStopped():
                 self.data.stopped.add(message.loop)
             case Started():

@@ -47,7 +47,7 @@ from ..core.requests import (
 )
 from ..core.server import Server
 from ..core.worker import Worker
-from ..errors import ConfigurationError, InternalError, ProtocolError, TakenOutError
+from ..errors import ConfigurationError, InternalError, TakenOutError
 from ..sync.notation import parse_shards
 from ..sync.translation import Standing
 
@@ -307,9 +307,7 @@ class ServerProcess(Process):
         self.carry_out(self.core.handle(COORDINATOR, message, self.network.now_ticks))
 
     def _take_weights(self, worker: int, shard: int) -> None:
-        if worker != self.core.initializer:
-            raise ProtocolError(f"the initial weights must come from worker {self.core.initializer}")
-        self.core.require_beginning(shard)
+        self.core.require_beginning(shard, worker)
         if self._prepared:
             self._arrived[shard] = worker
         else:
