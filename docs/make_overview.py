@@ -7,7 +7,7 @@
   picture shows the functions in `WAY`, in the order in which they were called.
 
 With --check, nothing is written, and the exit code is 0 if the pictures match the code, 1 otherwise. Numbers of lines
-are rounded to hundreds, so that most changes do not change the picture.
+are rounded to thousands, so that most changes do not change the picture.
 """
 
 from __future__ import annotations
@@ -169,9 +169,10 @@ def summary(room: str) -> str:
     return " ".join(text.split("\n\n")[0].split()).split(". ")[0].replace("`", "").rstrip(".")
 
 
-def lines_of(room: str) -> int:
-    """Return the number of lines of a room, rounded to hundreds."""
-    return round(sum(len(file.read_text().splitlines()) for file in files_of(room)), -2)
+def lines_of(room: str) -> str:
+    """Return the number of lines of a room, in thousands."""
+    thousands = round(sum(len(file.read_text().splitlines()) for file in files_of(room)) / 1000)
+    return f"{thousands},000" if thousands else "< 500"
 
 
 def draw_rooms() -> str:
@@ -201,9 +202,7 @@ def draw_rooms() -> str:
                 left + 118, middle[room] + 5, textwrap.shorten(summary(room), 86, placeholder=" ..."), size=12
             )
         )
-        parts.append(
-            text(width - 22, middle[room] + 5, f"{lines_of(room):,}", size=12, anchor="end", fill=PALE)
-        )
+        parts.append(text(width - 22, middle[room] + 5, lines_of(room), size=12, anchor="end", fill=PALE))
     parts.append(text(left + 12, 20, "room", size=12, fill=PALE))
     parts.append(text(left + 118, 20, "blue: pure, no clock, socket or tensor", size=12, fill=PALE))
     parts.append(text(width - 22, 20, "lines", size=12, anchor="end", fill=PALE))

@@ -95,6 +95,7 @@ ALLOWED = {
     "src/paceline": {"core/host.py", "core/clipped_means.py", "testing/states.py"},
     "tests": {"test_clocks_apart.py", "sync/test_exhaustive_search.py"},
     "benchmarks": set[str](),
+    "reproductions": set[str](),
 }
 """Folder -> the host, and files that carry out no request.
 

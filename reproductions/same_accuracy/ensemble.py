@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.core.host import Host
 from paceline.core.layout import Layout, Parameter
+from paceline.core.messages import Message
 from paceline.core.model_spec import HyperParameters, OptimizerSpec
-from paceline.core.requests import Apply, Discard, Preserve, Request, Send, Timer
+from paceline.core.requests import Apply, Discard, Peer, Preserve, Timer
 from paceline.core.shard import Shard
-from paceline.errors import InternalError
 from paceline.shard.store import Push, Store
 from paceline.sync.events import PushReceived
 from paceline.sync.schedule import read_schedule
@@ -145,6 +146,8 @@ class _Ensemble:
         self._weights = of_seeds.repeat(len(settings), 1)
         self._stores = [self._store(run) for run in range(len(self._weights))]
         self._kinds = [self._kind(kind) for kind in dict.fromkeys(s.hyperparameters for s in settings)]
+        # All hosts but the last one only update the weights of their runs.
+        self._hosts = [_KindHost(self, kind, answers=kind is self._kinds[-1]) for kind in self._kinds]
         self._present = b"\1" * len(initial[0])
         self._latest: Tensor | None = None  # a copy of the weights, unless they have changed since
         # worker -> weights that it has pulled; number of updates in them; its gradients if they are computed
@@ -168,7 +171,8 @@ class _Ensemble:
                 self._push(event.worker, event.iteration)
             # All cores make the same decisions, except for the scales and the standings of updates.
             for requests in zip(*(kind.shard.handle(event) for kind in self._kinds), strict=True):
-                self._carry_out(requests)
+                for host, request in zip(self._hosts, requests, strict=True):
+                    host.carry_out((request,))
         while next_s < math.inf:
             yield self._evaluation(next_s)
             next_s = next(due)
@@ -195,30 +199,6 @@ class _Ensemble:
             push = Push({"float32": gradient}, self._present, groups[run // len(self._seeds)])
             store.put(worker, iteration, push)
 
-    def _carry_out(self, requests: Sequence[Request]) -> None:
-        """Carry out the request of each kind's core."""
-        request = requests[0]
-        if isinstance(request, Apply):
-            self._latest = None
-            for kind, update in zip(self._kinds, requests, strict=True):
-                assert isinstance(update, Apply)
-                for run, store in kind.stores.items():
-                    standing = update.standing
-                    if standing is not None and self._observer is not None:
-                        standing = self._observer.standing(run, standing)
-                    store.apply(update.pushes, update.scales, standing)
-        elif isinstance(request, Send):
-            self._pulled[request.to.index] = self._copy()
-            self._versions[request.to.index] = self._kinds[0].shard.version
-            self._computed.pop(request.to.index, None)
-        elif isinstance(request, Discard):
-            for store in self._stores:
-                store.discard(request.worker, request.iteration)
-        elif not isinstance(request, Preserve | Timer):
-            # `Preserve` is not needed, because no gradient is ever overwritten. Timers have fired already: what they
-            # have caused is among the recorded events.
-            raise InternalError(f"an ensemble cannot carry out {request}")
-
     def _compute(self, worker: int) -> None:
         """Compute the gradients of a worker, and those of other workers with known weights and equal batches."""
         size = self._batch(worker).size
@@ -236,6 +216,12 @@ class _Ensemble:
             workers, losses.detach().chunk(len(workers)), gradients.chunk(len(workers)), strict=True
         ):
             self._computed[w] = _Computed(loss, part)
+
+    def _answer(self, worker: int) -> None:
+        """Let a worker pull the weights of all runs."""
+        self._pulled[worker] = self._copy()
+        self._versions[worker] = self._kinds[0].shard.version
+        self._computed.pop(worker, None)
 
     def _batch(self, worker: int) -> Batch:
         return self._schedule.batches[worker][self._iteration[worker]]
@@ -288,3 +274,41 @@ class _Ensemble:
         settings = self._problem.settings(setting.rate, 0.0)
         spec = OptimizerSpec(self._problem.optimizer, (settings,), (0,) * len(self._layout.parameters))
         return Store(self._layout.slice_evenly(1)[0], {"float32": self._weights[run]}, [spec])
+
+
+class _KindHost(Host):
+    """Carries out the requests of the core that decides for the runs of one kind.
+
+    Args:
+        ensemble: the ensemble.
+        kind: the runs.
+        answers: True if this host lets workers pull, because the hosts of all other kinds have made the same updates.
+    """
+
+    def __init__(self, ensemble: _Ensemble, kind: _Kind, *, answers: bool) -> None:
+        self._ensemble = ensemble
+        self._kind = kind
+        self._answers = answers
+
+    def send(self, to: Peer, message: Message) -> None:
+        if self._answers:
+            self._ensemble._answer(to.index)
+
+    def apply(self, update: Apply) -> None:
+        ensemble = self._ensemble
+        ensemble._latest = None
+        for run, store in self._kind.stores.items():
+            standing = update.standing
+            if standing is not None and ensemble._observer is not None:
+                standing = ensemble._observer.standing(run, standing)
+            store.apply(update.pushes, update.scales, standing)
+
+    def discard(self, push: Discard) -> None:
+        for store in self._kind.stores.values():
+            store.discard(push.worker, push.iteration)
+
+    def preserve(self, push: Preserve) -> None:
+        """Do nothing: no gradient is ever overwritten."""
+
+    def set_timer(self, timer: Timer) -> None:
+        """Do nothing: timers have fired already, and what they have caused is among the recorded events."""

@@ -182,13 +182,18 @@ class Network:
             way = [" ".join(each) for each in self.taken]
             raise AssertionError("\n".join([*way, repr(error)])) from error
 
-    def run(self, choose: Chooser, most: int = 100_000) -> None:
-        """Take steps until none is left, or the run has ended. Fail after `most` steps."""
+    def advance(self, choose: Chooser, most: int) -> bool:
+        """Take steps until none is left, or the run has ended. Return False if that takes more than `most` steps."""
         for _ in range(most):
             if not (steps := self.steps()):
-                return
+                return True
             self.take(choose(self, steps))
-        raise AssertionError(f"the run has not ended after {most:,} steps")
+        return False
+
+    def run(self, choose: Chooser, most: int = 100_000) -> None:
+        """Take all steps of the run. Fail if there are more than `most`."""
+        if not self.advance(choose, most):
+            raise AssertionError(f"the run has not ended after {most:,} steps")
 
     def settle(self) -> None:
         """Deliver all messages, in the order in which they were sent, until none is in flight."""
