@@ -11,7 +11,7 @@ import select
 import selectors
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, ClassVar, Final, Protocol, TypeVar, cast
 
 from ..core.host import Host
@@ -145,7 +145,7 @@ class Links(Host):
         self.handlers[MemoryAttached] = memory.attach
         self.targets[Answer] = memory.target
         if not memory.shared:
-            self.handlers[Answer] = partial(self._hear_weights, memory)
+            self.handlers[Answer] = self._hear_weights
         channels = memory.region.channels
         for channel, address in enumerate(addresses):
             stream: Stream[Message] = Stream(
@@ -321,9 +321,10 @@ class Links(Host):
             else:
                 self.carry_out(self.core.handle(message))
 
-    def _hear_weights(self, memory: WorkerMemory, answer: Answer) -> None:
+    def _hear_weights(self, answer: Answer) -> None:
         """Handle an answer whose weights have travelled, perhaps rounded."""
-        memory.widen(answer)
+        assert self._memory is not None
+        self._memory.widen(answer)
         if self.tells_arrivals:
             self._tell_arrived(answer)
         self.carry_out(self.core.handle(answer))
