@@ -17,7 +17,7 @@ import sys
 import tempfile
 import textwrap
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from types import FrameType
@@ -37,15 +37,16 @@ from paceline.runtime.worker import WorkerSession
 ROOT = Path(paceline.__file__).parent
 PICTURES = Path(__file__).parent / "pictures"
 
+sys.path.insert(0, str(ROOT.parent.parent))  # `tests` is not installed
+
+from tests.test_rooms import PURE as PURE_ROOMS  # noqa: E402
+from tests.test_rooms import ROOMS, imports  # noqa: E402
+
 COMMON = {"errors", "state"}
 """Rooms that nearly all others import from. No lines are drawn to them."""
 
-FACES = {"sync": {"plugins"}}
-"""Imports that the order of the rooms does not show: see `tests/test_rooms.py`."""
-
 FONT = 'font-family="DejaVu Sans, Helvetica, Arial, sans-serif"'
 INK, PALE, PURE, LIVE, OTHER = "#1f2933", "#7b8794", "#dcebf7", "#fbe6d4", "#eef0f2"
-PURE_ROOMS = {"errors", "state", "zipline", "sync", "core"}
 
 STEPS_BEFORE = 3
 
@@ -104,49 +105,23 @@ WAY = (
 # -- the rooms ----------------------------------------------------------------------------------------------
 
 
-def rooms_in_order() -> list[str]:
-    """Return the rooms as `tests/test_rooms.py` orders them, from the top down."""
-    tree = ast.parse((ROOT.parent.parent / "tests" / "test_rooms.py").read_text())
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "ROOMS":
-            rooms: list[str] = ast.literal_eval(node.value)
-            return rooms
-    raise LookupError("tests/test_rooms.py has no list ROOMS")
-
-
 def files_of(room: str) -> list[Path]:
     """Return the files of a room, which is a module or a package."""
     module = ROOT / f"{room}.py"
     return [module] if module.exists() else sorted((ROOT / room).rglob("*.py"))
 
 
-def rooms_imported(file: Path) -> Iterator[str]:
-    """Yield the room of each import in a file."""
-    package = ["paceline", *file.relative_to(ROOT).parent.parts]
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            names = [*base, *(node.module.split(".") if node.module else [])]
-            if names == ["paceline"]:
-                yield from (alias.name for alias in node.names)
-            elif names[:1] == ["paceline"]:
-                yield names[1]
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.startswith("paceline."):
-                    yield alias.name.split(".")[1]
+def rooms_imported(file: Path) -> set[str]:
+    """Return the rooms from which a file imports."""
+    names = [name.split(".") for _, name in imports(file)]
+    return {parts[1] for parts in names if parts[0] == "paceline" and len(parts) > 1}
 
 
-def imports_between(rooms: Sequence[str]) -> dict[str, set[str]]:
-    """Return, for each room, the rooms that it imports from, without `COMMON` and `FACES`."""
+def imports_between() -> dict[str, set[str]]:
+    """Return, for each room, the rooms above it from which it imports, without those in `COMMON`."""
     return {
-        room: {
-            other
-            for file in files_of(room)
-            for other in rooms_imported(file)
-            if other in rooms and other != room and other not in COMMON | FACES.get(room, set())
-        }
-        for room in rooms
+        room: set(ROOMS[:index]) & set().union(*map(rooms_imported, files_of(room))) - COMMON
+        for index, room in enumerate(ROOMS)
     }
 
 
@@ -177,11 +152,10 @@ def lines_of(room: str) -> str:
 
 def draw_rooms() -> str:
     """Return the picture of the rooms, as SVG."""
-    rooms = rooms_in_order()
     height, left, width = 40, 250, 1000
-    middle = {room: 30 + index * height + height // 2 for index, room in enumerate(rooms)}
+    middle = {room: 30 + index * height + height // 2 for index, room in enumerate(ROOMS)}
     parts = []
-    for room, others in reduced(imports_between(rooms)).items():
+    for room, others in reduced(imports_between()).items():
         for other in sorted(others):
             low, high = middle[room], middle[other]
             reach = left - 14 - min(210, (low - high) * 0.36)
@@ -190,7 +164,7 @@ def draw_rooms() -> str:
                 f'stroke="{PALE}" stroke-width="1.2"/>'
             )
             parts.append(f'<circle cx="{left}" cy="{high}" r="3" fill="{PALE}"/>')
-    for room in rooms:
+    for room in ROOMS:
         y = middle[room] - height // 2 + 4
         fill = PURE if room in PURE_ROOMS else OTHER
         parts.append(
@@ -206,7 +180,7 @@ def draw_rooms() -> str:
     parts.append(text(left + 12, 20, "room", size=12, fill=PALE))
     parts.append(text(left + 118, 20, "blue: pure, no clock, socket or tensor", size=12, fill=PALE))
     parts.append(text(width - 22, 20, "lines", size=12, anchor="end", fill=PALE))
-    return picture(width, 30 + len(rooms) * height + 10, parts)
+    return picture(width, 30 + len(ROOMS) * height + 10, parts)
 
 
 # -- the way of a push --------------------------------------------------------------------------------------

@@ -349,23 +349,8 @@ class Network:
                         channel.pop()
 
 
-UNINTERESTING = frozenset(
-    {
-        *(
-            "model",
-            "shards",
-            "addresses",
-            "digests",
-            "drawn",
-            "traceback",
-            "data",
-            "term",
-            "token",
-            "address",
-        ),
-        *("role", "index", "call", "may_push", "state", "source"),
-    }
-)
+LONG = {"model", "shards", "addresses", "digests", "drawn", "traceback", "data"}
+UNINTERESTING = LONG | {"term", "token", "address", "role", "index", "call", "may_push", "state", "source"}
 """Fields that a description leaves out."""
 
 OFTEN_ZERO = frozenset({"incarnation", "superstep"})
