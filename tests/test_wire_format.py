@@ -176,7 +176,7 @@ class Mixed(nn.Module):
         self.small = nn.Parameter(torch.randn(3, generator=generator))
         self.register_buffer("seen", torch.full((5,), 1 / 3))
 
-    def loss(self, worker: int, iteration: int) -> torch.Tensor:
+    def forward(self, worker: int, iteration: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(100 * worker + iteration)
         total = torch.zeros(())
         for parameter in self.parameters():
@@ -195,7 +195,7 @@ def training(steps: int = 4, scale: float = 1.0) -> Callable[[], Steps]:
         found = []
         for iteration in range(steps):
             optimizer.zero_grad()
-            model.loss(worker_index(), iteration).backward()
+            model(worker_index(), iteration).backward()
             for parameter in model.parameters():
                 assert parameter.grad is not None
                 if scale != 1.0:
