@@ -376,6 +376,29 @@ def ray_startup(as_json: AsJson = False) -> None:
     _show(found, [benchmark.table(found)], as_json=as_json)
 
 
+@app.command("accelerator")
+def accelerator(
+    as_json: AsJson = False,
+    device: Annotated[
+        str, typer.Option("--device", metavar="NAME", help="The device, for example cuda or cuda:1.")
+    ] = "cuda",
+    rounds: Annotated[
+        int,
+        whole_number_option("--rounds", help="Number of rounds. Each result is the median over the rounds."),
+    ] = 3,
+) -> None:
+    """Compare a training step on an accelerator with plain PyTorch, and measure how much of the copies is hidden.
+
+    Needs a device with streams, such as cuda. Takes about 4 minutes.
+    """
+    from . import accelerator as benchmark
+
+    rows = _measured(
+        benchmark.estimate_s(rounds=rounds), lambda tell: benchmark.measure(device, tell, rounds=rounds)
+    )
+    _show(rows, [benchmark.table(rows)], as_json=as_json)
+
+
 def _measured(estimate_s: float, measure: Callable[[TellShare], Result]) -> Result:
     """Announce how long a measurement takes, carry it out while its progress is shown, and return its result."""
     console = Console(stderr=True)
