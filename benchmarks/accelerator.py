@@ -93,9 +93,12 @@ def measure(
     for number, model in enumerate(models):
         plain_s, found = [], []
         for turn in range(rounds):
+            what = f"width {model.width}, {model.layers} layers, batches of {model.batch}"
+            share = (number + turn / rounds) / len(models)
+            tell(f"{what}, plain PyTorch", share, slow=True)
             plain_s.append(_run(model, device, alone=True).step_s)
+            tell(f"{what}, Paceline", share + 0.5 / rounds / len(models), slow=True)
             found.append(_run(model, device, alone=False))
-            tell((number + (turn + 1) / rounds) / len(models))
         last = found[-1]
         rows.append(
             AcceleratorRow(

@@ -30,6 +30,7 @@ OPTIONS = {
     "startup": {"--json"},
     "late-join": {"--json"},
     "ray-startup": {"--json"},
+    "accelerator": {"--json", "--device", "--rounds"},
 }
 
 
