@@ -32,16 +32,15 @@ from paceline.sync.ticks import TICKS_PER_S
 from paceline.trace.measures import meter_of
 from paceline.trace.recording import Trace, read_run
 from paceline.trace.time_use import TimeUse, time_use
-
-from .live import mark, require_whole_times
-from .quick import LONG_FILES, QUICK, forbid_processes, is_quick
+from tests.support.live import mark, require_whole_times
+from tests.support.quick import LONG_FILES, QUICK, forbid_processes, is_quick
 
 __all__ = ["mark"]  # a fixture
 
 collect_ignore_glob = [
-    "checked_scripts/*",
-    "ported_scripts/*",
-    "failing_models.py",
+    "inspection/checked_scripts/*",
+    "frontend/ported_scripts/*",
+    "support/failing_models.py",
 ]  # used by tests of their own
 
 
@@ -96,7 +95,7 @@ def machines_alone() -> Iterator[None]:
 @pytest.fixture
 def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with the module `failing_models`, which is imported as a user's module is."""
-    shutil.copy(Path(__file__).with_name("failing_models.py"), tmp_path)
+    shutil.copy(Path(__file__).with_name("support") / "failing_models.py", tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     loading.load_models("", ["failing_models"])

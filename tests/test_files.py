@@ -22,8 +22,7 @@ from paceline.runtime.segmented import SegmentedFile
 from paceline.runtime.traces import PART_BYTES, TraceFiles
 from paceline.shard.snapshot import WeightsSnapshot
 from paceline.wire.secret import new_secret, write_secret
-
-from .conftest import RunOnThreads
+from tests.conftest import RunOnThreads
 
 DISK_BYTES = 256 * 1024
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .quick import LONG_FILES, QUICK, STARTS, forbid_processes, is_quick
+from tests.support.quick import LONG_FILES, QUICK, STARTS, forbid_processes, is_quick
 
 FOLDER = Path(__file__).parent
 
@@ -15,8 +15,14 @@ FOLDER = Path(__file__).parent
 @pytest.mark.parametrize(
     "name",
     [
-        *("sync/test_bsp.py", "sync/test_scripts.py", "zipline/test_methods.py", "test_layout.py"),
-        *("test_guard.py", "test_sim.py", "test_trace.py", "test_reading.py", "test_quick.py"),
+        *("sync/test_bsp.py", "sync/test_scripts.py", "zipline/test_methods.py", "core/test_layout.py"),
+        *(
+            "core/test_guard.py",
+            "sim/test_sim.py",
+            "trace/test_trace.py",
+            "report/test_reading.py",
+            "test_quick.py",
+        ),
     ],
 )
 def test_pure_code_is_tested_quickly(name: str) -> None:
@@ -24,7 +30,14 @@ def test_pure_code_is_tested_quickly(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["sync/test_exhaustive.py", "test_live.py", "test_optim.py", "test_cut_off.py", "test_staging.py"]
+    "name",
+    [
+        "sync/test_exhaustive.py",
+        "launcher/test_live.py",
+        "frontend/test_optim.py",
+        "launcher/test_cut_off.py",
+        "frontend/test_staging.py",
+    ],
 )
 def test_what_trains_connects_or_takes_long_is_left_out(name: str) -> None:
     assert not is_quick(FOLDER / name)
@@ -36,7 +49,9 @@ def test_every_long_file_exists() -> None:
 
 @pytest.mark.parametrize("event", STARTS)
 def test_starting_a_process_is_refused_with_what_to_do(event: str) -> None:
-    with pytest.raises(RuntimeError, match=r"a test of `make quick` starts a process .*tests/quick\.py"):
+    with pytest.raises(
+        RuntimeError, match=r"a test of `make quick` starts a process .*tests/support/quick\.py"
+    ):
         forbid_processes(event, ())
     forbid_processes("open", ())
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.live import mark, run_program
-from tests.served import Served, await_training, enough, output
+from tests.support.live import mark, run_program
+from tests.support.served import Served, await_training, enough, output
 
 from .device import DEVICE, IMPORTS, KIND, assert_equal
 

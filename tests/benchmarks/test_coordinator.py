@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.coordinator import CoordinatorRow, measure, table
-
-from ..marks import thorough
+from tests.support.marks import thorough
 
 ROW = CoordinatorRow("asp", True, 1000, 125, 990.0, 1100.0, 0.11, 0.9, 0.0003, 0.005, 0)
 

@@ -12,8 +12,7 @@ from paceline.demo.settings import Setting
 from paceline.errors import ConfigurationError
 from paceline.sync import SpecSync, parse
 from reproductions import cherry_pick
-
-from ..fake_trials import FakeTrials
+from tests.support.fake_trials import FakeTrials
 
 
 def test_cherry_picking_tries_the_whole_grid_and_says_what_it_cost(

@@ -14,8 +14,7 @@ from paceline.errors import ConfigurationError
 from reproductions import tune_demo
 from reproductions.grid_search import Point, Score, learning_rate, search
 from reproductions.tune_demo import STARTS, Journal, Measured, tune
-
-from ..fake_trials import FakeTrials
+from tests.support.fake_trials import FakeTrials
 
 NEVER = math.inf
 

@@ -46,8 +46,7 @@ from paceline.sync.spec_sync import Speculation, Speculator
 from paceline.testing.admission import Admission, more_ahead_than
 from paceline.testing.search import explore, survey
 from paceline.testing.small_job import SmallJob
-
-from ..marks import thorough
+from tests.support.marks import thorough
 
 LARGE = os.environ.get("PACELINE_CHECK_MODELS", "")
 

@@ -46,9 +46,9 @@ from paceline.testing.admission import STOPPED, Admission, ShardView, more_ahead
 from paceline.testing.search import explore
 from paceline.testing.small_job import SmallJob
 from paceline.testing.states import Call, State, Step
+from tests.support.marks import thorough
+from tests.support.wrong_declarations import declare_as_history
 
-from ..marks import thorough
-from ..wrong_declarations import declare_as_history
 from .test_exhaustive import (
     LARGE,
     MODELS,

@@ -34,8 +34,7 @@ from paceline.testing import check
 from paceline.testing.search import explore
 from paceline.testing.small_job import SmallJob
 from paceline.trace import replay
-
-from ..marks import thorough
+from tests.support.marks import thorough
 
 SEEDS = [*range(20), *thorough(*range(20, 40))]
 EVERY_MODEL = [

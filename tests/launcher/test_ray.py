@@ -1,0 +1,306 @@
+"""Runs on Ray clusters, whose nodes are raylets on this machine.
+
+`make ray` runs these tests. Each driver is a program of its own, because Ray leaves threads and files in a process.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import paceline
+from benchmarks.overlap.namespaces import why_not
+from paceline.errors import ConfigurationError
+from tests.support.live import await_that, mark, processes, run_program, start_program, train
+
+__all__ = ["mark"]
+
+# The beginning of every driver.
+BEGINNING = """
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import ray
+import torch
+
+import paceline
+
+def await_that(condition, what):
+    deadline_s = time.monotonic() + 100
+    while not condition():
+        assert time.monotonic() < deadline_s, f"never happened: {what}"
+        time.sleep(0.05)
+
+def run(function, *args, **options):
+    options = {"workers": 2, "servers": 1, "resources": {"CPU": 1, "one": 1}, **options}
+    result = paceline.launch(function, args=args, engine="ray", run_dir="run", **options)
+    Path("result.json").write_text(json.dumps(result.summary))
+    return result
+"""
+
+# The beginning of a driver on three nodes. One worker fits on each node except for the first, which serves the run.
+DRIVER = f"""{BEGINNING}
+from ray.cluster_utils import Cluster
+
+def add_node(number):
+    nodes.append(
+        cluster.add_node(
+            num_cpus=1 if number > 2 else 2,
+            resources={{"one": 1}} if number > 2 else {{}},
+            node_ip_address=f"127.0.0.{{number}}",
+            include_dashboard=False,
+        )
+    )
+
+nodes = []
+cluster = Cluster(shutdown_at_exit=False)  # otherwise, nodes can be added on the main thread only
+
+@atexit.register
+def shutdown():
+    for node in reversed(nodes):
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
+
+for number in (2, 3, 4):
+    add_node(number)
+ray.init(address=cluster.address, log_to_driver=False)
+"""
+
+# The beginning of a driver on one node. Ray's autoscaler adds others, which are raylets on this machine, too. Each of
+# them has room for one worker.
+AUTOSCALED = f"""{BEGINNING}
+config = {{
+    "cluster_name": "growing",
+    "max_workers": 3,
+    "provider": {{
+        "type": "fake_multinode",
+        "use_node_id_as_ip": True,
+        "disable_node_updaters": True,
+        "disable_launch_config_check": True,
+    }},
+    "available_node_types": {{
+        "ray.head.default": {{"resources": {{"CPU": 1}}, "node_config": {{}}, "max_workers": 0}},
+        "other": {{"resources": {{"CPU": 1, "one": 1}}, "node_config": {{}}, "min_workers": 0, "max_workers": 3}},
+    }},
+    "head_node_type": "ray.head.default",
+    "upscaling_speed": 1.0,
+    "idle_timeout_minutes": 0.1,
+    "file_mounts_sync_continuously": False,
+}}
+config |= {{name: {{}} for name in ("auth", "docker", "file_mounts")}}
+config |= {{name: [] for name in ("cluster_synced_files", "rsync_exclude", "rsync_filter")}}
+for kind in ("setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray", "initialization"):
+    config[f"{{kind}}_commands"] = []
+Path("autoscaling.json").write_text(json.dumps(config))
+ray_command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--num-cpus=1", "--block"]
+head = subprocess.Popen(
+    [*ray_command, "--autoscaling-config=autoscaling.json", "--include-dashboard=false"],
+    env={{**os.environ, "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_FAKE_CLUSTER": "1"}},
+    stdout=open("head.log", "wb"),
+    stderr=subprocess.STDOUT,
+)
+await_that(lambda: "Ray runtime started" in Path("head.log").read_text(), "the head has started")
+ray.init(address="auto", log_to_driver=False)
+"""
+
+# A function that trains until the file "enough" exists, and the end of its driver.
+ENDLESS = """
+def endless(folder):
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    while not Path(folder, "enough").exists():
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().square().backward()
+        optimizer.step()
+        Path(folder, f"stepped-{paceline.worker_index()}-{os.getpid()}").touch()
+        time.sleep(0.01)
+
+def trained():
+    return len(list(Path().glob("stepped-*")))
+"""
+
+FLOAT64 = """
+from digits import train
+
+torch.set_default_dtype(torch.float64)
+result = run(train, 40)
+local = paceline.launch(train, args=(40,), workers=2, servers=1, run_dir="local")
+assert all(torch.equal(result.state_dict[name], tensor) for name, tensor in local.state_dict.items())
+"""
+
+DIGITS = """
+import torch
+from sklearn.datasets import load_digits
+
+import paceline
+
+images, labels = load_digits(return_X_y=True)
+images, labels = torch.tensor(images, dtype=torch.float64) / 16, torch.tensor(labels)
+
+def make():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Linear(32, 10)).double()
+
+def accuracy(model):
+    return (model(images[1500:]).argmax(dim=1) == labels[1500:]).double().mean().item()
+
+def train(iterations, parts=2):
+    model = make()
+    part = paceline.worker_index() if parts > 1 else 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    if parts > 1:
+        model, optimizer = paceline.prepare(model, optimizer)
+    for iteration in range(iterations):
+        at = slice(100 * iteration % 1500, 100 * iteration % 1500 + 100)
+        optimizer.zero_grad()
+        x, y = images[at][part::parts], labels[at][part::parts]
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model
+"""
+
+
+@pytest.fixture
+def driver(mark: str) -> Iterator[Path]:
+    """The path of a file for a program whose Ray sessions are in a directory that is removed afterwards."""
+    pytest.importorskip("ray", reason="ray is not installed; `make ray` runs this test")
+    # The paths of Ray's sockets must be short.
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("RAY_TMPDIR", folder)
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        yield Path("driver.py")
+        await_that(lambda: not processes(mark), "Ray's processes have ended")
+
+
+def summary() -> dict[str, object]:
+    found: dict[str, object] = json.loads(Path("result.json").read_text())
+    return found
+
+
+def test_ray_trains_what_one_machine_and_one_process_train(driver: Path, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    Path("digits.py").write_text(DIGITS)
+    driver.write_text(DRIVER + FLOAT64)
+
+    ended = run_program(str(driver))
+
+    assert ended.returncode == 0, ended.stderr
+    assert summary()["lost_workers"] == []
+    assert {path.name for path in Path("run").glob("worker-*")} == {
+        *("worker-0.log", "worker-0.jsonl", "worker-1.log", "worker-1.jsonl")
+    }
+    assert str(tmp_path) in str(summary()["weights"])
+    pytest.MonkeyPatch().syspath_prepend(tmp_path)
+    import digits  # type: ignore[import-not-found]
+
+    alone = digits.train(40, parts=1)
+    found = load_file("run/weights.safetensors")
+    assert all(
+        torch.allclose(found[name], tensor, rtol=0, atol=1e-12) for name, tensor in alone.state_dict().items()
+    )
+    assert digits.accuracy(alone) > 0.8
+
+
+def test_the_others_continue_without_a_raylet_that_is_killed_and_a_replacement_joins(driver: Path) -> None:
+    driver.write_text(
+        DRIVER
+        + ENDLESS
+        + """
+import threading
+
+def disturb():
+    await_that(lambda: trained() == 2, "both train")
+    raylet = nodes[2].all_processes["raylet"][0].process
+    raylet.kill()
+    raylet.wait()  # the processes of the node notice its end when its id is free
+    add_node(5)
+    await_that(lambda: trained() == 3, "a replacement trains")
+    Path("enough").touch()
+
+thread = threading.Thread(target=disturb)
+thread.start()
+run(endless, os.getcwd(), sync="asp")
+thread.join()
+"""
+    )
+
+    ended = run_program(str(driver))
+
+    assert ended.returncode == 0, ended.stderr
+    assert len(summary()["left"] + summary()["lost_workers"]) == 1  # type: ignore[operator]
+
+
+@pytest.mark.skipif(bool(why_not()), reason=f"creating network namespaces needs {why_not()}")
+def test_nodes_that_the_autoscaler_adds_join_a_run(driver: Path) -> None:
+    # The nodes have the address of this machine, so it should be a loopback address. They end with the driver.
+    alone = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    alone += ["sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    driver.write_text(
+        AUTOSCALED
+        + ENDLESS
+        + """
+import threading
+
+def watch():
+    await_that(lambda: trained() == 3, "workers on three further nodes train")
+    Path("enough").touch()
+
+thread = threading.Thread(target=watch)
+thread.start()
+run(endless, os.getcwd(), workers=(1, 3), sync="asp")
+thread.join()
+"""
+    )
+
+    with start_program(str(driver), prefix=alone) as program:
+        _, stderr = program.communicate(timeout=120)
+
+    assert program.returncode == 0, stderr
+    assert summary()["lost_workers"] == []
+
+
+def test_ctrl_c_in_the_driver_ends_everything(driver: Path) -> None:
+    driver.write_text(DRIVER + ENDLESS + 'run(endless, os.getcwd(), workers=(1, 3), sync="asp")\n')
+    with start_program(str(driver)) as program:
+        await_that(lambda: len(list(Path().glob("stepped-*"))) == 2, "both train")
+        program.send_signal(signal.SIGINT)
+        _, stderr = program.communicate(timeout=60)
+
+    assert program.returncode != 0
+    assert "all processes of the run have ended" in stderr
+    assert load_file("run/weights.safetensors").keys() == {"weight", "bias"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"engine": "rey", "workers": 2}, "unknown engine 'rey'; did you mean 'ray'? Choices: local, ray."),
+        ({"workers": (2, 4)}, "this needs engine 'ray'"),
+        ({"workers": 2, "resources": {"GPU": 1}}, "this needs engine 'ray'"),
+    ],
+)
+def test_bad_input(options: dict[str, object], words: str, mark: str) -> None:
+    with pytest.raises(ConfigurationError, match=words.replace("?", r"\?")):
+        paceline.launch(train(), args=(1,), **options)  # type: ignore[arg-type]
+
+
+def test_ray_is_not_installed(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+
+    with pytest.raises(ConfigurationError, match=r"ray is not installed: pip install paceline\[ray\]"):
+        paceline.launch(train(), args=(1,), workers=2, engine="ray")

@@ -1,0 +1,550 @@
+"""Optimizers that are not torch's: which ones may run on slices, and how the servers find their classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline import Cluster
+from paceline.core.layout import Layout, Parameter
+from paceline.core.model_spec import OptimizerSpec
+from paceline.errors import ConfigurationError, UsageError
+from paceline.frontend.session import install
+from paceline.plugins.optimizer_sources import OptimizerSources, definition, imported_packages, name_of
+from paceline.shard import foreign
+from paceline.shard.optimizer_state import join_state, slice_state
+from paceline.shard.optimizers import make_optimizer, read_groups, require_elementwise
+from paceline.shard.slice_optimizers import optimizer_of_slice
+from tests.support.live import run_program
+
+
+class Rule(torch.optim.Optimizer):
+    """An optimizer whose subclasses define the update of one parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **settings: Any) -> None:
+        super().__init__(params, {"lr": lr, **settings})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, parameter.grad, self.state[parameter], group)
+
+    def update(self, weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> None:
+        raise NotImplementedError
+
+
+class Lion(Rule):
+    """Signs of an average, as in the optimizer of this name, with a count of the steps in Python."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, lr, betas=betas, weight_decay=weight_decay)
+
+    def update(self, weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> None:
+        if not state:
+            state["steps"], state["average"] = 0, torch.zeros_like(weight)
+        state["steps"] += 1
+        beta1, beta2 = group["betas"]
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.sub_(torch.lerp(gradient, state["average"], beta1).sign(), alpha=group["lr"])
+        state["average"].lerp_(gradient, 1 - beta2)
+
+
+class Renamed(torch.optim.AdamW):
+    """Only other defaults, and a method that torch's class does not have."""
+
+    def __init__(self, params: Any, rate: float) -> None:
+        super().__init__(params, lr=rate, weight_decay=0.3)
+        self.defaults["note"] = "mine"
+
+    def describe(self) -> str:
+        return "mine"
+
+
+class Clamped(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.clamp_(-1, 1)
+        return super().step(closure)
+
+
+class Normalized(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.div_(parameter.grad.norm() + 1e-6)
+        return super().step(closure)
+
+
+class Centered(Rule):
+    """Gradient centralization: subtracts the mean over all but the first dimension."""
+
+    def update(self, weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> None:
+        if gradient.dim() > 1:
+            gradient = gradient - gradient.mean(dim=tuple(range(1, gradient.dim())), keepdim=True)
+        weight.sub_(gradient, alpha=group["lr"])
+
+
+class Hidden(Rule):
+    """One setting is an attribute instead of a hyper-parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.1, power: int = 1) -> None:
+        super().__init__(params, lr)
+        self.power = power
+
+    def update(self, weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> None:
+        weight.sub_(gradient**self.power, alpha=group["lr"])
+
+
+class Worded(Rule):
+    """Hyper-parameters that are not numbers: a word and three numbers."""
+
+    def __init__(
+        self, params: Any, lr: float = 0.1, mode: str = "sign", mix: tuple[float, ...] = (0.5, 0.25, 0.25)
+    ) -> None:
+        super().__init__(params, lr, mode=mode, mix=mix)
+
+    def update(self, weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> None:
+        change = gradient.sign() if group["mode"] == "sign" else gradient
+        weight.sub_(change, alpha=group["lr"] * sum(group["mix"]))
+
+
+class Logged(Rule):
+    """Keeps a list per parameter."""
+
+    def update(self, weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> None:
+        state.setdefault("norms", []).append(0.0)
+        weight.sub_(gradient, alpha=group["lr"])
+
+
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self, base: torch.optim.Optimizer, alpha: float = 0.5) -> None:
+        self.base = base
+        super().__init__(base.param_groups, {"alpha": alpha})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step()
+
+
+class ScheduleFree(Rule):
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+class NeedsClosure(Rule):
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "needs the closure"
+        return closure()
+
+
+@pytest.fixture(autouse=True)
+def _forget_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "_registered", set())
+    monkeypatch.setattr(foreign, "_classes", {})
+    monkeypatch.setattr(foreign, "_sources", [])
+
+
+def parameters() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape)) for shape in ((4, 3), (5,), ())]
+
+
+ACCEPTED: dict[str, Callable[[], torch.optim.Optimizer]] = {
+    "its update is elementwise": lambda: Lion(parameters(), weight_decay=0.1),
+    "two groups, one with learning rate 0": lambda: Lion(
+        [{"params": parameters()[:1], "lr": 0.0}, {"params": parameters()[1:], "betas": (0.5, 0.6)}]
+    ),
+    "it overrides the step of SGD": lambda: Clamped(parameters(), lr=0.1, momentum=0.9),
+    "hidden settings have their default": lambda: Hidden(parameters()),
+    "words and triples": lambda: Worded(parameters(), mode="plain", mix=(1.0, 2.0, 3.0)),
+}
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_a_class_that_passes_the_test_is_accepted(case: str) -> None:
+    optimizer = ACCEPTED[case]()
+    before = [p.clone() for group in optimizer.param_groups for p in group["params"]]
+    generator = torch.get_rng_state()
+    assert require_elementwise(optimizer) == name_of(type(optimizer))
+    after = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, after, strict=True))
+    assert not optimizer.state
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+REFUSED: dict[str, tuple[Callable[[], torch.optim.Optimizer], str]] = {
+    "norm of the gradient": (lambda: Normalized(parameters(), lr=0.1), "depends on others.*shape"),
+    "mean over rows": (lambda: Centered(parameters()), r"depends on others.*of shape \[4, 3\]"),
+    "even with a tiny rate": (lambda: Centered(parameters(), lr=1e-9), "depends on others"),
+    "settings outside the groups": (lambda: Hidden(parameters(), power=3), "built from its hyper-parameters"),
+    "a list in the state": (lambda: Logged(parameters()), "state 'norms' is of type list"),
+    "a wrapper": (
+        lambda: Lookahead(torch.optim.SGD(parameters(), lr=0.1)),
+        "built around another optimizer, SGD in the attribute 'base'",
+    ),
+    "schedule-free": (lambda: ScheduleFree(parameters()), r"eval\(\) and train\(\) exchange the weights"),
+    "a closure is required": (lambda: NeedsClosure(parameters()), "needs the closure"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_class_that_fails_the_test_is_refused_with_what_differed(case: str) -> None:
+    make, reason = REFUSED[case]
+    with pytest.raises(ConfigurationError, match=reason):
+        require_elementwise(make())
+
+
+def test_a_subclass_that_overrides_no_update_runs_as_its_base() -> None:
+    optimizer = Renamed(parameters(), 0.25)
+    assert require_elementwise(optimizer) == "AdamW"
+    [group] = read_groups(optimizer)
+    assert (group["lr"], group["weight_decay"]) == (0.25, 0.3)
+    assert "note" not in group
+
+
+def test_a_scheduler_on_the_optimizer_is_not_called_by_the_test() -> None:
+    optimizer = Lion(parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    first = optimizer.param_groups[0]["params"][0]
+    first.grad = torch.ones_like(first)
+    before = first.clone()
+    require_elementwise(optimizer)
+    assert torch.equal(first, before)
+    assert scheduler.last_epoch == 0
+
+
+def test_a_registered_class_need_not_give_the_same_on_slices() -> None:
+    paceline.register_elementwise(Centered)
+    assert require_elementwise(Centered(parameters())) == name_of(Centered)
+    paceline.register_elementwise(Hidden)
+    with pytest.raises(ConfigurationError, match="built from its hyper-parameters"):
+        require_elementwise(Hidden(parameters(), power=3))  # this cannot be vouched for
+    with pytest.raises(UsageError, match="expected an optimizer class"):
+        paceline.register_elementwise(3)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS", "SparseAdam"])
+def test_alone_any_optimizer_works(name: str) -> None:
+    model = nn.Linear(3, 2, bias=False)
+    inner = getattr(torch.optim, name)(model.parameters())
+    optimizer = paceline.DistributedOptimizer(inner)
+    x = torch.randn(8, 3)
+    before = model.weight.detach().clone()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) - 1).square().mean()
+        loss.backward()
+        if name == "SparseAdam":
+            assert model.weight.grad is not None
+            model.weight.grad = model.weight.grad.to_sparse()
+        result: torch.Tensor = loss
+        return result
+
+    first = optimizer.step(closure)
+    assert closure() < first
+    assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_what_the_refusal_of_sparse_adam_advises_works_alone_and_in_a_run(sparse: bool) -> None:
+    embedding = torch.nn.Embedding(6, 2, sparse=sparse)
+    refused = torch.optim.SparseAdam(embedding.parameters())
+    with pytest.raises(ConfigurationError, match="use Adam, and create the embeddings with sparse=False"):
+        require_elementwise(refused)
+    optimizer = torch.optim.Adam(embedding.parameters())
+    require_elementwise(optimizer)
+    embedding(torch.tensor([1, 4])).sum().backward()
+    if not sparse:
+        optimizer.step()
+        return
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        optimizer.step()
+
+
+def test_alone_the_methods_of_the_wrapped_optimizer_are_passed_through() -> None:
+    class Switching(ScheduleFree):
+        training = True
+        _private = True
+
+        def eval(self) -> None:
+            self.training = False
+
+    optimizer = paceline.DistributedOptimizer(Switching(parameters()))
+    optimizer.eval()
+    assert not optimizer.training
+    assert not hasattr(optimizer, "first_step")
+    assert not hasattr(optimizer, "_private")
+
+
+def test_in_a_run_the_methods_of_the_wrapped_optimizer_are_refused() -> None:
+    class InRun:
+        worker, workers, weights = 0, 2, ()
+
+    install(InRun(), for_thread=True)  # type: ignore[arg-type]
+    try:
+        optimizer = paceline.DistributedOptimizer(Renamed(parameters(), 0.1))
+    finally:
+        install(None, for_thread=True)
+    with pytest.raises(UsageError, match=r"Renamed.describe\(\) cannot be called in a run"):
+        optimizer.describe()
+
+
+# -- state --------------------------------------------------------------------------------------------------
+
+
+def test_the_state_of_slices_joins_to_that_of_the_whole_and_back() -> None:
+    optimizer = Lion(parameters())
+    name = require_elementwise(optimizer)
+    tensors = optimizer.param_groups[0]["params"]
+    layout = Layout.of([Parameter((f"p{i}",), tuple(p.shape), "float32") for i, p in enumerate(tensors)])
+    spec = OptimizerSpec(name, read_groups(optimizer), (0,) * len(tensors))
+    for parameter in tensors:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    slices = layout.slice_evenly(2)
+    states = [(bounds, slice_state(bounds, tensors, optimizer.state)) for bounds in slices]
+    loaded = []
+    for bounds, state in states:
+        sizes = {dtype: stop - start for dtype, (start, stop) in bounds.bounds.items()}
+        server = optimizer_of_slice(spec, bounds, {dtype: torch.zeros(n) for dtype, n in sizes.items()})
+        server.load_state(state)
+        loaded.append((bounds, server.state()))
+    joined = join_state(layout, loaded)
+    expected = optimizer.state_dict()["state"]
+    assert joined.keys() == expected.keys()
+    for index, entries in expected.items():
+        assert joined[index]["steps"] == entries["steps"] == 1
+        assert type(joined[index]["steps"]) is int
+        assert torch.equal(joined[index]["average"], entries["average"])
+
+
+def test_a_counter_in_a_group_is_kept_when_the_learning_rate_changes() -> None:
+    class Counting(Rule):
+        def __init__(self, params: Any, lr: float = 0.1, k: int = 0) -> None:
+            super().__init__(params, lr, k=k)
+
+        def step(self, closure: Any = None) -> Any:
+            super().step()
+            for group in self.param_groups:
+                group["k"] += 1
+
+        def update(self, weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> None:
+            weight.sub_(gradient, alpha=group["lr"] / (1 + group["k"]))
+
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer = Counting([weight], lr=1.0)
+    name = require_elementwise(optimizer)
+    assert foreign.counters_of(optimizer) == ["k"]  # a run refuses to save its state
+    lion = Lion(parameters())
+    require_elementwise(lion)
+    assert foreign.counters_of(lion) == []
+    layout = Layout.of([Parameter(("p",), (4,), "float32")])
+    [bounds] = layout.slice_evenly(1)
+    weights = {"float32": torch.zeros(bounds.bounds["float32"][1])}
+    server = optimizer_of_slice(OptimizerSpec(name, read_groups(optimizer), (0,)), bounds, weights)
+    for rate in (1.0, 0.5, 0.25):
+        optimizer.param_groups[0]["lr"] = rate
+        server.step(
+            [{"float32": torch.ones_like(weights["float32"])}], (1.0,), lambda _: True, read_groups(optimizer)
+        )
+    assert weights["float32"][0] == pytest.approx(-(1 + 0.5 / 2 + 0.25 / 3))
+
+
+# -- where the servers find the class -------------------------------------------------------------------------
+
+
+SCRIPT = """\
+from __future__ import annotations
+import math, torch
+from helper import thing
+try:
+    import json as fast
+except ImportError:
+    fast = None
+RATE = 2.0 ** 3
+def scaled(x):
+    return x * RATE + math.pi
+loss = print("the script was run")
+class Base(torch.optim.Optimizer):
+    def step(self, closure=None):
+        loss = 3
+        return scaled(loss) + len(fast.dumps(1))
+class Mine(Base):
+    pass
+class Bound(Base):
+    def step(self):
+        return loss
+raise SystemExit
+"""
+
+
+def test_a_definition_is_taken_from_a_script_that_is_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    kind: Any = definition(script, "Mine")
+    assert kind.step(None) == pytest.approx(3 * 8 + 3.14159265 + 1)
+    assert capsys.readouterr().out == ""
+    with pytest.raises(ConfigurationError, match=r"uses 'loss', which line 11 of train\.py computes"):
+        definition(script, "Bound")
+    with pytest.raises(ConfigurationError, match="does not define Other"):
+        definition(script, "Other")
+
+
+def test_only_classes_from_places_named_at_launch_are_loaded(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("from lion_pytorch import Lion\nimport os.path, models.big as big\nfrom . import x\n")
+    assert imported_packages(script) == ("lion_pytorch", "models")
+    sources = OptimizerSources(("lion_pytorch", "models"))
+    sources.require_named("lion_pytorch.lion_pytorch:Lion")
+    for name, advice in {
+        "lion:Lion": "--import lion",
+        "lion_pytorch_evil:Lion": "--import lion_pytorch_evil",
+        "os:system": "not|neither",
+        "__main__:Lion": "defined inside a function",
+        "models.big:make.<locals>.Lion": "defined inside a function",
+    }.items():
+        with pytest.raises(ConfigurationError, match=advice):
+            sources.require_named(name)
+    assert not imported_packages(tmp_path / "none.py")
+    with pytest.raises(ConfigurationError):
+        OptimizerSources(("os",)).load("os:system")
+
+
+def test_a_process_of_a_run_loads_only_optimizer_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "_sources", [])
+    foreign.use_sources(OptimizerSources((__name__,)))
+    assert foreign.class_of(f"{__name__}:Lion") is Lion
+    with pytest.raises(ConfigurationError, match=r"expected a subclass of torch\.optim\.Optimizer"):
+        foreign.class_of(f"{__name__}:parameters")
+    with pytest.raises(ConfigurationError, match="cannot be loaded by the servers"):
+        foreign.class_of(f"{__name__}:Missing")
+
+
+def test_classes_of_a_notebook_are_sent_when_a_function_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Local(Lion):
+        pass
+
+    sources = foreign.loaded_optimizers(["extra"])
+    assert "extra" in sources.packages
+    assert __name__ in sources.packages
+    kind: Any = sources.load(name_of(Local))
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.ones(2)
+    kind([weight], lr=0.5).step()
+    assert weight.tolist() == [-0.5, -0.5]
+
+
+def test_unknown_hyper_parameters_are_refused_by_name() -> None:
+    optimizer = Worded(parameters())
+    optimizer.param_groups[0]["mix"] = {"a": 1}
+    with pytest.raises(ConfigurationError, match=r"mix is \{'a': 1\}"):
+        read_groups(optimizer)
+
+
+def test_arguments_of_the_constructor_come_from_the_first_group() -> None:
+    name = require_elementwise(Hidden(parameters()))
+    optimizer = make_optimizer(name, ({"lr": 0.5},), [[torch.zeros(1)]])
+    assert optimizer.defaults["lr"] == 0.5
+
+
+# -- training -----------------------------------------------------------------------------------------------
+
+
+class Averaging(Rule):
+    """Momentum with weight decay: sensitive to the size of the gradient, unlike `Lion`."""
+
+    def update(self, weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> None:
+        average = state.setdefault("average", torch.zeros_like(weight))
+        average.mul_(0.9).add_(gradient)
+        weight.sub_(average + 0.01 * weight, alpha=group["lr"])
+
+
+def test_under_bsp_a_run_equals_one_process_on_the_joint_batch() -> None:
+    def train() -> None:
+        trained.append(_trained())
+
+    trained: list[dict[str, torch.Tensor]] = []
+    result = paceline.simulate(Cluster(compute_s=[1.0, 2.0], servers=2), "bsp", train_fn=train, shards=3)
+    assert len(trained) == 2
+    assert result.state_dict is not None
+    for name, tensor in _trained().items():
+        torch.testing.assert_close(result.state_dict[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+def _trained() -> dict[str, torch.Tensor]:
+    """Train on this worker's part of each batch, with a rate that changes, and return the weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    optimizer = paceline.DistributedOptimizer(Averaging(model.parameters(), lr=0.1), model=model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        batch = torch.randn(8, 4, generator=generator, dtype=torch.float64)
+        part = batch[paceline.worker_index() :: paceline.worker_count()]
+        optimizer.zero_grad()
+        model(part).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+LIVE = """\
+import torch
+import paceline
+
+print("this script runs")
+RATE = 2.0
+
+class Mine(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.5):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
+                    parameter.sub_(parameter.grad.sign(), alpha=group["lr"] * RATE)
+
+model = torch.nn.Linear(2, 1, bias=False)
+torch.nn.init.zeros_(model.weight)
+optimizer = paceline.DistributedOptimizer(Mine(model.parameters()))
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+print("trained:", model.weight.tolist(), optimizer.state_dict()["state"][0])
+"""
+
+
+def test_servers_run_a_class_that_the_script_defines(tmp_path: Path) -> None:
+    script, run_dir = tmp_path / "train.py", tmp_path / "run"
+    script.write_text(LIVE)
+    options = ["--workers", "1", "--servers", "2", "--run-dir", str(run_dir)]
+    ended = run_program("-m", "paceline", "run", *options, str(script))
+    assert "trained: [[-3.0, -3.0]] {'steps': 3}" in ended.stdout
+    assert ended.returncode == 0
+    assert all("this script runs" not in log.read_text() for log in run_dir.glob("server-*.log"))
