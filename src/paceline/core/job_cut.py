@@ -1,0 +1,176 @@
+"""A cut of a job: everything that a run needs to continue the job from there, except for tensors.
+
+A cut treats every worker as if it had been lost: what a shard has applied is in its weights, and everything else
+that a worker has received of the data is returned, so that it is handed out again. A run that is resumed begins with
+the weights and the optimizer state of the cut, and with this value.
+
+The value contains no state of a core. So another number of workers, servers or shards, and another sync model, follow
+by themselves.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .layout import ShardSlice
+from .lease import Lease, Order
+from .messages import LoopLimits, LoopPosition
+from .model_spec import ModelSpec
+
+__all__ = ["EpochCut", "JobCut", "LoaderCut", "LoopCut", "PushCounts", "ShardState", "WorkerCut"]
+
+
+class ShardState(msgspec.Struct, frozen=True):
+    """How far the weights of one shard have come.
+
+    Attributes:
+        version: number of updates that the weights include.
+        samples: number of samples in the pushes of these updates, as far as it is known.
+    """
+
+    version: int = 0
+    samples: int = 0
+
+
+class PushCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """What has become of the pushes that shard 0 has received, by number. Each push is counted once.
+
+    Attributes:
+        applied: pushes that were applied by themselves, and edits that were carried out.
+        averaged: pushes that were part of a mean.
+        dropped: pushes without a gradient, pushes that came too late, and edits that did not count.
+        lost: pushes of lost workers that were held and are not applied, because not every shard has received them,
+            and pushes that were held at a cut.
+        torn: pushes of lost workers that some shards have applied, and others have not received. They are among the
+            pushes above as well.
+    """
+
+    applied: int = 0
+    averaged: int = 0
+    dropped: int = 0
+    lost: int = 0
+    torn: int = 0
+
+
+class EpochCut(msgspec.Struct, frozen=True):
+    """An epoch of a loader that has begun and not ended.
+
+    Attributes:
+        number: number of the epoch.
+        order: the order of the epoch.
+        begin: the first position of the rest of the epoch. No worker has used this position or a later one. The
+            positions before it are used, torn, left out or returned.
+    """
+
+    number: int
+    order: Order
+    begin: int
+
+
+class LoaderCut(msgspec.Struct, frozen=True, kw_only=True):
+    """The ledger of a loader. See `paceline.core.loader_ledger` for the states of a position.
+
+    Attributes:
+        name: name of the loader.
+        opened: number of epochs that have begun.
+        order: the order of the last one of them.
+        epochs: the epochs that have begun and not ended, in order.
+        returned: the positions before the rest of each epoch that are handed out again, in this order. Each lease has
+            a count.
+        total: number of positions, over all epochs that have begun, without the rests of `epochs`.
+        left: number of these positions that no worker will use, because a script has ended the epoch.
+        used: number of these positions that are part of the weights.
+        torn: number of these positions that are part of the weights of some shards only.
+        left_out: number of these positions that were left out.
+        moved: number of positions that were handed out in a later epoch.
+    """
+
+    name: str
+    opened: int
+    order: Order
+    epochs: tuple[EpochCut, ...] = ()
+    returned: tuple[Lease, ...] = ()
+    total: int = 0
+    left: int = 0
+    used: int = 0
+    torn: int = 0
+    left_out: int = 0
+    moved: int = 0
+
+
+class LoopCut(msgspec.Struct, frozen=True, kw_only=True):
+    """The place of the job in the training loops of its script. See `paceline.epochs`.
+
+    Attributes:
+        position: the last position that the job has reached; None before the first one.
+        begun: number of the last loop that has begun; -1 for none.
+        elapsed_s: time in seconds since it began, without the time between two runs.
+        limits: its limits; None if they are unknown.
+        start: number of updates, and of samples, at its beginning.
+        stopped: the loops that a worker has stopped, in ascending order.
+        ended: number of the last loop that has ended, and the worker whose states were sent last; (-1, 0) for none.
+    """
+
+    position: LoopPosition | None = None
+    begun: int = -1
+    elapsed_s: float = 0.0
+    limits: LoopLimits | None = None
+    start: tuple[int, int] = (0, 0)
+    stopped: tuple[int, ...] = ()
+    ended: tuple[int, int] = (-1, 0)
+
+
+class WorkerCut(msgspec.Struct, frozen=True):
+    """A worker that took part in the run at the cut.
+
+    Attributes:
+        worker: index of the worker.
+        incarnation: how often this index had been used before.
+        iteration: label of its last push that every shard has applied or dropped; -1 if there is none.
+    """
+
+    worker: int
+    incarnation: int
+    iteration: int
+
+
+class JobCut(msgspec.Struct, frozen=True, kw_only=True):
+    """A cut of a job.
+
+    Attributes:
+        number: number of the cut, counted from 1 over all runs of the job.
+        elapsed_s: time in seconds for which the job has run, over all of its runs.
+        seed: random seed of the job, from which the orders of its epochs follow.
+        sync: the sync model in force, or one model per shard, in the notation of the command line.
+        model: the model that is trained, with all parameters that were added.
+        extensions: the earlier models, in order, if parameters were added after training had begun.
+        slices: the slice of each shard, in order.
+        shards: the state of each shard, in order. Under lockstep models, they are equal.
+        pushes: what has become of all pushes.
+        workers: the workers that took part, in ascending order.
+        loaders: the ledger of each loader.
+        loop: the place of the job in its training loops.
+    """
+
+    number: int
+    elapsed_s: float
+    seed: int
+    sync: str
+    model: ModelSpec
+    extensions: tuple[ModelSpec, ...] = ()
+    slices: tuple[ShardSlice, ...] = ()
+    shards: tuple[ShardState, ...] = ()
+    pushes: PushCounts = PushCounts()
+    workers: tuple[WorkerCut, ...] = ()
+    loaders: tuple[LoaderCut, ...] = ()
+    loop: LoopCut = LoopCut()
+
+    def states_of(self, shards: int) -> tuple[ShardState, ...]:
+        """Return the state with which each shard begins if a run resumes this cut with a number of shards.
+
+        If the number differs, parts of several old shards make up a new one. The state of shard 0 then stands for all
+        shards, because the progress of a job is what shard 0 counts.
+        """
+        if shards == len(self.shards):
+            return self.shards
+        return (self.shards[0] if self.shards else ShardState(),) * shards
