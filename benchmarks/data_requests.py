@@ -29,8 +29,9 @@ from paceline.runtime.coordinator import CoordinatorHost
 from paceline.runtime.job_options import make_job
 from paceline.sync.schedule import read_schedule
 from paceline.sync.ticks import in_ticks
-from paceline.wire.addresses import connect, listen_unix
+from paceline.wire.addresses import connect
 from paceline.wire.stream import BUFFER_BYTES, MAGIC, PREFIX, Stream, decoder
+from paceline.wire.unix import UNIX
 
 from .descriptors import allow_descriptors
 
@@ -149,7 +150,7 @@ def ask_floor(workers: int, rate: float, seconds: float = SECONDS) -> RequestsRo
         ConfigurationError: this process may not open enough sockets.
     """
     allow_descriptors(workers + SPARE_DESCRIPTORS)
-    listener, address = listen_unix()
+    listener, address = UNIX.listen()
     stop, stopping = socket.socketpair()
     thread = threading.Thread(target=_answer_all, args=(listener, workers, stopping))
     thread.start()

@@ -33,8 +33,9 @@ from paceline.core.messages import (
 )
 from paceline.errors import ProtocolError
 from paceline.runtime.hub import Caller, Hub
-from paceline.wire.addresses import connect, listen_unix
+from paceline.wire.addresses import connect
 from paceline.wire.stream import Stream, decoder
+from paceline.wire.unix import UNIX
 from tests.support.made_messages import example, kinds
 
 ROOT = Path(paceline.__file__).parent
@@ -214,7 +215,7 @@ class House:
     """A host that notes what it accepts."""
 
     def __init__(self) -> None:
-        listener, self.address = listen_unix()
+        listener, self.address = UNIX.listen()
         self.hub: Hub[Caller] = Hub("server 0", "token", listener, "server", Caller, self)
         self.heard: list[Message] = []
 

@@ -29,11 +29,12 @@ from paceline.runtime.job import Assignment
 from paceline.runtime.job_options import make_job
 from paceline.runtime.observer import Observer
 from paceline.shard import foreign
-from paceline.wire.addresses import connect, listen_tcp
+from paceline.wire.addresses import connect
 from paceline.wire.preface import COORDINATOR, PREFACE_BYTES, Preface
 from paceline.wire.secret import new_secret
 from paceline.wire.secure import SecureSocket
 from paceline.wire.stream import Stream
+from paceline.wire.tcp import TCP
 from paceline.wire.tls import contexts
 from tests.support.live import await_that, mark
 from tests.support.marks import chaos
@@ -70,7 +71,7 @@ ERRORS = [
 @contextlib.contextmanager
 def answering(*answers: Callable[[socket.socket], None]) -> Iterator[str]:
     """Listen, and give each connection the next answer. Return the address."""
-    sock, address = listen_tcp(secure=True)
+    sock, address = TCP.listen(secure=True)
     sock.settimeout(DEADLINE_S)
 
     def body() -> None:

@@ -39,6 +39,7 @@ from paceline.runtime.footprint import (
 )
 from paceline.shard.optimizers import ELEMENTWISE, PER_PARAMETER_STATE, read_groups
 from paceline.shard.slice_optimizers import FusedOptimizer, TorchOptimizer, optimizer_of_slice
+from paceline.wire.addresses import TRANSPORTS
 from paceline.wire.memory import MASTER, Region, StreamedInbox
 from tests.support.marks import chaos
 
@@ -55,7 +56,7 @@ def test_over_shared_memory_a_worker_costs_its_region() -> None:
     """1000 bytes of weights with momentum, four workers: 1000 + 1000 + 4 * 2000, of which 4 * 1000 are there,
     and 3 * 1000 at the end.
     """
-    needed = footprint(1000, vectors=1, workers=4, servers=2, transport="shm")
+    needed = footprint(1000, vectors=1, workers=4, servers=2, shared=True)
     assert (needed.weights, needed.state, needed.regions, needed.models) == (1000, 1000, 8000, 4000)
     assert (needed.inboxes, needed.answers) == (0, 0)
     assert needed.total_bytes == 13_000 + 2 * PROCESS_BYTES + 6 * FORKED_BYTES
@@ -65,7 +66,7 @@ def test_over_shared_memory_a_worker_costs_its_region() -> None:
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_over_streams_a_worker_costs_an_inbox_and_its_answers_as_well(transport: str) -> None:
     """1000 bytes of weights with Adam, three workers: 1000 + 2000 + 3 * (2000 + 1000 + 1000) + 3000."""
-    needed = footprint(1000, vectors=2, workers=3, servers=1, transport=transport)
+    needed = footprint(1000, vectors=2, workers=3, servers=1, shared=TRANSPORTS[transport].shares_memory)
     assert (needed.inboxes, needed.answers) == (3000, 3000)
     assert needed.total_bytes == 18_000 + 2 * PROCESS_BYTES + 4 * FORKED_BYTES
     assert needed.to_come_bytes == 15_000
@@ -74,7 +75,10 @@ def test_over_streams_a_worker_costs_an_inbox_and_its_answers_as_well(transport:
 @pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
 def test_a_worker_costs_at_most_3_times_the_parameters_beyond_its_model(transport: str) -> None:
     one, two = (
-        footprint(1000, vectors=2, workers=n, servers=1, transport=transport).to_come_bytes for n in (1, 2)
+        footprint(
+            1000, vectors=2, workers=n, servers=1, shared=TRANSPORTS[transport].shares_memory
+        ).to_come_bytes
+        for n in (1, 2)
     )
     assert two - one <= 3 * 1000
 
@@ -85,12 +89,12 @@ def test_a_worker_costs_at_most_3_times_the_parameters_beyond_its_model(transpor
 def test_rounded_values_need_memory_of_half_the_size_at_both_ends(wire: str, rounded: int) -> None:
     """1000 bytes of weights and three workers: 3 * 2 * 500 for gradients, and (3 + 1) * 500 for weights."""
     needed, exact = (
-        footprint(1000, vectors=0, workers=3, servers=1, transport="tcp", wire=WireFormat.read(name))
+        footprint(1000, vectors=0, workers=3, servers=1, shared=False, wire=WireFormat.read(name))
         for name in (wire, "float32")
     )
     assert needed.rounded == rounded
     assert needed.to_come_bytes == exact.to_come_bytes + rounded
-    shared = footprint(1000, vectors=0, workers=3, servers=1, transport="shm", wire=WireFormat.read(wire))
+    shared = footprint(1000, vectors=0, workers=3, servers=1, shared=True, wire=WireFormat.read(wire))
     assert shared.rounded == 0
 
 
@@ -114,7 +118,7 @@ def test_these_are_the_sizes_of_the_memory_that_is_made(servers: int) -> None:
     master = Region.create(layout, MASTER, shared=True)
     regions = [Region.create(layout, shared=shared) for shared in (True, False)]
     inboxes = [StreamedInbox(shard) for _ in range(workers) for shard in layout.slice_evenly(servers)]
-    needed = footprint(layout.size_bytes, vectors=0, workers=workers, servers=servers, transport="tcp")
+    needed = footprint(layout.size_bytes, vectors=0, workers=workers, servers=servers, shared=False)
     assert size_of(master.weights) == needed.weights
     assert sum(size_of(region.weights) + size_of(region.gradients) for region in regions) == needed.regions
     assert sum(size_of(inbox.gradient) for inbox in inboxes) == needed.inboxes
@@ -195,7 +199,7 @@ def test_servers_of_one_machine_need_memory_for_what_they_hold() -> None:
 
 
 def test_a_shortage_names_both_sizes_and_what_to_do() -> None:
-    over_tcp = footprint(GIB, vectors=1, workers=4, servers=1, transport="tcp")
+    over_tcp = footprint(GIB, vectors=1, workers=4, servers=1, shared=False)
     assert shortage(over_tcp, 17 * GIB, "4 workers over tcp") == ""
     assert shortage(over_tcp, None, "4 workers over tcp") == ""
     assert shortage(over_tcp, 5 * GIB // 2, "4 workers over tcp") == (
@@ -203,7 +207,7 @@ def test_a_shortage_names_both_sizes_and_what_to_do() -> None:
         "optimizer state, but only 2.5 GiB is available. Use fewer workers, use transport 'shm' (which needs "
         "one third of the memory per worker), train a smaller model, or give the machine or container more memory."
     )
-    over_shm = footprint(GIB, vectors=1, workers=4, servers=1, transport="shm")
+    over_shm = footprint(GIB, vectors=1, workers=4, servers=1, shared=True)
     assert "need 9.0 GiB" in (reason := shortage(over_shm, 0, "4 workers over shm"))
     assert "transport 'shm'" not in reason
     assert "transport 'shm'" not in shortage(over_tcp, 0, "4 workers over unix", shm=False)
@@ -422,25 +426,29 @@ def run_limited(first: str, options: str, folder: Path) -> subprocess.CompletedP
 def test_the_busiest_process_counts() -> None:
     """Its own 3; a listening socket, a selector, a pair of sockets, a trace, the weights (2); 4 for each of 6
     children; 2 for each of 3 shards; the headroom."""
-    assert descriptors(4, 2, 3, "tcp", open_now=3) == 3 + 9 + 5 * 6 + 2 * 3 + DESCRIPTOR_HEADROOM
+    assert descriptors(4, 2, 3, open_now=3, shared=False) == 3 + 9 + 5 * 6 + 2 * 3 + DESCRIPTOR_HEADROOM
     # One server of many shards: its 6; the weights (2); 2 for each worker; 3 for each shard.
-    assert descriptors(2, 1, 100, "shm", open_now=3) == 6 + 2 + 2 * 2 + 3 * 100 + DESCRIPTOR_HEADROOM
+    assert descriptors(2, 1, 100, open_now=3, shared=True) == 6 + 2 + 2 * 2 + 3 * 100 + DESCRIPTOR_HEADROOM
     # A launcher that has many files open itself.
-    assert descriptors(4, 2, 3, "tcp", open_now=53) == descriptors(4, 2, 3, "tcp", open_now=3) + 50
+    assert (
+        descriptors(4, 2, 3, open_now=53, shared=False) == descriptors(4, 2, 3, open_now=3, shared=False) + 50
+    )
 
 
 def test_too_few_descriptors_name_the_limit_and_what_is_needed_and_what_to_do() -> None:
-    needed = descriptors(4, 2, 2, "shm", open_now=3)
-    arguments = (4, 2, 2, "shm", 3)
-    assert descriptor_shortage(*arguments, limit=needed) == ""
-    assert descriptor_shortage(*arguments, limit=None) == ""
-    assert descriptor_shortage(*arguments, limit=24) == (
+    needed = descriptors(4, 2, 2, open_now=3, shared=True)
+    arguments = (4, 2, 2, 3)
+    assert descriptor_shortage(*arguments, limit=needed, shared=True) == ""
+    assert descriptor_shortage(*arguments, limit=None, shared=True) == ""
+    assert descriptor_shortage(*arguments, limit=24, shared=True) == (
         f"too few file descriptors: with 4 workers, 2 servers and 2 shards, one process needs up to {needed} "
         f"open files and connections, but the limit is 24. Raise the limit with 'ulimit -n {needed}' before the run, "
         "or use fewer workers, servers or shards."
     )
-    assert "Raise the limit with 'ulimit" in descriptor_shortage(*arguments, limit=24, hard_limit=needed)
-    assert descriptor_shortage(*arguments, limit=24, hard_limit=needed - 1).endswith(
+    assert "Raise the limit with 'ulimit" in descriptor_shortage(
+        *arguments, limit=24, hard_limit=needed, shared=True
+    )
+    assert descriptor_shortage(*arguments, limit=24, hard_limit=needed - 1, shared=True).endswith(
         f"the limit is 24. Let an administrator raise the hard limit, which is {needed - 1}, or use fewer workers, "
         "servers or shards."
     )

@@ -26,10 +26,12 @@ from paceline.core.messages import (
 from paceline.errors import InternalError, ProtocolError
 from paceline.runtime import strangers
 from paceline.runtime.hub import MOST_UNSENT, Caller, Hub
-from paceline.wire.addresses import connect, listen_tcp, listen_unix
+from paceline.wire.addresses import connect
+from paceline.wire.tcp import TCP
+from paceline.wire.unix import UNIX
 
 TOKEN = "the token"
-LISTEN = {"unix": listen_unix, "tcp": listen_tcp}
+LISTEN = {"unix": UNIX.listen, "tcp": TCP.listen}
 
 
 def framed(message: Message) -> bytes:
@@ -359,7 +361,7 @@ def test_a_greeting_that_the_host_refuses_is_logged(bench: Bench, caplog: pytest
 
 
 def test_a_door_that_is_closed_twice_closes_nothing_of_somebody_else() -> None:
-    door = strangers.Acceptor(listen_unix()[0])
+    door = strangers.Acceptor(UNIX.listen()[0])
     door.close()
     others = [
         os.open(os.devnull, os.O_RDONLY) for _ in range(4)

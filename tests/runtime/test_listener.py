@@ -19,10 +19,11 @@ from paceline.launcher.run import start
 from paceline.runtime import strangers
 from paceline.runtime.job_options import make_job
 from paceline.runtime.listener import Listener
-from paceline.wire.addresses import connect, listen_tcp
+from paceline.wire.addresses import connect
 from paceline.wire.passing import PassedSockets, pass_on, socket_pair
 from paceline.wire.preface import ANY_RUN, COORDINATOR, PREFACE_BYTES, Preface
 from paceline.wire.secret import new_secret
+from paceline.wire.tcp import TCP
 from paceline.wire.tls import contexts
 from tests.support.live import await_that
 from tests.wire.test_secure import House
@@ -36,7 +37,7 @@ class Port:
     """A listener with two processes behind it, the coordinator and server 0, whose ends are in this process."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
-        sock, self.address = listen_tcp(host, secure=True)
+        sock, self.address = TCP.listen(host, secure=True)
         self._place = sock.getsockname()[:2]
         self.listener = Listener(sock, RUN)
         self.receivers = {target: self.listener.receiver(target) for target in (COORDINATOR, 0)}

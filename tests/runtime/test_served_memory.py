@@ -18,8 +18,9 @@ from paceline.core.layout import Layout, Parameter
 from paceline.core.messages import MemoryPlace
 from paceline.errors import ProtocolError
 from paceline.runtime.outbox import Outbox
-from paceline.wire.addresses import is_here, own_addresses
+from paceline.wire.addresses import is_here
 from paceline.wire.memory import Region, find_memory
+from paceline.wire.tcp import own_addresses
 from tests.launcher.test_joining import assert_equal
 from tests.support.live import await_that, mark, processes, run_program
 from tests.support.served import ENDLESS_SCRIPT, Served, await_training, enough, output

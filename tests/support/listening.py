@@ -6,7 +6,7 @@ import gc
 import socket
 from typing import Any
 
-from paceline.wire.addresses import UnixListener
+from paceline.wire.unix import UnixListener
 
 __all__ = ["place_of"]
 

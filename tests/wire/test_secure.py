@@ -20,12 +20,13 @@ from paceline.runtime import strangers
 from paceline.runtime.hub import Caller, Hub
 from paceline.runtime.listener import Listener
 from paceline.wire import tls
-from paceline.wire.addresses import connect, is_local, listen_tcp, seen_from
+from paceline.wire.addresses import connect, seen_from
 from paceline.wire.passing import PassedSockets
 from paceline.wire.preface import ANY_RUN, COORDINATOR, Preface
 from paceline.wire.secret import new_secret
 from paceline.wire.secure import SecureSocket
 from paceline.wire.stream import Stream
+from paceline.wire.tcp import TCP, is_local
 from paceline.wire.tls import contexts
 
 KNOWN = contexts(new_secret())
@@ -132,7 +133,7 @@ class House:
     def __init__(self, named: int = COORDINATOR, expected: bytes = ANY_RUN, mark: bytes = ANY_RUN) -> None:
         """Let the listener expect this target and the mark `expected`, and the host `mark`."""
         self.known = KNOWN._replace(mark=mark)
-        sock, self.address = listen_tcp(secure=True)
+        sock, self.address = TCP.listen(secure=True)
         self.listener = Listener(sock, expected).__enter__()
         passed = PassedSockets(self.listener.receiver(named))
         self.hub: Hub[Caller] = Hub("the host", "token", passed, "server", Caller, self, self.known)
@@ -246,7 +247,7 @@ def test_who_does_not_speak_tls_is_dropped_and_disturbs_nobody(said: bytes, hous
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
 def test_an_ipv6_address_is_reached_as_it_is_printed(host: str) -> None:
-    listener, address = listen_tcp(host, secure=True)
+    listener, address = TCP.listen(host, secure=True)
     assert address.startswith("tls:[::1]:")
     assert is_local(address)
     with listener, contextlib.closing(connect(address.replace("tls:", "tcp:"), 20)) as caller:

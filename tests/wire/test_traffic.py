@@ -11,11 +11,12 @@ import pytest
 
 from paceline.core.messages import Message, first_phase
 from paceline.core.traffic import FORGET_S, Link, LinkTraffic, TrafficMeter
-from paceline.wire.addresses import connect, listen_tcp
+from paceline.wire.addresses import connect
 from paceline.wire.preface import COORDINATOR, Preface
 from paceline.wire.secret import new_secret
 from paceline.wire.secure import SecureSocket
 from paceline.wire.stream import Stream
+from paceline.wire.tcp import TCP
 from paceline.wire.tls import contexts
 from paceline.wire.traffic import Traffic, sending_of, traffic_of
 from tests.support.live import await_that
@@ -25,7 +26,7 @@ THERE, BACK = Link("a", "b"), Link("b", "a")
 
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    listener, address = listen_tcp()
+    listener, address = TCP.listen()
     with listener, connect(address) as one, listener.accept()[0] as other:
         yield one, other
 
@@ -45,7 +46,7 @@ def test_the_bytes_of_a_connection_are_counted_on_both_sides(
 
 def test_a_tls_connection_counts_what_is_on_the_wire() -> None:
     known = contexts(new_secret())
-    listener, address = listen_tcp(secure=True)
+    listener, address = TCP.listen(secure=True)
     with listener:
         plain = socket.create_connection(listener.getsockname())
         accepted = SecureSocket(listener.accept()[0], known, Preface(COORDINATOR), server_side=True)
@@ -63,7 +64,7 @@ def test_other_sockets_have_no_counters() -> None:
     one, other = socket.socketpair()
     with one, other:
         assert traffic_of(one) is None
-    listener, address = listen_tcp()
+    listener, address = TCP.listen()
     with listener:
         closed = connect(address)
         closed.close()

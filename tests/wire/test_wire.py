@@ -39,8 +39,8 @@ from paceline.core.messages import (
     first_phase,
 )
 from paceline.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
-from paceline.wire import addresses
-from paceline.wire.addresses import connect, listen_tcp, listen_unix
+from paceline.wire import unix
+from paceline.wire.addresses import TRANSPORTS, connect
 from paceline.wire.memory import (
     MASTER,
     PIECE_BYTES,
@@ -57,6 +57,8 @@ from paceline.wire.stream import (
     Stream,
     no_payload,
 )
+from paceline.wire.tcp import TCP
+from paceline.wire.unix import UNIX
 from tests.support.live import descriptors
 
 TIMEOUT_S = 30.0
@@ -119,20 +121,20 @@ class Wire:
     """A worker's region and, for each shard, a connection with the shard's inbox at its other end."""
 
     def __init__(self, transport: str, layout: Layout, shards: int) -> None:
-        shared = transport == "shm"
+        shared = TRANSPORTS[transport].shares_memory
         self.shards = layout.slice_evenly(shards)
-        self.region = Region.create(layout, shared=shared)
+        self.region = TRANSPORTS[transport].place(layout, servers=0, offered=False, name="paceline")
         self.workers: list[Stream[Message]] = []
         self.servers: list[Stream[Message]] = []
         self.inboxes: list[Inbox] = []
         self.awaited = True
-        listener, address = listen_tcp() if transport == "tcp" else listen_unix()
-        with listener:
-            listener.setblocking(True)
+        listener, address = TRANSPORTS[transport].listen()
+        with contextlib.closing(listener):
             for shard in self.shards:
                 ours: Stream[Message] = Stream(
                     connect(address), first_phase("server", "worker"), self._incoming
                 )
+                select.select([listener], [], [], TIMEOUT_S)
                 theirs: Stream[Message] = Stream(
                     listener.accept()[0],
                     first_phase("worker", "server"),
@@ -524,7 +526,7 @@ class Receiver:
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    listener, address = listen_tcp()
+    listener, address = TCP.listen()
     with listener:
         listener.setblocking(True)
         sock = connect(address)
@@ -1021,32 +1023,32 @@ def test_a_connection_without_payloads_takes_none() -> None:
 
 
 def test_a_port_in_use_is_refused_with_what_to_do() -> None:
-    listener, address = listen_tcp()
+    listener, address = TCP.listen()
     with listener:
         port = int(address.rpartition(":")[2])
         with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{port}: it is in use\. Choose another"):
-            listen_tcp(port=port)
+            TCP.listen(port=port)
 
 
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70_000), ("127.0.0.1", -1), ("192.0.2.1", 0)])
 def test_a_port_or_host_that_cannot_be_is_refused(host: str, port: int) -> None:
     with pytest.raises(ConfigurationError, match=f"cannot listen on {host}"):
-        listen_tcp(host, port)
+        TCP.listen(host, port)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
 def test_an_address_of_another_machine_is_refused_with_those_of_this_one(host: str) -> None:
     with pytest.raises(ConfigurationError, match=r"is not an address of this machine: .*127\.0\.0\.1[,;]"):
-        listen_tcp(host)
+        TCP.listen(host)
 
 
 def test_a_new_listener_is_on_loopback_only() -> None:
-    listener, address = listen_tcp()
+    listener, address = TCP.listen()
     with listener:
         assert address.startswith("tcp:127.0.0.1:")
 
 
-@pytest.mark.parametrize("listen", [listen_tcp, listen_unix])
+@pytest.mark.parametrize("listen", [TCP.listen, UNIX.listen])
 def test_nobody_answers_once_the_listener_is_closed(listen: Any) -> None:
     listener, address = listen()
     with listener, connect(address):
@@ -1058,7 +1060,7 @@ def test_nobody_answers_once_the_listener_is_closed(listen: Any) -> None:
 def test_every_listener_has_an_address_of_its_own() -> None:
     with contextlib.ExitStack() as stack:
         found = []
-        for listen in (listen_unix, listen_unix, listen_tcp, listen_tcp):
+        for listen in (UNIX.listen, UNIX.listen, TCP.listen, TCP.listen):
             listener, address = listen()
             stack.enter_context(listener)
             found.append(address)
@@ -1069,7 +1071,7 @@ def test_no_other_user_can_connect_to_a_local_run() -> None:
     """The kernel refuses, so the host does not even notice the attempt."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to become another user")
-    listener, address = listen_unix()
+    listener, address = UNIX.listen()
     with listener:
         ended = subprocess.run(
             [sys.executable, "-c", STRANGER, address.removeprefix("unix:"), str(NOBODY)],
@@ -1098,7 +1100,7 @@ except Exception as error:
 
 
 def test_a_socket_of_a_local_run_has_no_name_that_could_remain() -> None:
-    listener, _ = listen_unix()
+    listener, _ = UNIX.listen()
     with listener:
         name = listener.getsockname()
         assert name.startswith("/")
@@ -1108,15 +1110,15 @@ def test_a_socket_of_a_local_run_has_no_name_that_could_remain() -> None:
 def test_without_memory_the_socket_is_made_among_the_temporary_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(addresses, "MEMORY", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(unix, "MEMORY", str(tmp_path / "nowhere"))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    listener, address = listen_unix()
+    listener, address = UNIX.listen()
     with listener, connect(address):
         assert Path(listener.getsockname()).parent.parent == Path(tempfile.gettempdir())
         assert not Path(listener.getsockname()).parent.exists()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigurationError, match=r"cannot create a socket .* --transport tcp"):
-        listen_unix()
+        UNIX.listen()
 
 
 def test_a_process_that_has_changed_its_user_listens_too() -> None:
@@ -1132,10 +1134,11 @@ def test_a_process_that_has_changed_its_user_listens_too() -> None:
 CHANGED_USER = """
 import os, sys
 from pathlib import Path
-from paceline.wire.addresses import connect, listen_unix
+from paceline.wire.addresses import connect
+from paceline.wire.unix import UNIX
 os.setgid(int(sys.argv[1]))
 os.setuid(int(sys.argv[1]))
-listener, address = listen_unix()
+listener, address = UNIX.listen()
 child = os.fork()
 if not child:
     with connect(address):

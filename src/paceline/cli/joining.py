@@ -16,8 +16,9 @@ from .. import __version__
 from ..errors import ConfigurationError, PeerLostError
 from ..launcher.output import print_sentence
 from ..report.words import counted
-from ..wire.addresses import listen_tcp, seen_from
+from ..wire.addresses import seen_from
 from ..wire.secret import VARIABLE, new_secret, take_secret, write_secret
+from ..wire.tcp import TCP
 from .job_settings import JobSettings, takes_job_settings
 from .numbers import number_option, whole_number_option
 from .options import (
@@ -365,7 +366,7 @@ def require_processes(script: Path | None, workers: int | None, servers: int, li
 def require_own_address(listen: str) -> None:
     """Raise `ConfigurationError` unless this machine can listen on an address. "" stands for any."""
     if listen:
-        listen_tcp(listen)[0].close()
+        TCP.listen(listen)[0].close()
 
 
 def worker_range(text: str) -> tuple[int, int]:

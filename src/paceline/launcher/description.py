@@ -14,6 +14,7 @@ from .. import __version__
 from ..report.run_file import RunFile
 from ..report.run_report import Setting
 from ..runtime.job import Job
+from ..wire.addresses import best_transport
 
 __all__ = ["command_line", "description_of"]
 
@@ -130,7 +131,7 @@ def _settings(job: Job) -> list[Setting]:
         ("--shards", str(job.shards), str(job.servers)),
         ("--slicing", job.slicing, "even"),
         ("--overlap", job.overlap, "shards"),
-        ("--transport", job.transport, "tcp" if job.joined else "shm"),
+        ("--transport", job.transport, job.transport if job.joined else best_transport().name),
         ("--wire", str(job.wire), "float32"),
         ("--seed", str(job.seed), "0"),
         ("--stall-timeout", timeout, ""),

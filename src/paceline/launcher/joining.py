@@ -57,8 +57,9 @@ from ..runtime.devices import Device
 from ..runtime.job import Job, claim_run_dir, decode_job
 from ..runtime.listener import Listener
 from ..runtime.process_states import RunningProcess, State
-from ..wire.addresses import is_local, listen_tcp, seen_from
+from ..wire.addresses import seen_from
 from ..wire.stream import Stream
+from ..wire.tcp import TCP, is_local
 from ..wire.tls import Contexts, contexts
 from .channels import Channels, Streams
 from .endings import EXIT_PEER_LOST
@@ -279,7 +280,7 @@ def _listen(servers: ServerOffer, own: str, console: Console) -> tuple[socket.so
     Raises:
         ConfigurationError: this machine cannot listen there.
     """
-    sock, address = listen_tcp(servers.listen or own, servers.port, secure=True)
+    sock, address = TCP.listen(servers.listen or own, servers.port, secure=True)
     host = f"[{own}]" if ":" in own else own
     listens_at = seen_from(address, f"tls:{host}:0")
     if is_local(listens_at):

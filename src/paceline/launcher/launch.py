@@ -24,6 +24,7 @@ from ..runtime.job_options import make_job
 from ..shard.foreign import loaded_optimizers
 from ..sync import SyncModel
 from ..sync.schedule import Schedule
+from ..wire.addresses import TRANSPORTS
 from ..wire.secret import new_secret, take_secret
 from .channels import Streams
 from .devices import Assigned, assign_devices, shared
@@ -261,7 +262,7 @@ def _require_for_ray(
     transport: str, torchrun_env: bool, placement: Placement | None, workers: object, devices: object
 ) -> None:
     """Raise `ConfigurationError` for options that a run on a Ray cluster does not have."""
-    if transport not in ("auto", "tcp"):
+    if transport not in ("auto", *(name for name, each in TRANSPORTS.items() if each.spans_machines)):
         raise ConfigurationError(
             f"transport is {transport!r}, but the nodes of a Ray cluster are connected by 'tcp'; omit transport."
         )

@@ -89,7 +89,7 @@ class Placement(msgspec.Struct, frozen=True):
                 f"the placement has machines for {placed[0]} servers and {placed[1]} workers, expected {wanted[0]} "
                 f"servers and {wanted[1]} workers."
             )
-        if job.transport != "tcp":
+        if not job.carrier.spans_machines:
             raise ConfigurationError(
                 f"transport {job.transport!r} works on a single machine only; use 'tcp' between machines."
             )

@@ -19,8 +19,9 @@ from rich.console import Console
 
 from ..errors import ConfigurationError, PeerLostError, RunFailedError
 from ..runtime.devices import Device
-from ..wire.addresses import interface_to, is_local, seen_from
+from ..wire.addresses import seen_from
 from ..wire.secret import VARIABLE, read_secret
+from ..wire.tcp import interface_to, is_local
 from .channels import Streams
 from .description import command_line
 from .environments import Place, Store

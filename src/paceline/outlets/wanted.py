@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from ..errors import ConfigurationError
-from ..wire.addresses import listen_tcp
+from ..wire.tcp import TCP
 
 __all__ = ["Listening", "Outlets", "open_outlets"]
 
@@ -97,7 +97,7 @@ def _listen(name: str, wanted: Port) -> Listening | None:
         return None
     host, port = _place(name, wanted)
     try:
-        sock, _ = listen_tcp(host, port)
+        sock, _ = TCP.listen(host, port)
     except ConfigurationError as error:
         raise ConfigurationError(f"{name} is {wanted!r}: {error}") from error
     return Listening(sock, host, sock.getsockname()[1])

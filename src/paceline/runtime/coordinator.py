@@ -61,7 +61,6 @@ from ..sync.notation import notation
 from ..sync.ticks import TICKS_PER_S
 from ..trace.keyframes import keyframe_of
 from ..trace.recording import Header, Recorder
-from ..wire.addresses import listen_tcp, listen_unix
 from ..wire.memory import shared_memory_available
 from ..wire.passing import Source
 from ..wire.patience import Patience
@@ -209,15 +208,15 @@ class CoordinatorHost(Host):
         return cls(job, *cls.listen_for(job, host))
 
     @staticmethod
-    def listen_for(job: Job, host: str = LOOPBACK) -> tuple[socket.socket, str]:
+    def listen_for(job: Job, host: str = LOOPBACK) -> tuple[Source, str]:
         """Return a new listening socket for the coordinator of a run, and its address.
 
-        With TCP, the socket listens on `host`, an address of this machine.
+        If the transport spans machines, the socket listens on `host`, an address of this machine.
 
         Raises:
             ConfigurationError: the socket cannot listen on the port.
         """
-        return listen_tcp(host, job.port, secure=job.secure) if job.transport == "tcp" else listen_unix()
+        return job.carrier.listen(host, job.port, secure=job.secure)
 
     # -- for other threads --------------------------------------------------------------------------------
 
@@ -544,7 +543,7 @@ class CoordinatorHost(Host):
 
     def _share(self, to: Peer, message: CreateShards | ExtendShards) -> None:
         """Send a server the new model, with the shared memory for its weights."""
-        if self.job.transport == "shm":
+        if self.job.carrier.shares_memory:
             self._shared.create(message.model.layout)
         self._send_descriptor(to, message)
 
@@ -604,7 +603,9 @@ class CoordinatorHost(Host):
             return served_shortage(
                 held_bytes, vectors, workers, available_bytes(), read_bytes=size_bytes, wire=job.wire
             )
-        needed = footprint(size_bytes, vectors, workers, job.servers, job.transport, job.wire)
+        needed = footprint(
+            size_bytes, vectors, workers, job.servers, shared=job.carrier.shares_memory, wire=job.wire
+        )
         what = f"{workers} workers over {job.transport}"
         return shortage(needed, available_bytes(), what, shm=shared_memory_available())
 

@@ -149,7 +149,8 @@ def footprint(
     vectors: int,
     workers: int,
     servers: int,
-    transport: str,
+    *,
+    shared: bool,
     wire: WireFormat = EXACT,
 ) -> Footprint:
     """Return the memory that a run needs if all of its processes are on this machine. See the module's docstring.
@@ -159,24 +160,24 @@ def footprint(
         vectors: number of state vectors (s in the module's docstring). See `state_vectors`.
         workers: number of workers.
         servers: number of servers, which affects only `processes`.
-        transport: "shm", "unix" or "tcp".
+        shared: True if the servers share the memory of the workers. Otherwise, gradients and weights travel.
         wire: the format in which gradients and weights travel. All parameters count as float32.
 
     Example:
-        >>> format_size(footprint(2**30, vectors=1, workers=4, servers=2, transport="shm").to_come_bytes)
+        >>> format_size(footprint(2**30, vectors=1, workers=4, servers=2, shared=True).to_come_bytes)
         '9.0 GiB'
-        >>> format_size(footprint(2**30, vectors=1, workers=4, servers=2, transport="tcp").to_come_bytes)
+        >>> format_size(footprint(2**30, vectors=1, workers=4, servers=2, shared=False).to_come_bytes)
         '17.0 GiB'
     """
     each = workers * parameters_bytes
-    streamed = 0 if transport == "shm" else each
+    streamed = 0 if shared else each
     return Footprint(
         weights=parameters_bytes,
         state=vectors * parameters_bytes,
         regions=2 * each,
         inboxes=streamed,
         answers=streamed,
-        rounded=0 if transport == "shm" else _rounded_bytes(parameters_bytes, wire, workers, ends=2),
+        rounded=0 if shared else _rounded_bytes(parameters_bytes, wire, workers, ends=2),
         reading=3 * parameters_bytes,
         models=each,
         processes=PROCESS_BYTES + child_bytes(workers, servers),
@@ -315,15 +316,15 @@ def process_shortage(workers: int, servers: int, available: int | None) -> str:
     )
 
 
-def descriptors(workers: int, servers: int, shards: int, transport: str, open_now: int) -> int:
+def descriptors(workers: int, servers: int, shards: int, open_now: int, *, shared: bool) -> int:
     """Return the maximum number of descriptors that any process of a run needs, including `DESCRIPTOR_HEADROOM`.
 
     Args:
         workers: number of workers.
         servers: number of servers.
         shards: number of shards.
-        transport: "shm", "unix" or "tcp".
         open_now: number of open descriptors in the launcher before the run.
+        shared: True if the servers share the memory of the workers.
     """
     # The launcher has a listening socket, a selector, a pair of sockets, a trace, the shared memory for the weights
     # and its mapping; a connection to the fork server, and its output; a connection, an output, a log, a pidfd and a
@@ -332,7 +333,6 @@ def descriptors(workers: int, servers: int, shards: int, transport: str, open_no
     # A server has the three standard streams, a listening socket, a selector, a connection to the coordinator, the
     # shared memory for the weights and its mapping; a connection and a mapping for each worker; and a trace and two
     # readers for each of its shards.
-    shared = transport == "shm"
     server = 6 + 2 * shared + (1 + shared) * workers + 3 * -(-shards // servers)
     # A worker always has fewer descriptors than the launcher: a connection to each server and at most eleven others.
     return max(launcher, server) + DESCRIPTOR_HEADROOM
@@ -342,19 +342,20 @@ def descriptor_shortage(
     workers: int,
     servers: int,
     shards: int,
-    transport: str,
     open_now: int,
     limit: int | None,
     hard_limit: int | None = None,
+    *,
+    shared: bool,
 ) -> str:
     """Return an error message if a run needs more descriptors than a process may have; otherwise, return "".
 
     Args:
-        workers, servers, shards, transport, open_now: see `descriptors`.
+        workers, servers, shards, open_now, shared: see `descriptors`.
         limit: maximum number of descriptors per process, see `descriptor_limit`.
         hard_limit: number to which the user may raise the limit; None if there is no such number.
     """
-    needed = descriptors(workers, servers, shards, transport, open_now)
+    needed = descriptors(workers, servers, shards, open_now, shared=shared)
     if limit is None or needed <= limit:
         return ""
     how = f"Raise the limit with 'ulimit -n {needed}' before the run"

@@ -21,7 +21,9 @@ from ..sync.notation import parse_shards, require_shards
 from ..sync.schedule import Schedule, read_schedule
 from ..sync.ticks import TICKS_PER_S
 from ..trace.run_dir import make_run_dir
+from ..wire.addresses import TRANSPORTS
 from ..wire.tls import Contexts, contexts
+from ..wire.transport import Transport
 from .devices import CPU, Device
 
 __all__ = [
@@ -60,7 +62,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         sync: the sync model, or one model per shard, and any planned changes, in the notation of the command line.
         imports: modules that every process imports, because they define sync models or conditions that the run
             uses or may change to.
-        transport: "shm" (shared memory, one machine), "unix" (sockets, one machine) or "tcp".
+        transport: name of the transport; see `paceline.wire.addresses.TRANSPORTS`.
         split: how an epoch is divided among the workers by default: "auto", "dynamic" or "static".
         batch: "equal" if all workers have batches of the same size by default, or "balanced" if their sizes follow
             the workers' speeds.
@@ -103,7 +105,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     overlap: Literal["shards", "off"]
     sync: str
     imports: tuple[str, ...]
-    transport: Literal["shm", "unix", "tcp"]
+    transport: str
     split: Split
     batch: BatchSizing
     seed: int
@@ -135,6 +137,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return f"Job({self.workers} workers, {self.servers} servers, {self.sync!r}, {self.run_dir!r})"
 
     @property
+    def carrier(self) -> Transport:
+        """The transport that `transport` names."""
+        return TRANSPORTS[self.transport]
+
+    @property
     def placement(self) -> Placement:
         """The servers of the shards."""
         return round_robin(self.shards, self.servers)
@@ -157,11 +164,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def wire_in_vain(self) -> str:
         """A sentence that says that `wire` has no effect, because nothing travels; "" if it has an effect."""
-        if self.transport != "shm" or self.wire.exact:
+        if not self.carrier.shares_memory or self.wire.exact:
             return ""
         return (
-            f"--wire {self.wire} had no effect, because all processes of the run share memory (transport 'shm'), so "
-            "gradients and weights did not travel."
+            f"--wire {self.wire} had no effect, because all processes of the run share memory (transport "
+            f"{self.transport!r}), so gradients and weights did not travel."
         )
 
     @property

@@ -36,16 +36,11 @@ _TRACES_TEXTS = {
     "recent": "the last {mb:g} MB are kept (recent)",
     "off": "none are made (off)",
 }
-_TRANSPORT_TEXTS = {
-    "shm": "shared memory (shm)",
-    "unix": "AF_UNIX sockets (unix)",
-    "tcp": "TCP on loopback (tcp)",
-}
 
 
 def _wire_text(job: Job) -> str:
     """Return the description of the format in which gradients and weights travel."""
-    if job.transport == "shm":
+    if job.carrier.shares_memory:
         return f"nothing travels, so {job.wire} has no effect" if not job.wire.exact else "nothing travels"
     return "float32" if job.wire.exact else f"{job.wire}, for float32 gradients and weights"
 
@@ -61,7 +56,7 @@ def describe(job: Job) -> dict[str, str]:
         + (f", {job.remote_servers} of them on other machines" if job.remote_servers else ""),
         "shards": f"{job.shards}, with the parameters sliced {_SLICING_TEXTS[job.slicing]}",
         "overlap": _OVERLAP_TEXTS[job.overlap],
-        "transport": _TRANSPORT_TEXTS[job.transport],
+        "transport": job.carrier.words,
         "wire": _wire_text(job),
         "data": f"divided {_SPLIT_TEXTS[job.split]}",
         "batches": _BATCH_TEXTS[job.batch],

@@ -21,8 +21,8 @@ from ..sync import SyncModel
 from ..sync.schedule import OVERLAPS, Schedule, read_schedule
 from ..sync.translation import HYPERPARAMETERS
 from ..trace.run_dir import require_usable
-from ..wire.addresses import listen_tcp
-from ..wire.memory import shared_memory_available
+from ..wire.addresses import TRANSPORTS, best_transport
+from ..wire.tcp import TCP
 from .devices import Device
 from .footprint import (
     available_bytes,
@@ -34,9 +34,8 @@ from .footprint import (
 )
 from .job import TRACE_MB, Job, claim_run_dir
 
-__all__ = ["TRANSPORTS", "make_job", "require_script"]
+__all__ = ["make_job", "require_script"]
 
-TRANSPORTS = ("auto", "shm", "unix", "tcp")
 TRACES = ("full", "recent", "off")
 
 
@@ -90,7 +89,7 @@ def make_job(
         # One server for each core that the workers leave free, but at least one.
         servers = max(1, (os.cpu_count() or 1) - workers)
     for name, value, choices in (
-        ("transport", transport, TRANSPORTS),
+        ("transport", transport, ("auto", *TRANSPORTS)),
         ("slicing", slicing, SLICINGS),
         ("overlap", overlap, OVERLAPS),
         ("on_nan", on_nan, ON_NAN),
@@ -102,17 +101,16 @@ def make_job(
             raise unknown_name(name, value, choices)
     if not 0 <= port <= 65535:
         raise ConfigurationError(f"port is {port}, expected a number from 0 (any free port) to 65535.")
-    if port and transport != "tcp":
+    carrier = best_transport() if transport == "auto" else TRANSPORTS[transport]
+    if port and not carrier.spans_machines:
         raise ConfigurationError(
             f"port is {port} and transport is {transport!r}, but only 'tcp' uses a port, and 'auto' never chooses "
             "'tcp'. Use transport 'tcp', or omit port."
         )
-    if transport == "auto":
-        transport = "shm" if shared_memory_available() else "unix"
-    if transport == "shm" and not shared_memory_available():
+    if not carrier.available():
         raise ConfigurationError(
-            "transport 'shm' needs memfd, which this system does not have or does not permit; use 'unix', or 'auto' "
-            "for the best available transport."
+            f"transport {transport!r} needs {carrier.needs}, which this system does not have or does not permit; use "
+            "'auto' for the best available transport."
         )
     if not 0 <= jitter < 1:
         raise ConfigurationError(f"jitter is {jitter}, expected a number in [0, 1), for example 0.2.")
@@ -133,7 +131,7 @@ def make_job(
         )
     # Listening raises an error if the port is in use.
     if port:
-        listen_tcp(port=port)[0].close()
+        TCP.listen(port=port)[0].close()
     if run_dir is not None:
         require_usable(run_dir)
     servers = _require_integer("servers", servers, least=1)
@@ -162,10 +160,10 @@ def make_job(
             workers,
             servers,
             shards,
-            transport,
             open_descriptors(),
             descriptor_limit(),
             hard_descriptor_limit(),
+            shared=carrier.shares_memory,
         ),
         process_shortage(workers, servers, available_bytes()),
     ):
@@ -183,7 +181,7 @@ def make_job(
         overlap="shards" if overlap == "shards" else "off",
         sync=str(schedule),
         imports=imports,
-        transport="shm" if transport == "shm" else "unix" if transport == "unix" else "tcp",
+        transport=carrier.name,
         split=cast(Split, split),
         batch="balanced" if batch == "balanced" else "equal",
         seed=_require_integer("seed", seed, least=0),
@@ -224,7 +222,7 @@ def _traces(text: str) -> tuple[Literal["full", "recent", "off"], int]:
 
 def _free_port() -> int:
     """Return a TCP port on the loopback interface that is free now."""
-    listener, _ = listen_tcp()
+    listener, _ = TCP.listen()
     with listener:
         port: int = listener.getsockname()[1]
     return port

@@ -20,7 +20,7 @@ from types import TracebackType
 
 from ..errors import ProtocolError
 from ..wire.forks import close_in_forks
-from ..wire.passing import pass_on, socket_pair
+from ..wire.passing import Source, pass_on, socket_pair
 from ..wire.preface import (
     ANY_RUN,
     BUSY,
@@ -57,11 +57,11 @@ class Listener:
     """A context manager that listens on a port, and passes each connection to the process that it is for.
 
     Args:
-        sock: a listening socket, of which the listener takes ownership.
+        sock: what accepts connections, of which the listener takes ownership.
         mark: the mark of the run, see `Preface`.
     """
 
-    def __init__(self, sock: socket.socket, mark: bytes) -> None:
+    def __init__(self, sock: Source, mark: bytes) -> None:
         self._mark = mark
         self._acceptor = Acceptor(sock)
         self._strangers: Strangers[Arrival] = Strangers("the listener")

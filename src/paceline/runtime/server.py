@@ -75,7 +75,7 @@ from ..shard.states import decode_states
 from ..shard.store import Push, Vectors
 from ..trace.keyframes import keyframe_of
 from ..trace.recording import Header, Recorder
-from ..wire.addresses import connect, listen_tcp, listen_unix
+from ..wire.addresses import connect
 from ..wire.memory import MASTER, Inbox, Region
 from ..wire.passing import PassedSockets, Source
 from ..wire.ring import Ring
@@ -195,12 +195,12 @@ class ServerHost(Host):
         if passed is not None:
             listener, address = PassedSockets(passed), place.address
         else:
-            listener, address = listen_tcp(place.host) if job.transport == "tcp" else listen_unix()
+            listener, address = job.carrier.listen(place.host)
         try:
             coordinator: Stream[Message] = Stream(
                 connect(place.coordinator, known=job.contexts),
                 first_phase("coordinator", "server"),
-                takes_descriptor=job.transport == "shm",
+                takes_descriptor=job.carrier.shares_memory,
             )
             coordinator.send(Hello(token=job.token, role="server", index=place.index, address=address))
         except PacelineError:
@@ -592,7 +592,7 @@ class ServerHost(Host):
                 self._warn(f"the trace of shard {shard} cannot be read: {error}")
 
     def _attach_master(self, layout: Layout) -> Region | None:
-        if self._job.transport != "shm":
+        if not self._job.carrier.shares_memory:
             return None
         if not self._coordinator.stream.descriptors:
             raise ProtocolError("the coordinator did not pass the shared memory for the weights")

@@ -125,7 +125,7 @@ class WorkerSession(Session):
         stream: Stream[Message] = Stream(
             connect(place.coordinator, known=place.job.contexts),
             first_phase("coordinator", "worker"),
-            takes_descriptor=place.job.transport == "shm",
+            takes_descriptor=place.job.carrier.shares_memory,
         )
         label = "" if place.device is None else place.device.label[:MOST_LABEL]
         stream.send(
@@ -216,7 +216,7 @@ class WorkerSession(Session):
         links, core = self.links, self.core
         shards = model.layout.sliced(self._job.shards, self._job.slicing)
         links.initial = self._initial(model, shards, weights, buffers, state_of)
-        links.coordinator.takes_descriptor = self._job.transport == "shm"
+        links.coordinator.takes_descriptor = self._job.carrier.shares_memory
         links.carry_out(core.propose(model))
         with self.status.doing("outside"):
             self._wait_in_call(lambda: core.combined is not None or core.extended is not None, servers=True)

@@ -20,8 +20,7 @@ from ..errors import ProtocolError
 from ..shard.buffers import pack
 from ..shard.rounding import Rounded
 from ..shard.vectors import Vectors, sliced, tensors_over
-from ..wire.memory import Master, Region, cut, shared_memory_available
-from ..wire.ring import available as rings_available
+from ..wire.memory import Master, cut, shared_memory_available
 from .job import Job
 from .outbox import Outbox, Send
 
@@ -71,16 +70,13 @@ class WorkerMemory:
         self.shards = shards
         self.in_place = False
         self.pulls: int | None = None
-        self.shared = job.transport == "shm"
+        self.shared = job.carrier.shares_memory
         self._awaits = awaits
         self._attached: set[int] = set()  # shards that use the region although their servers use TCP
         # In a run that machines join, the user has not chosen TCP for connections within a machine.
         offered = job.joined and any(local) and shared_memory_available()
         name = f"paceline-{secrets.token_hex(16)}"
-        channels = len(local) if self.shared and rings_available() else 0
-        self.region = region = Region.create(
-            model.layout, shared=self.shared or offered, channels=channels, name=name
-        )
+        self.region = region = job.carrier.place(model.layout, servers=len(local), offered=offered, name=name)
         self.gradients = tensors_over(region.gradients)
         self.outbox: Outbox | None = None
         # shard -> its slice of the weights, and memory for rounded weights; None if weights are not rounded
