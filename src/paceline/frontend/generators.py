@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from threading import RLock
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -67,6 +67,28 @@ class GeneratorStates:
         seeded = cls()
         before.give_back()
         return seeded
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> GeneratorStates:
+        """Return the states with this content (see `content`), except those of devices that this process lacks."""
+        states = cls()
+        states._torch, states._python = content["torch"], content["python"]
+        present = {str(device): device for device in _used_devices()}
+        saved = {present[name]: state for name, state in content["devices"].items() if name in present}
+        states._devices |= saved
+        if content["numpy"] is not None:
+            states._numpy = _NumpyState(content["numpy"], None)
+        return states
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The states as tensors, NumPy arrays, numbers and strings. A state of NumPy is that of its `get_state()`."""
+        return {
+            "torch": self._torch,
+            "devices": {str(device): state for device, state in self._devices.items()},
+            "python": self._python,
+            "numpy": self._numpy.whole if self._numpy is not None else None,
+        }
 
     def later(self, seed: int) -> GeneratorStates:
         """Return the current states. Accelerators that have been used only since are seeded first."""

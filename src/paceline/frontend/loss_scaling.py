@@ -24,6 +24,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch.amp import GradScaler
@@ -134,12 +135,27 @@ class Scales:
         used: True if the script has scaled a loss.
         scaler: the scaler that the script has used last; None if the script has called its `update` since.
         unscaled: the `id` of each parameter whose gradient the script has unscaled since.
+        resumed: the states with which the next scalers begin, if the script goes on from an earlier run.
     """
 
     def __init__(self) -> None:
         self.used = False
         self.scaler: GradScaler | None = None
         self.unscaled: set[int] = set()
+        self.resumed: list[dict[str, Any]] = []
+        self._scalers: list[ref[GradScaler]] = []
+
+    def scale(self, scaler: GradScaler) -> None:
+        """Record that the script scales a loss. The scaler's state is replaced if it is used for the first time."""
+        self.used, self.scaler = True, scaler
+        if all(each() is not scaler for each in self._scalers):
+            self._scalers.append(ref(scaler))
+            if self.resumed:
+                scaler.load_state_dict(self.resumed.pop(0))
+
+    def states(self) -> list[dict[str, Any]]:
+        """Return the state of each scaler, in the order in which the script has used them first."""
+        return [scaler.state_dict() for each in self._scalers if (scaler := each()) is not None]
 
     def of(self, parameters: Iterable[torch.Tensor]) -> float:
         """Return the scale of the parameters' gradients; 1.0 if they are not scaled, as far as it is known."""
@@ -171,8 +187,7 @@ def _place(*methods: Callable[..., Any]) -> None:
 @functools.wraps(SCALE)
 def _scale(self: GradScaler, outputs: Any) -> Any:
     if self.is_enabled() and (session := current()) is not None:
-        scales = scales_of(session)
-        scales.used, scales.scaler = True, self
+        scales_of(session).scale(self)
         guess_of(session).give_up()
     return SCALE(self, outputs)
 

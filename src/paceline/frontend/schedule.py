@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
@@ -30,10 +32,11 @@ from ..core.model_spec import HyperParameters
 from ..shard.optimizers import read_groups
 from .loops import Loop, active_loop
 from .marks import Marks
+from .of_session import OfSession
 from .position import Position, current_position, latest_position
 from .session import Session
 
-__all__ = ["JobScheduler", "ScheduleWatch", "ScheduledData"]
+__all__ = ["JobScheduler", "ScheduleWatch", "ScheduledData", "prepared_schedulers"]
 
 log = logging.getLogger("paceline.frontend.schedule")
 
@@ -143,6 +146,7 @@ class JobScheduler:
         optimizer.register_step_post_hook(self._count)
         if data is not None:
             data.position.follow(self._catch_up)
+        _prepared(session).append(ref(self))
 
     def step(self, *arguments: Any, **options: Any) -> None:
         """Step the wrapped scheduler. See the description of this class."""
@@ -213,6 +217,14 @@ class JobScheduler:
 
     def _count(self, *_: object) -> None:
         self._optimizer_steps += 1
+
+
+def prepared_schedulers(session: Session) -> list[JobScheduler]:
+    """Return the schedulers that the script of a worker has prepared, in the order in which it has prepared them."""
+    return [scheduler for each in _prepared(session) if (scheduler := each()) is not None]
+
+
+_prepared = OfSession[deque[ref[JobScheduler]]](lambda _: deque())
 
 
 def _has_ended(scheduler: LRScheduler) -> bool:

@@ -6,7 +6,7 @@ The states are sent to the server of shard 0 at the end of each epoch (see `pace
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +19,17 @@ from .optimizer import DistributedOptimizer
 from .schedule import JobScheduler
 from .session import Session, current
 
-__all__ = ["Stateful", "encoded_states", "has_tracked", "load_states", "track"]
+__all__ = [
+    "Stateful",
+    "encoded_states",
+    "has_tracked",
+    "hyper_parameters",
+    "load_states",
+    "set_hyper_parameters",
+    "set_state",
+    "state_of",
+    "track",
+]
 
 SCHEDULERS = (JobScheduler, LRScheduler)
 
@@ -131,20 +141,25 @@ _of = OfSession(lambda _: _Tracked())
 
 
 def _states(objects: Mapping[str, Stateful]) -> dict[str, object]:
-    return {name: _state(thing) for name, thing in objects.items()}
+    return {name: state_of(thing) for name, thing in objects.items()}
 
 
-def _state(thing: Any) -> dict[str, object]:
+def state_of(thing: Any) -> dict[str, object]:
     """Return the state of an object and, for a scheduler, what it has set in its optimizer."""
     state = {"state": thing.state_dict()}
     if isinstance(thing, SCHEDULERS):
-        state["groups"] = [
-            {key: value for key, value in group.items() if _is_hyper_parameter(key, value)}
-            for group in thing.optimizer.param_groups
-        ]
+        state["groups"] = hyper_parameters(thing.optimizer)
     if isinstance(thing, JobScheduler):
         state["place"] = thing.place
     return state
+
+
+def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
+    """Return the hyper-parameters in each parameter group of an optimizer, including those of schedulers."""
+    return [
+        {key: value for key, value in group.items() if _is_hyper_parameter(key, value)}
+        for group in optimizer.param_groups
+    ]
 
 
 def _is_hyper_parameter(key: str, value: object) -> bool:
@@ -161,7 +176,7 @@ def _load_into(objects: Mapping[str, Stateful], kept: Mapping[str, Any] | None) 
                 f"{', '.join(map(repr, kept)) or 'nothing'}. All workers must run the same script."
             )
         try:
-            _load(thing, kept[name])
+            set_state(thing, kept[name])
         except Exception as error:
             why = " ".join(str(error).split())
             raise UsageError(
@@ -170,14 +185,23 @@ def _load_into(objects: Mapping[str, Stateful], kept: Mapping[str, Any] | None) 
             ) from error
 
 
-def _load(thing: Any, state: Mapping[str, Any]) -> None:
+def set_state(thing: Any, state: Mapping[str, Any]) -> None:
+    """Load a state that `state_of` has returned into an object."""
     thing.load_state_dict(state["state"])
     if isinstance(thing, JobScheduler):
         thing.place = state["place"]
     if isinstance(thing, SCHEDULERS):
-        for group, values in zip(thing.optimizer.param_groups, state["groups"], strict=True):
-            for key, value in values.items():
-                if isinstance(group.get(key), torch.Tensor):
-                    group[key].fill_(value)
-                else:
-                    group[key] = value
+        groups, expected = len(thing.optimizer.param_groups), len(state["groups"])
+        if groups != expected:
+            raise ValueError(f"its optimizer has {groups} parameter groups, expected {expected}.")
+        set_hyper_parameters(thing.optimizer, state["groups"])
+
+
+def set_hyper_parameters(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Set hyper-parameters that `hyper_parameters` has returned, in the parameter groups that an optimizer has."""
+    for group, values in zip(optimizer.param_groups, groups, strict=False):
+        for key, value in values.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value

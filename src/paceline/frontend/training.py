@@ -36,6 +36,7 @@ from .metrics import MetricLog, metrics_of
 from .model import describe_parameter
 from .parameter_sets import ParameterSet, Trained
 from .restart import Restartable
+from .resumption import resumption_of
 from .session import Session
 from .staging import Stager, stager_of
 from .weights import Weights
@@ -207,7 +208,9 @@ class WorkerTraining:
         replaced = any(index in added for index in weights.use(self._stager))
         if new_buffers:
             own = trained.buffers.values(new_buffers)
-            replaced |= trained.buffers.take_over(session.servers.fetch_initial_buffers(new_buffers, own))
+            initial = {**session.servers.fetch_initial_buffers(new_buffers, own)}
+            initial |= resumption_of(session).take_buffers(new_buffers)
+            replaced |= trained.buffers.take_over(initial)
         if new_frozen:
             replaced |= trained.buffers.take_over(session.servers.fetch_frozen(new_frozen))
         if replaced:
@@ -501,6 +504,11 @@ class WorkerTraining:
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return this worker's own buffers, by their names in the model's `state_dict`."""
         return self._trained.buffers.all()
+
+    def described_buffers(self) -> dict[str, torch.Tensor]:
+        """Return this worker's own buffers, by their descriptions: name, dtype and shape."""
+        buffers = self._trained.buffers
+        return {str(spec): buffer for spec, buffer in zip(buffers.specs, buffers.all().values(), strict=True)}
 
     def fetch_state(self, set_index: int) -> dict[int, dict[str, Any]]:
         """Fetch the state of a set's optimizer from the servers, as the "state" entry of a `state_dict()`."""
