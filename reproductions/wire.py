@@ -24,11 +24,11 @@ from paceline.cli.progress import TellShare
 from paceline.core.wire_format import WireFormat
 from paceline.errors import ConfigurationError
 from paceline.shard.snapshot import WeightsSnapshot
+from paceline.studies.statistics import Ratio, compare
 
 from .evidence.images import DigitImages
 from .evidence.language import ByteTransformer
 from .evidence.schedules import Gradient
-from .evidence.statistics import Ratio, compare
 
 __all__ = ["PROBLEMS", "WireResult", "compare_formats", "result_table"]
 

@@ -36,6 +36,7 @@ ROOMS = [
     "inspection",
     "demo",
     "rehearsal",
+    "studies",
     "cli",
 ]
 

@@ -5,6 +5,6 @@
 - `quadratics`: noisy quadratics, for which the expected loss follows exactly from a schedule.
 - `batched`: trains any problem along a recorded schedule, with all learning rates and seeds together.
 - `language`, `images`, `factors`: problems with real data, for `batched`.
-- `protocol`: how settings are tuned and evaluated. `statistics`: intervals, ranks and Holm's correction.
+- `protocol`: how settings are tuned and evaluated.
 - `study`: runs the protocol cell by cell, and continues where it was stopped.
 """

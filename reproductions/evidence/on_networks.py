@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
 from torch.func import vmap
+
+from paceline.studies.curves import crossing
 
 from ..grid_search import Point
 from . import batched
@@ -86,20 +87,6 @@ class MeasuredTraining:
                 losses = validation(weights).tolist()
             for setting, loss in zip(settings, losses, strict=True):
                 self._curves[setting].append((time_s, pushed, loss))
-
-
-def crossing(curve: Sequence[tuple[float, float]], target: float) -> float:
-    """Return the time at which a curve of (time, loss) first reaches a target, or infinity.
-
-    The loss is computed only now and then, so the time is interpolated on the straight line between two points.
-
-    >>> crossing([(0.0, 8.0), (10.0, 6.0), (20.0, 4.0)], 5.0)
-    15.0
-    """
-    for (before_s, above), (after_s, below) in itertools.pairwise(curve):
-        if below <= target < above:
-            return before_s + (after_s - before_s) * (above - target) / (above - below)
-    return math.inf
 
 
 def _study(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import msgspec
 
 from paceline.core.lease import BatchSizing
-from paceline.sim import Cluster, Link, LogNormal, Occasional, Times, Uniform
+from paceline.sim import Cluster
+from paceline.studies.generators import Equal, Generator, Jitter, Pauses, SlowLinks, Steady
 
 __all__ = ["CONTENDERS", "PLACES", "Contender", "Place", "Variant"]
-
-LATENCY_S = 0.02
-SLOW_LINK_S = 0.5
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -20,17 +19,18 @@ class Place(msgspec.Struct, frozen=True):
 
     Attributes:
         kind: in what the workers differ.
-        workers: number of workers.
-        times: compute times for each worker.
-        slow_links: number of workers, the last ones, whose messages take `SLOW_LINK_S` in each direction.
+        machines: the workers.
         until_s: virtual time for which the cluster is simulated.
     """
 
     kind: str
-    workers: int
-    times: tuple[Times, ...]
-    slow_links: int
+    machines: Generator
     until_s: float
+
+    @property
+    def workers(self) -> int:
+        """The number of workers."""
+        return self.machines.workers
 
     @property
     def name(self) -> str:
@@ -39,42 +39,25 @@ class Place(msgspec.Struct, frozen=True):
 
     def cluster(self, fixed_share: float = 0.0) -> Cluster:
         """Return the cluster. See `Cluster` for the part of the compute time that is fixed."""
-        slow = Link(to_server_s=SLOW_LINK_S, from_server_s=SLOW_LINK_S)
-        return Cluster(
-            compute_s=self.times,
-            latency_s=LATENCY_S,
-            links={self.workers - 1 - index: slow for index in range(self.slow_links)},
-            fixed_share=fixed_share,
-            name=self.name,
-        )
-
-
-def near(mean_s: float) -> Uniform:
-    """Return compute times that vary by up to 3 %."""
-    return Uniform(low=0.97 * mean_s, high=1.03 * mean_s)
-
-
-def steady(factor: float) -> Callable[[int], tuple[Times, ...]]:
-    """Return a function that maps a number of workers to compute times. A quarter of the workers are always slow."""
-    return lambda n: (near(1.0),) * (n - n // 4) + (near(factor),) * (n // 4)
+        return dataclasses.replace(self.machines.cluster(self.name), fixed_share=fixed_share)
 
 
 UNTIL_S = {4: 480.0, 16: 240.0, 40: 120.0}
 
-KINDS: dict[str, Callable[[int], tuple[Times, ...]]] = {
-    "steady 2x": steady(2.0),
-    "steady 4x": steady(4.0),
-    "jitter": lambda n: (LogNormal(median=1.0, sigma=0.5),) * n,
-    "pauses": lambda n: (Occasional(base=near(1.0), factor=10.0, lasting=5.0, every=50.0),) * n,
-    "slow links": lambda n: (near(1.0),) * n,
-    "equal": lambda n: (near(1.0),) * n,
+KINDS: dict[str, Callable[[int], Generator]] = {
+    "steady 2x": lambda n: Steady(workers=n, slower=2.0),
+    "steady 4x": lambda n: Steady(workers=n, slower=4.0),
+    "jitter": lambda n: Jitter(workers=n),
+    "pauses": lambda n: Pauses(workers=n),
+    "slow links": lambda n: SlowLinks(workers=n),
+    "equal": lambda n: Equal(workers=n),
 }
 
 PLACES = {
     place.name: place
     for place in (
-        Place(kind, n, times(n), n // 4 if kind == "slow links" else 0, UNTIL_S[n])
-        for kind, times in KINDS.items()
+        Place(kind, machines(n), UNTIL_S[n])
+        for kind, machines in KINDS.items()
         for n in ((40,) if kind == "equal" else (4, 16))
     )
 }

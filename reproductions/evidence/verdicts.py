@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from paceline.studies.statistics import Ratio, compare, holm, mean_ranks
+
 from .places import CONTENDERS, PLACES
-from .statistics import Ratio, compare, holm, mean_ranks
 from .study import Cell
 
 __all__ = [

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from paceline.errors import ConfigurationError, unknown_name
-from paceline.sim import Cluster, Times
+from paceline.sim import Cluster
+from paceline.studies.generators import Generator, Jitter, Pauses, Steady
 
-from ..evidence.places import KINDS, Place, steady
 from .digits import DigitsCNN, DigitsMLP
 from .families import FAMILIES
 from .problems import Problem
@@ -39,12 +39,12 @@ TUNING_SEEDS = (100, 101, 102)
 SEEDS = tuple(range(8))
 WORKERS = (4, 16, 40)
 
-CLUSTERS: dict[str, Callable[[int], tuple[Times, ...]]] = {
-    "steady 3x": steady(3.0),
-    "jitter": KINDS["jitter"],
-    "pauses": KINDS["pauses"],
+CLUSTERS: dict[str, Callable[[int], Generator]] = {
+    "steady 3x": lambda n: Steady(workers=n, slower=3.0),
+    "jitter": lambda n: Jitter(workers=n),
+    "pauses": lambda n: Pauses(workers=n),
 }
-"""The compute times of the workers, by the name of the cluster. A usual gradient takes 1 s."""
+"""The clusters by name and number of workers. A usual gradient takes 1 s."""
 
 MODELS: dict[str, Callable[[int], str]] = {
     "bsp": lambda n: "bsp",
@@ -195,4 +195,4 @@ def jobs(scope: Scope) -> list[Job]:
 
 def cluster_of(name: str, workers: int) -> Cluster:
     """Return a cluster by its name and its number of workers."""
-    return Place(name, workers, CLUSTERS[name](workers), 0, 0.0).cluster()
+    return CLUSTERS[name](workers).cluster(f"{name}, {workers} workers")

@@ -13,7 +13,9 @@ from rich import box
 from rich.table import Table
 from scipy import stats
 
-from ..evidence.statistics import CONFIDENCE
+from paceline.studies.curves import crossing
+from paceline.studies.statistics import CONFIDENCE
+
 from .families import FAMILIES
 from .plan import CLUSTERS, FACTORS, MODELS, PROBLEMS
 from .table import KINDS, Result, Runs
@@ -135,13 +137,10 @@ def part_until(curve: Sequence[float | None], sign: float, target: float) -> flo
     >>> part_until([0.2, 0.6, 1.0, 1.0], 1.0, 0.8)
     0.625
     """
-    before = None
-    for index, value in enumerate(curve):
-        if value is not None and sign * (value - target) >= 0:
-            part = 1.0 if before is None else (target - before) / (value - before)
-            return (index + part) / len(curve)
-        before = value
-    return math.inf
+    points = [
+        ((index + 1) / len(curve), math.nan if value is None else value) for index, value in enumerate(curve)
+    ]
+    return crossing(points, target, higher_is_better=sign > 0)
 
 
 GOALS = {1.0: 0.8, 0.5: 0.9, 0.25: 0.9}

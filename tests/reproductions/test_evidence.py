@@ -1,4 +1,4 @@
-"""The comparison of sync models: schedules, expected losses, batched training, tuning and statistics."""
+"""The comparison of sync models: schedules, expected losses, batched training and tuning."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import paceline
 from paceline.errors import ConfigurationError
 from paceline.sim import Cluster, SimResult, simulate
+from paceline.studies.statistics import compare
 from reproductions.evidence.batched import Setting, Weights, train
 from reproductions.evidence.commands import run_study
 from reproductions.evidence.on_networks import STUDIES
@@ -24,7 +25,6 @@ from reproductions.evidence.protocol import EVALUATION_SEEDS, TUNING_SEEDS, Outc
 from reproductions.evidence.protocol import Setting as RunSetting
 from reproductions.evidence.quadratics import CURVATURES, expected_losses, noise_of
 from reproductions.evidence.schedules import Gradient, Schedule, record, schedule_of
-from reproductions.evidence.statistics import compare, holm, mean_ranks
 from reproductions.evidence.study import make_cell, missing, read_cells, run
 from reproductions.grid_search import Point
 
@@ -153,26 +153,6 @@ def test_the_tuning_extends_lines_until_the_best_rate_is_inside_and_rejects_what
     assert best == Point(0.0, 8, 0)  # step 9 diverges with one of the seeds
     assert count == len(tried)
     assert {point.variant for point in tried} == {0, 1}
-
-
-def test_a_target_that_is_never_reached_is_infinite_and_last_in_the_ranks() -> None:
-    never = [math.inf] * 16
-    ratio = compare(never, [1.0] * 16)
-    assert (ratio.ratio, ratio.low, ratio.high) == (math.inf,) * 3
-    assert ratio.p == pytest.approx(2**-15)
-    assert compare(never, never).tie
-    assert mean_ranks({"one": [2.0] * 16, "other": never}) == {"one": 1.0, "other": 2.0}
-
-
-def test_the_interval_of_a_ratio_contains_1_as_often_as_it_should() -> None:
-    draw = np.random.default_rng(1)
-    ties = sum(compare(np.exp(draw.normal(0, 0.3, 16)).tolist(), [1.0] * 16).tie for _ in range(1000))
-    assert 930 <= ties <= 970
-
-
-def test_holm_rejects_no_more_than_bonferroni_for_the_smallest_and_stops_at_the_first_that_fails() -> None:
-    assert holm({"a": 0.012, "b": 0.013, "c": 0.02, "d": 0.9}) == {"a", "b", "c"}
-    assert holm({"a": 0.013, "b": 0.0001, "c": 0.03, "d": 0.04}) == {"a", "b"}
 
 
 def test_a_study_is_resumed_cell_by_cell(tmp_path: Path) -> None:

@@ -1,0 +1,416 @@
+"""Intervals for differences between runs, Holm's correction, and ranks. Everything here is a pure function.
+
+A run that ends before it reaches its target is *censored*: it is known only that it would have taken longer. Censored
+times are neither left out nor replaced by the time at which the run ended. A ratio belongs to the interval of
+`ratio_of_times` if the times, divided by this ratio, do not differ from the others by Student's test when both are
+cut off where the shorter run of the pair ends. If they really differ by this ratio only, then the pairs that are cut
+off are symmetric, so that the test holds. Without censored times, this is Student's interval for the mean of the
+logarithms.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from statistics import fmean
+from typing import NamedTuple, TypeVar
+
+from scipy import special, stats
+
+__all__ = [
+    "CONFIDENCE",
+    "Difference",
+    "Estimate",
+    "Ratio",
+    "Time",
+    "compare",
+    "difference",
+    "holm",
+    "holm_adjusted",
+    "mean_interval",
+    "mean_ranks",
+    "ratio_of_times",
+    "typical_time",
+]
+
+CONFIDENCE = 0.95
+
+FARTHEST = 32.0  # logarithm of the largest ratio that is considered
+PRECISION = 1e-7  # of the logarithm of a ratio
+SHORTEST = 1e-9  # what a time of 0 counts as, because it has no logarithm
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Ratio(NamedTuple):
+    """The ratio of one alternative's results to those of another.
+
+    Attributes:
+        ratio: the geometric mean of the ratios; the median if a result is infinite ("never").
+        low: lower end of the interval.
+        high: upper end of the interval.
+        p: probability of a difference as large as this one if there were none.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    p: float
+
+    @property
+    def tie(self) -> bool:
+        """True if the interval holds 1."""
+        return self.low <= 1.0 <= self.high
+
+    def __str__(self) -> str:
+        """Return the ratio with its interval: "0.52 [0.50, 0.55]"."""
+        return f"{_text(self.ratio)} [{_text(self.low)}, {_text(self.high)}]"
+
+
+class Time(NamedTuple):
+    """When a run reached its target.
+
+    Attributes:
+        value: seconds, updates or samples until the target was reached; if it was not, those until the run ended.
+        end: seconds, updates or samples until the run ended. Later, it would not have been seen to reach the target.
+        reached: True if the target was reached.
+    """
+
+    value: float
+    end: float
+    reached: bool
+
+
+class Estimate(NamedTuple):
+    """An estimate with its interval. NaN is unknown, and infinity is "never"."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Difference(NamedTuple):
+    """The mean difference of one alternative's results from those of another.
+
+    Attributes:
+        value: the mean difference.
+        low: lower end of the interval.
+        high: upper end of the interval.
+        p: probability of a difference as large as this one if there were none.
+    """
+
+    value: float
+    low: float
+    high: float
+    p: float
+
+
+def compare(ours: Sequence[float], others: Sequence[float]) -> Ratio:
+    """Return the ratio of our results to the others', paired on seeds, with an interval.
+
+    The logarithms of the ratios are averaged, and the interval is Student's. If any result is infinite, the ratio is
+    the median, its interval is that of the sign test, and a pair of infinite results counts as equal. For times of
+    which it is known when the runs ended, see `ratio_of_times`.
+
+    >>> ratio = compare([1.0, 1.1, 0.9, 1.0], [2.0, 2.0, 2.0, 2.0])
+    >>> str(ratio), ratio.tie
+    ('0.50 [0.44, 0.57]', False)
+    >>> str(compare([math.inf] * 8, [1.0] * 8))
+    'inf [inf, inf]'
+    """
+    logs = [_log_ratio(one, other) for one, other in zip(ours, others, strict=True)]
+    if not all(map(math.isfinite, logs)) or len(logs) < 2:
+        return _by_signs(sorted(logs))
+    return _ratio(_student(logs))
+
+
+def ratio_of_times(ours: Sequence[Time], others: Sequence[Time], *, paired: bool = True) -> Ratio:
+    """Return the ratio of our times to the others', with an interval. See above for censored times.
+
+    The ratio is infinite if our runs do not reach the target, 0 if the others do not, and NaN if neither do.
+
+    Args:
+        ours: our times.
+        others: the times with which they are compared; if `paired`, in the same order of seeds.
+        paired: True if the times at the same place have the same seed.
+
+    >>> ours, others = ([Time(value, 9.0, True) for value in values] for values in ([1.0, 1.1, 0.9], [2.0, 2.0, 2.1]))
+    >>> str(ratio_of_times(ours, others))
+    '0.49 [0.36, 0.67]'
+    >>> never = [Time(9.0, 9.0, False)] * 3
+    >>> str(ratio_of_times(never, others))
+    'inf [4.13, inf]'
+    """
+    if all(time.reached for time in (*ours, *others)):
+        x, y = ([each.value for each in _Logs.of(times)] for times in (ours, others))
+        return _ratio(_student_paired(x, y) if paired else _student_pooled(x, y))
+    return _ratio(_inverted(_cut_off(ours, others, paired=paired), _freedom(ours, others, paired)))
+
+
+def typical_time(times: Sequence[Time]) -> Estimate:
+    """Return the geometric mean of times, with an interval.
+
+    If some of the times are censored, a value belongs to the interval if the logarithms, cut off at the same distance
+    on both sides of it, are on average not different from it by Student's test. What lies behind the end of the first
+    run that does not reach its target cannot be excluded in this way, so the interval may have no upper end.
+
+    >>> estimate = typical_time([Time(value, 9.0, True) for value in (1.0, 1.2, 1.1)])
+    >>> [round(number, 2) for number in estimate]
+    [1.1, 0.87, 1.38]
+    >>> typical_time([Time(9.0, 9.0, False)] * 3).value
+    inf
+    """
+    if all(time.reached for time in times):
+        return Estimate(*_ratio(_student([each.value for each in _Logs.of(times)]))[:3])
+    return Estimate(*_ratio(_inverted(_cut_around(times), len(times) - 1))[:3])
+
+
+def difference(ours: Sequence[float], others: Sequence[float], *, paired: bool = True) -> Difference:
+    """Return the mean difference of our results from the others', with Student's interval.
+
+    The difference is unknown, with an infinite interval, if a result is not finite.
+
+    Args:
+        ours: our results.
+        others: the results with which they are compared; if `paired`, in the same order of seeds.
+        paired: True if the results at the same place have the same seed.
+
+    >>> [round(number, 2) for number in difference([1.0, 1.2, 1.1], [0.8, 0.9, 1.0])]
+    [0.2, -0.05, 0.45, 0.07]
+    """
+    if not all(map(math.isfinite, (*ours, *others))):
+        return Difference(math.nan, -math.inf, math.inf, 1.0)
+    return (_student_paired if paired else _student_pooled)(ours, others)
+
+
+def mean_interval(values: Sequence[float]) -> Estimate:
+    """Return the mean of values, with Student's interval. With one value, there is no interval (NaN).
+
+    >>> [round(number, 2) for number in mean_interval([1.0, 1.2, 1.1])]
+    [1.1, 0.85, 1.35]
+    """
+    if not all(map(math.isfinite, values)):
+        return Estimate(math.nan, math.nan, math.nan)
+    if len(values) < 2:
+        return Estimate(values[0], math.nan, math.nan)
+    return Estimate(*_student(values)[:3])
+
+
+def holm(p_values: Mapping[Key, float], level: float = 1 - CONFIDENCE) -> set[Key]:
+    """Return the comparisons that remain significant after Holm's correction for the number of comparisons.
+
+    >>> sorted(holm({"a": 0.01, "b": 0.04, "c": 0.03}))
+    ['a']
+    """
+    found: set[Key] = set()
+    for index, key in enumerate(sorted(p_values, key=p_values.__getitem__)):
+        if p_values[key] > level / (len(p_values) - index):
+            break
+        found.add(key)
+    return found
+
+
+def holm_adjusted(p_values: Mapping[Key, float]) -> dict[Key, float]:
+    """Return the level at which each comparison is just significant after Holm's correction, at most 1.
+
+    >>> holm_adjusted({"a": 0.01, "b": 0.04, "c": 0.03})
+    {'a': 0.03, 'b': 0.06, 'c': 0.06}
+    """
+    found: dict[Key, float] = {}
+    least = 0.0
+    for index, key in enumerate(sorted(p_values, key=p_values.__getitem__)):
+        least = found[key] = min(1.0, max(least, (len(p_values) - index) * p_values[key]))
+    return {key: found[key] for key in p_values}
+
+
+def mean_ranks(results: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
+    """Return the mean rank of each alternative over the seeds, from 1. Equal results share their ranks.
+
+    >>> mean_ranks({"a": [1.0, 2.0], "b": [3.0, math.inf], "c": [math.inf, math.inf]})
+    {'a': 1.0, 'b': 2.25, 'c': 2.75}
+    """
+    ranks = stats.rankdata(list(results.values()), axis=0).mean(axis=1)
+    return {key: float(rank) for key, rank in zip(results, ranks, strict=True)}
+
+
+def _p(t: float, freedom: int) -> float:
+    """Return the probability of a value of Student's t that is at least as far from 0."""
+    return 2 * float(special.stdtr(freedom, -abs(t))) if freedom > 0 else 1.0
+
+
+@functools.cache
+def _critical(freedom: int) -> float:
+    """Return what a value of Student's t must exceed to be significant."""
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) if freedom > 0 else math.inf
+
+
+def _student(values: Sequence[float]) -> Difference:
+    """Return the mean of values, with Student's interval and the probability that the true mean is 0."""
+    mean = sum(values) / len(values)
+    return _with_interval(mean, _t(mean, _error(values)), _error(values), len(values) - 1)
+
+
+def _student_paired(ours: Sequence[float], others: Sequence[float]) -> Difference:
+    return _student([one - other for one, other in zip(ours, others, strict=True)])
+
+
+def _student_pooled(ours: Sequence[float], others: Sequence[float]) -> Difference:
+    mean, error = fmean(ours) - fmean(others), _pooled_error(ours, others)
+    return _with_interval(mean, _t(mean, error), error, len(ours) + len(others) - 2)
+
+
+def _with_interval(mean: float, t: float, error: float, freedom: int) -> Difference:
+    if error == 0.0:
+        return Difference(mean, mean, mean, 1.0 if mean == 0.0 else 0.0)
+    if freedom < 1:
+        return Difference(mean, -math.inf, math.inf, 1.0)
+    half = _critical(freedom) * error
+    return Difference(mean, mean - half, mean + half, _p(t, freedom))
+
+
+def _error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean of values; infinity if there is only one."""
+    count = len(values)
+    if count < 2:
+        return math.inf
+    mean = sum(values) / count
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1) / count)
+
+
+def _pooled_error(ours: Sequence[float], others: Sequence[float]) -> float:
+    """Return the standard error of the difference of two means, for equal variances."""
+    freedom = len(ours) + len(others) - 2
+    if freedom < 1:
+        return math.inf
+    squares = 0.0
+    for values in (ours, others):
+        mean = sum(values) / len(values)
+        squares += sum((value - mean) ** 2 for value in values)
+    return math.sqrt(squares / freedom * (1 / len(ours) + 1 / len(others)))
+
+
+def _t(mean: float, error: float) -> float:
+    """Return Student's t. Values that are all equal differ certainly, or not at all."""
+    if error == 0.0:
+        return math.copysign(math.inf, mean) if mean else 0.0
+    return mean / error
+
+
+def _freedom(ours: Sequence[Time], others: Sequence[Time], paired: bool) -> int:
+    return len(ours) - 1 if paired else len(ours) + len(others) - 2
+
+
+class _Logs(NamedTuple):
+    """The logarithm of a time, and of the time at which its run ended."""
+
+    value: float
+    end: float
+
+    @classmethod
+    def of(cls, times: Sequence[Time]) -> list[_Logs]:
+        return [cls(*(math.log(max(each, SHORTEST)) for each in time[:2])) for time in times]
+
+
+Test = Callable[[float], tuple[float, float]]
+"""Function that returns the mean difference, and Student's t, at a shift. Both fall with the shift."""
+
+
+def _cut_off(ours: Sequence[Time], others: Sequence[Time], *, paired: bool) -> Test:
+    """Return the test that shifts the others' logarithms, and cuts off all of them."""
+    x, y = _Logs.of(ours), _Logs.of(others)
+
+    def of_pairs(shift: float) -> tuple[float, float]:
+        differences = []
+        for one, other in zip(x, y, strict=True):
+            end = min(one.end, other.end + shift)
+            differences.append(min(one.value, end) - min(other.value + shift, end))
+        mean = sum(differences) / len(differences)
+        return mean, _t(mean, _error(differences))
+
+    first_x, first_y = min(one.end for one in x), min(other.end for other in y)
+
+    def of_all(shift: float) -> tuple[float, float]:
+        end = min(first_x, first_y + shift)
+        own, theirs = [min(one.value, end) for one in x], [min(other.value + shift, end) for other in y]
+        mean = sum(own) / len(own) - sum(theirs) / len(theirs)
+        return mean, _t(mean, _pooled_error(own, theirs))
+
+    return of_pairs if paired else of_all
+
+
+def _cut_around(times: Sequence[Time]) -> Test:
+    """Return the test that compares logarithms with a center, and cuts off distances from it on both sides."""
+    logs = _Logs.of(times)
+
+    def around(center: float) -> tuple[float, float]:
+        distances = []
+        for each in logs:
+            most = max(0.0, each.end - center)
+            distances.append(max(-most, min(most, each.value - center)))
+        mean = sum(distances) / len(distances)
+        return mean, _t(mean, _error(distances))
+
+    return around
+
+
+def _inverted(at: Test, freedom: int) -> Difference:
+    """Return all shifts at which a test finds no difference, the shift in their middle, and the test's p at 0."""
+    most = _critical(freedom)
+    low = _boundary(lambda shift: at(shift)[1] > most)
+    high = _boundary(lambda shift: at(shift)[1] >= -most)
+    # Between these two, our runs are cut off wherever they differ from the others.
+    first, last = _boundary(lambda shift: at(shift)[0] > 0.0), _boundary(lambda shift: at(shift)[0] >= 0.0)
+    if math.isinf(first) and math.isinf(last):
+        middle = math.nan if first != last else first
+    else:
+        middle = first if math.isinf(first) else last if math.isinf(last) else (first + last) / 2
+    return Difference(middle, low, high, _p(at(0.0)[1], freedom))
+
+
+def _boundary(holds: Callable[[float], bool]) -> float:
+    """Return the largest shift at which a condition holds that holds up to some shift; infinite if there is none."""
+    below, above = -FARTHEST, FARTHEST
+    if not holds(below):
+        return -math.inf
+    if holds(above):
+        return math.inf
+    while above - below > PRECISION:
+        middle = (below + above) / 2
+        below, above = (middle, above) if holds(middle) else (below, middle)
+    return (below + above) / 2
+
+
+def _ratio(logs: Difference) -> Ratio:
+    return Ratio(_exp(logs.value), _exp(logs.low), _exp(logs.high), logs.p)
+
+
+def _log_ratio(one: float, other: float) -> float:
+    if math.isinf(one) or math.isinf(other):
+        return 0.0 if one == other else math.copysign(math.inf, 1.0 if math.isinf(one) else -1.0)
+    return math.log(one / other)
+
+
+def _by_signs(logs: Sequence[float]) -> Ratio:
+    """Return the median of sorted logarithms, with the interval and the probability of the sign test."""
+    count = len(logs)
+    outside = 0  # number of values below the interval, and above it
+    while outside + 1 <= count // 2 and 2 * stats.binom.cdf(outside, count, 0.5) <= 1 - CONFIDENCE:
+        outside += 1
+    outside = max(0, outside - 1)
+    signs = sum(value > 0 for value in logs), sum(value < 0 for value in logs)
+    p = min(1.0, 2 * float(stats.binom.cdf(min(signs), max(1, sum(signs)), 0.5))) if sum(signs) else 1.0
+    middle = (
+        (logs[(count - 1) // 2] + logs[count // 2]) / 2
+        if logs[count // 2] != logs[(count - 1) // 2]
+        else logs[count // 2]
+    )
+    return Ratio(_exp(middle), _exp(logs[outside]), _exp(logs[count - 1 - outside]), p)
+
+
+def _exp(log: float) -> float:
+    return math.inf if log == math.inf else math.exp(log)
+
+
+def _text(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 or math.isinf(ratio) else f"{ratio:.0f}"
