@@ -8,6 +8,7 @@ import pytest
 
 from paceline import errors
 from paceline.errors import (
+    CheckpointError,
     ConfigurationError,
     DeadlineError,
     InternalError,
@@ -35,6 +36,7 @@ SAMPLES: list[PacelineError] = [
     PeerLostError("worker 1"),
     TakenOutError("worker 1"),
     DeadlineError("no answer within 5 s"),
+    CheckpointError("the disk is full"),
     RunFailedError("worker 2", "ValueError: no", "Traceback (most recent call last):\n  ..."),
     RunFailedError("the run", "every worker was lost"),
     UserCodeError(

@@ -27,6 +27,7 @@ ROOMS = [
     "trace",
     "report",
     "shard",
+    "checkpoint",
     "wire",
     "frontend",
     "runtime",

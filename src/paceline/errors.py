@@ -10,6 +10,7 @@
     ├── PeerLostError             the connection to a peer could not be established or was lost
     │   └── TakenOutError         the run continues without this worker, because it was stopped or silent
     ├── DeadlineError             an operation took longer than allowed
+    ├── CheckpointError           a checkpoint cannot be written or read; the run continues, or resumes from another
     ├── RunFailedError            a process of the run failed; contains the traceback of that process
     │   └── UserCodeError         code of the user failed that Paceline calls: a sync model or an optimizer
     └── InternalError             an internal invariant is violated: a bug in Paceline, please report it
@@ -23,6 +24,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 __all__ = [
+    "CheckpointError",
     "ConfigurationError",
     "DeadlineError",
     "InternalError",
@@ -104,6 +106,10 @@ class TakenOutError(PeerLostError):
 
 class DeadlineError(PacelineError):
     """An operation took longer than allowed."""
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint cannot be written or read. Earlier checkpoints are unchanged."""
 
 
 class RunFailedError(PacelineError):

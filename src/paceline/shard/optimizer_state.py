@@ -19,6 +19,7 @@ from .optimizers import PER_PARAMETER_STATE
 from .vectors import Vectors
 
 __all__ = [
+    "NUMBER",
     "entry_of",
     "join_state",
     "require_plausible_state",
@@ -32,7 +33,8 @@ __all__ = [
 STATE_LIMIT_FACTOR = 8
 STATE_SLACK_BYTES = 16 * 1024 * 1024
 
-NUMBER = "#"  # first character of the keys of Python numbers
+NUMBER = "#"
+"""First character of the keys of Python numbers."""
 
 
 def slice_state(

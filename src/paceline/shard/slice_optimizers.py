@@ -78,11 +78,19 @@ class SliceOptimizer(Protocol):
         """
         ...
 
-    def take_counters(self, before: SliceOptimizer) -> None:
-        """Continue to count where another optimizer of the same class has stopped, if the class counts in its groups.
+    def groups(self) -> tuple[HyperParameters, ...]:
+        """Return the hyper-parameters of each group as the last step has set them."""
+        ...
+
+    def counters(self) -> tuple[HyperParameters, ...]:
+        """Return what the optimizer itself has changed in each group. A class of torch changes nothing there."""
+        ...
+
+    def load_counters(self, counters: Sequence[HyperParameters]) -> None:
+        """Continue to count where an optimizer of the same class has stopped.
 
         Args:
-            before: an optimizer whose groups are the first groups of this one.
+            counters: the `counters()` of an optimizer whose groups are the first groups of this one.
         """
         ...
 
@@ -262,8 +270,14 @@ class FusedOptimizer:
                 steps[position] = max(steps[position], 1.0)
         self._runs = self._divide(steps)
 
-    def take_counters(self, before: SliceOptimizer) -> None:
-        pass  # steps are counted in the state
+    def groups(self) -> tuple[HyperParameters, ...]:
+        return self._groups
+
+    def counters(self) -> tuple[HyperParameters, ...]:
+        return tuple({} for _ in self._groups)  # steps are counted in the state
+
+    def load_counters(self, counters: Sequence[HyperParameters]) -> None:
+        pass
 
     def _step_run(
         self,
@@ -410,10 +424,16 @@ class TorchOptimizer:
         for name, (position, key) in segments_of_state(self._bounds, state, scalars=self._foreign).items():
             self._optimizer.state[self._parameters[position]].update(entry_of(key, state[name].clone()))
 
-    def take_counters(self, before: SliceOptimizer) -> None:
-        assert isinstance(before, TorchOptimizer)
-        groups = zip(
-            self._optimizer.param_groups, before._optimizer.param_groups, before._groups, strict=False
+    def groups(self) -> tuple[HyperParameters, ...]:
+        return self._groups
+
+    def counters(self) -> tuple[HyperParameters, ...]:
+        groups = zip(self._optimizer.param_groups, self._groups, strict=True)
+        return tuple(
+            {key: group[key] for key, value in settings.items() if group[key] != value}
+            for group, settings in groups
         )
-        for group, earlier, settings in groups:
-            group.update({key: earlier[key] for key in settings if earlier[key] != settings[key]})
+
+    def load_counters(self, counters: Sequence[HyperParameters]) -> None:
+        for group, counted in zip(self._optimizer.param_groups, counters, strict=False):
+            group.update(counted)

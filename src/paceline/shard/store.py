@@ -16,10 +16,11 @@ import torch
 
 from ..core.layout import ShardSlice, of_set
 from ..core.model_spec import HyperParameters, OptimizerSpec
+from ..core.state_entries import StateEntries
 from ..sync.translation import WHOLE, Standing, translate
 from .optimizer_state import segments_of_state
 from .slice_optimizers import SliceOptimizer, optimizer_of_slice
-from .vectors import Vectors, segment_views, squared_norm
+from .vectors import Vectors, dtype_name, segment_views, squared_norm
 
 __all__ = ["Push", "Store", "Vectors"]
 
@@ -88,7 +89,7 @@ class Store:
         earlier_state = {name: value for _, earlier in kept for name, value in earlier.state().items()}
         self.load_optimizer_state(earlier_state | state)
         for part, earlier in kept:
-            part.optimizer.take_counters(earlier.optimizer)
+            part.optimizer.load_counters(earlier.optimizer.counters())
         self._edited = before._edited
         self._pushes = {key: self._extended(push, parameters) for key, push in before._pushes.items()}
 
@@ -161,6 +162,24 @@ class Store:
     def optimizer_state(self) -> Vectors:
         """Return the optimizer's state: "<segment>/<key>" -> tensor."""
         return {name: value for part in self._sets for name, value in part.state().items()}
+
+    def state_entries(self, state: Vectors) -> StateEntries:
+        """Return the entries of a result of `optimizer_state()`, and the hyper-parameters of all groups."""
+        return StateEntries(
+            vectors={name: dtype_name(value.dtype) for name, value in state.items() if value.dim()},
+            numbers={
+                name: (dtype_name(value.dtype), value.item())
+                for name, value in state.items()
+                if not value.dim()
+            },
+            groups=tuple(part.optimizer.groups() for part in self._sets),
+            counters=tuple(part.optimizer.counters() for part in self._sets),
+        )
+
+    def load_counters(self, counters: Sequence[Sequence[HyperParameters]]) -> None:
+        """Restore what the optimizer of each parameter set counts in its groups. See `StateEntries.counters`."""
+        for part, counted in zip(self._sets, counters, strict=False):
+            part.optimizer.load_counters(counted)
 
     def load_optimizer_state(self, state: Vectors) -> None:
         """Restore a state returned by `optimizer_state()`. Raise `ProtocolError` if it does not fit this shard."""

@@ -1,0 +1,273 @@
+"""Lays out the files of a checkpoint that contain tensors: in full size, but without the values of the tensors.
+
+A checkpoint is never put together in memory. Its files are laid out first. Then each shard writes its segments to
+their places, in any order and from any process. See `writing`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import struct
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import msgspec
+import safetensors.torch
+import torch
+from torch.serialization import skip_data
+
+from ..core.layout import Layout, ShardSlice
+from ..core.model_spec import ModelSpec
+from ..core.state_entries import StateEntries
+from ..errors import CheckpointError
+from ..shard.buffers import bytes_of
+from ..shard.optimizer_state import NUMBER, entry_of
+from ..shard.optimizers import make_optimizer
+from ..shard.vectors import torch_dtype
+
+__all__ = ["MODEL", "ParamGroups", "Places", "lay_out", "optimizer_file"]
+
+MODEL = "model.safetensors"
+
+LENGTH = struct.Struct("<Q")  # length of the header at the beginning of a file in safetensors format
+ZIP_HEADER = struct.Struct(
+    "<26xHH"
+)  # the header of a file in a ZIP archive: lengths of its name and further fields
+
+ParamGroups = Sequence[Mapping[str, Any]]
+"""The "param_groups" of an optimizer's `state_dict()`, in which "params" lists the names of the parameters."""
+
+
+class Places(msgspec.Struct, frozen=True):
+    """Where the values of each tensor begin in the files of a checkpoint, in bytes.
+
+    Attributes:
+        weights: for each parameter of the layout, where it begins in `MODEL`: once for each of its names.
+        state: for each parameter of the layout, where each vector of its optimizer state begins, by key.
+        optimizer: for each parameter of the layout, the index of its optimizer.
+        members: for each optimizer, the names of its parameters in its own order.
+        tensors: where each of the other tensors begins in `MODEL`, by name.
+    """
+
+    weights: tuple[tuple[int, ...], ...]
+    state: tuple[dict[str, int], ...]
+    optimizer: tuple[int, ...]
+    members: tuple[tuple[str, ...], ...]
+    tensors: dict[str, int]
+
+
+class _Entry(NamedTuple):
+    """An entry of the optimizer state of a parameter. A vector is described by a tensor without values."""
+
+    value: torch.Tensor
+    is_vector: bool
+
+
+def optimizer_file(index: int) -> str:
+    """Return the name of the file with the state of an optimizer."""
+    return f"optimizer-{index}.pt"
+
+
+def lay_out(
+    folder: Path,
+    model: ModelSpec,
+    slices: Sequence[ShardSlice],
+    entries: Sequence[StateEntries],
+    tensors: Mapping[str, torch.Tensor],
+    param_groups: Sequence[ParamGroups] | None = None,
+) -> Places:
+    """Create `MODEL` and the file of each optimizer. All values of vectors, weights and other tensors are zero.
+
+    Args:
+        folder: where to create the files.
+        model: the model.
+        slices: the slices of all shards.
+        entries: the entries of each shard's optimizer state.
+        tensors: the tensors of the model that are not parameters, by name. Only their dtypes and shapes are used.
+        param_groups: the groups of each optimizer; None to derive them from the model and the first shard's entries.
+
+    Raises:
+        OSError: a file cannot be written.
+        CheckpointError: a tensor has a dtype that the format does not have.
+    """
+    layout = model.layout
+    described = {name: (torch_dtype(p.dtype), p.shape) for p in layout.parameters for name in p.names}
+    described |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    begins = _lay_out_model(folder / MODEL, described)
+    state = _joined(layout, slices, entries)
+    vectors: dict[int, dict[str, int]] = {}
+    members = []
+    for index in range(len(model.optimizers)):
+        groups = param_groups[index] if param_groups is not None else _groups_of(model, index, entries[0])
+        names = tuple(itertools.chain.from_iterable(group["params"] for group in groups))
+        members.append(names)
+        vectors |= _lay_out_optimizer(folder / optimizer_file(index), layout, names, groups, state)
+    return Places(
+        weights=tuple(tuple(begins[name] for name in p.names) for p in layout.parameters),
+        state=tuple(vectors.get(index, {}) for index in range(len(layout.parameters))),
+        optimizer=tuple(p.set_index for p in layout.parameters),
+        members=tuple(members),
+        tensors={name: begins[name] for name in tensors},
+    )
+
+
+# -- the model ----------------------------------------------------------------------------------------------
+
+
+def _lay_out_model(path: Path, described: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> dict[str, int]:
+    """Create a file in safetensors format. Return where each tensor begins.
+
+    The format is described at https://huggingface.co/docs/safetensors. Tensors with larger elements come first, so
+    that each one is aligned.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in sorted(described.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
+        begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {
+            "dtype": _name_in_file(name, dtype),
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % LENGTH.size)
+    start = LENGTH.size + len(encoded)
+    with path.open("wb") as file:
+        file.write(LENGTH.pack(len(encoded)) + encoded)
+        file.truncate(start + end)
+    return {name: start + header[name]["data_offsets"][0] for name in described}
+
+
+def _name_in_file(name: str, dtype: torch.dtype) -> str:
+    """Return the name of a dtype in a file in safetensors format."""
+    try:
+        example = safetensors.torch.save({"tensor": torch.empty(0, dtype=dtype)})
+    except Exception as error:  # the library does not say which it raises
+        raise CheckpointError(
+            f"{name!r} is a tensor of {dtype}, which a file in safetensors format cannot contain. Register it as a "
+            "non-persistent buffer, or switch checkpoints off."
+        ) from error
+    (length,) = LENGTH.unpack_from(example)
+    named: str = json.loads(example[LENGTH.size : LENGTH.size + length])["tensor"]["dtype"]
+    return named
+
+
+# -- the optimizers -----------------------------------------------------------------------------------------
+
+
+def _joined(
+    layout: Layout, slices: Sequence[ShardSlice], entries: Sequence[StateEntries]
+) -> dict[int, dict[str, _Entry]]:
+    """Return the entries of each parameter. If shards have different numbers for a parameter, the highest counts."""
+    joined: dict[int, dict[str, _Entry]] = {}
+    for bounds, found in zip(slices, entries, strict=True):
+        described = [
+            *((name, dtype, None) for name, dtype in found.vectors.items()),
+            *((name, dtype, value) for name, (dtype, value) in found.numbers.items()),
+        ]
+        for name, dtype, value in described:
+            position, _, key = name.partition("/")
+            index = bounds.segments[int(position)].parameter
+            of_parameter = joined.setdefault(index, {})
+            if value is None:
+                shape = layout.parameters[index].shape
+                of_parameter[key] = _Entry(torch.empty(shape, dtype=torch_dtype(dtype)), is_vector=True)
+            elif key not in of_parameter or of_parameter[key].value.item() < value:
+                of_parameter[key] = _Entry(torch.tensor(value, dtype=torch_dtype(dtype)), is_vector=False)
+    return joined
+
+
+def _groups_of(model: ModelSpec, index: int, entries: StateEntries) -> ParamGroups:
+    """Return the groups of an optimizer, with all settings that torch expects in them."""
+    spec = model.optimizers_over_layout[index]
+    groups = entries.groups[index]
+    settings = make_optimizer(spec.name, groups, [[torch.zeros(1)] for _ in groups]).param_groups
+    counted = entries.counters[index] if entries.counters else [{} for _ in groups]
+    return [
+        {
+            **group,
+            **counted[number],
+            "params": [
+                parameter.names[0]
+                for parameter, of in zip(model.layout.parameters, spec.group_of, strict=True)
+                if parameter.set_index == index and of == number
+            ],
+        }
+        for number, group in enumerate(settings)
+    ]
+
+
+def _lay_out_optimizer(
+    path: Path,
+    layout: Layout,
+    members: Sequence[str],
+    groups: ParamGroups,
+    state: Mapping[int, Mapping[str, _Entry]],
+) -> dict[int, dict[str, int]]:
+    """Write the `state_dict()` of an optimizer. Return where each vector begins: parameter -> key -> offset."""
+    index_of = {parameter.names[0]: index for index, parameter in enumerate(layout.parameters)}
+    numbers = itertools.count()
+    of_member = {
+        position: state[index_of[name]] for position, name in enumerate(members) if index_of[name] in state
+    }
+    state_dict = {
+        "state": {
+            position: {
+                key: value
+                for name, entry in entries.items()
+                for key, value in entry_of(name, entry.value).items()
+            }
+            for position, entries in of_member.items()
+        },
+        "param_groups": [
+            {
+                **{key: _plain(value) for key, value in group.items()},
+                "params": [next(numbers) for _ in group["params"]],
+            }
+            for group in groups
+        ],
+    }
+    try:
+        with skip_data():
+            torch.save(state_dict, path)
+    except RuntimeError as error:  # torch's own writer does not say what the system has reported
+        raise OSError(0, f"{path.name} cannot be created") from error
+    in_file = [
+        (members[position], key, entry)
+        for position, entries in of_member.items()
+        for key, entry in entries.items()
+        if not key.startswith(NUMBER)
+    ]
+    places: dict[int, dict[str, int]] = {}
+    with path.open("r+b") as file:
+        for (name, key, entry), begin in zip(in_file, _begins_of_tensors(file), strict=True):
+            if entry.is_vector:
+                places.setdefault(index_of[name], {})[key] = begin
+            else:
+                file.seek(begin)
+                file.write(bytes_of(entry.value.reshape(1)))
+    return places
+
+
+def _plain(value: Any) -> Any:
+    """Return a hyper-parameter as a number if it is a tensor with one element."""
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _begins_of_tensors(file: IO[bytes]) -> list[int]:
+    """Return where the values of each tensor begin in a file of `torch.save`, in the order of the tensors.
+
+    The file is a ZIP archive in which nothing is compressed. It contains the tensors as NAME/data/0, NAME/data/1, ...
+    """
+    begins = {}
+    with zipfile.ZipFile(file) as archive:
+        for info in archive.infolist():
+            folder, _, number = info.filename.rpartition("/")
+            if folder.endswith("/data"):
+                file.seek(info.header_offset)
+                header = file.read(ZIP_HEADER.size)
+                begins[int(number)] = info.header_offset + ZIP_HEADER.size + sum(ZIP_HEADER.unpack(header))
+    return [begins[number] for number in range(len(begins))]

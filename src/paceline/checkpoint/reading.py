@@ -1,0 +1,171 @@
+"""Finds the newest whole checkpoint of a run, and reads from it the slices of any sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors
+import torch
+
+from ..core.layout import Layout, ShardSlice
+from ..core.model_spec import HyperParameters, ModelSpec
+from ..errors import CheckpointError
+from ..shard.optimizer_state import slice_state
+from ..shard.vectors import Vectors, dtype_name, segment_views, torch_dtype
+from .manifest import Manifest, OptimizerRecord, read_manifest, require_whole
+from .pace import Pace
+from .places import MODEL, optimizer_file
+from .writing import PARTIAL, name_of, numbers_in
+
+__all__ = ["Checkpoint", "Found", "newest_whole"]
+
+
+class Checkpoint:
+    """A complete checkpoint. Tensors are read from the files when they are used.
+
+    Args:
+        path: directory of the checkpoint.
+        pace: rate at which the files are read to check them; None for no limit.
+
+    Attributes:
+        path: directory of the checkpoint.
+        manifest: what the checkpoint contains.
+
+    Raises:
+        CheckpointError: the checkpoint is not complete, it is damaged, or another version has written it.
+    """
+
+    def __init__(self, path: Path, pace: Pace | None = None) -> None:
+        self.path = path
+        self.manifest: Manifest = read_manifest(path)
+        require_whole(path, self.manifest, pace or Pace())
+
+    @property
+    def job(self) -> bytes:
+        """The state of the job."""
+        return (self.path / "job.json").read_bytes()
+
+    @property
+    def workers(self) -> dict[int, Path]:
+        """The file with the state of each worker."""
+        files = sorted((self.path / "workers").glob("*.pt"), key=lambda path: int(path.stem))
+        return {int(path.stem): path for path in files}
+
+    @cached_property
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The parameters and buffers of the model, by their names in its `state_dict()`."""
+        with safetensors.safe_open(self.path / MODEL, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+
+    def optimizer(self, index: int) -> dict[str, Any]:
+        """Return the `state_dict()` of an optimizer."""
+        state: dict[str, Any] = torch.load(self.path / optimizer_file(index), mmap=True, weights_only=True)
+        return state
+
+    def weights(self, layout: Layout, bounds: ShardSlice) -> Vectors:
+        """Return a shard's slice of the weights.
+
+        Args:
+            layout: layout of a model, all parameters of which are in the checkpoint.
+            bounds: the shard. The number of shards does not have to be that of the run.
+
+        Raises:
+            CheckpointError: the checkpoint lacks a parameter, or has one with another shape or dtype.
+        """
+        parameters = self._parameters(layout)
+        vectors = {
+            name: torch.zeros(stop - start, dtype=torch_dtype(name))
+            for name, (start, stop) in bounds.bounds.items()
+        }
+        for segment, view in zip(bounds.segments, segment_views(bounds, vectors), strict=True):
+            view.copy_(parameters[segment.parameter].view(-1)[segment.offset :][: view.numel()])
+        return vectors
+
+    def optimizer_state(self, model: ModelSpec, bounds: ShardSlice) -> Vectors:
+        """Return a shard's slice of the optimizer state: "<segment>/<key>" -> tensor.
+
+        The state does not include that of optimizers that had not yet been replaced in `model`, or had been added
+        later.
+
+        Args:
+            model: a model, all parameters of which are in the checkpoint.
+            bounds: the shard. The number of shards does not have to be that of the run.
+
+        Raises:
+            CheckpointError: the checkpoint lacks a parameter, or has one with another shape or dtype.
+        """
+        parameters = self._parameters(model.layout)
+        of_name = {p.names[0]: each for p, each in zip(model.layout.parameters, parameters, strict=True)}
+        state = {}
+        for index, record in self._records(model):
+            entries = self.optimizer(index)["state"]
+            for position, name in enumerate(record.parameters):
+                if name in of_name and position in entries:
+                    state[of_name[name]] = entries[position]
+        return slice_state(bounds, parameters, state)
+
+    def counters(self, model: ModelSpec) -> list[tuple[HyperParameters, ...]]:
+        """Return what each optimizer of a model has changed in its own groups. See `StateEntries.counters`."""
+        known = dict(self._records(model))
+        return [known[index].counters if index in known else () for index in range(len(model.optimizers))]
+
+    def _records(self, model: ModelSpec) -> list[tuple[int, OptimizerRecord]]:
+        """Return those optimizers of the checkpoint that the model has, too, with their indices."""
+        pairs = zip(model.optimizers, self.manifest.optimizers, strict=False)
+        return [
+            (index, record)
+            for index, (spec, record) in enumerate(pairs)
+            if (spec.name, spec.replaced) == (record.name, record.replaced)
+        ]
+
+    def _parameters(self, layout: Layout) -> Sequence[torch.Tensor]:
+        """Return the values of all parameters, in the order of the layout."""
+        found = []
+        for parameter in layout.parameters:
+            tensor = self.state_dict.get(parameter.names[0])
+            expected = f"{parameter.dtype}{list(parameter.shape)}"
+            if tensor is None:
+                raise CheckpointError(
+                    f"{self.path} has no parameter {parameter.names[0]!r}, which the model has"
+                )
+            if (has := f"{dtype_name(tensor.dtype)}{list(tensor.shape)}") != expected:
+                raise CheckpointError(
+                    f"{self.path} has {parameter.names[0]!r} as {has}, the model as {expected}"
+                )
+            found.append(tensor)
+        return found
+
+
+class Found(NamedTuple):
+    """The newest whole checkpoint of a run; None if there is none.
+
+    Attributes:
+        checkpoint: the checkpoint.
+        faults: a sentence for each newer checkpoint, which says why it is not used.
+    """
+
+    checkpoint: Checkpoint | None
+    faults: tuple[str, ...]
+
+
+def newest_whole(directory: Path, pace: Pace | None = None) -> Found:
+    """Return the newest checkpoint in a directory that is complete and not damaged.
+
+    Args:
+        directory: directory of all checkpoints of the run.
+        pace: rate at which the files are read to check them; None for no limit.
+    """
+    complete, partial = numbers_in(directory), numbers_in(directory, PARTIAL)
+    faults = []
+    for number in sorted({*complete, *partial}, reverse=True):
+        if number not in complete:
+            faults.append(f"Checkpoint {number} is not used: the run ended while it was being written.")
+            continue
+        try:
+            return Found(Checkpoint(directory / name_of(number), pace), tuple(faults))
+        except CheckpointError as error:
+            faults.append(f"Checkpoint {number} is not used: {error}.")
+    return Found(None, tuple(faults))
