@@ -1,7 +1,7 @@
 """Measures what Paceline adds to a training step on an accelerator, and how much of its copies is hidden.
 
-One worker trains a language model on the device, as plain PyTorch and with a server on the same machine. So the
-server's optimizer and all copies belong to the step, and nothing else does: there is nobody to wait for.
+One worker trains a language model on the device, as plain PyTorch and with servers on the same machine. So their
+optimizers and all copies belong to the step, and nothing else does: there is nobody to wait for.
 
 Copies run beside computations on streams of their own. The profiler of torch records when each copy and each kernel
 ran on the device. A copy is *hidden* while a kernel of the training itself runs.
@@ -62,7 +62,7 @@ class AcceleratorRow(msgspec.Struct, frozen=True):
         weights: number of weights, in float32.
         batch: number of sequences in a batch.
         plain_s: time of a step of plain PyTorch.
-        paceline_s: time of a step with one worker and one server.
+        paceline_s: time of a step with one worker.
         sent_s: time, in a step, of the copies of gradients to the host.
         sent_hidden: share of this time in which kernels of the training ran.
         received_s: time, in a step, of the copies of weights to the device.
@@ -175,7 +175,6 @@ def _run(model: LanguageModel, device: str, *, alone: bool) -> _Found:
                 _train,
                 args=(model, str(found)),
                 workers=1,
-                servers=1,
                 devices=device,
                 traces="off",
                 progress=False,

@@ -129,7 +129,7 @@ class Immediate:
     def order(self) -> None:
         pass
 
-    def register(self, memory: Sequence[torch.Tensor]) -> Callable[[], None]:
+    def register(self, memory: Sequence[torch.Tensor], *, only_read: bool) -> Callable[[], None]:
         return lambda: None
 
 

@@ -67,7 +67,7 @@ class DelayedQueue:
     def keep_close(self) -> None:
         """The CPU computes at once."""
 
-    def register(self, memory: Sequence[torch.Tensor]) -> Callable[[], None]:
+    def register(self, memory: Sequence[torch.Tensor], *, only_read: bool) -> Callable[[], None]:
         """Count the memory as registered until the result is called."""
         places = [each.data_ptr() for each in memory]
         assert not self.registered & set(places)

@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.wire import memory
-from paceline.wire.follow import COMPARED_BYTES, PAGE_BYTES, Follower
+from paceline.wire.follow import COMPARED_BYTES, PAGE_BYTES, Follower, Reader
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -94,3 +94,16 @@ def test_where_pages_cannot_be_told_apart_weights_are_copied(
     run = run_on_threads(train, workers=1, servers=2, sync=sync)
     assert torch.equal(run.state_dict["weight"], expected)
     assert torch.equal(run.results[0], expected)  # type: ignore[arg-type]
+
+
+def test_a_read_only_view_follows_and_cannot_be_written_to() -> None:
+    descriptor = os.memfd_create("test")
+    os.ftruncate(descriptor, SIZE_BYTES)
+    shown = mmap.mmap(descriptor, SIZE_BYTES)
+    reader = Reader(descriptor, SIZE_BYTES)
+    shown[5] = 7
+    assert reader.memory[5] == 7
+    assert reader.memory.readonly
+    assert not reader.edited()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)

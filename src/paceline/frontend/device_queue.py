@@ -8,6 +8,7 @@ Later computations may overlap with the copy, unless they are told to wait.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -17,6 +18,8 @@ import torch
 __all__ = ["DeviceQueue", "Ticket", "queue_of"]
 
 log = logging.getLogger("paceline.frontend.device_queue")
+
+READ_WRITE, READ_ONLY = 0, 8  # cudaHostRegisterDefault, cudaHostRegisterReadOnly
 
 
 class Ticket(Protocol):
@@ -65,8 +68,12 @@ class DeviceQueue(Protocol):
         """Wait on the host until all computations that were started before the call before this one have ended."""
         ...
 
-    def register(self, memory: Sequence[torch.Tensor]) -> Callable[[], None]:
+    def register(self, memory: Sequence[torch.Tensor], *, only_read: bool) -> Callable[[], None]:
         """Let the device copy from and to this memory of the host without the host's help, where that is possible.
+
+        Args:
+            memory: the memory.
+            only_read: True if the device only reads the memory, which may then be read-only.
 
         Returns:
             A function that ends this. It must be called before the memory is freed.
@@ -118,25 +125,28 @@ class _StreamQueue:
         if before is not None:
             before.synchronize()
 
-    def register(self, memory: Sequence[torch.Tensor]) -> Callable[[], None]:
+    def register(self, memory: Sequence[torch.Tensor], *, only_read: bool) -> Callable[[], None]:
         if self._device.type != "cuda":  # torch has no generic function for this
             return _nothing
-        runtime = torch.cuda.cudart()
-        addresses = [each.data_ptr() for each in memory if each.numel()]
-        sizes_bytes = [each.nbytes for each in memory if each.numel()]
-        registered = [
-            address
-            for address, size_bytes in zip(addresses, sizes_bytes, strict=True)
-            if int(runtime.cudaHostRegister(address, size_bytes, 0)) == 0
-        ]
-        if len(registered) < len(addresses):
+        places = [(each.data_ptr(), each.nbytes) for each in memory if each.numel()]
+        ways = [READ_ONLY, READ_WRITE] if only_read else [READ_WRITE]
+        registered = [place for place in places if any(self._lock(*place, way) for way in ways)]
+        if len(registered) < len(places):
             log.warning("the memory of a worker cannot be locked for its device, so copies take longer")
 
         def unregister(memory: Sequence[torch.Tensor] = memory) -> None:  # keeps the memory until then
-            for address in registered:
-                runtime.cudaHostUnregister(address)
+            for address, _ in registered:
+                torch.cuda.cudart().cudaHostUnregister(address)
 
         return unregister
+
+    def _lock(self, address: int, size_bytes: int, way: int) -> bool:
+        if int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, way)) == 0:
+            return True
+        # CUDA keeps the error, and torch would find it after an unrelated kernel. Let torch raise and clear it now.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self._device)
+        return False
 
 
 class _StreamTicket:
@@ -172,7 +182,7 @@ class _BlockingQueue:
     def keep_close(self) -> None:
         self.wait()  # the device has no events
 
-    def register(self, memory: Sequence[torch.Tensor]) -> Callable[[], None]:
+    def register(self, memory: Sequence[torch.Tensor], *, only_read: bool) -> Callable[[], None]:
         return _nothing
 
 

@@ -153,7 +153,7 @@ class Copying:
         self.gradients = _on_device(layout, device)
         self._early = EarlyCopies(self.gradients, self._sent, layout, queue) if queue.overlaps else None
         self._session = session
-        finalize(self, queue.register(list(self._sent.values())))
+        finalize(self, queue.register(list(self._sent.values()), only_read=False))
         self._unregister_weights: finalize[..., Copying] | None = None
         self.follow(session.weights)
         session.callbacks.before_exchange = queue.drain
@@ -164,9 +164,8 @@ class Copying:
         if self._unregister_weights is not None:
             self._unregister_weights()
             self._unregister_weights = None
-        # The servers' memory is mapped privately. A view that a device has locked would no longer follow the servers.
-        if self._session.weights_edited() is None:
-            self._unregister_weights = finalize(self, self._queue.register(list(weights.values())))
+        memory = list(weights.values())
+        self._unregister_weights = finalize(self, self._queue.register(memory, only_read=True))
         self._true = weights
         self._true_views = parameter_views(self._layout, weights)
         # vector, and index of the first element of a part that one shard sends -> index of the first of its elements

@@ -176,6 +176,7 @@ class WorkerSession(Session):
             links.stage,
             links.is_busy,
             self.core.awaits,
+            accelerated=self.core.data.accelerated,
         )
         self.servers.model, self.servers.shards = model, shards
         self.weights, self.gradients = self.memory.weights(in_place=False), self.memory.gradients

@@ -40,6 +40,7 @@ class WorkerMemory:
         stage: function that sends a piece of a gradient. See `Outbox`.
         busy: function that returns True if data for a shard is still queued.
         awaits: function that returns True if the worker waits for an answer from a shard.
+        accelerated: True if the parameters are on an accelerator, so that they are no views of this memory.
 
     Attributes:
         model, shards: see above.
@@ -65,6 +66,8 @@ class WorkerMemory:
         stage: Send,
         busy: Callable[[int], bool],
         awaits: Callable[[int], bool],
+        *,
+        accelerated: bool,
     ) -> None:
         self.model = model
         self.shards = shards
@@ -85,7 +88,7 @@ class WorkerMemory:
         if self.shared:
             if not descriptors:
                 raise ProtocolError("the coordinator did not pass the shared memory for the weights")
-            self._master = Master.follow(model.layout, descriptors.pop())
+            self._master = Master.follow(model.layout, descriptors.pop(), read_only=accelerated)
         else:
             # Early sending uses the network during the backward pass. If all servers are on this machine, no network
             # is used, and early sending would only take CPU time from the backward pass.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 
@@ -52,13 +53,19 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def tensors_over(vectors: Mapping[str, memoryview]) -> Vectors:
-    """Return a flat tensor for each dtype. The tensors share the memory of the given bytes."""
-    return {
-        dtype: torch.frombuffer(data, dtype=torch_dtype(dtype))
-        if data.nbytes
-        else torch.empty(0, dtype=torch_dtype(dtype))
-        for dtype, data in vectors.items()
-    }
+    """Return a flat tensor for each dtype. The tensors share the memory of the given bytes.
+
+    A tensor over read-only memory must not be written to: torch does not know of such memory, and the process would
+    end.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        return {
+            dtype: torch.frombuffer(data, dtype=torch_dtype(dtype))
+            if data.nbytes
+            else torch.empty(0, dtype=torch_dtype(dtype))
+            for dtype, data in vectors.items()
+        }
 
 
 def parameter_views(layout: Layout, vectors: Vectors) -> list[torch.Tensor]:

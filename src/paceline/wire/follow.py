@@ -1,4 +1,4 @@
-"""A private view of memory that other processes write to. The view detects edits by this process.
+"""Views of memory that other processes write to: one that detects edits by this process, and one that forbids them.
 
 The weights that the servers update are mapped privately (copy-on-write). If a script writes to the weights, it
 changes its own copy of the page, which no other process sees. From then on, the script does not see the servers'
@@ -6,6 +6,9 @@ updates to this page. So before each push, `/proc/self/pagemap` is read to find 
 takes half a millisecond for 100 MB. If a copied page has the same content as the shared page, the copy is discarded.
 This happens, for example, after a script has temporarily replaced the weights with averaged weights. If the content
 differs, the script has edited its weights.
+
+The parameters of a script on an accelerator are no views of this memory. There, the memory is mapped read-only and
+shared. Only such a view can be locked for the device: a private page that is locked no longer follows the servers.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import numpy as np
 
 from .forks import close_in_forks
 
-__all__ = ["Follower"]
+__all__ = ["Follower", "Reader"]
 
 PAGE_BYTES = mmap.PAGESIZE
 ENTRY_BYTES = 8  # size of the pagemap entry of one page
@@ -89,6 +92,29 @@ class Follower:
         if count != len(self._entries):
             raise OSError(f"reading /proc/self/pagemap returned {count} of {len(self._entries)} bytes")
         return self._entries[TOP]
+
+
+class Reader:
+    """A read-only mapping of shared memory.
+
+    Args:
+        descriptor: file descriptor of the memory, which is closed.
+        size_bytes: size of the memory.
+
+    Attributes:
+        memory: the whole mapping.
+    """
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        self.memory = memoryview(mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ))
+        os.close(descriptor)
+
+    def edited(self) -> bool:
+        """Return False, because this process cannot change the memory."""
+        return False
+
+    def close(self) -> None:
+        """The memory stays mapped until nothing refers to it."""
 
 
 def _byte_ranges(pages: Iterable[int]) -> list[tuple[int, int]]:

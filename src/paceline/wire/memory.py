@@ -36,7 +36,7 @@ from typing import Final, Literal, Protocol
 
 from ..core.layout import Layout, Piece, ShardSlice, item_bytes, of_set, ranges_of
 from ..errors import ProtocolError
-from .follow import Follower
+from .follow import Follower, Reader
 from .forks import close_in_forks
 from .ring import RING_BYTES
 
@@ -173,28 +173,33 @@ class Region:
 
 
 class Master:
-    """A worker's private view of the master, the shared memory in which the servers update the weights.
+    """A worker's view of the master, the shared memory in which the servers update the weights.
 
     Attributes:
         weights: mapping from dtype to the whole vector of weights, as bytes.
     """
 
-    def __init__(self, layout: Layout, follower: Follower) -> None:
+    def __init__(self, layout: Layout, view: Follower | Reader) -> None:
         places, _ = _places(layout, MASTER)
-        self.weights = {dtype: follower.memory[a:b] for (_, dtype), (a, b) in places.items()}
-        self.edited = follower.edited
-        self.close = follower.close
+        self.weights = {dtype: view.memory[a:b] for (_, dtype), (a, b) in places.items()}
+        self.edited = view.edited
+        self.close = view.close
 
     @classmethod
-    def follow(cls, layout: Layout, descriptor: int) -> Master | None:
+    def follow(cls, layout: Layout, descriptor: int, *, read_only: bool = False) -> Master | None:
         """Return a view of the memory that the coordinator created, or None if the system cannot provide such views.
 
         Takes ownership of the descriptor. Raises `ProtocolError` if the memory does not match the layout.
+
+        Args:
+            layout: layout of the model.
+            descriptor: the descriptor of the memory.
+            read_only: True for a view that cannot be edited; else, edits are private to this process.
         """
         _, size_bytes = _places(layout, MASTER)
         try:
             _require_final(descriptor, size_bytes)
-            return cls(layout, Follower(descriptor, size_bytes))
+            return cls(layout, (Reader if read_only else Follower)(descriptor, size_bytes))
         except OSError:
             os.close(descriptor)
             return None
