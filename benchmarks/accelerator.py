@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import nn
 
 import paceline
-from paceline.cli.progress import TellShare
+from paceline.cli.progress_bar import TellShare
 
 __all__ = ["MODELS", "AcceleratorRow", "LanguageModel", "copies_of", "estimate_s", "measure", "table"]
 

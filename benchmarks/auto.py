@@ -17,12 +17,12 @@ import msgspec
 from rich import box
 from rich.table import Table
 
-from paceline.cli.progress import TellShare
-from paceline.core.auto import RELAXED
+from paceline.cli.progress_bar import TellShare
+from paceline.core.sync.auto import RELAXED
 from paceline.rehearsal.process_pool import on_all_cores
 from paceline.sim import Cluster, Dataset, Link, LogNormal, Occasional, Recorded, Uniform, simulate
 from paceline.sim.times import Times
-from paceline.sync.accuracy import backup_quorum
+from paceline.sync.effects import backup_quorum
 
 __all__ = ["KINDS", "Report", "Row", "clusters", "estimate_s", "judge", "measure", "tables"]
 

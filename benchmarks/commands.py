@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperCommand
 
+from paceline.cli.console import interruptible, print_json, read_numbers, read_whole, run_app
 from paceline.cli.numbers import whole_number_option
 from paceline.cli.options import AsJson
-from paceline.cli.progress import TellShare, shown_progress
-from paceline.cli.terminal import interruptible, print_json, read_numbers, read_whole, run_app
+from paceline.cli.progress_bar import TellShare, shown_progress
 from paceline.errors import ConfigurationError
 
 __all__ = ["NOTHING_LEFT", "app", "main"]

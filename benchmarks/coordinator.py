@@ -21,11 +21,11 @@ from rich import box
 from rich.table import Table
 
 from paceline import __version__
-from paceline.cli.progress import TellShare
-from paceline.core.layout import Layout, Parameter
-from paceline.core.model_spec import ModelSpec, OptimizerSpec
+from paceline.cli.progress_bar import TellShare
+from paceline.core.protocol.layout import Layout, Parameter
+from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
 from paceline.errors import ConfigurationError
-from paceline.runtime.coordinator import CoordinatorHost
+from paceline.runtime.coordinator_host import CoordinatorHost
 from paceline.runtime.job_options import make_job
 from paceline.runtime.listener import Listener
 from paceline.shard.optimizers import read_groups

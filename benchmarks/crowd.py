@@ -20,9 +20,9 @@ from typing import Any
 
 import msgspec
 
-from paceline.core.heartbeats import Heartbeats
-from paceline.core.host import Host
-from paceline.core.messages import (
+from paceline.core.machines.heartbeats import Heartbeats
+from paceline.core.protocol.host import Host
+from paceline.core.protocol.messages import (
     EntryRequested,
     HeartbeatAnswered,
     Hello,
@@ -36,8 +36,8 @@ from paceline.core.messages import (
     TakenOut,
     first_phase,
 )
-from paceline.core.model_spec import ModelSpec
-from paceline.core.requests import (
+from paceline.core.protocol.model_spec import ModelSpec
+from paceline.core.protocol.requests import (
     COORDINATOR,
     Abort,
     Peer,

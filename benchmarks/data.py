@@ -23,8 +23,8 @@ from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.cli.progress import TellShare
-from paceline.core.requests import Request
+from paceline.cli.progress_bar import TellShare
+from paceline.core.protocol.requests import Request
 from paceline.frontend.data import distribute
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.frontend.session import Session, current

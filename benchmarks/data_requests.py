@@ -21,11 +21,11 @@ from typing import Any
 import msgspec
 
 from paceline.core.coordinator import Coordinator
-from paceline.core.data_feed import DataFeed
-from paceline.core.lease import Lease, Order
-from paceline.core.messages import DataGranted, Hello, Message, Phase, first_phase
-from paceline.core.requests import Request, Send, worker_peer
-from paceline.runtime.coordinator import CoordinatorHost
+from paceline.core.data.data_feed import DataFeed
+from paceline.core.protocol.lease import Lease, Order
+from paceline.core.protocol.messages import DataGranted, Hello, Message, Phase, first_phase
+from paceline.core.protocol.requests import Request, Send, worker_peer
+from paceline.runtime.coordinator_host import CoordinatorHost
 from paceline.runtime.job_options import make_job
 from paceline.sync.schedule import read_schedule
 from paceline.sync.ticks import in_ticks

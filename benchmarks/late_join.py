@@ -24,7 +24,7 @@ from typing import TypeVar
 import msgspec
 from rich.table import Table
 
-from paceline.cli.progress import TellShare
+from paceline.cli.progress_bar import TellShare
 from paceline.errors import RunFailedError
 
 __all__ = ["SYNCS", "LateJoinRow", "estimate_s", "measure", "table"]

@@ -32,7 +32,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli.progress import TellShare
+from paceline.cli.progress_bar import TellShare
 from paceline.errors import ConfigurationError
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.launcher.local import HostMachine, Placement

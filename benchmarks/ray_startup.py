@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 import msgspec
 from rich.table import Table
 
-from paceline.cli.progress import TellShare
+from paceline.cli.progress_bar import TellShare
 from paceline.errors import ConfigurationError, RunFailedError
 from paceline.launcher.ray_run import import_ray
 

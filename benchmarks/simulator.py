@@ -24,7 +24,7 @@ from rich import box
 from rich.table import Table
 from torch import nn
 
-from paceline.cli.progress import TellShare
+from paceline.cli.progress_bar import TellShare
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.launcher.launch import launch
 from paceline.sim import Cluster, Uniform, simulate

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 import msgspec
 from rich.table import Table
 
-from paceline.cli.progress import TellShare
+from paceline.cli.progress_bar import TellShare
 from paceline.errors import RunFailedError
 
 __all__ = ["CASES", "Case", "StartupRow", "estimate_s", "measure", "table"]

@@ -10,7 +10,7 @@ from statistics import median
 import msgspec
 from rich.table import Table
 
-from paceline.core.shard_sync import ShardSync
+from paceline.core.sync.shard_sync import ShardSync
 from paceline.sync import Conditions, PullState, SyncModel, parse
 from paceline.sync.actions import AnswerPull, SetTimer
 from paceline.sync.events import AnyEvent, PullRequested, PushReceived, TimerFired, WorkerJoined

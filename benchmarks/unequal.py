@@ -19,8 +19,8 @@ from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.cli.progress import TellShare
-from paceline.core.lease import BatchSizing
+from paceline.cli.progress_bar import TellShare
+from paceline.core.protocol.lease import BatchSizing
 from paceline.frontend.data import distribute
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.launcher.launch import launch

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 import paceline
-from paceline.cli.progress import TellShare
-from paceline.core.wire_format import WireFormat
+from paceline.cli.progress_bar import TellShare
+from paceline.core.protocol.wire_format import WireFormat
 from paceline.errors import ConfigurationError
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.launcher.local import Placement

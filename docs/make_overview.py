@@ -28,11 +28,11 @@ from torch import nn
 
 import paceline
 from paceline.frontend.session import install
-from paceline.runtime.coordinator import CoordinatorHost
+from paceline.runtime.coordinator_host import CoordinatorHost
 from paceline.runtime.job import Assignment
 from paceline.runtime.job_options import make_job
-from paceline.runtime.server import ServerHost
-from paceline.runtime.worker import WorkerSession
+from paceline.runtime.server_host import ServerHost
+from paceline.runtime.worker_session import WorkerSession
 
 ROOT = Path(paceline.__file__).parent
 PICTURES = Path(__file__).parent / "pictures"
@@ -77,14 +77,16 @@ WAY = (
     Waypoint("worker", "frontend/optimizer.py", "DistributedOptimizer.step", "the script calls step()"),
     Waypoint("worker", "frontend/training.py", "WorkerTraining.commit", "check weights and gradients"),
     Waypoint("worker", "frontend/gradients.py", "Gradients.norm", "look for NaN and inf"),
-    Waypoint("worker", "runtime/worker.py", "WorkerSession.commit", "describe the push to each shard"),
+    Waypoint(
+        "worker", "runtime/worker_session.py", "WorkerSession.commit", "describe the push to each shard"
+    ),
     Waypoint("worker", "core/worker.py", "Worker.push", "decide: which messages, with which flags"),
-    Waypoint("worker", "core/host.py", "Host.carry_out", "carry out what the core requests"),
+    Waypoint("worker", "core/protocol/host.py", "Host.carry_out", "carry out what the core requests"),
     Waypoint("worker", "wire/stream.py", "Stream.send", "frame and send the commit"),
     Waypoint("server", "wire/stream.py", "Stream.receive", "receive the commit and its gradients"),
-    Waypoint("server", "runtime/server.py", "ServerHost.received", "read what the push contains"),
+    Waypoint("server", "runtime/server_host.py", "ServerHost.received", "read what the push contains"),
     Waypoint("server", "core/server.py", "Server.handle", "decide: the commit is a push and a pull"),
-    Waypoint("server", "core/shard_sync.py", "ShardSync.handle", "check the order of events"),
+    Waypoint("server", "core/sync/shard_sync.py", "ShardSync.handle", "check the order of events"),
     Waypoint(
         "server",
         "sync/conditions.py",
@@ -92,7 +94,7 @@ WAY = (
         "decide: apply, hold or drop; answer or wait",
     ),
     Waypoint("server", "core/shard.py", "Shard._record", "record event and actions in the trace"),
-    Waypoint("server", "core/host.py", "Host.carry_out", "carry out what the core requests"),
+    Waypoint("server", "core/protocol/host.py", "Host.carry_out", "carry out what the core requests"),
     Waypoint("server", "shard/store.py", "Store.apply", "update the weights of the slice"),
     Waypoint("server", "wire/stream.py", "Stream.send", "send the answer with the new weights"),
     Waypoint("worker", "wire/stream.py", "Stream.receive", "receive the weights into the vector"),

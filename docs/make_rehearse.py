@@ -12,7 +12,7 @@ from rich.console import Console
 from paceline.rehearsal.clusters import load_cluster
 from paceline.rehearsal.comparison import compare, explore
 from paceline.rehearsal.ranking import EVERY_MODEL
-from paceline.rehearsal.training import train_and_compare
+from paceline.rehearsal.script_training import train_and_compare
 
 HERE = Path(__file__).parent
 PICTURES = HERE / "pictures"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from paceline.cli.progress import TellShare
+from paceline.cli.progress_bar import TellShare
 from paceline.sim import Cluster, simulate
 from paceline.sync.actions import Plan, PublishPlan
 from paceline.sync.events import IterationFinished

@@ -20,7 +20,7 @@ from rich.table import Table
 from paceline.demo.digits import load
 from paceline.demo.settings import Problem, Setting
 from paceline.demo.trial import run_trial
-from paceline.report.comparison import TrialOutcome
+from paceline.report.results_table import TrialOutcome
 from paceline.runtime.job_options import make_job
 
 __all__ = ["ABORT_RATES", "ABORT_TIMES_S", "Search", "cherry_pick"]

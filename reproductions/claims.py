@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paceline.cli.progress import TellShare
+from paceline.cli.progress_bar import TellShare
 from paceline.rehearsal.ranking import Task, run_tasks
 from paceline.sim import Cluster, LogNormal, Occasional, Times, Uniform
 

@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from paceline.cli.console import interruptible, run_app
 from paceline.cli.numbers import whole_number_option
 from paceline.cli.options import Out, RunDir
 from paceline.cli.output_folder import new_folder
-from paceline.cli.progress import shown_progress
-from paceline.cli.terminal import interruptible, run_app
+from paceline.cli.progress_bar import shown_progress
 from paceline.errors import ConfigurationError
 from paceline.report.canvas import NO_MATPLOTLIB, can_draw
 

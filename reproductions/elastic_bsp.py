@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from paceline.cli.progress import TellShare
+from paceline.cli.progress_bar import TellShare
 from paceline.sim import Cluster, Occasional, Uniform, simulate
 from paceline.sync.actions import PublishPlan
 from paceline.zipline import solve_periodic

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from paceline.core.lease import BatchSizing
+from paceline.core.protocol.lease import BatchSizing
 from paceline.errors import ConfigurationError
 from paceline.frontend.data import distribute
 from paceline.frontend.optimizer import DistributedOptimizer

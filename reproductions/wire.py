@@ -20,8 +20,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import paceline
-from paceline.cli.progress import TellShare
-from paceline.core.wire_format import WireFormat
+from paceline.cli.progress_bar import TellShare
+from paceline.core.protocol.wire_format import WireFormat
 from paceline.errors import ConfigurationError
 from paceline.shard.snapshot import WeightsSnapshot
 from paceline.studies.statistics import Ratio, compare

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from benchmarks.zipline import measurement
 from benchmarks.zipline.tables import tables
-from paceline.cli.progress import TellShare
+from paceline.cli.progress_bar import TellShare
 from paceline.zipline import (
     LastInterval,
     Solution,

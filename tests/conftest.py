@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.core.history import MetricHistory
-from paceline.core.loader_ledger import PositionCounts
+from paceline.core.data.loader_ledger import PositionCounts
+from paceline.core.metrics.history import MetricHistory
 from paceline.frontend import session as sessions
 from paceline.plugins import loading
-from paceline.runtime.coordinator import CoordinatorHost
+from paceline.runtime.coordinator_host import CoordinatorHost
 from paceline.runtime.job import Assignment
 from paceline.runtime.job_options import make_job
-from paceline.runtime.server import ServerHost
-from paceline.runtime.worker import WorkerSession
+from paceline.runtime.server_host import ServerHost
+from paceline.runtime.worker_session import WorkerSession
 from paceline.sync import MODELS, parse
 from paceline.sync.ticks import TICKS_PER_S
 from paceline.trace.measures import meter_of

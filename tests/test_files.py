@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import paceline
-from paceline.core.messages import TracePart
-from paceline.core.placement import round_robin
+from paceline.core.protocol.messages import TracePart
+from paceline.core.protocol.placement import round_robin
 from paceline.errors import UsageError
 from paceline.files import SYNC_BYTES, PatientWriter, Unfinished, write_json
 from paceline.launcher.results import save_weights, write_summary

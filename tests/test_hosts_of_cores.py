@@ -10,8 +10,8 @@ from typing import get_args
 import pytest
 
 import paceline
-from paceline.core.host import METHODS
-from paceline.core.requests import Request, Send
+from paceline.core.protocol.host import METHODS
+from paceline.core.protocol.requests import Request, Send
 
 ROOT = Path(paceline.__file__).parent
 CHECKOUT = ROOT.parents[1]
@@ -20,25 +20,25 @@ CHECKOUT = ROOT.parents[1]
 CORES = {
     "Worker": (
         "core.worker",
-        {"runtime/worker.py", "sim/job.py", "testing/network.py", "testing/small_job.py"},
+        {"runtime/worker_session.py", "sim/simulated_job.py", "testing/network.py", "testing/small_job.py"},
     ),
     "Server": (
         "core.server",
-        {"runtime/server.py", "sim/job.py", "testing/network.py", "testing/small_job.py"},
+        {"runtime/server_host.py", "sim/simulated_job.py", "testing/network.py", "testing/small_job.py"},
     ),
     "Coordinator": (
         "core.coordinator",
         {
-            "runtime/coordinator.py",
-            "sim/job.py",
+            "runtime/coordinator_host.py",
+            "sim/simulated_job.py",
             "testing/network.py",
             "testing/small_job.py",
             "trace/replay.py",
         },
     ),
     "Shard": ("core.shard", {"core/server.py", "trace/replay.py"}),
-    "ShardSync": ("core.shard_sync", {"core/shard.py", "testing/small_job.py"}),
-    "JobSync": ("core.job_sync", {"core/coordinator.py"}),
+    "ShardSync": ("core.sync.shard_sync", {"core/shard.py", "testing/small_job.py"}),
+    "JobSync": ("core.sync.job_sync", {"core/coordinator.py"}),
     "PushReceived": ("sync.events", {"core/server.py"}),
     "PullRequested": ("sync.events", {"core/server.py", "sync/model.py"}),
     "PullRepeated": ("sync.events", {"core/server.py"}),
@@ -92,15 +92,15 @@ def test_only_these_files_construct(name: str) -> None:
 REQUESTS = {kind.__name__ for kind in get_args(Request)}
 
 ALLOWED = {
-    "src/paceline": {"core/host.py", "core/clipped_means.py", "testing/states.py"},
+    "src/paceline": {"core/protocol/host.py", "core/sync/clipped_means.py", "testing/state_pools.py"},
     "tests": {"sim/test_clocks_apart.py", "sync/test_exhaustive_search.py"},
     "benchmarks": set[str](),
     "reproductions": set[str](),
 }
 """Folder -> the host, and files that carry out no request.
 
-`core/clipped_means.py` holds back some requests of a shard. `testing/states.py` renames the worker of a timer. The
-tests replace timers and messages that a core has requested, before its host carries them out.
+`core/sync/clipped_means.py` holds back some requests of a shard. `testing/state_pools.py` renames the worker of a
+timer. The tests replace timers and messages that a core has requested, before its host carries them out.
 """
 
 

@@ -141,7 +141,7 @@ def test_the_simulator_imports_nothing_from_the_live_hosts() -> None:
         assert not found, f"{file.relative_to(ROOT)} imports {found}"
 
 
-SHARED = {"best_effort", "devices", "job", "segmented", "spin"}
+SHARED = {"best_effort", "compute_devices", "job", "segmented", "spin"}
 """What the processes of workers and of servers have in common in `runtime`."""
 
 
@@ -156,7 +156,7 @@ def used_by(module: str) -> set[str]:
 
 
 def test_a_worker_imports_nothing_from_the_modules_of_the_server() -> None:
-    assert used_by("worker") & used_by("server") == SHARED
+    assert used_by("worker_session") & used_by("server_host") == SHARED
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "reproductions"])
@@ -182,7 +182,12 @@ def test_imports_are_seen_in_every_form() -> None:
     file = ROOT / "sync" / "elastic_bsp.py"
     assert "paceline.zipline" in {name for _, name in imports(file)}
     names = {name for _, name in imports(ROOT / "core" / "shard.py")}
-    assert {"paceline.errors", "paceline.sync", "paceline.sync.actions", "paceline.core.entry"} <= names
+    assert {
+        "paceline.errors",
+        "paceline.sync",
+        "paceline.sync.actions",
+        "paceline.core.protocol.entry",
+    } <= names
 
 
 def in_a_fresh_interpreter(program: str) -> str:
@@ -214,7 +219,7 @@ def test_the_pure_rooms_run_without_torch() -> None:
 import paceline
 machine = paceline.sync.parse("elastic-bsp:lookahead=3").at_coordinator()
 paceline.zipline.solve([[1.0, 2.0], [1.5, 3.0]])
-import paceline.core.layout
+import paceline.core.protocol.layout
 """
     assert in_a_fresh_interpreter(program + HEAVY) == "['numpy']"
 

@@ -13,7 +13,7 @@ import msgspec
 from rich import box
 from rich.table import Table
 
-from paceline.cli.progress import TellShare
+from paceline.cli.progress_bar import TellShare
 
 from .cost import MOST_US, Cost, measure_cost
 from .judging import MOST_UPDATES, Judged, judge

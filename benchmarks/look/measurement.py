@@ -19,7 +19,7 @@ import msgspec
 from rich import box
 from rich.table import Table
 
-from paceline.cli.progress import TellShare
+from paceline.cli.progress_bar import TellShare
 from paceline.errors import RunFailedError
 from paceline.outlets.wanted import open_outlets
 

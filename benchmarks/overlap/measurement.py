@@ -34,8 +34,8 @@ from rich import box
 from rich.table import Table
 from torch import nn
 
-from paceline.cli.progress import TellShare
-from paceline.core.layout import Layout, Parameter
+from paceline.cli.progress_bar import TellShare
+from paceline.core.protocol.layout import Layout, Parameter
 from paceline.errors import ConfigurationError
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.frontend.session import worker_index

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from paceline.cli.progress import TellShare
+from paceline.cli.progress_bar import TellShare
 
 from .fork_server import fork_server, measure_turn, one_thread_each
 from .plan import Figures, TransportPlan, TransportRow, Turn, estimate_s, turns_of, work_s

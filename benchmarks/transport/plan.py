@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from paceline.core.layout import ALIGNMENT_BYTES, ITEM_BYTES
+from paceline.core.protocol.layout import ALIGNMENT_BYTES, ITEM_BYTES
 from paceline.errors import ConfigurationError, unknown_name
 
 __all__ = [

@@ -10,9 +10,9 @@ from statistics import median
 
 import torch
 
-from paceline.core.host import Host
-from paceline.core.layout import Layout, Parameter
-from paceline.core.model_spec import OptimizerSpec
+from paceline.core.protocol.host import Host
+from paceline.core.protocol.layout import Layout, Parameter
+from paceline.core.protocol.model_spec import OptimizerSpec
 from paceline.core.shard import Shard
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.frontend.session import set_sync, worker_index

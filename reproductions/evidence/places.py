@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from paceline.core.lease import BatchSizing
+from paceline.core.protocol.lease import BatchSizing
 from paceline.sim import Cluster
 from paceline.studies.generators import Equal, Generator, Jitter, Pauses, SlowLinks, Steady
 

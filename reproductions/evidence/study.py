@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from paceline.cli.progress import TellShare
+from paceline.cli.progress_bar import TellShare
 
 from ..grid_search import Point
 from .places import Contender, Place, Variant

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paceline.cli.progress import TellShare
-from paceline.core.layout import Layout, Parameter, ShardSlice
+from paceline.cli.progress_bar import TellShare
+from paceline.core.protocol.layout import Layout, Parameter, ShardSlice
 from paceline.sim import Cluster, Uniform
 from paceline.sim.simulate import simulate
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.core.model_spec import HyperParameters
+from paceline.core.protocol.model_spec import HyperParameters
 from paceline.demo.digits import load
 
 from .problems import Data, Orders, Weights, sgd

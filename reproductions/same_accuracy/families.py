@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.model_spec import HyperParameters
+from paceline.core.protocol.model_spec import HyperParameters
 from paceline.plugins.optimizer_sources import OptimizerSources, name_of
 from paceline.shard.foreign import register_elementwise, use_sources
 from paceline.shard.optimizers import ELEMENTWISE, read_groups

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from paceline.cli.progress import TellShare
+from paceline.cli.progress_bar import TellShare
 from paceline.rehearsal.process_pool import on_all_cores
 
 from .ensemble import Setting, train

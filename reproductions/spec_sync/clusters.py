@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paceline.cli.progress import TellShare
+from paceline.cli.progress_bar import TellShare
 from paceline.sim import Cluster
 
 from ..curves import draw_curves

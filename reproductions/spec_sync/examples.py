@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paceline.cli.progress import TellShare
+from paceline.cli.progress_bar import TellShare
 from paceline.sim import Cluster, simulate
 from paceline.sync.actions import AnswerPull
 from paceline.sync.events import PullRepeated, PushReceived

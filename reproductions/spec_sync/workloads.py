@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import nn
 
-from paceline.cli.progress import TellShare
+from paceline.cli.progress_bar import TellShare
 from paceline.sim import Cluster, Link, Uniform, simulate
 
 from ..exhibit import Exhibit, Made, Options, beside

@@ -21,7 +21,7 @@ _HOMES = {
     "distribute": "frontend.data",
     "epochs": "frontend.epochs",
     "evaluating": "frontend.evaluating",
-    "is_main": "frontend.main_worker",
+    "is_main": "frontend.is_main",
     "launch": "launcher.launch",
     "log": "frontend.metrics",
     "prepare": "frontend.prepare",
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from .frontend.device import device
     from .frontend.epochs import epochs
     from .frontend.evaluating import evaluating
-    from .frontend.main_worker import is_main
+    from .frontend.is_main import is_main
     from .frontend.metrics import log
     from .frontend.optimizer import DistributedOptimizer
     from .frontend.prepare import prepare

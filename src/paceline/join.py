@@ -12,9 +12,9 @@ def main() -> None:
     """Run the command line in a process that torchrun has started."""
     import typer
 
-    from .cli.running import RunCommand
-    from .cli.scheduled import TORCHRUN, scheduled_join
-    from .cli.terminal import run_app
+    from .cli.console import run_app
+    from .cli.run_command import RunCommand
+    from .cli.scheduler_join import TORCHRUN, scheduled_join
 
     app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
     app.command(

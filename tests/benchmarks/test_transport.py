@@ -35,7 +35,7 @@ from benchmarks.transport.plan import (
     Turn,
 )
 from benchmarks.transport.systems import launch_paceline
-from paceline.cli import terminal
+from paceline.cli import console
 from paceline.errors import RunFailedError
 
 KEYS = {"system", "transport", "mode", "size_mb", "workers", "median_ms", "low_ms", "high_ms"}
@@ -171,7 +171,7 @@ def test_ctrl_c_ends_every_process_and_says_so() -> None:
             assert program.poll() is None
         program.send_signal(signal.SIGINT)
         stdout, stderr = program.communicate(timeout=DEADLINE_S)
-    assert (program.returncode, stdout) == (terminal.EXIT_INTERRUPTED, "")
+    assert (program.returncode, stdout) == (console.EXIT_INTERRUPTED, "")
     assert stderr.splitlines()[-1] == f"interrupted: {commands.NOTHING_LEFT}"
     assert "Traceback" not in stderr
 
@@ -309,7 +309,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     with pytest.raises(SystemExit) as end:
         commands.main()
     stdout, stderr = capsys.readouterr()
-    assert (end.value.code, stdout) == (terminal.EXIT_BAD_INPUT, "")
+    assert (end.value.code, stdout) == (console.EXIT_BAD_INPUT, "")
     assert stderr.startswith(BAD_INPUT[arguments])
     assert stderr.count("\n") == 1
 

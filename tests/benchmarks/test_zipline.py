@@ -25,7 +25,7 @@ from benchmarks.zipline.measurement import (
     plain_sort,
 )
 from benchmarks.zipline.tables import tables
-from paceline.cli.progress import shown_progress
+from paceline.cli.progress_bar import shown_progress
 from paceline.errors import ConfigurationError
 from paceline.zipline import METHODS, bsp_barrier, solve
 

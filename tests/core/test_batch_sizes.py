@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.batch_sizes import (
+from paceline.core.data.batch_sizes import (
     STEPS,
     BatchSizes,
     BatchTime,
@@ -18,7 +18,7 @@ from paceline.core.batch_sizes import (
     in_steps,
     step_of,
 )
-from paceline.core.lease import divide_evenly
+from paceline.core.protocol.lease import divide_evenly
 from tests.support.marks import thorough
 
 BATCH = 16  # usual size of a worker's batch

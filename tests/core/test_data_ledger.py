@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from paceline.core import loader_ledger
 from paceline.core.coordinator import Coordinator
-from paceline.core.data_feed import DataFeed
-from paceline.core.data_ledger import DataLedger
-from paceline.core.lease import Batch, Lease, Order
-from paceline.core.messages import DataGranted, DataRequested, WorkerFinished
-from paceline.core.requests import Request, Send, server_peer, worker_peer
+from paceline.core.data import loader_ledger
+from paceline.core.data.data_feed import DataFeed
+from paceline.core.data.data_ledger import DataLedger
+from paceline.core.protocol.lease import Batch, Lease, Order
+from paceline.core.protocol.messages import DataGranted, DataRequested, WorkerFinished
+from paceline.core.protocol.requests import Request, Send, server_peer, worker_peer
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.sync.schedule import read_schedule
 

@@ -19,14 +19,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from paceline.core import messages
+from paceline.core.changes.extension import Extension
 from paceline.core.coordinator import Coordinator
-from paceline.core.extension import Extension
-from paceline.core.host import Host
-from paceline.core.layout import Layout, Parameter
-from paceline.core.messages import Answer, ExtensionReady, Message, Ready, Status
-from paceline.core.model_spec import BufferSpec, ModelSpec, OptimizerSpec, require_extension
-from paceline.core.requests import COORDINATOR, Peer, Proceed, Request, Send, server_peer, worker_peer
+from paceline.core.protocol import messages
+from paceline.core.protocol.host import Host
+from paceline.core.protocol.layout import Layout, Parameter
+from paceline.core.protocol.messages import Answer, ExtensionReady, Message, Ready, Status
+from paceline.core.protocol.model_spec import BufferSpec, ModelSpec, OptimizerSpec, require_extension
+from paceline.core.protocol.requests import (
+    COORDINATOR,
+    Peer,
+    Proceed,
+    Request,
+    Send,
+    server_peer,
+    worker_peer,
+)
 from paceline.core.server import Server
 from paceline.core.worker import Worker
 from paceline.errors import ProtocolError

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from paceline.core.good_weights import GoodWeights
-from paceline.core.guard import (
+from paceline.core.oversight.good_weights import GoodWeights
+from paceline.core.oversight.guard import (
     AGAIN,
     CONFIRMED,
     MOST_NAN,
@@ -19,7 +19,7 @@ from paceline.core.guard import (
     Verdict,
     guard_mode,
 )
-from paceline.core.messages import Observation
+from paceline.core.protocol.messages import Observation
 from paceline.errors import ConfigurationError
 
 CALM = Observation(0, loss=1.0, gradient=1.0, weights=5.0)

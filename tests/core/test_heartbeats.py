@@ -7,9 +7,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from paceline.core.heartbeats import Heartbeats, answer
-from paceline.core.liveness import Liveness, Verdict
-from paceline.core.messages import MOST_PROCESSES, Heartbeat, HeartbeatAnswered, ProcessState
+from paceline.core.machines.heartbeats import Heartbeats, answer
+from paceline.core.machines.liveness import Liveness, Verdict
+from paceline.core.protocol.messages import MOST_PROCESSES, Heartbeat, HeartbeatAnswered, ProcessState
 from paceline.sync.ticks import TICKS_PER_S, in_ticks
 
 LOOK_TICKS = TICKS_PER_S // 10

@@ -1,4 +1,4 @@
-"""Merging metrics over workers and over the progress of a job (`core/history.py`), and the file with them."""
+"""Merging metrics over workers and over the progress of a job (`core/metrics/history.py`), and the file with them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from paceline.core.history import (
+from paceline.core.metrics.history import (
     MOST_BUCKETS,
     MOST_METRICS,
     History,

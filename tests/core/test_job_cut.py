@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from paceline.core.job_cut import EpochCut, JobCut, LoaderCut, LoopCut, ShardState
-from paceline.core.layout import Layout, Parameter
-from paceline.core.lease import Lease, Order
-from paceline.core.messages import LoopLimits, LoopPosition
-from paceline.core.model_spec import ModelSpec, OptimizerSpec
+from paceline.core.protocol.layout import Layout, Parameter
+from paceline.core.protocol.lease import Lease, Order
+from paceline.core.protocol.messages import LoopLimits, LoopPosition
+from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
 
 LAYOUT = Layout.of([Parameter(("weight",), (4, 5), "float32"), Parameter(("bias", "b"), (5,), "float64")])
 MODEL = ModelSpec(

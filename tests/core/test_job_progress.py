@@ -7,13 +7,10 @@ import math
 import msgspec
 import pytest
 
-from paceline.core.awaited import Awaited, Looks, still_waiting
 from paceline.core.coordinator import Coordinator
-from paceline.core.data_feed import DataFeed
-from paceline.core.job_progress import JobProgress, ProgressMeter
-from paceline.core.job_status import Observed, job_status
-from paceline.core.lease import Lease, Order
-from paceline.core.messages import (
+from paceline.core.data.data_feed import DataFeed
+from paceline.core.protocol.lease import Lease, Order
+from paceline.core.protocol.messages import (
     DataGranted,
     EntryRequested,
     EpochReached,
@@ -25,7 +22,10 @@ from paceline.core.messages import (
     Waits,
     WorkerFinished,
 )
-from paceline.core.requests import server_peer, worker_peer
+from paceline.core.protocol.requests import server_peer, worker_peer
+from paceline.core.status.awaited import Awaited, Looks, still_waiting
+from paceline.core.status.job_progress import JobProgress, ProgressMeter
+from paceline.core.status.job_status import Observed, job_status
 from paceline.sync import ASP
 from paceline.sync.schedule import Schedule, Step
 from paceline.sync.ticks import TICKS_PER_S

@@ -9,20 +9,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from paceline.core import messages
-from paceline.core.awaited import waiting_for
 from paceline.core.coordinator import Coordinator
-from paceline.core.job_status import (
-    JobStatus,
-    LinkStatus,
-    MachineStatus,
-    Observed,
-    StateTimes,
-    WorkerStatus,
-    job_status,
-)
-from paceline.core.layout import Layout, Parameter
-from paceline.core.messages import (
+from paceline.core.protocol import messages
+from paceline.core.protocol.layout import Layout, Parameter
+from paceline.core.protocol.messages import (
     Commit,
     Contributed,
     CreateShards,
@@ -32,10 +22,20 @@ from paceline.core.messages import (
     Status,
     Waits,
 )
-from paceline.core.model_spec import ModelSpec, OptimizerSpec
-from paceline.core.requests import COORDINATOR, server_peer, worker_peer
+from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
+from paceline.core.protocol.requests import COORDINATOR, server_peer, worker_peer
 from paceline.core.server import Server
-from paceline.report.job_status import StatusView
+from paceline.core.status.awaited import waiting_for
+from paceline.core.status.job_status import (
+    JobStatus,
+    LinkStatus,
+    MachineStatus,
+    Observed,
+    StateTimes,
+    WorkerStatus,
+    job_status,
+)
+from paceline.report.status_tables import StatusView
 from paceline.sync import BSP
 from paceline.sync.schedule import Schedule, Step
 

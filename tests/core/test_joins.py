@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from paceline.core import messages
+from paceline.core.changes.joining import Join
 from paceline.core.coordinator import Coordinator
-from paceline.core.joining import Join
-from paceline.core.layout import Layout, ShardSlice
-from paceline.core.lease import Order, positions
-from paceline.core.messages import (
+from paceline.core.protocol import messages
+from paceline.core.protocol.layout import Layout, ShardSlice
+from paceline.core.protocol.lease import Order, positions
+from paceline.core.protocol.messages import (
     ChangePublished,
     JoinOffered,
     JoinProposed,
@@ -23,10 +23,10 @@ from paceline.core.messages import (
     SyncRequested,
     WorkerWelcomed,
 )
-from paceline.core.model_spec import ModelSpec, OptimizerSpec
-from paceline.core.requests import COORDINATOR, Apply, Peer, Request, Send, server_peer, worker_peer
+from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
+from paceline.core.protocol.requests import COORDINATOR, Apply, Peer, Request, Send, server_peer, worker_peer
 from paceline.core.server import Server
-from paceline.core.shard_sync import ShardSync
+from paceline.core.sync.shard_sync import ShardSync
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.rehearsal.ranking import EVERY_MODEL
 from paceline.sim import Cluster, LogNormal, Presence, simulate

@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from paceline.core.joint_norms import JointNorms, clip_factor
-from paceline.core.layout import Layout
-from paceline.core.messages import (
+from paceline.core.protocol.layout import Layout
+from paceline.core.protocol.messages import (
     Answer,
     Commit,
     CreateShards,
@@ -19,11 +18,20 @@ from paceline.core.messages import (
     MeanMissing,
     Message,
 )
-from paceline.core.model_spec import ModelSpec, OptimizerSpec
-from paceline.core.placement import round_robin
-from paceline.core.requests import COORDINATOR, Apply, Measure, Request, Send, server_peer, worker_peer
+from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
+from paceline.core.protocol.placement import round_robin
+from paceline.core.protocol.requests import (
+    COORDINATOR,
+    Apply,
+    Measure,
+    Request,
+    Send,
+    server_peer,
+    worker_peer,
+)
 from paceline.core.server import Server
 from paceline.core.shard import Shard
+from paceline.core.sync.joint_norms import JointNorms, clip_factor
 from paceline.errors import InvalidEventError, ProtocolError
 from paceline.sync import BSP, ElasticBSP, SyncModel, events
 from paceline.sync.events import Clip, PullRequested, PushReceived, Stop, WorkerJoined, WorkerLost

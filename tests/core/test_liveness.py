@@ -7,8 +7,16 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from paceline.core.liveness import DEVIATIONS, HEARTBEAT_S, LOOK_S, THRESHOLD, Arrivals, Liveness, Verdict
-from paceline.core.messages import ProcessState
+from paceline.core.machines.liveness import (
+    DEVIATIONS,
+    HEARTBEAT_S,
+    LOOK_S,
+    THRESHOLD,
+    Arrivals,
+    Liveness,
+    Verdict,
+)
+from paceline.core.protocol.messages import ProcessState
 from paceline.sync.ticks import TICKS_PER_S, in_ticks
 
 PERIOD_TICKS = in_ticks(HEARTBEAT_S)

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.core.coordinator import Coordinator
-from paceline.core.layout import Layout
-from paceline.core.main_worker import NOBODY
-from paceline.core.messages import MainChosen, MainRequested, Ready, Register, WorkerFinished
-from paceline.core.model_spec import ModelSpec, OptimizerSpec
-from paceline.core.requests import Request, Send, server_peer, worker_peer
+from paceline.core.machines.main_worker import NOBODY
+from paceline.core.protocol.layout import Layout
+from paceline.core.protocol.messages import MainChosen, MainRequested, Ready, Register, WorkerFinished
+from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
+from paceline.core.protocol.requests import Request, Send, server_peer, worker_peer
 from paceline.sim import Cluster, Presence, simulate
 from paceline.sync import parse
 from paceline.sync.schedule import Schedule, Step

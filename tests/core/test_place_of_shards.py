@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 import paceline
-from paceline.core.layout import Layout
-from paceline.core.messages import Answer, Commit, CreateShards, InitialWeights, Started
-from paceline.core.model_spec import ModelSpec, OptimizerSpec
-from paceline.core.placement import Placement, round_robin
-from paceline.core.requests import COORDINATOR, Send, worker_peer
+from paceline.core.protocol.layout import Layout
+from paceline.core.protocol.messages import Answer, Commit, CreateShards, InitialWeights, Started
+from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
+from paceline.core.protocol.placement import Placement, round_robin
+from paceline.core.protocol.requests import COORDINATOR, Send, worker_peer
 from paceline.core.server import Server
 from paceline.core.worker import Worker
 from paceline.errors import ProtocolError
@@ -48,7 +48,7 @@ def test_only_the_placement_computes_the_server_of_a_shard() -> None:
         for number, line in enumerate(file.read_text().splitlines(), start=1)
         if remainder.search(line)
     ]
-    assert not found, f"{found} compute the server of a shard, which only core/placement.py may do"
+    assert not found, f"{found} compute the server of a shard, which only core/protocol/placement.py may do"
 
 
 def test_a_term_of_zero_is_not_encoded() -> None:

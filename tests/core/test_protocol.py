@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 import paceline
-from paceline.core import messages
-from paceline.core.messages import (
+from paceline.core.protocol import messages
+from paceline.core.protocol.messages import (
     ROWS,
     FetchSnapshot,
     Hello,
@@ -27,7 +27,6 @@ from paceline.core.messages import (
     first_phase,
     greeted,
     phases,
-    protocol,
     row_phases,
     sent,
 )
@@ -251,7 +250,7 @@ class House:
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Row]]:
     """The table, which a test may change."""
     rows = [*ROWS]
-    monkeypatch.setattr(protocol, "ROWS", rows)
+    monkeypatch.setattr(messages.table, "ROWS", rows)
     expected.cache_clear()
     yield rows
     monkeypatch.undo()
@@ -275,10 +274,10 @@ def test_a_new_message_needs_only_its_class(table: list[Row], caplog: pytest.Log
 
 ROLES = {
     "core/worker.py": "worker",
-    "core/data_feed.py": "worker",
-    "core/unsent_metrics.py": "worker",
+    "core/data/data_feed.py": "worker",
+    "core/metrics/unsent_metrics.py": "worker",
     "frontend": "worker",
-    "runtime/worker.py": "worker",
+    "runtime/worker_session.py": "worker",
     "runtime/worker_links.py": "worker",
     "runtime/worker_memory.py": "worker",
     "runtime/worker_status.py": "worker",
@@ -287,25 +286,25 @@ ROLES = {
     "runtime/outbox.py": "worker",
     "core/server.py": "server",
     "core/shard.py": "server",
-    "core/clipped_means.py": "server",
-    "core/paces.py": "server",
-    "core/requests.py": "server",
-    "runtime/server.py": "server",
+    "core/sync/clipped_means.py": "server",
+    "core/sync/paces.py": "server",
+    "core/protocol/requests.py": "server",
+    "runtime/server_host.py": "server",
     "runtime/frozen_values.py": "server",
     "core/coordinator.py": "coordinator",
-    "core/turns.py": "coordinator",
-    "core/quorum.py": "coordinator",
-    "core/losses.py": "coordinator",
-    "core/joining.py": "coordinator",
-    "core/extension.py": "coordinator",
-    "core/reconfiguration.py": "coordinator",
-    "core/joint_norms.py": "coordinator",
-    "core/collectives.py": "coordinator",
-    "core/loop_positions.py": "coordinator",
-    "core/oversight.py": "coordinator",
-    "core/heartbeats.py": "coordinator agent",
+    "core/sync/turns.py": "coordinator",
+    "core/machines/quorum.py": "coordinator",
+    "core/machines/losses.py": "coordinator",
+    "core/changes/joining.py": "coordinator",
+    "core/changes/extension.py": "coordinator",
+    "core/changes/reconfiguration.py": "coordinator",
+    "core/sync/joint_norms.py": "coordinator",
+    "core/sync/joint_calls.py": "coordinator",
+    "core/data/loop_positions.py": "coordinator",
+    "core/oversight/oversight.py": "coordinator",
+    "core/machines/heartbeats.py": "coordinator agent",
     "wire/stream.py": "worker server",
-    "runtime/coordinator.py": "coordinator",
+    "runtime/coordinator_host.py": "coordinator",
     "runtime/agents.py": "coordinator",
     "runtime/reader.py": "reader",
     "launcher/joining.py": "agent",
@@ -343,7 +342,7 @@ def uses(file: Path, roles: Sequence[str]) -> Iterator[Use]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             module = node.module or ""
-            if module == "messages" or module.endswith("core.messages"):
+            if module.split(".")[-1] == "messages":
                 known |= {alias.asname or alias.name: alias.name for alias in node.names}
             elif any(alias.name == "messages" for alias in node.names):
                 known |= {f"messages.{name}": name for name in vars(messages)}
@@ -407,7 +406,7 @@ def test_no_row_can_be_left_out(row: Row) -> None:
 
 
 CORES = {
-    "worker": ["core/worker.py", "core/data_feed.py"],
+    "worker": ["core/worker.py", "core/data/data_feed.py"],
     "server": ["core/server.py"],
     "coordinator": ["core/coordinator.py"],
 }

@@ -9,11 +9,11 @@ from typing import ClassVar
 import pytest
 import torch
 
-from paceline.core.host import Host
-from paceline.core.layout import Layout, Parameter
-from paceline.core.messages import Answer
-from paceline.core.model_spec import HyperParameters, OptimizerSpec
-from paceline.core.requests import Peer
+from paceline.core.protocol.host import Host
+from paceline.core.protocol.layout import Layout, Parameter
+from paceline.core.protocol.messages import Answer
+from paceline.core.protocol.model_spec import HyperParameters, OptimizerSpec
+from paceline.core.protocol.requests import Peer
 from paceline.core.shard import Shard
 from paceline.errors import InvalidEventError, ProtocolError
 from paceline.shard.optimizers import ELEMENTWISE, read_groups, require_elementwise

@@ -20,16 +20,16 @@ from torch import nn
 
 import paceline
 from paceline.core.coordinator import Coordinator
-from paceline.core.job_sync import JobSync
-from paceline.core.loader_ledger import LoaderLedger
-from paceline.core.losses import Losses
-from paceline.core.members import Members
-from paceline.core.messages import Message
-from paceline.core.order import Order, Reporter
+from paceline.core.data.loader_ledger import LoaderLedger
+from paceline.core.machines.losses import Losses
+from paceline.core.machines.members import Members
+from paceline.core.protocol.messages import Message
+from paceline.core.protocol.order import Order, Reporter
 from paceline.core.server import Server
 from paceline.core.shard import Shard
-from paceline.core.shard_sync import ShardSync
-from paceline.core.versions import Versions
+from paceline.core.sync.job_sync import JobSync
+from paceline.core.sync.shard_sync import ShardSync
+from paceline.core.sync.versions import Versions
 from paceline.core.worker import Worker
 from paceline.errors import InternalError
 from paceline.sim import Cluster, Dataset, Presence, simulate

@@ -12,13 +12,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from paceline.demo import comparison
-from paceline.demo.comparison import run_demo
+import paceline.demo.trials
 from paceline.demo.digits import Digits, DigitsNet, Recipe, accuracy, load, train
 from paceline.demo.settings import EVERY_SETTING, OWN_BEST, SETTINGS, TRANSLATED, Problem, Setting
 from paceline.demo.trial import time_to_target
+from paceline.demo.trials import run_demo
 from paceline.errors import ConfigurationError
-from paceline.report.comparison import TrialOutcome
+from paceline.report.results_table import TrialOutcome
 from paceline.sync import MODELS, Rennala, Ringmaster, parse
 from tests.support.fake_trials import FakeTrials
 
@@ -144,8 +144,8 @@ def test_demo_trains_judges_and_leaves_table_curves_and_picture(tmp_path: Path) 
 def test_demo_without_matplotlib_says_so_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digits: Digits
 ) -> None:
-    monkeypatch.setattr(comparison, "run_trial", FakeTrials())
-    monkeypatch.setattr(comparison, "read_timeline", lambda run_dir: None)
+    monkeypatch.setattr(paceline.demo.trials, "run_trial", FakeTrials())
+    monkeypatch.setattr(paceline.demo.trials, "read_timeline", lambda run_dir: None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     text = io.StringIO()
     run_demo(console=Console(file=text, width=80), run_dir=tmp_path / "demo", seeds=(0, 1, 2))
@@ -155,8 +155,8 @@ def test_demo_without_matplotlib_says_so_and_goes_on(
 
 
 def test_demo_with_several_seeds_gives_medians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "run_trial", FakeTrials())
-    monkeypatch.setattr(comparison, "_save_picture", lambda *anything: None)
+    monkeypatch.setattr(paceline.demo.trials, "run_trial", FakeTrials())
+    monkeypatch.setattr(paceline.demo.trials, "_save_picture", lambda *anything: None)
     settings = (Setting("asp", 0.2, 0.0),)
     [outcome] = run_demo(
         console=Console(file=io.StringIO()), run_dir=tmp_path / "demo", settings=settings, seeds=(0, 1, 2)
@@ -200,8 +200,8 @@ def test_every_model_of_the_demo_has_the_hyper_parameters_of_bsp_and_its_own_bes
 def test_the_table_says_which_hyper_parameters_a_row_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparison, "run_trial", FakeTrials())
-    monkeypatch.setattr(comparison, "_save_picture", lambda *anything: None)
+    monkeypatch.setattr(paceline.demo.trials, "run_trial", FakeTrials())
+    monkeypatch.setattr(paceline.demo.trials, "_save_picture", lambda *anything: None)
     text = io.StringIO()
     run_demo(console=Console(file=text, width=80), run_dir=tmp_path / "demo")
     assert "elastic-bsp:lookahead=15" in text.getvalue()  # the table has its columns in full
@@ -215,8 +215,8 @@ def test_the_table_says_which_hyper_parameters_a_row_has(
 def test_the_comparison_of_all_shows_delayed_pulls_and_aborts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparison, "run_trial", FakeTrials())
-    monkeypatch.setattr(comparison, "_save_picture", lambda *anything: None)
+    monkeypatch.setattr(paceline.demo.trials, "run_trial", FakeTrials())
+    monkeypatch.setattr(paceline.demo.trials, "_save_picture", lambda *anything: None)
     text = io.StringIO()
     run_demo(console=Console(file=text, width=110), run_dir=tmp_path / "demo", settings=EVERY_SETTING)
     printed = text.getvalue()

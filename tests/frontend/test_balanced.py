@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paceline
-from paceline.cli.terminal import read_paces
-from paceline.core.lease import BatchSizing
+from paceline.cli.console import read_paces
+from paceline.core.protocol.lease import BatchSizing
 from paceline.errors import ConfigurationError
 from paceline.frontend.generators import generators_lock
 from paceline.frontend.session import current

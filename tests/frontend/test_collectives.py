@@ -14,13 +14,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.core.collectives import Collectives
-from paceline.core.messages import Combined, Contributed
-from paceline.core.requests import Send
+from paceline.core.protocol.messages import Combined, Contributed
+from paceline.core.protocol.requests import Send
+from paceline.core.sync.joint_calls import Collectives
 from paceline.errors import ProtocolError, RunFailedError, UsageError
 from paceline.frontend.session import current
 from paceline.sim import Cluster, simulate
-from paceline.sim.machines import Presence
+from paceline.sim.worker_settings import Presence
 from paceline.sync.events import PushReceived
 from paceline.trace.measures import measure
 from tests.support.live import await_that, run_program

@@ -29,10 +29,10 @@ from torch.utils.data import (
 )
 
 from paceline import DistributedOptimizer, distribute, worker_count, worker_index
-from paceline.core.data_feed import DataFeed
-from paceline.core.data_ledger import DataLedger
-from paceline.core.messages import DataGranted, DataRequested
-from paceline.core.requests import Request, Send
+from paceline.core.data.data_feed import DataFeed
+from paceline.core.data.data_ledger import DataLedger
+from paceline.core.protocol.messages import DataGranted, DataRequested
+from paceline.core.protocol.requests import Request, Send
 from paceline.errors import ConfigurationError, UsageError
 from paceline.frontend.data import DistributedLoader
 from paceline.frontend.session import Session, current, install

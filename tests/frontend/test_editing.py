@@ -16,15 +16,15 @@ from torch import nn
 
 import paceline
 from paceline import DistributedOptimizer, simulate, worker_count, worker_index
-from paceline.core.edits import Edits
-from paceline.core.layout import Layout, Parameter
-from paceline.core.messages import Commit, CreateShards, InitialWeights
-from paceline.core.model_spec import ModelSpec, OptimizerSpec
-from paceline.core.requests import COORDINATOR, Discard, Overwrite, worker_peer
+from paceline.core.changes.edits import Edits
+from paceline.core.protocol.layout import Layout, Parameter
+from paceline.core.protocol.messages import Commit, CreateShards, InitialWeights
+from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
+from paceline.core.protocol.requests import COORDINATOR, Discard, Overwrite, worker_peer
 from paceline.core.server import Server
 from paceline.errors import ProtocolError, UsageError, WeightsChangedError
 from paceline.frontend import session as sessions
-from paceline.runtime.worker import WorkerSession
+from paceline.runtime.worker_session import WorkerSession
 from paceline.shard.store import Push, Store
 from paceline.shard.vectors import segment_views
 from paceline.sim import Cluster

@@ -15,7 +15,7 @@ import paceline
 from paceline import sync
 from paceline.errors import PeerLostError, RunFailedError, UsageError, WeightsChangedError
 from paceline.runtime.repeating import Repeating
-from paceline.runtime.worker import WorkerSession
+from paceline.runtime.worker_session import WorkerSession
 from paceline.sim import Cluster, simulate
 from paceline.sync.events import PushReceived
 from paceline.trace.measures import measure

@@ -17,15 +17,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.core.messages import FetchFrozen, FrozenTensors
+from paceline.core.protocol.messages import FetchFrozen, FrozenTensors
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.frontend import session as sessions
-from paceline.runtime.coordinator import CoordinatorHost
+from paceline.runtime.coordinator_host import CoordinatorHost
 from paceline.runtime.frozen_values import FrozenValues
 from paceline.runtime.job import Assignment
 from paceline.runtime.job_options import make_job
-from paceline.runtime.server import ServerHost
-from paceline.runtime.worker import WorkerSession
+from paceline.runtime.server_host import ServerHost
+from paceline.runtime.worker_session import WorkerSession
 from paceline.shard import digests
 from paceline.shard.digests import chunks, digest_of, digests_of
 from paceline.shard.frozen_files import read_frozen, require_complete

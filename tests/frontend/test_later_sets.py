@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline import DistributedOptimizer
-from paceline.core.layout import Layout, Parameter
-from paceline.core.model_spec import ModelSpec, OptimizerSpec
+from paceline.core.protocol.layout import Layout, Parameter
+from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
 from paceline.errors import ConfigurationError, RunFailedError, UsageError
 from paceline.frontend.session import current
 from paceline.runtime.server_memory import ServerMemory

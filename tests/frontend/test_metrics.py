@@ -24,10 +24,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.core.coordinator import Coordinator
-from paceline.core.history import LONGEST_NAME, MOST_METRICS, MetricHistory
-from paceline.core.messages import LoggedValue, MetricsLogged, PushesObserved
-from paceline.core.requests import Warn, worker_peer
-from paceline.core.unsent_metrics import Noted, UnsentMetrics
+from paceline.core.metrics.history import LONGEST_NAME, MOST_METRICS, MetricHistory
+from paceline.core.metrics.unsent_metrics import Noted, UnsentMetrics
+from paceline.core.protocol.messages import LoggedValue, MetricsLogged, PushesObserved
+from paceline.core.protocol.requests import Warn, worker_peer
 from paceline.errors import RunFailedError, UsageError
 from paceline.frontend import readings
 from paceline.frontend.backward import BACKWARD, unwatch_backward, watch_backward

@@ -20,8 +20,8 @@ import paceline
 from paceline import DistributedOptimizer, worker_count, worker_index
 from paceline.errors import RunFailedError, UsageError
 from paceline.frontend.loss_scaling import SCALE, UNSCALE, UPDATE, unwatch_scalers, watch_scalers
-from paceline.runtime import worker as worker_module
-from paceline.runtime.worker import WorkerSession
+from paceline.runtime import worker_session as worker_module
+from paceline.runtime.worker_session import WorkerSession
 from paceline.sim import Cluster, Presence, SimResult, simulate
 from paceline.trace.measures import measure
 

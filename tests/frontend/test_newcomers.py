@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.frontend import session as sessions
-from paceline.runtime.coordinator import CoordinatorHost
+from paceline.runtime.coordinator_host import CoordinatorHost
 from paceline.runtime.job import Assignment
 from paceline.runtime.job_options import make_job
-from paceline.runtime.server import ServerHost
-from paceline.runtime.worker import WorkerSession
+from paceline.runtime.server_host import ServerHost
+from paceline.runtime.worker_session import WorkerSession
 from paceline.sim import Cluster, Presence, simulate
 
 UNTRAINED = -1000.0

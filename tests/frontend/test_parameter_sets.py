@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.core.layout import Layout, Parameter
-from paceline.core.model_spec import OptimizerSpec
+from paceline.core.protocol.layout import Layout, Parameter
+from paceline.core.protocol.model_spec import OptimizerSpec
 from paceline.errors import ConfigurationError, RunFailedError, UsageError
 from paceline.shard.optimizers import read_groups
 from paceline.shard.store import Push, Store

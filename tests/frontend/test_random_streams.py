@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import paceline
 from paceline import Cluster, simulate
-from paceline.core.fingerprints import HASHED_ITERATIONS, Fingerprints
-from paceline.core.messages import GradientHashed
+from paceline.core.oversight.fingerprints import HASHED_ITERATIONS, Fingerprints
+from paceline.core.protocol.messages import GradientHashed
 
 CLUSTER = Cluster([0.1, 0.1, 0.1])
 

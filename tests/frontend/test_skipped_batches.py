@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline import DistributedOptimizer
-from paceline.core.data_ledger import DataLedger
-from paceline.core.drawn import MOST_BATCHES, Drawn, DrawnBatch
-from paceline.core.lease import Order, PackedPushed, positions
-from paceline.core.loader_ledger import PositionCounts
-from paceline.core.losses import Loss
-from paceline.core.messages import PushesReported
+from paceline.core.data.data_ledger import DataLedger
+from paceline.core.data.drawn import MOST_BATCHES, Drawn, DrawnBatch
+from paceline.core.data.loader_ledger import PositionCounts
+from paceline.core.machines.losses import Loss
+from paceline.core.protocol.lease import Order, PackedPushed, positions
+from paceline.core.protocol.messages import PushesReported
 from paceline.trace.measures import measure
 
 if TYPE_CHECKING:

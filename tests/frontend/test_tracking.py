@@ -17,16 +17,16 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.core.loop_positions import LoopPositions
-from paceline.core.messages import EpochReached, LoopPosition, StatesDecided
-from paceline.core.requests import Send
+from paceline.core.data.loop_positions import LoopPositions
+from paceline.core.protocol.messages import EpochReached, LoopPosition, StatesDecided
+from paceline.core.protocol.requests import Send
 from paceline.errors import ProtocolError, UsageError
 from paceline.frontend import session as sessions
-from paceline.runtime.coordinator import CoordinatorHost
+from paceline.runtime.coordinator_host import CoordinatorHost
 from paceline.runtime.job import Assignment
 from paceline.runtime.job_options import make_job
-from paceline.runtime.server import ServerHost
-from paceline.runtime.worker import WorkerSession
+from paceline.runtime.server_host import ServerHost
+from paceline.runtime.worker_session import WorkerSession
 from paceline.shard.states import decode_states, encode_states
 from paceline.sim import Cluster, Presence, simulate
 

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import DistributedOptimizer, distribute, set_sync, worker_count, worker_index
 from paceline.errors import UsageError
 from paceline.frontend.session import current
-from paceline.runtime import worker as worker_module
-from paceline.runtime.worker import WorkerSession
+from paceline.runtime import worker_session as worker_module
+from paceline.runtime.worker_session import WorkerSession
 from paceline.shard.optimizers import ELEMENTWISE
 from paceline.sync import ASP, BSP, SSP, ElasticBSP, SyncModel
 from paceline.sync.actions import AnswerPull, ApplyMean, PublishPlan

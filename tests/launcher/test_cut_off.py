@@ -18,13 +18,20 @@ import pytest
 from rich.console import Console
 
 from benchmarks.overlap.namespaces import NetworkLink, network, why_not
-from paceline.core.messages import Hello, MachineAdmitted, MachineJoined, Message, Refused, first_phase
+from paceline.core.protocol.messages import (
+    Hello,
+    MachineAdmitted,
+    MachineJoined,
+    Message,
+    Refused,
+    first_phase,
+)
 from paceline.errors import ConfigurationError, PeerLostError
 from paceline.launcher import child, rejoining
 from paceline.launcher.endings import EXIT_PEER_LOST
 from paceline.launcher.joining import join
 from paceline.launcher.orders import Descriptors, Order, file_of, payload_of_server
-from paceline.runtime.coordinator import CoordinatorHost
+from paceline.runtime.coordinator_host import CoordinatorHost
 from paceline.runtime.job import Assignment
 from paceline.runtime.job_options import make_job
 from paceline.runtime.observer import Observer

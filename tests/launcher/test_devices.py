@@ -23,7 +23,7 @@ from msgspec import structs
 from rich.console import Console
 
 import paceline
-from paceline.core.job_status import JobStatus, WorkerStatus
+from paceline.core.status.job_status import JobStatus, WorkerStatus
 from paceline.errors import ConfigurationError
 from paceline.launcher import devices, launch
 from paceline.launcher.child import with_advice
@@ -31,11 +31,11 @@ from paceline.launcher.description import description_of
 from paceline.launcher.devices import Accelerators, Found, assign_devices, device_of_process, shared
 from paceline.launcher.masks import environment_of
 from paceline.outlets.live_report import with_devices
-from paceline.report.job_status import StatusView
 from paceline.report.reading import read_report
 from paceline.report.run_report import RunReport, WorkerReport
+from paceline.report.status_tables import StatusView
 from paceline.report.summary import summary_rows
-from paceline.runtime.devices import CPU, Device
+from paceline.runtime.compute_devices import CPU, Device
 from paceline.runtime.job_description import describe
 from paceline.runtime.job_options import make_job
 from tests.support.live import DEADLINE_S, mark, run_program, start_program

@@ -173,7 +173,7 @@ def test_a_worker_that_is_killed_during_its_imports_is_lost_and_the_others_train
 def test_the_error_says_how_a_worker_was_lost_before_the_run_could_begin(mark: str) -> None:
     """The worker registers, and is killed before it sends the initial weights."""
     kill = """
-from paceline.runtime.worker import WorkerSession
+from paceline.runtime.worker_session import WorkerSession
 WorkerSession.initialize = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 """
     ended = run(kill, *ALONE)

@@ -14,9 +14,9 @@ import pytest
 from benchmarks.overlap.namespaces import NetworkLink, network, why_not
 from paceline.cli import main
 from paceline.core.coordinator import Coordinator
-from paceline.core.messages import TracePart
-from paceline.core.placement import round_robin
-from paceline.core.requests import EndWithout, Fail, server_peer
+from paceline.core.protocol.messages import TracePart
+from paceline.core.protocol.placement import round_robin
+from paceline.core.protocol.requests import EndWithout, Fail, server_peer
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.runtime.job_options import make_job
 from paceline.runtime.traces import PART_BYTES, TraceFiles
@@ -119,7 +119,7 @@ TOO_LATE = """
 import time
 from pathlib import Path
 
-from paceline.runtime.worker import WorkerSession
+from paceline.runtime.worker_session import WorkerSession
 
 initialize = WorkerSession.initialize
 

@@ -19,7 +19,7 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.overlap.namespaces import NetworkLink, network, why_not
-from paceline.core.messages import ClockOffset
+from paceline.core.protocol.messages import ClockOffset
 from paceline.report.timeline import read_timeline
 from paceline.sync.events import PushReceived, WorkerJoined
 from paceline.sync.ticks import TICKS_PER_S, in_ticks

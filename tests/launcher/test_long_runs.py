@@ -12,7 +12,7 @@ from typing import TypeVar
 import pytest
 
 from paceline.launcher.results import summarize
-from paceline.runtime.coordinator import CoordinatorHost
+from paceline.runtime.coordinator_host import CoordinatorHost
 from paceline.runtime.job_options import make_job
 from paceline.sim import Cluster, Dataset, Presence, simulate
 from paceline.trace.recording import trace_files

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.errors import ConfigurationError
-from paceline.frontend.model import require_not_wrapped
+from paceline.frontend.trained_model import require_not_wrapped
 from paceline.runtime.job_options import make_job
 from tests.support.live import run_program
 

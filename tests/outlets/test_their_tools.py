@@ -13,8 +13,8 @@ from msgspec import structs
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_prometheus
 
-from paceline.core.history import Metric, MetricPoint
-from paceline.core.job_status import JobStatus, LinkStatus, WorkerStatus
+from paceline.core.metrics.history import Metric, MetricPoint
+from paceline.core.status.job_status import JobStatus, LinkStatus, WorkerStatus
 from paceline.outlets.door import Answer, Request
 from paceline.outlets.live_report import LiveReport
 from paceline.outlets.openmetrics import MetricsPage

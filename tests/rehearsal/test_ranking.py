@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from paceline.cli import main
-from paceline.core.lease import BatchSizing
+from paceline.core.protocol.lease import BatchSizing
 from paceline.errors import ConfigurationError
 from paceline.rehearsal.advice import advise, show
 from paceline.rehearsal.clusters import describe

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from paceline.core.lease import BatchSizing
+from paceline.core.protocol.lease import BatchSizing
 from paceline.rehearsal.comparison import show_recommendation
 from paceline.rehearsal.ranking import Figures, rank
 from paceline.rehearsal.recommendation import (
@@ -20,7 +20,7 @@ from paceline.rehearsal.recommendation import (
 )
 from paceline.rehearsal.wire_variants import wire_variants
 from paceline.sim import Cluster, Dataset, Uniform
-from paceline.sync.accuracy import EFFECTS
+from paceline.sync.effects import EFFECTS
 from paceline.trace.findings import DISTRIBUTE
 
 BSP = Candidate(sync="bsp", times=1.0, waiting_share=0.4)

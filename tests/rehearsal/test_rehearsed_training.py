@@ -10,7 +10,7 @@ import pytest
 from paceline.errors import ConfigurationError
 from paceline.rehearsal.clusters import load_cluster
 from paceline.rehearsal.ranking import figures_of
-from paceline.rehearsal.training import Trained, verdicts
+from paceline.rehearsal.script_training import Trained, verdicts
 from paceline.sim import Cluster, simulate
 from tests.support.live import run_program
 from tests.support.marks import chaos

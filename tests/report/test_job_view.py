@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
-from paceline.core.job_status import JobStatus, WorkerStatus
-from paceline.report.job_status import LONG_LINE, StatusView
+from paceline.core.status.job_status import JobStatus, WorkerStatus
 from paceline.report.job_words import figures, progress_line, progress_words, title
 from paceline.report.models import ModelsTable, page_text, pages
+from paceline.report.status_tables import LONG_LINE, StatusView
 from paceline.report.words import shortened
 
 WIDTHS = (40, 60, 80, 120, 200)

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from paceline.core.history import Metric, MetricPoint
+from paceline.core.metrics.history import Metric, MetricPoint
 from paceline.report import page
 from paceline.report.canvas import COLOURS
 from paceline.report.colors_of_time import COLOR_OF

@@ -19,9 +19,9 @@ from paceline.rehearsal.ranking import EVERY_MODEL, rank
 from paceline.report.accuracy import Curve, draw_accuracy
 from paceline.report.canvas import COLOURS, new_figure, save
 from paceline.report.colors_of_time import COMPUTING, TRANSFER, WAITING, WASTED
-from paceline.report.comparison import TrialOutcome, comparison_table, medians
 from paceline.report.picture import comparison_picture, timelines_picture
-from paceline.report.ranking import ranking_picture
+from paceline.report.ranking_table import ranking_picture
+from paceline.report.results_table import TrialOutcome, comparison_table, medians
 from paceline.report.summary import summary_rows
 from paceline.report.timeline import Timeline, draw_timeline, read_timeline, timeline_of
 from paceline.sim import Cluster, Uniform, simulate

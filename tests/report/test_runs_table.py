@@ -10,8 +10,8 @@ from rich.table import Table
 
 from paceline.demo.settings import EVERY_SETTING, SETTINGS
 from paceline.rehearsal.ranking import EVERY_MODEL, rank
-from paceline.report.comparison import TrialOutcome, comparison_table
-from paceline.report.ranking import ranking_table
+from paceline.report.ranking_table import ranking_table
+from paceline.report.results_table import TrialOutcome, comparison_table
 from paceline.report.runs_table import runs_table
 from paceline.sim import Cluster, Dataset
 

@@ -13,7 +13,7 @@ from paceline.report.accuracy import Curve, draw_accuracy
 from paceline.report.canvas import new_figure
 from paceline.report.loss import LossCurve, loss_picture
 from paceline.report.names import run_name
-from paceline.report.ranking import ranking_picture, sweep_picture
+from paceline.report.ranking_table import ranking_picture, sweep_picture
 from paceline.report.styles_of_models import FURTHER_COLORS, MODEL_STYLES, styles_of
 from paceline.sim import Cluster
 from paceline.sync import MODELS

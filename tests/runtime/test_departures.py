@@ -17,10 +17,10 @@ from torch import nn
 
 import paceline
 from paceline import DistributedOptimizer
-from paceline.core import messages
 from paceline.core.coordinator import Coordinator
-from paceline.core.layout import Layout, Parameter
-from paceline.core.messages import (
+from paceline.core.protocol import messages
+from paceline.core.protocol.layout import Layout, Parameter
+from paceline.core.protocol.messages import (
     Commit,
     CreateShards,
     FetchSnapshot,
@@ -28,11 +28,11 @@ from paceline.core.messages import (
     PushesReported,
     Snapshot,
 )
-from paceline.core.model_spec import ModelSpec, OptimizerSpec
-from paceline.core.requests import COORDINATOR, Apply, Request, Send, server_peer, worker_peer
+from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
+from paceline.core.protocol.requests import COORDINATOR, Apply, Request, Send, server_peer, worker_peer
 from paceline.core.server import Server
 from paceline.runtime.hub import Caller, Hub
-from paceline.runtime.server import ServerHost
+from paceline.runtime.server_host import ServerHost
 from paceline.sync import BSP
 from paceline.sync.schedule import Schedule, Step
 from tests.conftest import RunOnThreads

@@ -17,11 +17,11 @@ from torch import nn
 
 import paceline
 from paceline import DistributedOptimizer, launch
-from paceline.core.layout import Layout, Parameter
-from paceline.core.model_spec import OptimizerSpec
-from paceline.core.wire_format import WireFormat
+from paceline.core.protocol.layout import Layout, Parameter
+from paceline.core.protocol.model_spec import OptimizerSpec
+from paceline.core.protocol.wire_format import WireFormat
 from paceline.errors import ConfigurationError, RunFailedError
-from paceline.runtime import coordinator, job_options
+from paceline.runtime import coordinator_host, job_options
 from paceline.runtime.footprint import (
     DESCRIPTOR_HEADROOM,
     FORKED_BYTES,
@@ -336,7 +336,7 @@ def test_a_run_that_needs_more_than_there_is_does_not_begin(
 ) -> None:
     # Enough for one worker less: when the first one that was refused has left, the others must not begin.
     words, limit = NEED[transport]
-    monkeypatch.setattr(coordinator, "available_bytes", lambda: limit)
+    monkeypatch.setattr(coordinator_host, "available_bytes", lambda: limit)
     before = threading.active_count()
     run = run_on_threads(training(), workers=3, servers=2, transport=transport, keep_errors=True)
     assert sorted(run.errors) == [0, 1, 2]
@@ -354,9 +354,9 @@ def test_a_run_that_needs_more_than_there_is_does_not_begin(
 def test_a_run_that_needs_just_what_there_is_begins(
     run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator, "available_bytes", lambda: 7 * P)
+    monkeypatch.setattr(coordinator_host, "available_bytes", lambda: 7 * P)
     run_on_threads(training(), workers=2, servers=1, transport="shm")
-    monkeypatch.setattr(coordinator, "available_bytes", lambda: 7 * P - 1)
+    monkeypatch.setattr(coordinator_host, "available_bytes", lambda: 7 * P - 1)
     with pytest.raises(ConfigurationError, match=r"^not enough memory"):
         run_on_threads(training(), workers=2, servers=1, transport="shm")
 
@@ -365,7 +365,7 @@ def test_a_run_that_needs_just_what_there_is_begins(
 def test_a_refused_run_of_processes_fails_with_the_sentence_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator, "available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr(coordinator_host, "available_bytes", lambda: 1_000_000)
     before = children()
     with pytest.raises(RunFailedError, match=r"^the run failed: not enough memory: 2 workers over shm"):
         launch(training(), workers=2, servers=1, transport="shm", run_dir=tmp_path / "run", progress=False)

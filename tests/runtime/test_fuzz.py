@@ -33,10 +33,10 @@ from torch import nn
 
 from paceline import DistributedOptimizer, worker_index
 from paceline.core import worker as core
-from paceline.core.host import Host
-from paceline.core.layout import Layout, Parameter, ShardSlice
-from paceline.core.lease import Order
-from paceline.core.messages import (
+from paceline.core.protocol.host import Host
+from paceline.core.protocol.layout import Layout, Parameter, ShardSlice
+from paceline.core.protocol.lease import Order
+from paceline.core.protocol.messages import (
     ROWS,
     Answer,
     Commit,
@@ -54,17 +54,17 @@ from paceline.core.messages import (
     WorkerFinished,
     first_phase,
 )
-from paceline.core.model_spec import BufferSpec, FrozenSpec, ModelSpec, OptimizerSpec
-from paceline.core.requests import COORDINATOR, Abort, Peer, Proceed, Request
+from paceline.core.protocol.model_spec import BufferSpec, FrozenSpec, ModelSpec, OptimizerSpec
+from paceline.core.protocol.requests import COORDINATOR, Abort, Peer, Proceed, Request
 from paceline.errors import PacelineError, PeerLostError, ProtocolError
 from paceline.frontend.session import current
 from paceline.runtime import spin
-from paceline.runtime.coordinator import CoordinatorHost
+from paceline.runtime.coordinator_host import CoordinatorHost
 from paceline.runtime.job import Assignment
 from paceline.runtime.job_options import make_job
-from paceline.runtime.server import ServerHost
+from paceline.runtime.server_host import ServerHost
 from paceline.runtime.server_memory import ServerMemory
-from paceline.runtime.worker import WorkerSession
+from paceline.runtime.worker_session import WorkerSession
 from paceline.shard.optimizers import read_groups
 from paceline.sync.actions import ApplyMean, ApplyPush
 from paceline.sync.events import Change, Stop

@@ -14,8 +14,8 @@ import safetensors.torch
 import torch
 
 import paceline
-from paceline.core.messages import RateTempered as RateTemperedMessage
-from paceline.core.requests import COORDINATOR
+from paceline.core.protocol.messages import RateTempered as RateTemperedMessage
+from paceline.core.protocol.requests import COORDINATOR
 from paceline.core.server import Server
 from paceline.errors import RunFailedError
 from paceline.sim import Cluster, SimResult, simulate

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from paceline import DistributedOptimizer, worker_index
-from paceline.core.layout import ITEM_BYTES, Layout, Parameter
-from paceline.core.messages import (
+from paceline.core.protocol.layout import ITEM_BYTES, Layout, Parameter
+from paceline.core.protocol.messages import (
     Commit,
     Content,
     FetchFrozen,
@@ -41,12 +41,12 @@ from paceline.core.messages import (
     SyncRequested,
     WorkerFinished,
 )
-from paceline.core.model_spec import ModelSpec, OptimizerSpec
+from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
 from paceline.errors import ConfigurationError, DeadlineError, PeerLostError
 from paceline.frontend.session import current
 from paceline.runtime.reader import Reader
-from paceline.runtime.server import READERS_PER_SHARD
-from paceline.runtime.worker import WorkerSession
+from paceline.runtime.server_host import READERS_PER_SHARD
+from paceline.runtime.worker_session import WorkerSession
 from paceline.shard.optimizers import read_groups
 from paceline.sync import ASP, BSP, ElasticBSP, SyncModel
 from paceline.sync.events import Change

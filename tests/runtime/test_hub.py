@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import pytest
 
-from paceline.core.messages import (
+from paceline.core.protocol.messages import (
     FetchOptimizerState,
     FetchStates,
     Hello,

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.early_pause import LONGEST_PAUSE
-from paceline.core.layout import Layout, Parameter
-from paceline.core.messages import Message, Stage
+from paceline.core.protocol.layout import Layout, Parameter
+from paceline.core.protocol.messages import Message, Stage
+from paceline.core.sync.early_pause import LONGEST_PAUSE
 from paceline.runtime.outbox import Outbox
 from paceline.runtime.rounded_inbox import RoundedInbox
-from paceline.shard.buffers import bytes_of
+from paceline.shard.buffer_bytes import bytes_of
 from paceline.shard.rounding import Rounded, round_trip
 from paceline.shard.vectors import sliced, tensors_over
 from paceline.wire.memory import PIECE_BYTES, Region, StreamedInbox, cut

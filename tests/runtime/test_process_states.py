@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import pytest
 from msgspec import structs
 
-from paceline.core.heartbeats import Heartbeats
-from paceline.core.liveness import LOOK_S, Liveness, Verdict
-from paceline.core.messages import ProcessState
+from paceline.core.machines.heartbeats import Heartbeats
+from paceline.core.machines.liveness import LOOK_S, Liveness, Verdict
+from paceline.core.protocol.messages import ProcessState
 from paceline.runtime.process_states import RunningProcess, State
 from paceline.sync.ticks import in_ticks
 

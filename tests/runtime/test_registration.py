@@ -16,14 +16,20 @@ import torch
 from torch import nn
 
 from paceline import DistributedOptimizer, worker_index
-from paceline.core.layout import Layout, Parameter
-from paceline.core.messages import Phase, Register
-from paceline.core.model_spec import BufferSpec, FrozenSpec, HyperParameters, ModelSpec, OptimizerSpec
+from paceline.core.protocol.layout import Layout, Parameter
+from paceline.core.protocol.messages import Phase, Register
+from paceline.core.protocol.model_spec import (
+    BufferSpec,
+    FrozenSpec,
+    HyperParameters,
+    ModelSpec,
+    OptimizerSpec,
+)
 from paceline.errors import ProtocolError
 from paceline.frontend.session import current
 from paceline.runtime import registration
 from paceline.runtime.registration import PLAIN, require_groups, require_sound
-from paceline.runtime.worker import WorkerSession
+from paceline.runtime.worker_session import WorkerSession
 from paceline.shard.optimizers import ELEMENTWISE, read_groups
 from paceline.wire.stream import decoder
 
@@ -161,8 +167,8 @@ import sys
 from paceline.launcher.dynamo import defer_dynamo
 defer_dynamo()
 import torch
-from paceline.core.layout import Layout, Parameter
-from paceline.core.model_spec import ModelSpec, OptimizerSpec
+from paceline.core.protocol.layout import Layout, Parameter
+from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
 from paceline.errors import ProtocolError
 from paceline.runtime.registration import require_groups, require_sound
 from paceline.shard.optimizers import ELEMENTWISE, read_groups

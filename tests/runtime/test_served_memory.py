@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from paceline.core.layout import Layout, Parameter
-from paceline.core.messages import MemoryPlace
+from paceline.core.protocol.layout import Layout, Parameter
+from paceline.core.protocol.messages import MemoryPlace
 from paceline.errors import ProtocolError
 from paceline.runtime.outbox import Outbox
 from paceline.wire.addresses import is_here

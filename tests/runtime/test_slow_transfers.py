@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 
 import paceline
 from benchmarks.overlap.namespaces import NetworkLink, network, why_not
-from paceline.core.liveness import Liveness
-from paceline.core.messages import Snapshot, Waits, WorkerFinished, first_phase
+from paceline.core.machines.liveness import Liveness
+from paceline.core.protocol.messages import Snapshot, Waits, WorkerFinished, first_phase
 from paceline.errors import DeadlineError
-from paceline.runtime.coordinator import CoordinatorHost
+from paceline.runtime.coordinator_host import CoordinatorHost
 from paceline.runtime.job_options import make_job
-from paceline.runtime.server import ServerCaller, ServerHost
+from paceline.runtime.server_host import ServerCaller, ServerHost
 from paceline.sync.ticks import TICKS_PER_S
 from paceline.wire import patience
 from paceline.wire.patience import LOOK_INTERVAL_S, Patience

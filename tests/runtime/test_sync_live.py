@@ -413,7 +413,7 @@ def test_a_condition_that_raises_is_reported_and_the_shard_goes_back_to_what_wor
         assert "raised IndexError: list index out of range" in fault.reason
         assert fault.sync == "bsp"
         assert "return [True][state.progress // 5]" in fault.traceback
-        assert "plugins/conditions.py" not in fault.traceback
+        assert "plugins/user_conditions.py" not in fault.traceback
         assert set(fates(trace).values()) == {1}
     assert "The shard continues with bsp." in caplog.text
     assert "return [True][state.progress // 5]" in caplog.text

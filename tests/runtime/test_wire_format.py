@@ -15,19 +15,19 @@ from torch import nn
 
 import paceline
 from paceline import DistributedOptimizer, simulate, worker_index
-from paceline.core.layout import Layout, Parameter, ShardSlice
-from paceline.core.messages import Commit, PullRepeated, Stage
-from paceline.core.rounded_messages import rounds_answer, rounds_push
-from paceline.core.wire_format import EXACT, WireFormat
+from paceline.core.protocol.layout import Layout, Parameter, ShardSlice
+from paceline.core.protocol.messages import Commit, PullRepeated, Stage
+from paceline.core.protocol.rounded_messages import rounds_answer, rounds_push
+from paceline.core.protocol.wire_format import EXACT, WireFormat
 from paceline.errors import ConfigurationError
 from paceline.frontend import session as sessions
-from paceline.runtime import worker as worker_module
-from paceline.runtime.coordinator import CoordinatorHost
+from paceline.runtime import worker_session as worker_module
+from paceline.runtime.coordinator_host import CoordinatorHost
 from paceline.runtime.job import Assignment
 from paceline.runtime.job_description import describe
 from paceline.runtime.job_options import make_job
-from paceline.runtime.server import ServerHost
-from paceline.runtime.worker import WorkerSession
+from paceline.runtime.server_host import ServerHost
+from paceline.runtime.worker_session import WorkerSession
 from paceline.shard.rounding import round_trip
 from paceline.shard.store import Push, Store
 from paceline.shard.vectors import Vectors

@@ -12,8 +12,8 @@ from torch import nn
 
 import paceline
 from paceline import Cluster
-from paceline.core.layout import Layout, Parameter
-from paceline.core.model_spec import OptimizerSpec
+from paceline.core.protocol.layout import Layout, Parameter
+from paceline.core.protocol.model_spec import OptimizerSpec
 from paceline.errors import ConfigurationError, UsageError
 from paceline.frontend.session import install
 from paceline.plugins.optimizer_sources import OptimizerSources, definition, imported_packages, name_of

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.layout import Layout, Parameter, ranges_of
+from paceline.core.protocol.layout import Layout, Parameter, ranges_of
 from paceline.errors import ProtocolError
 from paceline.runtime.rounded_inbox import RoundedInbox
-from paceline.shard.buffers import bytes_of
+from paceline.shard.buffer_bytes import bytes_of
 from paceline.shard.rounding import Rounded, round_trip, whole
 
 NAN, INF = 0x7FC00000, 0x7F800000

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.core.layout import Layout, Parameter
-from paceline.core.model_spec import OptimizerSpec
+from paceline.core.protocol.layout import Layout, Parameter
+from paceline.core.protocol.model_spec import OptimizerSpec
 from paceline.shard.optimizers import ELEMENTWISE, read_groups
 from paceline.shard.slice_optimizers import FusedOptimizer, TorchOptimizer, optimizer_of_slice
 from paceline.sync.translation import FAMILIES, WHOLE, Fraction, Standing, translate

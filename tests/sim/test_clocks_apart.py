@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-import paceline.sim.job
+import paceline.sim.simulated_job
 from paceline.core.coordinator import Coordinator
-from paceline.core.requests import Request, Timer
+from paceline.core.protocol.requests import Request, Timer
 from paceline.core.server import Server
 from paceline.sim import Cluster, LogNormal, SimResult, Uniform, simulate
 from paceline.sync.ticks import TICKS_PER_S, in_ticks
@@ -91,8 +91,8 @@ def with_clocks(core: type, clocks: Sequence[Clock]) -> type:
 def run(monkeypatch: pytest.MonkeyPatch, sync: str, *clocks: Clock) -> SimResult:
     """Simulate a run; the clocks are those of the coordinator and of the two servers."""
     coordinator, *servers = clocks
-    monkeypatch.setattr(paceline.sim.job, "Coordinator", with_clocks(Coordinator, [coordinator]))
-    monkeypatch.setattr(paceline.sim.job, "Server", with_clocks(Server, servers))
+    monkeypatch.setattr(paceline.sim.simulated_job, "Coordinator", with_clocks(Coordinator, [coordinator]))
+    monkeypatch.setattr(paceline.sim.simulated_job, "Server", with_clocks(Server, servers))
     return simulate(CLUSTER, sync, iterations=60, seed=1, record=True)
 
 

@@ -29,7 +29,7 @@ from paceline.sim import (
     SimResult,
     Times,
     Uniform,
-    recording,
+    recorder,
     simulate,
 )
 from paceline.sim.kernel import MESSAGE, TIMER, Kernel
@@ -171,7 +171,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_what_is_written_while_a_run_goes_on_is_what_is_saved_after_it(
     pending_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "PENDING_BYTES", pending_bytes)
+    monkeypatch.setattr(recorder, "PENDING_BYTES", pending_bytes)
     cluster = unequal(servers=2, latency_s=0.01)
     kept = simulate(cluster, "elastic-bsp:lookahead=5", iterations=30, record=True)
     written = simulate(cluster, "elastic-bsp:lookahead=5", iterations=30, run_dir=tmp_path / "written")

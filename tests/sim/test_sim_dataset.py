@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.lease import BATCH_SIZINGS
+from paceline.core.protocol.lease import BATCH_SIZINGS
 from paceline.errors import ConfigurationError
 from paceline.rehearsal.clusters import describe_data
 from paceline.rehearsal.ranking import rank

@@ -24,7 +24,7 @@ from paceline.shard.vectors import bits
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from paceline.core.layout import Layout
+    from paceline.core.protocol.layout import Layout
     from paceline.frontend.session import Session
 
 __all__ = ["DelayedQueue", "on_the_double"]

@@ -9,7 +9,7 @@ from paceline.demo.digits import Digits
 from paceline.demo.settings import Problem, Setting
 from paceline.demo.trial import Trial
 from paceline.report.accuracy import Curve
-from paceline.report.comparison import TrialOutcome
+from paceline.report.results_table import TrialOutcome
 
 
 class FakeTrials:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from msgspec import inspect
 
-from paceline.core.messages import ROWS, Message
+from paceline.core.protocol.messages import ROWS, Message
 
 __all__ = ["Known", "example", "kinds"]
 

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.history import Metric, MetricPoint
-from paceline.core.job_status import JobStatus, LinkStatus, MachineStatus, WorkerStatus
+from paceline.core.metrics.history import Metric, MetricPoint
+from paceline.core.status.job_status import JobStatus, LinkStatus, MachineStatus, WorkerStatus
 from paceline.report.run_report import (
     KINDS,
     Cause,

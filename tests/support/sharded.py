@@ -10,8 +10,8 @@ from torch import nn
 
 from paceline.checkpoint.reading import Checkpoint
 from paceline.checkpoint.writing import Draft, ShardWriter, shard_content
-from paceline.core.layout import Layout, Parameter
-from paceline.core.model_spec import BufferSpec, ModelSpec, OptimizerSpec
+from paceline.core.protocol.layout import Layout, Parameter
+from paceline.core.protocol.model_spec import BufferSpec, ModelSpec, OptimizerSpec
 from paceline.shard.optimizers import read_groups, require_elementwise
 from paceline.shard.store import Push, Store
 from paceline.shard.vectors import dtype_name, parameter_views, sliced

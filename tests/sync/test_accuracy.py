@@ -7,7 +7,7 @@ import pytest
 from paceline.sim import Cluster, simulate
 from paceline.sim.times import LogNormal
 from paceline.sync import parse
-from paceline.sync.accuracy import effect_of
+from paceline.sync.effects import effect_of
 
 FRESH = ["bsp", "drop-stragglers:quorum=3", "rennala:batch=3"]
 STALE = ["asp", "ssp:staleness=2", "elastic-bsp:lookahead=4", "spec-sync", "ringmaster:threshold=2"]

@@ -10,8 +10,8 @@ from typing import cast
 
 import pytest
 
-from paceline.core.job_sync import JobSync
-from paceline.core.shard_sync import ShardSync
+from paceline.core.sync.job_sync import JobSync
+from paceline.core.sync.shard_sync import ShardSync
 from paceline.errors import InternalError, InvalidEventError
 from paceline.state import snapshot
 from paceline.sync import (

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from paceline.sync import ASP, BSP, SSP, ElasticBSP, SyncModel
 from paceline.testing.admission import NEVER, STOPPED, Admission, more_ahead_than
 from paceline.testing.small_job import SmallJob
-from paceline.testing.states import State
+from paceline.testing.state_pools import State
 
 
 def run(cluster: SmallJob, seed: int) -> tuple[State, list[str]]:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from paceline.core.losses import Loss
+from paceline.core.machines.losses import Loss
 from paceline.sync import (
     ASP,
     BSP,

@@ -7,7 +7,7 @@ import math
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.core.shard_sync import ShardSync
+from paceline.core.sync.shard_sync import ShardSync
 from paceline.sync import (
     ASP,
     BSP,

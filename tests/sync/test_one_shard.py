@@ -12,7 +12,7 @@ from fractions import Fraction
 
 import pytest
 
-from paceline.core.messages import RestartOrdered
+from paceline.core.protocol.messages import RestartOrdered
 from paceline.core.worker import Worker
 from paceline.errors import ConfigurationError
 from paceline.sim import Cluster, SimResult, simulate

@@ -28,8 +28,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from paceline.core.job_sync import JobSync
-from paceline.core.shard_sync import ShardSync
+from paceline.core.sync.job_sync import JobSync
+from paceline.core.sync.shard_sync import ShardSync
 from paceline.errors import InvalidEventError
 from paceline.sync import (
     ASP,

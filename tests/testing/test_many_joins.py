@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-import paceline.sim.job
+import paceline.sim.simulated_job
 from paceline.core.coordinator import Coordinator
-from paceline.core.requests import Peer, Request
+from paceline.core.protocol.requests import Peer, Request
 from paceline.sim import Cluster, LogNormal, Presence, simulate
 from paceline.sim.clockwork import Dataset
 from paceline.testing.choosers import Random
@@ -77,7 +77,7 @@ def test_no_sample_is_lost_track_of(sync: str, monkeypatch: pytest.MonkeyPatch) 
             self.validate()
             return requests
 
-    monkeypatch.setattr(paceline.sim.job, "Coordinator", Validated)
+    monkeypatch.setattr(paceline.sim.simulated_job, "Coordinator", Validated)
     cluster = Cluster(
         compute_s=[LogNormal(median=1.0, sigma=0.3)] * 20,
         servers=2,

@@ -14,15 +14,15 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.core.collectives import Collectives
+from paceline.core.changes.extension import Extension
+from paceline.core.changes.reconfiguration import WAITS_FOR
 from paceline.core.coordinator import Coordinator
-from paceline.core.extension import Extension
-from paceline.core.loader_ledger import LoaderLedger
-from paceline.core.losses import Loss
-from paceline.core.members import Members
-from paceline.core.reconfiguration import WAITS_FOR
-from paceline.core.requests import Request, Send, worker_peer
+from paceline.core.data.loader_ledger import LoaderLedger
+from paceline.core.machines.losses import Loss
+from paceline.core.machines.members import Members
+from paceline.core.protocol.requests import Request, Send, worker_peer
 from paceline.core.server import Server
+from paceline.core.sync.joint_calls import Collectives
 from paceline.core.worker import Worker
 from paceline.errors import InternalError
 from paceline.sync.conditions import ConditionMachine

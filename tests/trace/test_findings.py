@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from paceline.core.lease import Order
+from paceline.core.protocol.lease import Order
 from paceline.sim import Cluster, Presence, simulate
 from paceline.trace.findings import Handout, find
 from paceline.trace.measures import Meter

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paceline
-from paceline.core.messages import TracePart
-from paceline.core.placement import round_robin
+from paceline.core.protocol.messages import TracePart
+from paceline.core.protocol.placement import round_robin
 from paceline.core.shard import Shard
 from paceline.errors import ConfigurationError
 from paceline.report.reading import ReportReader

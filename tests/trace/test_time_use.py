@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from paceline import simulate
-from paceline.core.time_spent import Stopwatch, TimeLedger, TimeSpent
+from paceline.core.metrics.time_spent import Stopwatch, TimeLedger, TimeSpent
 from paceline.rehearsal.ranking import figures_of
 from paceline.sim import Cluster, Dataset, Presence, SimResult, Uniform
 from paceline.trace.measures import Presence as PresenceTicks

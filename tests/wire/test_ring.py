@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.messages import (
+from paceline.core.protocol.messages import (
     Answer,
     InitialWeights,
     Message,

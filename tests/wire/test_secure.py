@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.messages import Hello, Message, Snapshot, WorkerFinished, first_phase
+from paceline.core.protocol.messages import Hello, Message, Snapshot, WorkerFinished, first_phase
 from paceline.errors import PacelineError, PeerLostError, ProtocolError
 from paceline.runtime import strangers
 from paceline.runtime.hub import Caller, Hub

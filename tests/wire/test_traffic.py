@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.core.messages import Message, first_phase
-from paceline.core.traffic import FORGET_S, Link, LinkTraffic, TrafficMeter
+from paceline.core.machines.traffic_rates import FORGET_S, Link, LinkTraffic, TrafficMeter
+from paceline.core.protocol.messages import Message, first_phase
 from paceline.wire.addresses import connect
 from paceline.wire.preface import COORDINATOR, Preface
 from paceline.wire.secret import new_secret

@@ -17,7 +17,7 @@ from torch import nn
 
 import paceline
 from paceline import DistributedOptimizer, worker_index
-from paceline.core.messages import Hello, Message, Stage, first_phase
+from paceline.core.protocol.messages import Hello, Message, Stage, first_phase
 from paceline.errors import ConfigurationError, PeerLostError, ProtocolError
 from paceline.launcher.local import Placement
 from paceline.runtime.job_description import describe

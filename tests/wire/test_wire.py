@@ -22,8 +22,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.layout import ITEM_BYTES, Layout, Parameter, Piece, ShardSlice
-from paceline.core.messages import (
+from paceline.core.protocol.layout import ITEM_BYTES, Layout, Parameter, Piece, ShardSlice
+from paceline.core.protocol.messages import (
     Answer,
     Commit,
     Content,

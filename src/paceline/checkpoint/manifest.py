@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from .. import __version__
-from ..core.model_spec import HyperParameters
+from ..core.protocol.model_spec import HyperParameters
 from ..errors import CheckpointError
 from .pace import Pace
 
@@ -45,7 +45,7 @@ class OptimizerRecord(msgspec.Struct, frozen=True):
     """What is known of an optimizer besides its `state_dict()`.
 
     Attributes:
-        name: name of the class that the servers run. See `core.model_spec.OptimizerSpec`.
+        name: name of the class that the servers run. See `core.protocol.model_spec.OptimizerSpec`.
         replaced: number of times that another optimizer has replaced it.
         parameters: names of the parameters that it trains. `state_dict()` refers to them by their positions here.
         counters: for each group, what the optimizer itself has changed in it.

@@ -19,11 +19,11 @@ import safetensors.torch
 import torch
 from torch.serialization import skip_data
 
-from ..core.layout import Layout, ShardSlice
-from ..core.model_spec import ModelSpec
+from ..core.protocol.layout import Layout, ShardSlice
+from ..core.protocol.model_spec import ModelSpec
 from ..core.state_entries import StateEntries
 from ..errors import CheckpointError
-from ..shard.buffers import bytes_of
+from ..shard.buffer_bytes import bytes_of
 from ..shard.optimizer_state import NUMBER, entry_of
 from ..shard.optimizers import make_optimizer
 from ..shard.vectors import torch_dtype

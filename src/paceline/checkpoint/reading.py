@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import safetensors
 import torch
 
-from ..core.layout import Layout, ShardSlice
-from ..core.model_spec import HyperParameters, ModelSpec
+from ..core.protocol.layout import Layout, ShardSlice
+from ..core.protocol.model_spec import HyperParameters, ModelSpec
 from ..errors import CheckpointError
 from ..shard.optimizer_state import slice_state
 from ..shard.vectors import Vectors, dtype_name, segment_views, torch_dtype

@@ -24,11 +24,11 @@ import safetensors.torch
 import torch
 
 from .. import __version__
-from ..core.layout import ShardSlice
-from ..core.model_spec import ModelSpec
+from ..core.protocol.layout import ShardSlice
+from ..core.protocol.model_spec import ModelSpec
 from ..core.state_entries import StateEntries
 from ..errors import CheckpointError
-from ..shard.buffers import bytes_of
+from ..shard.buffer_bytes import bytes_of
 from ..shard.vectors import Vectors, segment_views, torch_dtype
 from .manifest import FORMAT, FileRecord, Manifest, OptimizerRecord, files_in, read_manifest, record_of
 from .pace import Pace

@@ -22,16 +22,16 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..errors import unknown_name
-from .checking import check
-from .joining import join, serve
+from .check_command import check
+from .console import load_named_models, run_app
+from .join_command import join, serve
 from .optional_values import OptionalValues
 from .options import ModelImports
-from .rehearsing import advise, simulate
-from .reporting import report
-from .running import RunCommand, demo, run
-from .scheduled import SLURM, scheduled_join
-from .terminal import load_named_models, run_app
-from .watching import status
+from .report_command import report
+from .run_command import RunCommand, demo, run
+from .scheduler_join import SLURM, scheduled_join
+from .simulate_command import advise, simulate
+from .status_command import status
 
 __all__ = ["app", "main"]
 

@@ -6,12 +6,12 @@
               model; its plans, restarts and changes are sent to the workers; with overlap off, the coordinator also
               tells the workers when they may pull
     join      a worker that has been invited connects and registers; when all servers have accepted it (see
-              `core.joining`), it receives Started. Before that, it may send ModelRequested, and receives
+              `core.changes.joining`), it receives Started. Before that, it may send ModelRequested, and receives
               ModelDescribed, with which it reads the model from the servers
     data      a worker sends DataRequested when it needs data, and receives DataGranted
     metrics   a worker sends MetricsLogged with what its script has logged
     main      the workers that take part receive MainChosen when another worker has become the main worker (see
-              `core.main_worker`); a worker that sends MainRequested receives it, too
+              `core.machines.main_worker`); a worker that sends MainRequested receives it, too
     loops     a worker sends EpochReached in its training loop, and StatesDecided tells it whether to send the states
               of its tracked objects to a server; a worker that joins late receives the job's position in LoopEntered
     calls     a worker sends Contributed when its script calls barrier or reduce, and receives Combined; if the script
@@ -45,22 +45,24 @@ from ..sync.events import (
 from ..sync.notation import notation, parse_shards, require_shards
 from ..sync.schedule import Schedule
 from ..sync.ticks import TICKS_PER_S
-from . import messages
-from .auto import Auto, Prospect
-from .collectives import Collectives, combine
-from .data_ledger import DataLedger
-from .entry import Entry, EntryRecorder
-from .guard import Guard
-from .history import History
-from .job_sync import JobSync
-from .joint_norms import JointNorms
-from .layout import ShardSlice
-from .lease import Order, PackedPushed
-from .loop_positions import LoopPositions
-from .losses import Losses
-from .main_worker import MainWorker
-from .members import Departure, Members
-from .messages import (
+from .changes.reconfiguration import Reconfigurations
+from .data.data_ledger import DataLedger
+from .data.loop_positions import LoopPositions
+from .machines.losses import Losses
+from .machines.main_worker import MainWorker
+from .machines.members import Departure, Members
+from .machines.quorum import Quorum
+from .machines.server_roster import ServerRoster
+from .metrics.history import History
+from .metrics.metric_intake import MetricIntake
+from .metrics.time_spent import TimeLedger, TimeSpent
+from .oversight.guard import Guard
+from .oversight.oversight import Oversight
+from .protocol import messages
+from .protocol.entry import Entry, EntryRecorder
+from .protocol.layout import ShardSlice
+from .protocol.lease import Order, PackedPushed
+from .protocol.messages import (
     AllCommitted,
     ChangePublished,
     Combined,
@@ -105,13 +107,9 @@ from .messages import (
     Warned,
     WorkerWelcomed,
 )
-from .metric_intake import MetricIntake
-from .model_spec import ModelSpec, first_difference
-from .oversight import Oversight
-from .placement import round_robin
-from .quorum import Quorum
-from .reconfiguration import Reconfigurations
-from .requests import (
+from .protocol.model_spec import ModelSpec, first_difference
+from .protocol.placement import round_robin
+from .protocol.requests import (
     EndWithout,
     Fail,
     Peer,
@@ -123,9 +121,11 @@ from .requests import (
     server_peer,
     worker_peer,
 )
-from .server_roster import ServerRoster
-from .time_spent import TimeLedger, TimeSpent
-from .turns import Turns
+from .sync.auto import Auto, Prospect
+from .sync.job_sync import JobSync
+from .sync.joint_calls import Collectives, combine
+from .sync.joint_norms import JointNorms
+from .sync.turns import Turns
 
 __all__ = ["LOST_TOO_EARLY", "Coordinator", "fault_report"]
 

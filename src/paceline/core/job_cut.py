@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import msgspec
 
-from .layout import ShardSlice
-from .lease import Lease, Order
-from .messages import LoopLimits, LoopPosition
-from .model_spec import ModelSpec
+from .protocol.layout import ShardSlice
+from .protocol.lease import Lease, Order
+from .protocol.messages import LoopLimits, LoopPosition
+from .protocol.model_spec import ModelSpec
 
 __all__ = ["EpochCut", "JobCut", "LoaderCut", "LoopCut", "PushCounts", "ShardState", "WorkerCut"]
 
@@ -68,7 +68,7 @@ class EpochCut(msgspec.Struct, frozen=True):
 
 
 class LoaderCut(msgspec.Struct, frozen=True, kw_only=True):
-    """The ledger of a loader. See `paceline.core.loader_ledger` for the states of a position.
+    """The ledger of a loader. See `paceline.core.data.loader_ledger` for the states of a position.
 
     Attributes:
         name: name of the loader.

@@ -35,10 +35,10 @@ from ..sync.events import (
 )
 from ..sync.notation import parse_shards
 from ..sync.ticks import TICKS_PER_S
-from . import messages
-from .entry import EntryRecorder
-from .lease import PackedPushed
-from .messages import (
+from .protocol import messages
+from .protocol.entry import EntryRecorder
+from .protocol.lease import PackedPushed
+from .protocol.messages import (
     Commit,
     Committed,
     CreateShards,
@@ -60,9 +60,9 @@ from .messages import (
     Waits,
     WorkerWelcomed,
 )
-from .paces import PaceMeter
-from .requests import COORDINATOR, Peer, Request, Send, Timer, worker_peer
+from .protocol.requests import COORDINATOR, Peer, Request, Send, Timer, worker_peer
 from .shard import Shard
+from .sync.paces import PaceMeter
 
 __all__ = ["Server"]
 
@@ -89,7 +89,7 @@ class Server:
         recorder_of: returns the recorder for a shard; called once for each shard, when its initial weights arrive.
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
         translated: True to translate the hyper-parameters of each update (see `paceline.sync.translation`).
-        term: the term of the server (see `paceline.core.placement`).
+        term: the term of the server (see `paceline.core.protocol.placement`).
 
     Attributes:
         shards: index -> shard, for each shard that has received its initial weights.

@@ -27,14 +27,14 @@ from ..sync.events import (
 from ..sync.model import agree_on_means
 from ..sync.ticks import TICKS_PER_S
 from ..sync.translation import Standing
-from .clipped_means import ClippedMeans
-from .edits import Edits
-from .entry import Entry, EntryRecorder
-from .messages import Answer, FaultReported, MeanMissing
-from .requests import COORDINATOR, Apply, Discard, Preserve, Request, Send, Timer, worker_peer
-from .shard_sync import ShardSync
-from .standing import StandingEstimator
-from .versions import Versions
+from .changes.edits import Edits
+from .protocol.entry import Entry, EntryRecorder
+from .protocol.messages import Answer, FaultReported, MeanMissing
+from .protocol.requests import COORDINATOR, Apply, Discard, Preserve, Request, Send, Timer, worker_peer
+from .sync.clipped_means import ClippedMeans
+from .sync.shard_sync import ShardSync
+from .sync.standing import StandingEstimator
+from .sync.versions import Versions
 
 __all__ = ["Shard"]
 

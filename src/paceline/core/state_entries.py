@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .model_spec import HyperParameters
+from .protocol.model_spec import HyperParameters
 
 __all__ = ["StateEntries"]
 

@@ -28,8 +28,10 @@ from ..sync.events import Change, Clip, Edit, Stop
 from ..sync.model import SyncModel, agree_on_means
 from ..sync.notation import notation, parse_shards, require_shards
 from ..sync.schedule import Schedule
-from .data_feed import DataFeed
-from .messages import (
+from .data.data_feed import DataFeed
+from .metrics.time_spent import TimeSpent
+from .metrics.unsent_metrics import Noted, UnsentMetrics
+from .protocol.messages import (
     MOST_OBSERVED,
     AllCommitted,
     Answer,
@@ -71,11 +73,9 @@ from .messages import (
     TrainingStopped,
     WorkerFinished,
 )
-from .model_spec import ModelSpec
-from .placement import round_robin
-from .requests import COORDINATOR, PROCEED, Abort, Request, Send, server_peer
-from .time_spent import TimeSpent
-from .unsent_metrics import Noted, UnsentMetrics
+from .protocol.model_spec import ModelSpec
+from .protocol.placement import round_robin
+from .protocol.requests import COORDINATOR, PROCEED, Abort, Request, Send, server_peer
 
 __all__ = ["Worker"]
 

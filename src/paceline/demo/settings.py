@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from ..core.lease import BatchSizing
+from ..core.protocol.lease import BatchSizing
 from ..report.names import run_name
 from ..sync import PullState
 

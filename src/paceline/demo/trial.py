@@ -13,7 +13,7 @@ import msgspec
 
 from ..launcher.launch import RunResult, launch
 from ..report.accuracy import Curve
-from ..report.comparison import TrialOutcome
+from ..report.results_table import TrialOutcome
 from .digits import Digits, Recipe, accuracy, train
 from .settings import Problem, Setting
 

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import nn
 
-from ..core.model_spec import BufferSpec, FrozenSpec
+from ..core.protocol.model_spec import BufferSpec, FrozenSpec
 from ..errors import UsageError
 from ..shard.digests import chunks, digest_of, digests_of
 from ..shard.vectors import dtype_name

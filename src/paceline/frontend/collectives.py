@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from ..core.collectives import ITEM_BYTES, LIMIT_BYTES, combine
-from ..core.messages import MOST_WORDS, Contributed
+from ..core.protocol.messages import MOST_WORDS, Contributed
+from ..core.sync.joint_calls import ITEM_BYTES, LIMIT_BYTES, combine
 from ..errors import UsageError
 from .session import current
 from .training import training_of

@@ -1,8 +1,8 @@
 """`distribute`, which gives each worker its part of the data.
 
 All workers compute the same order of the items for each epoch. The coordinator hands out positions in this order (see
-`paceline.core.data_ledger`): either each worker receives its next batches when it needs them, or all workers have
-equal shares.
+`paceline.core.data.data_ledger`): either each worker receives its next batches when it needs them, or all workers
+have equal shares.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from weakref import ref
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..core.lease import BATCH_SIZINGS, SPLITS, Batch, BatchSizing, Order, Split
+from ..core.protocol.lease import BATCH_SIZINGS, SPLITS, Batch, BatchSizing, Order, Split
 from ..errors import ConfigurationError, UsageError, unknown_name
 from .epoch_order import EpochOrder
 from .generators import loader_seed, seed_worker
+from .is_main import update_main
 from .loops import active_loop
-from .main_worker import update_main
 from .moving import MovedLoader, device_of, pins
 from .newcomer import hold_job_model
 from .position import Position

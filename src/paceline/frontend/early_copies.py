@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..core.early_pause import EarlyPause
-from ..core.layout import Layout
+from ..core.protocol.layout import Layout
+from ..core.sync.early_pause import EarlyPause
 from ..shard.vectors import Vectors, bits
 from .device_queue import DeviceQueue, Ticket
 

@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
-from ..core.messages import LoopPosition, StopRequested
-from ..core.requests import COORDINATOR, Send
+from ..core.protocol.messages import LoopPosition, StopRequested
+from ..core.protocol.requests import COORDINATOR, Send
 from ..errors import ConfigurationError, UsageError
+from .is_main import update_main
 from .loops import Limits, enter_loop, leave_loop
-from .main_worker import update_main
 from .newcomer import begins_with_the_run, hold_job_model
 from .progress import Progress, progress_of
 from .session import Session, current

@@ -20,7 +20,7 @@ from weakref import ref
 
 import torch
 
-from ..core.layout import Layout, of_set
+from ..core.protocol.layout import Layout, of_set
 from ..shard.vectors import Vectors, parameter_views, squared_norm
 from .capturing import require_not_capturing
 from .hooks import Weakly, remove_after

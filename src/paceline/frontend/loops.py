@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
-from ..core.messages import LoopLimits
+from ..core.protocol.messages import LoopLimits
 from .progress import Progress
 from .session import Session
 

@@ -29,8 +29,8 @@ from weakref import ref
 import torch
 from torch.amp import GradScaler
 
-from ..core.messages import Warned
-from ..core.requests import COORDINATOR, Send
+from ..core.protocol.messages import Warned
+from ..core.protocol.requests import COORDINATOR, Send
 from .backward import guess_of
 from .of_session import OfSession
 from .session import Session, current

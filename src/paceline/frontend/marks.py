@@ -1,4 +1,4 @@
-"""The marks at which a worker reports the hyper-parameters of an optimizer. See `paceline.core.agreement`.
+"""The marks at which a worker reports the hyper-parameters of an optimizer. See `paceline.core.oversight.agreement`.
 
 A report costs a small message, so there is one every `MARKED_STEPS` steps, and one in each epoch. In between, a step
 costs a few comparisons.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from ..core.agreement import MARKED_STEPS
-from ..core.messages import MOST_REPORTED_BYTES, HyperParametersReported
-from ..core.model_spec import HyperParameters
+from ..core.oversight.agreement import MARKED_STEPS
+from ..core.protocol.messages import MOST_REPORTED_BYTES, HyperParametersReported
+from ..core.protocol.model_spec import HyperParameters
 from .newcomer import came_late
 from .position import Position, current_position
 from .session import Session

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from ..core.history import LONGEST_NAME, LOSS, MOST_METRICS, Source
-from ..core.unsent_metrics import Noted, Settled, merge
+from ..core.metrics.history import LONGEST_NAME, LOSS, MOST_METRICS, Source
+from ..core.metrics.unsent_metrics import Noted, Settled, merge
 from ..errors import UsageError
 from .backward import Guess, guess_of
 from .of_session import OfSession

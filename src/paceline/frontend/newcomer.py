@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..core.model_spec import FrozenSpec
+from ..core.protocol.model_spec import FrozenSpec
 from ..shard.digests import digest_of
 from ..shard.optimizer_state import join_state
 from ..shard.vectors import dtype_name

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..core.joint_norms import clip_factor
-from ..core.model_spec import OptimizerSpec
-from ..core.requests import COORDINATOR, Send
+from ..core.protocol.model_spec import OptimizerSpec
+from ..core.protocol.requests import COORDINATOR, Send
+from ..core.sync.joint_norms import clip_factor
 from ..errors import UsageError
 from ..shard.foreign import counters_of
 from ..shard.lars import LARS
@@ -34,13 +34,13 @@ from .first_forward import can_compute_gradients, may_look
 from .hooks import before_each_forward
 from .lazy import any_lazy, initialize, require_initialized
 from .loss_scaling import OverflowWatch, lent_scaling, scales_of, scaling_of, unscale
+from .lr_schedules import ScheduleWatch
 from .marks import Marks
-from .model import find_model, require_not_wrapped
 from .newcomer import add_untrained, are_trained, hold_job_model, job_state, untrained
 from .parameter_sets import ParameterSet
 from .progress import count_step
-from .schedule import ScheduleWatch
 from .session import Session, current
+from .trained_model import find_model, require_not_wrapped
 from .training import WorkerTraining, training_of
 from .untraced import untraced
 

@@ -14,14 +14,14 @@ import msgspec
 import torch
 from torch import nn
 
-from ..core.layout import Layout, ShardSlice
-from ..core.model_spec import ModelSpec, OptimizerSpec
+from ..core.protocol.layout import Layout, ShardSlice
+from ..core.protocol.model_spec import ModelSpec, OptimizerSpec
 from ..errors import ConfigurationError
 from ..shard.optimizer_state import slice_state
 from ..shard.vectors import Vectors
 from .buffers import Buffers
 from .joint_model import JointModel
-from .model import Place, describe_parameter, device_of, layout_of, require_trainable
+from .trained_model import Place, describe_parameter, device_of, layout_of, require_trainable
 
 __all__ = ["ParameterSet", "Trained"]
 

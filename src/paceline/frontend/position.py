@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary, WeakMethod, ref
 
-from ..core.lease import Batch
+from ..core.protocol.lease import Batch
 from .session import Session
 
 __all__ = ["Position", "current_position", "latest_position"]

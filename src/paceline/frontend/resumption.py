@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.model_spec import BufferSpec
+from ..core.protocol.model_spec import BufferSpec
 from .of_session import OfSession
 
 __all__ = ["Place", "Resumption", "resumption_of"]

@@ -15,12 +15,12 @@ from typing import Literal
 
 import torch
 
-from ..core.layout import ShardSlice
-from ..core.lease import BatchSizing, Split
-from ..core.messages import Combined, LoopPosition, Observation
-from ..core.model_spec import BufferSpec, FrozenSpec, ModelSpec
-from ..core.requests import Request
-from ..core.unsent_metrics import Noted, Settled
+from ..core.metrics.unsent_metrics import Noted, Settled
+from ..core.protocol.layout import ShardSlice
+from ..core.protocol.lease import BatchSizing, Split
+from ..core.protocol.messages import Combined, LoopPosition, Observation
+from ..core.protocol.model_spec import BufferSpec, FrozenSpec, ModelSpec
+from ..core.protocol.requests import Request
 from ..core.worker import Worker
 from ..errors import ConfigurationError
 from ..shard.vectors import Vectors

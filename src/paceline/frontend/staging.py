@@ -21,7 +21,7 @@ from weakref import finalize
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ..core.layout import Layout, Range, dtype_of, item_bytes, of_set
+from ..core.protocol.layout import Layout, Range, dtype_of, item_bytes, of_set
 from ..shard.vectors import Vectors, parameter_views, torch_dtype
 from .device_queue import DeviceQueue, Ticket, queue_of
 from .early_copies import EarlyCopies

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from weakref import ref
 
-from ..core.messages import MOST_LOADERS
+from ..core.protocol.messages import MOST_LOADERS
 from ..errors import ConfigurationError
 from .of_session import OfSession
 

@@ -1,7 +1,7 @@
 """`track`, which names objects whose state belongs to the job, such as a scheduler or averaged weights.
 
 The states are sent to the server of shard 0 at the end of each epoch (see `paceline.epochs` and
-`core.loop_positions`). A worker that joins a run in progress loads them when its loop begins.
+`core.data.loop_positions`). A worker that joins a run in progress loads them when its loop begins.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import UsageError
 from ..shard.states import decode_states, encode_states
+from .lr_schedules import JobScheduler
 from .of_session import OfSession
 from .optimizer import DistributedOptimizer
-from .schedule import JobScheduler
 from .session import Session, current
 
 __all__ = [

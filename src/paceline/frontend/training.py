@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..core.drawn import DrawnBatch
-from ..core.fingerprints import HASHED_ITERATIONS
-from ..core.layout import of_set
-from ..core.messages import MOST_PARAMETER, Combined, GradientHashed, Observation, Warned
-from ..core.model_spec import BufferSpec, FrozenSpec, HyperParameters
-from ..core.requests import COORDINATOR, Send
-from ..core.unsent_metrics import Settled
+from ..core.data.drawn import DrawnBatch
+from ..core.metrics.unsent_metrics import Settled
+from ..core.oversight.fingerprints import HASHED_ITERATIONS
+from ..core.protocol.layout import of_set
+from ..core.protocol.messages import MOST_PARAMETER, Combined, GradientHashed, Observation, Warned
+from ..core.protocol.model_spec import BufferSpec, FrozenSpec, HyperParameters
+from ..core.protocol.requests import COORDINATOR, Send
 from ..errors import NonFiniteGradientError, UsageError
 from ..shard.optimizer_state import join_state
 from ..shard.vectors import Vectors, digest, sampled_norm, squared_norm, torch_dtype
@@ -33,12 +33,12 @@ from .first_forward import builds_graph
 from .gradients import Gradients
 from .hooks import after_each_forward, before_each_load, remove_now
 from .metrics import MetricLog, metrics_of
-from .model import describe_parameter
 from .parameter_sets import ParameterSet, Trained
 from .restart import Restartable
 from .resumption import resumption_of
 from .session import Session
 from .staging import Stager, stager_of
+from .trained_model import describe_parameter
 from .weights import Weights
 
 __all__ = ["WorkerTraining", "training_of"]
@@ -531,7 +531,7 @@ class WorkerTraining:
         return self._weights.change_after_training()
 
     def _after_forward(self, module: nn.Module, inputs: object, output: object) -> None:
-        """Notice if the first output that is computed of a batch is a part of a gradient. See `core/drawn.py`."""
+        """Notice if the first output of a batch is a part of a gradient. See `core/data/drawn.py`."""
         if torch.is_grad_enabled():
             guess_of(self._session).computes = True
         batch = self._session.core.data.newest

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..core.layout import Layout, Parameter
+from ..core.protocol.layout import Layout, Parameter
 from ..errors import WeightsChangedError
 from ..shard.vectors import Vectors, bits, dtype_name, parameter_views, same
 from .staging import Stager, is_at, point_at

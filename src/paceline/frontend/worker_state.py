@@ -21,9 +21,9 @@ import torch
 from ..shard.states import decode_states, encode_states
 from .generators import GeneratorStates, generators_lock
 from .loss_scaling import scales_of
+from .lr_schedules import prepared_schedulers
 from .newcomer import untrained
 from .resumption import Place, resumption_of
-from .schedule import prepared_schedulers
 from .session import Session
 from .tracking import hyper_parameters, load_states, set_hyper_parameters, set_state, state_of
 from .training import training_of

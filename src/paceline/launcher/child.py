@@ -28,11 +28,11 @@ from ..frontend.backward import watch_backward
 from ..frontend.clipping import watch_torch
 from ..frontend.loss_scaling import watch_scalers
 from ..plugins import load_models
-from ..plugins.conditions import local_conditions
 from ..plugins.failures import script_traceback
-from ..runtime.devices import Device
-from ..runtime.server import ServerHost
-from ..runtime.worker import WorkerSession
+from ..plugins.user_conditions import local_conditions
+from ..runtime.compute_devices import Device
+from ..runtime.server_host import ServerHost
+from ..runtime.worker_session import WorkerSession
 from ..shard.foreign import use_sources
 from .dynamo import defer_dynamo
 from .endings import EXIT_PEER_LOST

@@ -23,7 +23,7 @@ import msgspec
 
 from ..errors import ConfigurationError
 from ..plugins import load_models
-from ..runtime.devices import CPU, Device
+from ..runtime.compute_devices import CPU, Device
 from ..wire.secret import without_secret
 from .masks import BUILT_IN, alone, torch_build
 

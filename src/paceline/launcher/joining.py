@@ -25,8 +25,8 @@ import msgspec
 from msgspec import structs
 from rich.console import Console
 
-from ..core.heartbeats import Heartbeats
-from ..core.messages import (
+from ..core.machines.heartbeats import Heartbeats
+from ..core.protocol.messages import (
     MOST_WORDS,
     HeartbeatAnswered,
     Hello,
@@ -53,7 +53,7 @@ from ..errors import (
     RunFailedError,
 )
 from ..runtime.calling import call
-from ..runtime.devices import Device
+from ..runtime.compute_devices import Device
 from ..runtime.job import Job, claim_run_dir, decode_job
 from ..runtime.listener import Listener
 from ..runtime.process_states import RunningProcess, State

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from ..errors import ConfigurationError, RunFailedError
-from ..runtime.devices import Device
+from ..runtime.compute_devices import Device
 from ..runtime.job import LOOPBACK, Assignment, Job
 from ..runtime.listener import Listener
 from .channels import Channels

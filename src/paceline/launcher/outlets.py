@@ -14,7 +14,7 @@ import msgspec
 from rich.console import Console
 
 from ..errors import ConfigurationError
-from ..outlets.orders import Served, ShowOrder
+from ..outlets.show_orders import Served, ShowOrder
 from ..outlets.wanted import Listening, Outlets
 from ..runtime.best_effort import BestEffortFile
 from ..runtime.job import Job
@@ -30,7 +30,7 @@ LOG = "outlets.log"  # in the run directory, if there is anything to say
 # The user's modules in the working directory are not searched, and those of Paceline last.
 PROGRAM = (
     f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); "
-    "from paceline.outlets.program import main; main()"
+    "from paceline.outlets.show_process import main; main()"
 )
 
 

@@ -27,7 +27,7 @@ from rich.console import Console
 from .. import __version__
 from ..errors import ConfigurationError, PacelineError, PeerLostError, RunFailedError
 from ..plugins import load_models
-from ..plugins.conditions import local_conditions
+from ..plugins.user_conditions import local_conditions
 from ..runtime.job import Job
 from .channels import Streams
 from .devices import device_of_process

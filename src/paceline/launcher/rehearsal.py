@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..core.auto import Prospect, Situation
+from ..core.sync.auto import Prospect, Situation
 
 __all__ = ["Rehearsals"]
 
@@ -33,7 +33,7 @@ PROGRAM = (
 class Rehearsals:
     """Starts the simulations of a run, one after another. A context manager that ends them.
 
-    An object is a `runtime.coordinator.Rehearsal`.
+    An object is a `runtime.coordinator_host.Rehearsal`.
     """
 
     def __init__(self) -> None:

@@ -18,11 +18,11 @@ import torch
 from safetensors import SafetensorError
 
 from ..core.coordinator import Coordinator
-from ..core.data_ledger import DataLedger
-from ..core.history import MetricHistory
+from ..core.data.data_ledger import DataLedger
+from ..core.metrics.history import MetricHistory
 from ..errors import ConfigurationError
 from ..files import write_json
-from ..runtime.coordinator import CoordinatorHost
+from ..runtime.coordinator_host import CoordinatorHost
 from ..shard.snapshot import WeightsSnapshot
 from ..sync.model import agree_on_means
 from ..sync.ticks import TICKS_PER_S

@@ -18,15 +18,15 @@ from typing import Any
 
 from rich.console import Console
 
-from ..core.guard import DIVERGED
-from ..core.history import MetricHistory
-from ..core.main_worker import NOBODY
-from ..core.members import Departure
+from ..core.machines.main_worker import NOBODY
+from ..core.machines.members import Departure
+from ..core.metrics.history import MetricHistory
+from ..core.oversight.guard import DIVERGED
 from ..errors import ConfigurationError, RunFailedError
 from ..outlets.wanted import Outlets
-from ..plugins.conditions import local_conditions
+from ..plugins.user_conditions import local_conditions
 from ..report.run_file import write_run_file
-from ..runtime.coordinator import CoordinatorHost
+from ..runtime.coordinator_host import CoordinatorHost
 from ..runtime.in_progress import published
 from ..runtime.job import Job, claim_run_dir
 from ..runtime.listener import Listener

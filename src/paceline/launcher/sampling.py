@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..core.good_weights import GoodWeights
+from ..core.oversight.good_weights import GoodWeights
 from ..errors import PacelineError
-from ..runtime.coordinator import CoordinatorHost
+from ..runtime.coordinator_host import CoordinatorHost
 from ..runtime.reader import Reader
 from ..shard.snapshot import WeightsSnapshot
 from ..wire.addresses import seen_from

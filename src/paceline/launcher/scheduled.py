@@ -18,7 +18,7 @@ from msgspec import structs
 from rich.console import Console
 
 from ..errors import ConfigurationError, PeerLostError, RunFailedError
-from ..runtime.devices import Device
+from ..runtime.compute_devices import Device
 from ..wire.addresses import seen_from
 from ..wire.secret import VARIABLE, read_secret
 from ..wire.tcp import interface_to, is_local

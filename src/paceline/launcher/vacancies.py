@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from ..report.words import counted
-from ..runtime.coordinator import CoordinatorHost
+from ..runtime.coordinator_host import CoordinatorHost
 
 __all__ = ["Vacancies"]
 

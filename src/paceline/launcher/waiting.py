@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..runtime.coordinator import CoordinatorHost
+from ..runtime.coordinator_host import CoordinatorHost
 from ..runtime.stall import Awaited, StallWatch
 from .local import LocalEngine
 from .terminal import Terminal

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from msgspec import UNSET, structs
 
-from ..core.job_status import JobStatus
+from ..core.status.job_status import JobStatus
 from ..errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
 from ..report.run_report import RunReport
 from ..runtime.observer import Observer

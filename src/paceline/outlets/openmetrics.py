@@ -20,7 +20,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ..core.job_status import LinkStatus
+from ..core.status.job_status import LinkStatus
 from ..report.run_report import KINDS, LinkTotal, RunReport, TimelineReport
 from .door import Answer, Request
 from .live_report import LiveReport

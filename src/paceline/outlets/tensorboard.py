@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 
-from ..core.history import Metric
+from ..core.metrics.history import Metric
 from ..report.run_report import RunReport
 from .live_report import LiveReport
 

@@ -1,7 +1,7 @@
 """`paceline advise`: simulates the machines of a finished run under every sync model, and recommends models.
 
 The simulation does not show how staleness affects the loss. Therefore, the models are recommended in the order of
-what they do to the result of training (see `sync.accuracy`): first bsp, whose updates are those of one process, then
+what they do to the result of training (see `sync.effects`): first bsp, whose updates are those of one process, then
 `drop-stragglers`, then models with bounded and with unlimited staleness, which come with the command that shows the
 accuracy of the script under them.
 """
@@ -18,15 +18,15 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from ..core.lease import BatchSizing
+from ..core.protocol.lease import BatchSizing
 from ..errors import ConfigurationError
 from ..launcher.output import print_sentence
 from ..report.names import run_name
-from ..report.ranking import ranking_table
+from ..report.ranking_table import ranking_table
 from ..report.speed import speed_unit
 from ..sim import Cluster, Dataset, simulate
 from ..sim.recorded import read_cluster_of_run
-from ..sync.accuracy import EFFECTS, Effect, backup_quorum, effect_of
+from ..sync.effects import EFFECTS, Effect, backup_quorum, effect_of
 from ..sync.events import WorkerFinished, WorkerJoined, WorkerLost
 from ..sync.model import agree_on_means
 from ..sync.schedule import read_schedule
@@ -63,7 +63,7 @@ class Advice(msgspec.Struct, frozen=True):
         sync: the recommended model.
         batch: the recommended sizes of the workers' batches: "equal" or "balanced".
         reason: explanation of the recommendation, as sentences.
-        effect: what the model does to the result of training: "exact", "fresh" or "stale"; see `sync.accuracy`.
+        effect: what the model does to the result of training: "exact", "fresh" or "stale"; see `sync.effects`.
         check: what shows the accuracy of the script under the model, to be run first; "" if the model is exact.
         command: what runs the script, or the training function, of the run under the model. If the script is unknown,
             it is called SCRIPT.

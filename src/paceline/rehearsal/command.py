@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.lease import BatchSizing
+from ..core.protocol.lease import BatchSizing
 from ..sync.schedule import read_schedule
 from ..trace.kept_models import modules_of_models
 

@@ -13,7 +13,7 @@ from ..files import write_json
 from ..launcher.output import print_sentence
 from ..report.canvas import can_draw, no_picture, save
 from ..report.picture import timelines_picture
-from ..report.ranking import ranking_picture, ranking_table, sweep_picture
+from ..report.ranking_table import ranking_picture, ranking_table, sweep_picture
 from ..report.timeline import timeline_of
 from ..sim import Cluster, Dataset, simulate
 from ..trace.findings import how_to_check

@@ -15,7 +15,7 @@ from statistics import fmean
 
 import msgspec
 
-from ..core.lease import BATCH_SIZINGS, BatchSizing
+from ..core.protocol.lease import BATCH_SIZINGS, BatchSizing
 from ..errors import ConfigurationError, RunFailedError
 from ..report.names import run_name
 from ..sim import Cluster, Dataset, SimResult, simulate

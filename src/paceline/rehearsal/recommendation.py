@@ -1,7 +1,7 @@
 """One recommendation, with its reason, from the figures of simulations. Nothing here simulates or reads anything.
 
 What leaves the result of training as it is comes first: balanced batches, and more servers if transfers take much of
-the time. Models with another effect on the result (see `sync.accuracy`) are recommended together with this effect and
+the time. Models with another effect on the result (see `sync.effects`) are recommended together with this effect and
 the command that measures it, or with the loss if a script was trained. A difference of less than 10 % is not worth a
 change.
 """
@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..core.lease import BatchSizing
+from ..core.protocol.lease import BatchSizing
 from ..report.names import run_name
-from ..sync.accuracy import EFFECTS, Effect, effect_of
+from ..sync.effects import EFFECTS, Effect, effect_of
 from ..sync.schedule import read_schedule
 from ..trace.findings import DISTRIBUTE
 from .ranking import Figures

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..core.lease import BatchSizing
+from ..core.protocol.lease import BatchSizing
 from ..sim import Cluster, Dataset, Sum
 from .process_pool import TellCount
 from .ranking import Figures, Task, balanced_task, run_tasks

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from ..sync.accuracy import backup_quorum
+from ..sync.effects import backup_quorum
 from ..trace.findings import LEAST_S, LEAST_SHARE, Handout, hints_for, how_to_check, in_python
 from .run_report import Cause, LinkTotal, WorkerReport
 
@@ -32,7 +32,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         updates: number of updates.
         restarts: number of computations that were aborted; None if unknown.
         servers: number of servers.
-        wire: format in which gradients and weights travelled; see `core.wire_format`.
+        wire: format in which gradients and weights travelled; see `core.protocol.wire_format`.
         joined: True if machines have joined the run.
         handout: how the data was handed out.
         overlap: False if the run had the option `--overlap off`.

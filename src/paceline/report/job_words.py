@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from ..core.job_status import JobStatus
+from ..core.status.job_status import JobStatus
 from .words import counted, duration, named_workers, rough_duration
 
 __all__ = [

@@ -13,8 +13,8 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from ..core.history import Metric
-from ..core.lease import Split
+from ..core.metrics.history import Metric
+from ..core.protocol.lease import Split
 from ..errors import ConfigurationError
 from ..sync.schedule import read_schedule
 from ..trace.activity import Activity

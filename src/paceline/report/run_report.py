@@ -9,8 +9,8 @@ from typing import Literal
 
 import msgspec
 
-from ..core.history import Metric
-from ..core.job_status import JobStatus
+from ..core.metrics.history import Metric
+from ..core.status.job_status import JobStatus
 from ..trace.cells import KINDS
 
 __all__ = [

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from ..core.coordinator import Coordinator
-from ..core.heartbeats import answer
-from ..core.liveness import Verdict
-from ..core.messages import (
+from ..core.machines.heartbeats import answer
+from ..core.machines.liveness import Verdict
+from ..core.protocol.messages import (
     ClockOffset,
     Heartbeat,
     KillOrdered,
@@ -25,7 +25,7 @@ from ..core.messages import (
     ServerEnded,
     TakenOut,
 )
-from ..core.requests import Request
+from ..core.protocol.requests import Request
 from ..errors import ConfigurationError, ProtocolError
 from ..trace.clocks import ClockRecorder
 from .best_effort import BestEffortFile

@@ -10,10 +10,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from ..core.layout import ShardSlice
-from ..core.messages import Snapshot
-from ..core.model_spec import ModelSpec
-from ..core.placement import Placement
+from ..core.protocol.layout import ShardSlice
+from ..core.protocol.messages import Snapshot
+from ..core.protocol.model_spec import ModelSpec
+from ..core.protocol.placement import Placement
 from ..errors import ProtocolError
 from ..shard.snapshot import WeightsSnapshot
 from ..wire.memory import Region, cut

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from ..core.data_feed import Work
+from ..core.data.data_feed import Work
 from .job import Job
 
 __all__ = ["Emulation"]

@@ -14,8 +14,8 @@ from typing import TypeVar
 import safetensors.torch
 import torch
 
-from ..core.layout import ShardSlice
-from ..core.messages import (
+from ..core.protocol.layout import ShardSlice
+from ..core.protocol.messages import (
     FetchBuffers,
     FetchFrozen,
     FetchInitialBuffers,
@@ -28,10 +28,10 @@ from ..core.messages import (
     OptimizerState,
     PooledBuffers,
 )
-from ..core.model_spec import BufferSpec, FrozenSpec, ModelSpec
+from ..core.protocol.model_spec import BufferSpec, FrozenSpec, ModelSpec
 from ..errors import DeadlineError, PeerLostError, ProtocolError
 from ..frontend.session import Callbacks, Servers
-from ..shard.buffers import checksum, packed_bytes, unpack
+from ..shard.buffer_bytes import checksum, packed_bytes, unpack
 from ..shard.frozen_files import require_complete
 from ..shard.optimizer_state import require_plausible_state
 from ..shard.vectors import Vectors

@@ -9,7 +9,8 @@ vectors that the optimizer stores for each vector of weights. A run needs
     over streams        (4 + s) P + 4 n P    the same, and for each worker: P for its gradient at the servers, and up
                                              to P for answers that are still being sent when the weights change
 
-Over streams, values may be rounded on their way (see `core.wire_format`), in memory of half the size at both ends.
+Over streams, values may be rounded on their way (see `core.protocol.wire_format`), in memory of half the size at both
+ends.
 For gradients, this adds n P: P / 2 at each worker, and as much for it at the servers. For weights, it adds
 (n + 1) P / 2: P / 2 at each worker, and P / 2 at the servers, which round the weights once for all workers.
 
@@ -53,9 +54,9 @@ from typing import Any
 
 import msgspec
 
-from ..core.layout import dtype_of
-from ..core.model_spec import ModelSpec
-from ..core.wire_format import EXACT, WireFormat
+from ..core.protocol.layout import dtype_of
+from ..core.protocol.model_spec import ModelSpec
+from ..core.protocol.wire_format import EXACT, WireFormat
 
 __all__ = [
     "DESCRIPTOR_HEADROOM",

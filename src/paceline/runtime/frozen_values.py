@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from ..core.messages import FetchFrozen, FrozenTensors
+from ..core.protocol.messages import FetchFrozen, FrozenTensors
 from ..errors import ProtocolError
 
 __all__ = ["FrozenSend", "FrozenValues"]

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from ..core.messages import Hello, Message, Role, first_phase, greeted
+from ..core.protocol.messages import Hello, Message, Role, first_phase, greeted
 from ..errors import DeadlineError, InternalError, PeerLostError, ProtocolError, UserCodeError
 from ..wire.forks import close_in_forks
 from ..wire.passing import Source

@@ -8,10 +8,10 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from ..core.layout import ShardSlice
-from ..core.messages import InitialState, InitialWeights
-from ..core.model_spec import FrozenSpec
-from ..shard.buffers import pack
+from ..core.protocol.layout import ShardSlice
+from ..core.protocol.messages import InitialState, InitialWeights
+from ..core.protocol.model_spec import FrozenSpec
+from ..shard.buffer_bytes import pack
 from ..shard.frozen_files import write_frozen
 from ..shard.vectors import Vectors
 from .job import Job

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..core.messages import Commit
+from ..core.protocol.messages import Commit
 from ..sync.ticks import TICKS_PER_S
 from ..trace.records import IterationRecord
 from .job import Assignment

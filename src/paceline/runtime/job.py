@@ -8,14 +8,14 @@ from typing import Literal
 
 import msgspec
 
-from ..core.data_feed import Work
-from ..core.guard import GuardMode
-from ..core.lease import BatchSizing, Split
-from ..core.placement import Placement, round_robin
-from ..core.wire_format import EXACT, WireFormat
+from ..core.data.data_feed import Work
+from ..core.oversight.guard import GuardMode
+from ..core.protocol.lease import BatchSizing, Split
+from ..core.protocol.placement import Placement, round_robin
+from ..core.protocol.wire_format import EXACT, WireFormat
 from ..errors import ConfigurationError
-from ..plugins.conditions import require_named
 from ..plugins.optimizer_sources import OptimizerSources
+from ..plugins.user_conditions import require_named
 from ..sync import SyncModel
 from ..sync.notation import parse_shards, require_shards
 from ..sync.schedule import Schedule, read_schedule
@@ -24,7 +24,7 @@ from ..trace.run_dir import make_run_dir
 from ..wire.addresses import TRANSPORTS
 from ..wire.tls import Contexts, contexts
 from ..wire.transport import Transport
-from .devices import CPU, Device
+from .compute_devices import CPU, Device
 
 __all__ = [
     "LOOPBACK",
@@ -77,7 +77,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         hyperparameters: "translated" if the hyper-parameters of the script refer to a joint batch, and those of each
             update are translated (see `paceline.sync.translation`), or "raw" if each update uses them as they are.
         run_dir: directory of the logs, traces and results; "" if a new directory is to be created.
-        guard: what happens if training diverges; see `paceline.core.guard`.
+        guard: what happens if training diverges; see `paceline.core.oversight.guard`.
         stall_timeout_s: seconds after which a silent process is killed if others wait for it; None for no limit.
         port: TCP port of the coordinator; 0 for any free port.
         torchrun_port: MASTER_PORT in the environment of the workers, which is then as under torchrun; 0 to leave the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .devices import Device
+from .compute_devices import Device
 from .job import Job
 
 __all__ = ["describe"]

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, cast
 
-from ..core.guard import ON_NAN, guard_mode
-from ..core.layout import SLICINGS
-from ..core.lease import BATCH_SIZINGS, SPLITS, Split
-from ..core.wire_format import WireFormat
+from ..core.oversight.guard import ON_NAN, guard_mode
+from ..core.protocol.layout import SLICINGS
+from ..core.protocol.lease import BATCH_SIZINGS, SPLITS, Split
+from ..core.protocol.wire_format import WireFormat
 from ..errors import ConfigurationError, unknown_name
 from ..plugins import load_models, modules_of
 from ..plugins.optimizer_sources import OptimizerSources
@@ -23,7 +23,7 @@ from ..sync.translation import HYPERPARAMETERS
 from ..trace.run_dir import require_usable
 from ..wire.addresses import TRANSPORTS, best_transport
 from ..wire.tcp import TCP
-from .devices import Device
+from .compute_devices import Device
 from .footprint import (
     available_bytes,
     descriptor_limit,

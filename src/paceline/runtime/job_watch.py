@@ -10,14 +10,22 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from ..core.coordinator import Coordinator
-from ..core.job_progress import ProgressMeter
-from ..core.job_status import LOCAL, JobStatus, Observed, StateTimes, held_state, job_status, worker_state
-from ..core.messages import Status, Waits
-from ..core.traffic import Link, TrafficMeter
+from ..core.machines.traffic_rates import Link, TrafficMeter
+from ..core.protocol.messages import Status, Waits
+from ..core.status.job_progress import ProgressMeter
+from ..core.status.job_status import (
+    LOCAL,
+    JobStatus,
+    Observed,
+    StateTimes,
+    held_state,
+    job_status,
+    worker_state,
+)
 from ..sync.ticks import TICKS_PER_S
 from ..wire.stream import Stream
 from ..wire.traffic import Traffic, traffic_of
-from .devices import CPU
+from .compute_devices import CPU
 from .job import Job
 from .machines import Machines
 

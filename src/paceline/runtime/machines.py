@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ..core.job_status import MachineStatus
-from ..core.liveness import Liveness
+from ..core.machines.liveness import Liveness
+from ..core.status.job_status import MachineStatus
 from ..sync.ticks import TICKS_PER_S
 
 __all__ = ["Machines"]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..core.history import History
+from ..core.metrics.history import History
 from ..trace.metrics_file import METRICS_FILE, write_metrics
 
 __all__ = ["MetricsWriter"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ..core.job_status import JobStatus
-from ..core.messages import FetchStatus, Hello, StatusReported, first_phase
+from ..core.protocol.messages import FetchStatus, Hello, StatusReported, first_phase
+from ..core.status.job_status import JobStatus
 from ..wire.stream import Stream
 from ..wire.tls import contexts
 from .calling import call

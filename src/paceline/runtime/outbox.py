@@ -6,8 +6,8 @@ do not use pieces that were sent early. So a script may clip, scale, accumulate 
 commit. At the commit, each piece that was sent early is sent again if the checksum of its bits has changed. If a
 script changes its gradients after the backward pass, early sending saves no time and is suspended for a while.
 
-Gradients may be rounded on their way (see `core.wire_format`). A piece is rounded when it is sent, so checksums are
-those of the bits before.
+Gradients may be rounded on their way (see `core.protocol.wire_format`). A piece is rounded when it is sent, so
+checksums are those of the bits before.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
-from ..core.early_pause import EarlyPause
-from ..core.layout import ShardSlice, of_set, ranges_of
-from ..core.messages import Message, Stage
+from ..core.protocol.layout import ShardSlice, of_set, ranges_of
+from ..core.protocol.messages import Message, Stage
+from ..core.sync.early_pause import EarlyPause
 from ..shard.rounding import Rounded
 from ..wire.memory import PIECE_BYTES, cut, cut_pieces
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import safetensors.torch
 import torch
 
-from ..core.layout import ShardSlice, item_bytes
-from ..core.messages import (
+from ..core.protocol.layout import ShardSlice, item_bytes
+from ..core.protocol.messages import (
     MOST_STATES_BYTES,
     FetchFrozen,
     FetchOptimizerState,
@@ -27,9 +27,9 @@ from ..core.messages import (
     Snapshot,
     first_phase,
 )
-from ..core.model_spec import FrozenSpec, ModelSpec
+from ..core.protocol.model_spec import FrozenSpec, ModelSpec
 from ..errors import ProtocolError
-from ..shard.buffers import packed_bytes, unpack
+from ..shard.buffer_bytes import packed_bytes, unpack
 from ..shard.frozen_files import require_complete
 from ..shard.optimizer_state import require_plausible_state
 from ..shard.snapshot import WeightsSnapshot, named_weights

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ..core.layout import Layout, Parameter, dtype_of, of_set
-from ..core.model_spec import HyperParameters, ModelSpec, OptimizerSpec
+from ..core.protocol.layout import Layout, Parameter, dtype_of, of_set
+from ..core.protocol.model_spec import HyperParameters, ModelSpec, OptimizerSpec
 from ..errors import ConfigurationError, ProtocolError
 from ..plugins.optimizer_sources import OptimizerSources
-from ..shard.buffers import packed_bytes
+from ..shard.buffer_bytes import packed_bytes
 from ..shard.digests import DIGITS
 from ..shard.optimizers import ELEMENTWISE, read_groups, rehearse
 from ..shard.slice_optimizers import optimizer_of_slice

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core.layout import ShardSlice, ranges_of
+from ..core.protocol.layout import ShardSlice, ranges_of
 from ..shard.rounding import Rounded
 from ..shard.vectors import tensors_over
 from ..wire.memory import StreamedInbox

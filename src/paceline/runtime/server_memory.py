@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import safetensors.torch
 
-from ..core.layout import ShardSlice, item_bytes, of_set
-from ..core.messages import (
+from ..core.protocol.layout import ShardSlice, item_bytes, of_set
+from ..core.protocol.messages import (
     MOST_STATES_BYTES,
     Commit,
     Content,
@@ -25,10 +25,10 @@ from ..core.messages import (
     MemoryPlace,
     Message,
 )
-from ..core.model_spec import BufferSpec, ModelSpec
-from ..core.wire_format import EXACT, WireFormat
+from ..core.protocol.model_spec import BufferSpec, ModelSpec
+from ..core.protocol.wire_format import EXACT, WireFormat
 from ..errors import ProtocolError
-from ..shard.buffers import bytes_of, pack, packed_bytes, unpack
+from ..shard.buffer_bytes import bytes_of, pack, packed_bytes, unpack
 from ..shard.groups import GroupsReader
 from ..shard.optimizer_state import require_plausible_state
 from ..shard.rounding import Rounded, whole

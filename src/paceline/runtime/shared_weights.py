@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.layout import Layout
+from ..core.protocol.layout import Layout
 from ..wire.memory import MASTER, Region
 
 __all__ = ["SharedWeights"]

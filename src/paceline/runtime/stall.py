@@ -20,10 +20,10 @@ from typing import Literal
 
 import msgspec
 
-from ..core.messages import Waits
-from ..core.standstill import standstill, unable_to_begin
-from .coordinator import CoordinatorHost
-from .devices import CPU
+from ..core.protocol.messages import Waits
+from ..core.status.standstill import standstill, unable_to_begin
+from .compute_devices import CPU
+from .coordinator_host import CoordinatorHost
 
 __all__ = ["Awaited", "StallWatch"]
 

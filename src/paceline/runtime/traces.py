@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from ..core.messages import TracePart
-from ..core.placement import Placement
+from ..core.protocol.messages import TracePart
+from ..core.protocol.placement import Placement
 from ..errors import ProtocolError
 from ..files import Unfinished
 from ..trace.segments import earlier_segments

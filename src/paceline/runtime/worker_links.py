@@ -14,8 +14,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, ClassVar, Final, Protocol, TypeVar, cast
 
-from ..core.host import Host
-from ..core.messages import (
+from ..core.protocol.host import Host
+from ..core.protocol.messages import (
     Answer,
     Bell,
     Commit,
@@ -29,7 +29,7 @@ from ..core.messages import (
     Warned,
     first_phase,
 )
-from ..core.requests import COORDINATOR, Abort, Peer, Proceed, Request
+from ..core.protocol.requests import COORDINATOR, Abort, Peer, Proceed, Request
 from ..core.worker import Worker
 from ..errors import DeadlineError, PeerLostError, TakenOutError
 from ..frontend.session import Callbacks

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ..core.layout import Range, ShardSlice, of_set, without_last
-from ..core.messages import Answer, Content, MemoryAttached, MemoryPlace
-from ..core.model_spec import ModelSpec
-from ..core.wire_format import Format
+from ..core.protocol.layout import Range, ShardSlice, of_set, without_last
+from ..core.protocol.messages import Answer, Content, MemoryAttached, MemoryPlace
+from ..core.protocol.model_spec import ModelSpec
+from ..core.protocol.wire_format import Format
 from ..errors import ProtocolError
-from ..shard.buffers import pack
+from ..shard.buffer_bytes import pack
 from ..shard.rounding import Rounded
 from ..shard.vectors import Vectors, sliced, tensors_over
 from ..wire.memory import Master, cut, shared_memory_available

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
-from ..core.messages import Status
-from ..core.time_spent import Activity, Stopwatch
-from ..core.unsent_metrics import Settled
+from ..core.metrics.time_spent import Activity, Stopwatch
+from ..core.metrics.unsent_metrics import Settled
+from ..core.protocol.messages import Status
 from ..errors import PeerLostError
 from .job import Job
 from .worker_links import Links

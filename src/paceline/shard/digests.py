@@ -12,7 +12,7 @@ from hashlib import sha256
 
 import torch
 
-from .buffers import bytes_of
+from .buffer_bytes import bytes_of
 from .vectors import dtype_name
 
 __all__ = ["DIGITS", "chunks", "digest_of", "digests_of"]

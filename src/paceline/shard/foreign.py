@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import cloudpickle
 import torch
 
-from ..core.model_spec import HyperParameters
+from ..core.protocol.model_spec import HyperParameters
 from ..errors import ConfigurationError, UsageError, first_line
 from ..plugins.optimizer_sources import OptimizerSources, name_of
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from ..core.model_spec import FrozenSpec
+from ..core.protocol.model_spec import FrozenSpec
 from ..errors import ConfigurationError
 from ..files import Unfinished
-from .buffers import packed_bytes
+from .buffer_bytes import packed_bytes
 from .vectors import torch_dtype
 
 __all__ = ["read_frozen", "remove_frozen", "require_complete", "write_frozen"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..core.model_spec import HyperParameters
+from ..core.protocol.model_spec import HyperParameters
 from ..errors import ProtocolError
 
 __all__ = ["GroupsReader"]

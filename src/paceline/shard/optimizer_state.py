@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..core.layout import Layout, ShardSlice
+from ..core.protocol.layout import Layout, ShardSlice
 from ..errors import ProtocolError
 from .optimizers import PER_PARAMETER_STATE
 from .vectors import Vectors

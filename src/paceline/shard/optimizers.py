@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.model_spec import HyperParameter, HyperParameters
+from ..core.protocol.model_spec import HyperParameter, HyperParameters
 from ..errors import ConfigurationError
 from ..plugins.optimizer_sources import name_of
 from .foreign import build, class_of, foreign_reason

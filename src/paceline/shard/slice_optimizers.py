@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..core.layout import ShardSlice, aligned, dtype_of, item_bytes
-from ..core.model_spec import HyperParameters, OptimizerSpec
+from ..core.protocol.layout import ShardSlice, aligned, dtype_of, item_bytes
+from ..core.protocol.model_spec import HyperParameters, OptimizerSpec
 from ..errors import UserCodeError, first_line
 from ..plugins.failures import user_traceback
 from ..sync.translation import FAMILIES, WHOLE, Family, Fraction

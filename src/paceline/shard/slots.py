@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..core.model_spec import BufferSpec
-from .buffers import checksum, pool
+from ..core.protocol.model_spec import BufferSpec
+from .buffer_bytes import checksum, pool
 
 __all__ = ["BufferSlots"]
 

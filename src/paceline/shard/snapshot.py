@@ -8,8 +8,8 @@ import msgspec
 import safetensors.torch
 import torch
 
-from ..core.layout import Layout
-from ..core.model_spec import FrozenSpec
+from ..core.protocol.layout import Layout
+from ..core.protocol.model_spec import FrozenSpec
 from ..files import Unfinished
 from .frozen_files import read_frozen
 from .vectors import Vectors, parameter_views

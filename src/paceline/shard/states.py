@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 import torch
 
-from ..core.messages import MOST_STATES_BYTES
+from ..core.protocol.messages import MOST_STATES_BYTES
 from ..errors import ProtocolError, UsageError
-from .buffers import bytes_of
+from .buffer_bytes import bytes_of
 from .vectors import dtype_name
 
 __all__ = ["decode_states", "encode_states"]

@@ -1,7 +1,7 @@
 """The tensors of one shard: its slice of the weights, the user's optimizer on that slice, and the stored pushes.
 
-A store carries out requests from a server's core (see `paceline.core.requests`): it applies, discards or copies
-pushes, each identified by (worker, iteration). A store does not depend on sync models, processes or time. A
+A store carries out requests from a server's core (see `paceline.core.protocol.requests`): it applies, discards or
+copies pushes, each identified by (worker, iteration). A store does not depend on sync models, processes or time. A
 simulation without gradients uses a `NullStore` instead.
 """
 
@@ -14,8 +14,8 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from ..core.layout import ShardSlice, of_set
-from ..core.model_spec import HyperParameters, OptimizerSpec
+from ..core.protocol.layout import ShardSlice, of_set
+from ..core.protocol.model_spec import HyperParameters, OptimizerSpec
 from ..core.state_entries import StateEntries
 from ..sync.translation import WHOLE, Standing, translate
 from .optimizer_state import segments_of_state

@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 import torch
 
-from ..core.layout import Layout, ShardSlice, dtype_of
+from ..core.protocol.layout import Layout, ShardSlice, dtype_of
 
 __all__ = [
     "Vectors",
@@ -37,7 +37,7 @@ SAMPLED = 8192
 """Maximum number of elements of a vector, evenly spaced, from which its norm is estimated."""
 
 Vectors = dict[str, torch.Tensor]
-"""Flat vectors by name (see `core.layout`): the weights or the gradients of a whole model or of one shard."""
+"""Flat vectors by name (see `core.protocol.layout`): the weights or the gradients of a whole model or of one shard."""
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -13,10 +13,10 @@
 from .clockwork import Dataset
 from .cluster import Cluster
 from .cluster_file import PRESETS
-from .machines import Link, Presence
 from .result import Loss, SimResult
 from .simulate import simulate
 from .times import Constant, Drifting, LogNormal, Occasional, Pareto, Recorded, Sum, Times, Uniform
+from .worker_settings import Link, Presence
 
 __all__ = [
     "PRESETS",

@@ -6,11 +6,11 @@ import math
 
 import msgspec
 
-from ..core.lease import BatchSizing, Order, Split
+from ..core.protocol.lease import BatchSizing, Order, Split
 from ..errors import ConfigurationError, unknown_name
 from ..sync.schedule import Schedule
 from .cluster import Cluster
-from .job import VirtualJob
+from .simulated_job import VirtualJob
 
 __all__ = ["Clockwork", "Dataset", "DatasetClockwork", "require_enough_data"]
 

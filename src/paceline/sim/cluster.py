@@ -7,12 +7,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..core.data_feed import Work
+from ..core.data.data_feed import Work
 from ..errors import ConfigurationError
 from ..sync.ticks import resolution
 from .cluster_file import in_words_of_file, read_file, read_preset
-from .machines import Link, Presence
 from .times import Distribution, Times, times_of
+from .worker_settings import Link, Presence
 
 __all__ = ["Cluster", "require_whole"]
 

@@ -35,8 +35,8 @@ from typing import Any, get_args
 import msgspec
 
 from ..errors import ConfigurationError, unknown_name
-from .machines import Link, Presence
 from .times import Constant, Distribution, Times, Uniform, times_of
+from .worker_settings import Link, Presence
 
 __all__ = ["PRESETS", "in_words_of_file", "read_file", "read_preset"]
 

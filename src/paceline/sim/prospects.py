@@ -1,4 +1,4 @@
-"""How fast a run would be under other sync models, from what has been observed of it. See `paceline.core.auto`.
+"""How fast a run would be under other sync models, from what has been observed of it. See `paceline.core.sync.auto`.
 
 The observed cycles of the workers become a cluster: what a worker's cycles usually take longer than its computations
 is the latency of its link, and the rest its compute times. Each candidate then uses up some epochs of the run's data
@@ -13,14 +13,14 @@ import math
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from ..core.auto import Prospect, Situation
-from ..core.lease import BatchSizing
+from ..core.protocol.lease import BatchSizing
+from ..core.sync.auto import Prospect, Situation
 from ..errors import PacelineError
 from .clockwork import Dataset
 from .cluster import Cluster
-from .machines import Link
 from .recorded import compute_times
 from .result import SimResult
+from .worker_settings import Link
 
 __all__ = ["cluster_of", "prospects"]
 

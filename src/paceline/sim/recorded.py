@@ -21,15 +21,15 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from ..core.batch_sizes import BatchTime
+from ..core.data.batch_sizes import BatchTime
 from ..errors import ConfigurationError
 from ..sync.actions import AnswerPull
 from ..sync.events import PullRepeated, PushReceived
 from ..trace.recording import AnyTrace, trace_files
 from ..trace.records import IterationRecord, record_files, records_in
 from .cluster import Cluster
-from .machines import Link
 from .times import Recorded
+from .worker_settings import Link
 
 __all__ = ["cluster_of", "compute_times", "read_cluster_of_run"]
 

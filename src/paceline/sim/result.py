@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..core.auto import Choice
-from ..core.history import MetricHistory
+from ..core.metrics.history import MetricHistory
+from ..core.sync.auto import Choice
 from ..errors import UsageError
 from ..sync.schedule import read_schedule
 from ..trace.kept_models import folders_of, modules_of_models
@@ -18,7 +18,7 @@ from ..trace.recording import Trace, read_run
 from ..trace.records import IterationRecord, read_records
 from ..trace.time_use import TimeUse, time_shares
 from ..trace.unapplied import missing_updates, unapplied_pushes
-from .recording import Recording, RunFolder
+from .recorder import Recording, RunFolder
 
 if TYPE_CHECKING:
     from torch import Tensor

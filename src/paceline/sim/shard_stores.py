@@ -10,7 +10,7 @@ __all__ = ["NullStore"]
 
 
 class NullStore:
-    """A `core.host.ShardStore` without tensors."""
+    """A `core.protocol.host.ShardStore` without tensors."""
 
     def put(self, worker: int, iteration: int, push: object) -> None:
         pass

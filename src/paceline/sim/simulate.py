@@ -9,14 +9,14 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core.auto import Prospect, Situation
-from ..core.good_weights import GoodWeights
-from ..core.guard import DIVERGED, ON_NAN, Guard, guard_mode
-from ..core.history import MetricHistory
-from ..core.layout import SLICINGS, Layout
-from ..core.lease import BATCH_SIZINGS, BatchSizing
-from ..core.model_spec import ModelSpec, OptimizerSpec
-from ..core.wire_format import WireFormat
+from ..core.metrics.history import MetricHistory
+from ..core.oversight.good_weights import GoodWeights
+from ..core.oversight.guard import DIVERGED, ON_NAN, Guard, guard_mode
+from ..core.protocol.layout import SLICINGS, Layout
+from ..core.protocol.lease import BATCH_SIZINGS, BatchSizing
+from ..core.protocol.model_spec import ModelSpec, OptimizerSpec
+from ..core.protocol.wire_format import WireFormat
+from ..core.sync.auto import Prospect, Situation
 from ..errors import ConfigurationError, RunFailedError, UsageError, unknown_name
 from ..plugins import load_models
 from ..sync import SyncModel
@@ -27,11 +27,11 @@ from ..trace.records import IterationRecord
 from ..trace.time_use import time_use
 from .clockwork import Clockwork, Dataset, DatasetClockwork, require_enough_data
 from .cluster import Cluster, require_whole
-from .job import VirtualJob
 from .prospects import prospects
-from .recording import Recorders, TakeRecord
+from .recorder import Recorders, TakeRecord
 from .result import Loss, SimResult
 from .shard_stores import NullStore
+from .simulated_job import VirtualJob
 
 if TYPE_CHECKING:
     from ..shard.snapshot import WeightsSnapshot
@@ -180,7 +180,7 @@ def simulate(
             )
             job.run(clockwork, lambda worker: NOTHING_TRAINED, [NullStore()] * count, sizes, halves, until_s)
         else:
-            from .training import Training, computed_by
+            from .virtual_training import Training, computed_by
 
             recorders.takers.append(
                 _loss_recorder(losses, lambda: not needs_losses or training.job.knows_loss)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..core.requests import worker_peer
-from ..core.time_spent import Stopwatch
+from ..core.metrics.time_spent import Stopwatch
+from ..core.protocol.requests import worker_peer
 from ..core.worker import Worker
 from ..trace.records import IterationRecord
-from .network import Connection
+from .network_interfaces import Connection
 from .times import Sample
 
 __all__ = ["VirtualWorker"]

@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 # `Conditions` is exported here but defined in `plugins`, because this class imports the user's functions by name.
-from ..plugins.conditions import Conditions
+from ..plugins.user_conditions import Conditions
 
 for _model in (
     BSP,

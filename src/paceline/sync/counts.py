@@ -1,8 +1,9 @@
 """Keeps c_p, the number of iterations that each live worker p has pushed, and the minimum and maximum of c_p.
 
-Only legal events reach a model (see `paceline.core.order`), so this module does not check them. Joins and pushes take
-amortized constant time, regardless of the number of workers, because this module stores the number of workers for
-each value of c_p. If no worker is left at the minimum, the minimum moves up to the next value that a worker has.
+Only legal events reach a model (see `paceline.core.protocol.order`), so this module does not check them. Joins and
+pushes take amortized constant time, regardless of the number of workers, because this module stores the number of
+workers for each value of c_p. If no worker is left at the minimum, the minimum moves up to the next value that a
+worker has.
 """
 
 from __future__ import annotations

@@ -271,7 +271,7 @@ class SyncRequested(Event, frozen=True, kw_only=True, tag=True):
     Attributes:
         worker: the worker that sent the request.
         source: "schedule" if the run's schedule contains the change, "script" if the training script requested it,
-            "auto" if the coordinator has chosen it (see `paceline.core.auto`). `worker` is then any live worker.
+            "auto" if the coordinator has chosen it (see `paceline.core.sync.auto`). `worker` is then any live worker.
         number: number of the request, counted from 0 for each source.
         sync: the requested model, as in `Change.sync`.
     """

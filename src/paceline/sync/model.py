@@ -5,8 +5,8 @@ a message and stored in a trace. A specification creates the *state machines* th
 shard and, if the model plans for the whole job, one for the coordinator. A machine has no access to a host, a clock
 or a tensor. The machine's method `handle` takes an event and returns the resulting actions, in order.
 
-A machine receives only legal events: `paceline.core.order` checks in advance that each worker pushes, pulls and
-receives its answer in that order. Therefore a machine stores only what the rule of its model needs. If this rule
+A machine receives only legal events: `paceline.core.protocol.order` checks in advance that each worker pushes, pulls
+and receives its answer in that order. Therefore a machine stores only what the rule of its model needs. If this rule
 forbids some legal events as well, the machine rejects them in its method `check`, which does not change any state.
 """
 
@@ -171,7 +171,7 @@ class ShardMachine:
         """Handle the verdict about the held pushes of a frozen worker: drop those with a label above `kept`.
 
         None keeps all pushes. The worker's `WorkerLost` event follows, unless the model was told before that the
-        worker has left (see `core.shard_sync`). Then, what was not applied because of the worker is applied now.
+        worker has left (see `core.sync.shard_sync`). Then, what was not applied because of the worker is applied now.
 
         A subclass that overrides this method must call it, or remove the worker from `frozen` itself.
         """
@@ -201,7 +201,8 @@ class ShardMachine:
     def take_over(self, handover: Handover, now_ticks: int) -> list[AnyAction]:
         """Continue from another machine's state: apply the mean of the held pushes, and process the delayed pulls.
 
-        Pushes of frozen workers are not applied. If this machine does not hold them either, `core.shard_sync` does.
+        Pushes of frozen workers are not applied. If this machine does not hold them either, `core.sync.shard_sync`
+        does.
         """
         self.counts = handover.counts
         held = sorted(push for push in handover.held if push[0] not in self.frozen)

@@ -31,7 +31,7 @@ __all__ = [
 M = TypeVar("M", bound=SyncModel)
 
 AUTO = "auto"
-"""In place of the notation of a model, it lets the coordinator choose the models of a run; see `core.auto`."""
+"""In place of the notation of a model, it lets the coordinator choose the models of a run; see `core.sync.auto`."""
 
 MODELS: dict[str, type[SyncModel]] = {}
 """The registered sync models by name."""

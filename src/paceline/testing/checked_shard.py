@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import assert_never
 
-from ..core.shard_sync import ShardSync
+from ..core.sync.shard_sync import ShardSync
 from ..errors import InvalidEventError
 from ..state import snapshot
 from ..sync import ShardMachine

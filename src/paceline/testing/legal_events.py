@@ -1,7 +1,8 @@
 """The events that a shard may legally receive next.
 
-Each worker joins, then repeatedly pushes, pulls and is answered, and may leave at any time. `paceline.core.order`
-enforces this order. This module implements the order independently, so that the tests do not depend on that module.
+Each worker joins, then repeatedly pushes, pulls and is answered, and may leave at any time.
+`paceline.core.protocol.order` enforces this order. This module implements the order independently, so that the tests
+do not depend on that module.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from functools import partial
 from typing import Any, ClassVar
 
 from ..core.coordinator import Coordinator
-from ..core.lease import Batch
-from ..core.messages import Hello, Message
-from ..core.requests import Timer
+from ..core.protocol.lease import Batch
+from ..core.protocol.messages import Hello, Message
+from ..core.protocol.requests import Timer
 from ..core.server import Server
 from ..core.worker import Worker
 from ..errors import ConfigurationError, InternalError, ProtocolError

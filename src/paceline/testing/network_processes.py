@@ -1,7 +1,7 @@
 """The processes of a `Network`: what the hosts of the cores do in a live run, as far as the protocol depends on it.
 
-Each process is a `core.host.Host`. A server has no tensors, but remembers which pushes it has received, and whose
-initial weights. A worker has no script, but a list of what to do next.
+Each process is a `core.protocol.host.Host`. A server has no tensors, but remembers which pushes it has received, and
+whose initial weights. A worker has no script, but a list of what to do next.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..core.coordinator import Coordinator
-from ..core.host import Host
-from ..core.layout import Layout, Parameter
-from ..core.lease import Batch, Order
-from ..core.messages import (
+from ..core.protocol.host import Host
+from ..core.protocol.layout import Layout, Parameter
+from ..core.protocol.lease import Batch, Order
+from ..core.protocol.messages import (
     Commit,
     CreateShards,
     ExtendShards,
@@ -28,8 +28,8 @@ from ..core.messages import (
     TakenOut,
     WorkerLost,
 )
-from ..core.model_spec import ModelSpec, OptimizerSpec
-from ..core.requests import (
+from ..core.protocol.model_spec import ModelSpec, OptimizerSpec
+from ..core.protocol.requests import (
     COORDINATOR,
     Abort,
     Apply,

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from itertools import product
 from typing import NamedTuple
 
-from ..core.job_sync import JobSync
-from ..core.shard_sync import ShardSync
+from ..core.sync.job_sync import JobSync
+from ..core.sync.shard_sync import ShardSync
 from ..errors import ConfigurationError
 from ..plugins.failures import report_of_user_code
 from ..state import snapshot

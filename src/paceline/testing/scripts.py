@@ -24,8 +24,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import assert_never
 
-from ..core.job_sync import JobSync
-from ..core.shard_sync import ShardSync
+from ..core.sync.job_sync import JobSync
+from ..core.sync.shard_sync import ShardSync
 from ..errors import InvalidEventError
 from ..sync import parse
 from ..sync.actions import (

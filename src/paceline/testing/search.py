@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from ..plugins.failures import report_of_user_code
 from .small_job import SmallJob
-from .states import State, Step
+from .state_pools import State, Step
 
 __all__ = ["explore", "survey"]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..core.entry import Entry
+from ..core.protocol.entry import Entry
 from ..sync import ASP, BSP, SyncModel, events
 from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, HoldPush, ReportFault, SetTimer
 from .admission import Admission, ShardView, WorkerView, admission
-from .states import ServerState, parse_shards, put
+from .state_pools import ServerState, parse_shards, put
 
 __all__ = ["ShardChecks"]
 

@@ -82,11 +82,11 @@ from typing import ClassVar, Literal, TypeVar
 
 import msgspec
 
-from ..core import messages
 from ..core.coordinator import Coordinator
-from ..core.host import Host
-from ..core.layout import Layout
-from ..core.messages import (
+from ..core.protocol import messages
+from ..core.protocol.host import Host
+from ..core.protocol.layout import Layout
+from ..core.protocol.messages import (
     Answer,
     ChangePublished,
     Commit,
@@ -103,8 +103,8 @@ from ..core.messages import (
     SyncRequested,
     WorkerWelcomed,
 )
-from ..core.model_spec import ModelSpec, OptimizerSpec
-from ..core.requests import (
+from ..core.protocol.model_spec import ModelSpec, OptimizerSpec
+from ..core.protocol.requests import (
     COORDINATOR,
     Apply,
     Discard,
@@ -120,7 +120,7 @@ from ..core.requests import (
     worker_peer,
 )
 from ..core.server import Server
-from ..core.shard_sync import ShardSync
+from ..core.sync.shard_sync import ShardSync
 from ..core.worker import Worker
 from ..state import Subject
 from ..sync import ASP, BSP, SSP, Conditions, ElasticBSP, SpecSync, SyncModel, events, parse
@@ -130,7 +130,7 @@ from ..sync.schedule import Schedule
 from ..sync.schedule import Step as ScheduleStep
 from .admission import Admission, ShardView, WorkerView
 from .shard_checks import ShardChecks
-from .states import (
+from .state_pools import (
     Call,
     CoordinatorState,
     Interned,

@@ -29,7 +29,7 @@ from typing import Literal
 
 import msgspec
 
-from ..core.entry import Entry, EntryRecorder
+from ..core.protocol.entry import Entry, EntryRecorder
 from ..sync.actions import AnswerPull, ApplyMean
 from ..sync.events import (
     OfShard,

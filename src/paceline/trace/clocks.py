@@ -2,9 +2,9 @@
 
 Each trace contains times on the clock of the machine that recorded it (`Trace.machine`). Machine 0 is the one
 with the coordinator. For each other machine, the run directory contains a file `clock-<machine>.jsonl` with estimates
-of the offset of the coordinator's clock (see `paceline.core.clock_offset`), recorded during the run. They are used to
-convert times to the coordinator's clock, with a bound on the error. Statistics of a run never need this: they only
-subtract times of the same trace.
+of the offset of the coordinator's clock (see `paceline.core.machines.clock_offset`), recorded during the run. They
+are used to convert times to the coordinator's clock, with a bound on the error. Statistics of a run never need this:
+they only subtract times of the same trace.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from ..core.clock_offset import OffsetBounds
-from ..core.messages import ClockOffset
+from ..core.machines.clock_offset import OffsetBounds
+from ..core.protocol.messages import ClockOffset
 from ..errors import ConfigurationError
 from ..sync.ticks import TICKS_PER_S, in_ticks
 from .recording import Entry, Sink, Trace

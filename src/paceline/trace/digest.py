@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ..core.entry import Entry
+from ..core.protocol.entry import Entry
 from ..errors import ConfigurationError
 from ..files import Unfinished
 from .activity import Activity

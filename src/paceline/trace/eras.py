@@ -1,8 +1,8 @@
 """Staleness and waiting while one sync model was in force, in bounded memory.
 
-The model changes when the last live worker has passed the boundary of the change (see `core.shard_sync`). An *era* is
-the time in which one model is in force at shard 0. The other shards count what they do in the same era, although they
-may change their models a moment earlier or later.
+The model changes when the last live worker has passed the boundary of the change (see `core.sync.shard_sync`). An
+*era* is the time in which one model is in force at shard 0. The other shards count what they do in the same era,
+although they may change their models a moment earlier or later.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ are about time that the workers lost, and about unusual clipping.
 A sentence about time appears only if the statistics support it: the lost time must be at least 5 % of the run and at
 least one second. Clipping by each worker is named whenever it occurs, because it changes the result.
 
-What helps is listed in the order of what it does to the result of training (see `sync.accuracy`): first what leaves
+What helps is listed in the order of what it does to the result of training (see `sync.effects`): first what leaves
 it as it is, last the models with stale gradients, and those only with the advice to check the accuracy.
 """
 
@@ -19,8 +19,8 @@ from collections.abc import Collection, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from ..core.lease import Order, Split
-from ..sync.accuracy import EFFECTS, backup_quorum
+from ..core.protocol.lease import Order, Split
+from ..sync.effects import EFFECTS, backup_quorum
 from .measures import Measures
 from .unapplied import missing_updates, unapplied_pushes
 

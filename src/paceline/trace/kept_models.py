@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..plugins import load_models
-from ..plugins.conditions import LOCAL
+from ..plugins.user_conditions import LOCAL
 from ..sync import Conditions, SyncModel
 
 __all__ = ["folders_of", "load_kept_models", "modules_of_models"]

@@ -34,7 +34,7 @@ from ..sync.notation import parse
 
 __all__ = ["Keyframe", "fill", "keyframe_of"]
 
-PURE = ("paceline.core.", "paceline.sync.", "paceline.zipline.", "paceline.plugins.conditions")
+PURE = ("paceline.core.", "paceline.sync.", "paceline.zipline.", "paceline.plugins.user_conditions")
 
 MOST_BITS = 63  # integers with more bits are written as text
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from ..core.history import Kind, Metric, MetricHistory, MetricPoint
+from ..core.metrics.history import Kind, Metric, MetricHistory, MetricPoint
 from ..files import Unfinished
 
 __all__ = ["METRICS_FILE", "read_metrics", "write_metrics"]

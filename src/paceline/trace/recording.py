@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ..core.entry import Entry, EntryRecorder
+from ..core.protocol.entry import Entry, EntryRecorder
 from ..errors import ConfigurationError
 from ..sync.ticks import TICKS_PER_S, in_ticks
 from .keyframes import Keyframe

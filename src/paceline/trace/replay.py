@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ..core.coordinator import Coordinator
-from ..core.entry import Entry
+from ..core.protocol.entry import Entry
 from ..core.shard import Shard
 from ..errors import ConfigurationError, InvalidEventError
 from ..plugins import load_models

@@ -14,7 +14,7 @@
 
 A worker is present from the moment when shard 0 counts it among its workers until it has left. Its presence is the
 sum of the first six times. The waits are measured by the shards, each on its own clock; the other times are measured
-by the workers (see `core.time_spent`). So no two clocks are compared, and the sums are exact.
+by the workers (see `core.metrics.time_spent`). So no two clocks are compared, and the sums are exact.
 
 A worker that is lost makes no last report. The time since its last report belongs to the activity that it has
 reported then, except for the time in which it waited.
@@ -26,7 +26,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ..core.time_spent import STATES, WorkerTime
+from ..core.metrics.time_spent import STATES, WorkerTime
 from .measures import Presence
 
 __all__ = ["TimeUse", "time_shares", "time_use"]
@@ -75,7 +75,7 @@ def time_use(
 
     Args:
         presences: what the traces tell; see `Meter.presences`.
-        spent: what the workers have reported; see `core.time_spent.TimeLedger`.
+        spent: what the workers have reported; see `core.metrics.time_spent.TimeLedger`.
         ticks_per_s: number of ticks per second.
 
     Example:

@@ -34,7 +34,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal, Protocol
 
-from ..core.layout import Layout, Piece, ShardSlice, item_bytes, of_set, ranges_of
+from ..core.protocol.layout import Layout, Piece, ShardSlice, item_bytes, of_set, ranges_of
 from ..errors import ProtocolError
 from .follow import Follower, Reader
 from .forks import close_in_forks

@@ -6,7 +6,7 @@ ring, wake a process that sleeps, and tell that the other process has ended.
 
 from __future__ import annotations
 
-from ..core.layout import Layout
+from ..core.protocol.layout import Layout
 from .memory import Region, shared_memory_available
 from .ring import available
 from .unix import Unix

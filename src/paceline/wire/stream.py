@@ -38,7 +38,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, Union, cast
 
 import msgspec
 
-from ..core.messages import Bell, Message, Phase, expected, refusal
+from ..core.protocol.messages import Bell, Message, Phase, expected, refusal
 from ..errors import DeadlineError, PeerLostError, ProtocolError
 from .forks import close_in_forks
 from .patience import Patience
@@ -120,7 +120,8 @@ class Stream(Generic[T]):
 
     Args:
         sock: a connected stream socket or TLS connection, of which the stream takes ownership.
-        phase: the phase of what the peer sends, which says what it may send. See `paceline.core.messages.protocol`.
+        phase: the phase of what the peer sends, which says what it may send. See
+        `paceline.core.protocol.messages.table`.
         sink: function that returns the memory into which a payload is received.
         trusted: False until the peer has sent the token. Only a small header is accepted from an untrusted peer.
         takes_descriptor: True while the peer may pass one file descriptor (AF_UNIX only).

@@ -14,7 +14,7 @@ import socket
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from ..core.layout import Layout
+from ..core.protocol.layout import Layout
 from .memory import Region
 from .passing import Source
 from .secure import SecureSocket

@@ -1,0 +1,255 @@
+"""How one epoch is split between the workers: by a static or a dynamic split.
+
+With a static split, all workers that take part when the epoch begins have equal shares of every joint batch. With a
+dynamic split, a worker receives a lease of one or several batches whenever it has none left (see
+`paceline.core.data.lease_sizes`).
+
+If the order is balanced, the sizes of the workers' batches follow their speeds. With a dynamic split, a worker's
+next lease has batches of its present size. With a static split, the shares are dealt a few rounds at a time, when the
+first worker needs them. So the sizes in a round are settled before any worker takes its batch of the round.
+
+Both splits also hand out the positions of earlier epochs that lost and leaving workers have returned: a static split
+deals them when the epoch begins, and a dynamic split hands them out before any others.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Mapping, Set
+
+import msgspec
+
+from ...state import stateful
+from ..protocol.lease import Lease, Order, deal, divide, positions, remove_first, single, trim
+from .lease_sizes import LeaseSizes
+
+__all__ = ["DynamicSplit", "EpochSplit", "Grant", "StaticSplit", "cut"]
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """The answer to a worker that needs data.
+
+    Attributes:
+        leases: the batches that the worker may use, in order.
+        last: True if the worker receives no more batches in this epoch.
+    """
+
+    leases: tuple[Lease, ...]
+    last: bool
+
+
+@stateful(decides="order opener shares unused ended total left_out _number _sizes _next _end")
+class EpochSplit(ABC):
+    """An epoch that some workers have begun and not all workers have ended.
+
+    Attributes:
+        static: True if all workers have equal shares of every joint batch.
+        order: the order of the epoch.
+        opener: the worker that began the epoch first.
+        shares: static split: worker -> leases that it has yet to receive, for each worker that may receive more.
+        unused: dynamic split: leases that scripts have received and not used.
+        ended: workers that receive no more batches.
+        total: number of positions of the epoch, as far as the size is known.
+        left_out: number of positions that this split does not hand out, because their batch is too small.
+    """
+
+    static: bool
+
+    def __init__(self, number: int, order: Order, opener: int, sizes: LeaseSizes) -> None:
+        self.order = order
+        self.opener = opener
+        self.shares: dict[int, list[Lease]] = {}
+        self.unused: deque[Lease] = deque()
+        self.ended: set[int] = set()
+        self.total = order.size or 0
+        self.left_out = 0
+        self._number = number
+        self._sizes = sizes
+        self._next = 0  # the first position that is not part of any lease or share
+        self._end = order.size  # None while the size is not known
+
+    @property
+    def left(self) -> int:
+        """Number of positions that no worker has, as far as the size is known."""
+        dealt = sum(map(positions, self.shares.values()))
+        return max((self._end or 0) - self._next, 0) + dealt + positions(self.unused)
+
+    @abstractmethod
+    def grant(self, worker: int, returned: deque[Lease], now_s: float, live: Set[int]) -> Grant:
+        """Return a worker's next leases. They may be taken from the returned ones."""
+
+    def end_at(self, size: int) -> None:
+        """Record that the order has ended after `size` positions, which was not known in advance."""
+        self._end, self._next = size, max(self._next, size)
+        nonexistent, left_out = trim(self.unused, self._number, size, drop_last=self.order.drop_last)
+        self.total -= nonexistent
+        self.left_out += left_out
+
+
+@stateful(decides="_joint")
+class StaticSplit(EpochSplit):
+    """A static split between the workers that take part when the epoch begins."""
+
+    static = True
+
+    def __init__(
+        self,
+        number: int,
+        order: Order,
+        opener: int,
+        sizes: LeaseSizes,
+        members: Set[int],
+        returned: deque[Lease],
+    ) -> None:
+        super().__init__(number, order, opener, sizes)
+        self.shares = {member: [] for member in sorted(members)}
+        self._joint = order.batch * len(members)  # number of positions in a joint batch
+        self._deal_returned(returned)
+        if not order.balanced:
+            self._deal()
+
+    def grant(self, worker: int, returned: deque[Lease], now_s: float, live: Set[int]) -> Grant:
+        balanced = self.order.balanced
+        if balanced and self.shares.get(worker) == []:
+            self._deal_rounds()
+        share = self.shares.pop(worker, [])
+        last = not balanced or not share
+        if not last:
+            self.shares[worker] = []
+        return Grant(tuple(share), last)
+
+    def _deal(self) -> None:
+        """Give every worker the same number of batches: an equal part of every joint batch."""
+        order, parts = self.order, len(self.shares)
+        rounds, rest = (None, 0) if order.size is None else divmod(order.size, self._joint)
+        if rounds != 0:
+            for part, share in enumerate(self.shares.values()):
+                share.append(Lease(self._number, part * order.batch, order.batch, self._joint, rounds))
+        if order.drop_last or rest < parts:
+            self.left_out += rest
+        else:
+            assert rounds is not None
+            self._deal_batch(single(self._number, rounds * self._joint, rest))
+        self._next = order.size or 0
+
+    def _deal_batch(self, lease: Lease) -> None:
+        """Divide the only batch of a lease among all workers."""
+        for share, part in zip(self.shares.values(), divide(lease, len(self.shares)), strict=True):
+            share.append(part)
+
+    def _deal_rounds(self) -> None:
+        """Add the next rounds of a balanced epoch to the shares, with sizes that follow the workers' speeds."""
+        order, end, sizes = self.order, self._end, self._sizes
+        assert end is not None
+        members = sorted(self.shares)
+        joint = min(self._joint, (order.most or self._joint) * len(members))
+        least = min(sizes.least, joint // len(members))
+        rounds, left = sizes.rounds(), end - self._next
+        if full := min(rounds, left // joint):
+            parts = sizes.balanced.of(members, joint, least=least, most=order.most)
+            for worker, start in _starts(parts, self._next):
+                self.shares[worker].append(Lease(self._number, start, parts[worker], joint, full))
+            self._next += full * joint
+        elif left:
+            self._next = end
+            if order.drop_last or left < least * len(members):
+                self.left_out += left
+            else:
+                parts = sizes.balanced.divide(members, left, least=least, most=order.most)
+                for worker, start in _starts(parts, end - left):
+                    self.shares[worker].append(single(self._number, start, parts[worker]))
+
+    def _deal_returned(self, returned: deque[Lease]) -> None:
+        """Give every worker the same number of batches from the returned positions."""
+        shares = list(self.shares.values())
+        left: list[Lease] = []
+        for lease in returned:
+            dealt, rest = deal(lease, len(shares))
+            left += rest
+            for share, part in zip(shares, dealt, strict=False):
+                share.append(part)
+        whole = len(left) // len(shares) * len(shares)
+        for number, lease in enumerate(left[:whole]):
+            shares[number % len(shares)].append(lease)
+        returned.clear()
+        for lease in left[whole:]:
+            if lease.batch < len(shares):
+                returned.append(lease)
+            else:
+                self._deal_batch(lease)
+
+
+class DynamicSplit(EpochSplit):
+    """A dynamic split."""
+
+    static = False
+
+    def grant(self, worker: int, returned: deque[Lease], now_s: float, live: Set[int]) -> Grant:
+        order, sizes = self.order, self._sizes
+        size = order.batch
+        if order.balanced:
+            members = sorted(live)
+            joint = min(size, order.most or size) * len(members)
+            least = min(sizes.least, joint // len(members))
+            size = sizes.balanced.of(members, joint, least=least, most=order.most)[worker]
+        smallest = sizes.smallest(order, size)
+        wanted = sizes.batches(worker, now_s, None if self._end is None else self.left / order.batch)
+        leases: list[Lease] = []
+        for source in (returned, self.unused):
+            if source and len(leases) < wanted:
+                found, left_out = cut(source, smallest, size, wanted - len(leases))
+                leases += found
+                self.left_out += left_out
+        if len(leases) < wanted:
+            leases += self._next_leases(smallest, size, wanted - len(leases))
+        sizes.lent(worker, sum(lease.count or 0 for lease in leases))
+        return Grant(tuple(leases), not leases)
+
+    def _next_leases(self, smallest: int, size: int, wanted: int) -> list[Lease]:
+        """Return up to `wanted` batches of `size` positions that no worker has received."""
+        start, end = self._next, self._end
+        if end is None:
+            self._next += wanted * size
+            self.total += wanted * size
+            return [Lease(self._number, start, size, size, wanted)]
+        full = min(wanted, (end - start) // size) if end > start else 0
+        leases = [Lease(self._number, start, size, size, full)] if full else []
+        self._next = start = start + full * size
+        if full < wanted and start < end:
+            self._next = end
+            if self.order.drop_last or end - start < smallest:
+                self.left_out += end - start
+            else:
+                leases.append(single(self._number, start, end - start))
+        return leases
+
+
+def cut(leases: deque[Lease], smallest: int, largest: int, most: int) -> tuple[list[Lease], int]:
+    """Remove batches of at most `largest` positions from some leases, until there are `most` of them.
+
+    Returns:
+        A lease for each of these batches, and the number of positions in batches that were removed and left out,
+        because they have less than `smallest` positions.
+    """
+    found: list[Lease] = []
+    left_out = 0
+    while leases and len(found) < most:
+        lease = leases.popleft()
+        if lease.batch < smallest:
+            left_out += positions([lease])
+            continue
+        if (rest := remove_first(lease, 1)) is not None:
+            leases.appendleft(rest)
+        size = min(lease.batch, largest)
+        if size < lease.batch:
+            leases.appendleft(single(lease.epoch, lease.start + size, lease.batch - size))
+        found.append(single(lease.epoch, lease.start, size))
+    return found, left_out
+
+
+def _starts(sizes: Mapping[int, int], start: int) -> Iterator[tuple[int, int]]:
+    """Yield the first position of each worker's part of a joint batch that begins at `start`."""
+    for worker, size in sizes.items():
+        yield worker, start
+        start += size

@@ -1,0 +1,114 @@
+"""How far the scripts of a job have come in their training loops, without I/O. See `paceline.epochs`.
+
+A worker that joins a run in progress runs its script from the first line, but its training loop begins with the epoch
+that the job has reached. The workers reach the epochs at different times. The position of the job is that of one
+worker: the one with the lowest index of those that take part. This worker also sends the states of the objects that
+its script tracks, so both belong together. If it is lost, the next one takes its place at the next epoch.
+
+At the end of a loop there is no next epoch. So a worker that ends a loop sends the states if no worker with a lower
+index has sent them before, and they are not lost with any worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ...state import stateful
+from ..protocol.messages import (
+    EpochReached,
+    LoopEntered,
+    LoopLimits,
+    LoopPosition,
+    StatesDecided,
+    TrainingStopped,
+)
+from ..protocol.requests import Request, Send, worker_peer
+
+__all__ = ["LoopPositions"]
+
+
+@stateful(decides="stopped _newest _begun _ended", history="limits start")
+class LoopPositions:
+    """The position of the job, and the worker that keeps the states of tracked objects.
+
+    Attributes:
+        limits: the limits of the last loop that has begun; None if they are unknown.
+        start: number of updates, and of samples, at the beginning of this loop.
+        stopped: the loops that a worker has stopped.
+    """
+
+    def __init__(self) -> None:
+        self.limits: LoopLimits | None = None
+        self.start = (0, 0)
+        self.stopped: set[int] = set()
+        self._newest: LoopPosition | None = None
+        # number of the last loop that has begun, and the time at which it began, in ticks
+        self._begun = (-1, 0)
+        # number of the last loop that has ended, and the worker whose states were sent last
+        self._ended = (-1, 0)
+
+    @property
+    def loop(self) -> int:
+        """Number of the last loop that has begun; -1 for none."""
+        return self._begun[0]
+
+    @property
+    def begun_ticks(self) -> int:
+        """Time at which this loop began."""
+        return self._begun[1]
+
+    def begun(
+        self, loop: int, now_ticks: int, limits: LoopLimits | None = None, start: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Record that a worker has begun a loop.
+
+        Args:
+            loop: number of the loop.
+            now_ticks: current time.
+            limits: the limits of the loop; None if they are unknown.
+            start: number of updates, and of samples, at its beginning.
+        """
+        if loop > self._begun[0]:
+            self._begun, self.limits, self.start = (loop, now_ticks), limits, start
+
+    def entry(self, loop: int, address: str, now_ticks: int, ticks_per_s: int) -> LoopEntered:
+        """Return the answer to a worker that joins a run in progress and begins a loop.
+
+        Args:
+            loop: number of the loop.
+            address: the address of the server of shard 0.
+            now_ticks: current time.
+            ticks_per_s: number of ticks per second.
+        """
+        begun, begun_ticks = self._begun
+        elapsed_s = (now_ticks - begun_ticks) / ticks_per_s if loop == begun else 0.0
+        return LoopEntered(self._newest or LoopPosition(0, 0), elapsed_s, address)
+
+    def reached(
+        self, worker: int, message: EpochReached, present: Collection[int], now_ticks: int
+    ) -> list[Request]:
+        """Handle a worker that has reached the beginning of an epoch or the end of a loop."""
+        position = message.position
+        self.begun(position.loop, now_ticks, message.limits, (position.updates, position.samples))
+        wanted = self._takes(worker, message, present)
+        if wanted:
+            self._newest = position
+        if wanted and message.over:
+            self._ended = position.loop, worker
+        return [Send(worker_peer(worker), StatesDecided(wanted))] if message.tracks else []
+
+    def stop(self, loop: int, live: Collection[int]) -> list[Request]:
+        """Stop a loop in all live workers, unless this has been done already."""
+        if loop in self.stopped:
+            return []
+        self.stopped.add(loop)
+        return [Send(worker_peer(worker), TrainingStopped(loop)) for worker in sorted(live)]
+
+    def _takes(self, worker: int, message: EpochReached, present: Collection[int]) -> bool:
+        """Return True if the position of the job becomes that of this worker."""
+        position, newest = message.position, self._newest
+        ended, keeper = self._ended
+        if message.over and position.loop >= ended:
+            return position.loop > ended or worker <= keeper
+        ahead = newest is None or (position.loop, position.epoch) > (newest.loop, newest.epoch)
+        return ahead and worker == min(present, default=-1)

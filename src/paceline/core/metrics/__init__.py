@@ -1,0 +1,1 @@
+"""What scripts have logged, and what workers have spent their time on."""

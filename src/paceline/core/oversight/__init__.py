@@ -1,0 +1,1 @@
+"""What is watched in order to warn the user: gradients, hyper-parameters, and divergence."""

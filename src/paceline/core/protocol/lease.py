@@ -1,0 +1,241 @@
+"""Leases: batches of an epoch's order that the coordinator hands out to a worker.
+
+The order of an epoch is a permutation of the items of a dataset. Every worker can compute it from the run's seed and
+the number of the epoch. So the coordinator and the workers exchange *positions* in the order, not indices of items.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import Annotated, Literal, NamedTuple, get_args
+
+import msgspec
+
+from ...sync.events import Number
+
+__all__ = [
+    "BATCH_SIZINGS",
+    "SPLITS",
+    "Batch",
+    "BatchSizing",
+    "Lease",
+    "Order",
+    "PackedPushed",
+    "Pushed",
+    "Split",
+    "deal",
+    "divide",
+    "divide_evenly",
+    "nth_batch",
+    "order_difference",
+    "positions",
+    "remove_first",
+    "single",
+    "trim",
+]
+
+Split = Literal["auto", "dynamic", "static"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+"""The ways to divide an epoch: by demand, in equal shares, or whichever of the two suits the sync model."""
+
+BatchSizing = Literal["equal", "balanced"]
+BATCH_SIZINGS: tuple[BatchSizing, ...] = get_args(BatchSizing)
+"""The ways to size batches: all workers have batches of the same size, or the sizes follow the workers' speeds."""
+
+
+class Order(msgspec.Struct, frozen=True, array_like=True):
+    """What all workers must agree on before an epoch is split between them.
+
+    Attributes:
+        size: number of positions in the epoch; None if it is not known in advance.
+        batch: number of positions in a full batch of one worker.
+        drop_last: True to leave out a last batch that is not full.
+        split: how the epoch is split: "dynamic" hands out each batch when a worker needs it, "static" gives all
+            workers equal shares, and "auto" is "static" if the sync model keeps all workers in lockstep, else
+            "dynamic".
+        digest: hash of the first items of the order, to detect workers with different orders.
+        balanced: True if the sizes of the workers' batches follow the workers' speeds. With equal shares, the size
+            of a joint batch is fixed: `batch` positions for each worker.
+        most: maximum size of a worker's batch if `balanced` is True; None for no maximum.
+    """
+
+    size: Number | None
+    batch: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    drop_last: bool
+    split: Split
+    digest: Annotated[str, msgspec.Meta(max_length=64)]
+    balanced: bool = False
+    most: Annotated[int, msgspec.Meta(ge=1, le=2**53)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.balanced and self.size is None:
+            raise ValueError("an order of unknown size cannot be balanced")
+
+
+class Batch(NamedTuple):
+    """One batch: `size` positions in the order of an epoch, from `start` on.
+
+    If the size of the order was not known in advance, the batch may extend beyond the end of the order; it then has
+    only the positions that exist. If the order has fewer than `least_size` positions, the batch does not exist.
+    """
+
+    epoch: int
+    start: int
+    size: int
+    least_size: int
+
+
+class Lease(msgspec.Struct, frozen=True, array_like=True):
+    """Batches that a worker may use. Batch i, counted from 0, begins at position `start + i * stride`.
+
+    Attributes:
+        epoch: the epoch to whose order the positions refer.
+        start: first position of the first batch.
+        batch: number of positions in each batch.
+        stride: distance between the first positions of two consecutive batches.
+        count: number of batches; None if the lease continues until the end of the order, because the size of the
+            order is not known in advance. A batch of such a lease exists only if its whole joint batch exists. So all
+            workers have the same number of batches.
+    """
+
+    epoch: int
+    start: int
+    batch: int
+    stride: int
+    count: int | None = 1
+
+
+class Pushed(NamedTuple):
+    """What a worker's pushes have made of the batches that its script had drawn from a loader before the last push.
+
+    Attributes:
+        batches: number of these batches.
+        skipped: number of their positions that the script has skipped, so that they belong to no push.
+    """
+
+    batches: int
+    skipped: int
+
+    @property
+    def packed(self) -> PackedPushed:
+        """The same as it is sent: scripts rarely skip a batch, so a single number is usually enough."""
+        return (self.batches, self.skipped) if self.skipped else self.batches
+
+    @classmethod
+    def unpack(cls, packed: PackedPushed) -> Pushed:
+        return cls(packed, 0) if isinstance(packed, int) else cls(*packed)
+
+
+# The pair is not a `tuple[Number, Number]`: msgspec 0.22 crashes in the garbage collector if a union contains a tuple
+# of fixed length.
+PackedPushed = Number | Annotated[tuple[Number, ...], msgspec.Meta(min_length=2, max_length=2)]
+
+
+def remove_first(lease: Lease, batches: int) -> Lease | None:
+    """Return a lease without its first `batches` batches; None if no batches are left."""
+    if not batches:
+        return lease
+    if lease.count is not None and batches >= lease.count:
+        return None
+    return msgspec.structs.replace(
+        lease,
+        start=lease.start + batches * lease.stride,
+        count=None if lease.count is None else lease.count - batches,
+    )
+
+
+def nth_batch(lease: Lease, number: int) -> Batch:
+    """Return a batch of a lease; the batches are counted from 0."""
+    start = lease.start + number * lease.stride
+    if lease.count is not None:
+        return Batch(lease.epoch, start, lease.batch, start + 1)
+    return Batch(lease.epoch, start, lease.batch, (start // lease.stride + 1) * lease.stride)
+
+
+def single(epoch: int, start: int, size: int) -> Lease:
+    """Return a lease of one batch."""
+    return Lease(epoch, start, size, size)
+
+
+def positions(leases: Iterable[Lease]) -> int:
+    """Return the number of positions in some leases. Leases whose `count` is None are ignored."""
+    return sum(lease.batch * lease.count for lease in leases if lease.count is not None)
+
+
+def trim(leases: deque[Lease], epoch: int, size: int, *, drop_last: bool) -> tuple[int, int]:
+    """Remove the positions of an epoch from `size` on from some leases, because its order has no such positions.
+
+    If `drop_last` is True, also remove a batch that is incomplete without these positions. Shares of a static split
+    stay as they are, because the worker itself ends them.
+
+    Returns:
+        The number of removed positions that do not exist, and the number of removed positions that do.
+    """
+    nonexistent = left_out = 0
+    for _ in range(len(leases)):
+        lease = leases.popleft()
+        if lease.epoch != epoch or lease.count is None or lease.stride != lease.batch:
+            leases.append(lease)
+            continue
+        existing = min(max(size - lease.start, 0), lease.batch * lease.count)
+        nonexistent += lease.batch * lease.count - existing
+        full, rest = divmod(existing, lease.batch)
+        if full:
+            leases.append(msgspec.structs.replace(lease, count=full))
+        if drop_last:
+            left_out += rest
+        elif rest:
+            leases.append(single(epoch, lease.start + full * lease.batch, rest))
+    return nonexistent, left_out
+
+
+def deal(lease: Lease, parts: int) -> tuple[list[Lease], list[Lease]]:
+    """Deal the batches of a lease in rounds.
+
+    Return one lease for each part ([] if there is no full round), and one lease for each remaining batch.
+    """
+    assert lease.count is not None
+    rounds, more = divmod(lease.count, parts)
+    stride = lease.stride
+    dealt = [
+        Lease(lease.epoch, lease.start + part * stride, lease.batch, parts * stride, rounds)
+        for part in range(parts if rounds else 0)
+    ]
+    first = lease.start + rounds * parts * stride
+    return dealt, [single(lease.epoch, first + batch * stride, lease.batch) for batch in range(more)]
+
+
+def divide(lease: Lease, parts: int) -> list[Lease]:
+    """Divide the only batch of a lease into one batch for each part. The sizes differ by at most 1."""
+    sizes = divide_evenly(lease.batch, parts)
+    starts = accumulate(sizes[:-1], initial=lease.start)
+    return [single(lease.epoch, start, size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def divide_evenly(total: int, parts: int) -> list[int]:
+    """Divide a number of samples into parts whose sizes differ by at most 1."""
+    size, more = divmod(total, parts)
+    return [size + (part < more) for part in range(parts)]
+
+
+def order_difference(order: Order, other: Order, *, static: bool) -> str:
+    """Return how an order differs from another worker's order; "" if both can be split together."""
+    if order.size != other.size:
+        return f"it has {_size(order)} items instead of {_size(other)}"
+    if order.digest != other.digest:
+        return (
+            "its order is different. The sampler must draw from torch's default generator, or yield the same order "
+            "in every worker"
+        )
+    if (static or order.balanced) and order.batch != other.batch:
+        return f"its batch size is {order.batch} instead of {other.batch}. Unequal sizes need split='dynamic'"
+    for name in ("drop_last", "split", "balanced", "most"):
+        if getattr(order, name) != getattr(other, name):
+            return f"its {name} is {getattr(order, name)!r} instead of {getattr(other, name)!r}"
+    return ""
+
+
+def _size(order: Order) -> str:
+    return "an unknown number of" if order.size is None else str(order.size)

@@ -1,0 +1,164 @@
+"""Messages about the progress, the failures, the losses and the end of a run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ....sync.events import Number
+from ...metrics.time_spent import TimeSpent
+from ..lease import PackedPushed
+from .table import Message, sent
+
+__all__ = [
+    "Failed",
+    "LossSettled",
+    "PushesReported",
+    "Shutdown",
+    "Status",
+    "TracePart",
+    "Warned",
+    "WorkerFinished",
+    "WorkerLost",
+]
+
+
+@sent("worker", to="coordinator", during="training")
+class Status(Message, frozen=True, tag=True):
+    """The state of a worker, for the progress display, and what it has spent its time on.
+
+    Attributes:
+        iteration: label of its latest iteration.
+        loss: the last loss that is known; None if none is.
+        state: what the worker is doing.
+        spent: what the worker has spent its time on; None if it is unknown.
+        updates: number of updates in the latest weights that it has received, at shard 0.
+        samples: number of samples that all workers together had used by then.
+        epoch: number of the epoch of the training loop that it is in, counted from 0. Without such a loop, number of
+            its pass over the loader that it trains on; None without such a loader.
+        part: the part of this epoch whose data has been drawn, as far as the worker knows; None if it is unknown.
+        guessed: True if the loss is a guess: the tensor on which the script has called `backward()`.
+    """
+
+    iteration: Number
+    loss: float | None
+    state: Literal["computing", "waiting", "pulling", "paused"]
+    spent: TimeSpent | None = None
+    updates: Number = 0
+    samples: Number = 0
+    epoch: Number | None = None
+    part: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
+    guessed: bool = False
+
+
+@sent("worker", to="coordinator", during="joining training left")
+@sent("server", to="coordinator")
+class Warned(Message, frozen=True, tag=True):
+    """A problem that does not end the run, such as a log that cannot be written."""
+
+    words: str
+
+
+@sent("worker", to="coordinator", then="left")
+@sent("worker", to="server", then="left")
+class WorkerFinished(Message, frozen=True, tag=True):
+    """A worker leaves the run, because it has finished its work or has been asked to leave.
+
+    Attributes:
+        drawn: `drawn` of the worker's last push. Batches that the script has used in no push by now are skipped.
+        early: True if the worker has been asked to leave before it has finished its work.
+        spent: what the worker has spent its time on; None if it is unknown.
+    """
+
+    drawn: tuple[PackedPushed, ...] = ()
+    early: bool = False
+    spent: TimeSpent | None = None
+
+
+@sent("coordinator", to="server")
+class WorkerLost(Message, frozen=True, tag=True):
+    """A worker was lost. The server stops serving this incarnation of it, and answers with a `PushesReported`.
+
+    The worker's connection may still be open if a child process of the worker has inherited it.
+
+    Attributes:
+        worker: index of the worker.
+        incarnation: how often this index had been used before.
+        at_once: True if the process of the worker may go on. Its connection is then closed without waiting for its
+            end, and what has not been read yet is not used.
+    """
+
+    worker: int
+    incarnation: int = 0
+    at_once: bool = False
+
+
+@sent("server", to="coordinator")
+class PushesReported(Message, frozen=True, tag=True):
+    """A server has stopped serving a lost worker, and reports what it has received from it. See
+    `core.machines.losses`.
+
+    Attributes:
+        worker: the lost worker.
+        incarnation: how often the index of the worker had been used before.
+        last: for each shard of the server, the label of the last push that the shard has received from the worker.
+        held: for each of these shards, True if it holds a push of the worker until a `LossSettled` arrives.
+        drawn: for each of these shards, `drawn` of the last push that the shard has received from the worker; () if
+            it has received none.
+    """
+
+    worker: int
+    incarnation: int
+    last: tuple[int, ...]
+    held: tuple[bool, ...]
+    drawn: tuple[tuple[PackedPushed, ...], ...]
+
+
+@sent("coordinator", to="server", during="serving")
+class LossSettled(Message, frozen=True, tag=True):
+    """All servers have reported what they have received from a lost worker. See `core.machines.losses`.
+
+    Attributes:
+        worker: index of the worker.
+        incarnation: how often this index had been used before.
+        kept: label of the worker's last push that all shards have received. Later pushes that are held are dropped.
+    """
+
+    worker: int
+    incarnation: int
+    kept: int
+
+
+@sent("worker", to="coordinator", during="joining training left")
+@sent("server", to="coordinator")
+class Failed(Message, frozen=True, tag=True):
+    """A worker's script or a server has raised an exception.
+
+    Attributes:
+        reason: one-line description of the error.
+        traceback: traceback of the error.
+        consequence: True if the error occurred only because another process had ended.
+    """
+
+    reason: str
+    traceback: str
+    consequence: bool = False
+
+
+@sent("coordinator", to="server", forwarded=False)
+class Shutdown(Message, frozen=True, tag=True):
+    """A server must write its traces and exit."""
+
+
+@sent("server", to="coordinator", during="serving", forwarded=False)
+class TracePart(Message, frozen=True, tag=True):
+    """The next part of a shard's trace, which is the payload. Servers on other machines send it after `Shutdown`.
+
+    Attributes:
+        shard: index of the shard.
+        last: True for the last part.
+    """
+
+    shard: Number
+    last: bool

@@ -1,0 +1,305 @@
+"""Messages during an iteration: pushes, pulls, plans, restarts and changes of the sync model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ....sync.events import Change, Clip, Edit, Number, Stop
+from ..lease import PackedPushed
+from .table import Message, sent
+
+__all__ = [
+    "MOST_REPORTED_BYTES",
+    "AllCommitted",
+    "Answer",
+    "ChangePublished",
+    "Commit",
+    "Committed",
+    "Content",
+    "FaultReported",
+    "GradientHashed",
+    "HyperParametersReported",
+    "IterationFinished",
+    "IterationStarted",
+    "PlanPublished",
+    "PullAllowed",
+    "PullRepeated",
+    "PullRequested",
+    "RestartOrdered",
+    "Stage",
+    "SyncRequested",
+]
+
+
+MOST_REPORTED_BYTES = 16 * 1024
+"""Maximum size of the hyper-parameters in one report."""
+
+
+@sent("worker", to="server", forwarded=False)
+class Stage(Message, frozen=True, tag=True):
+    """Pieces of a gradient, sent before the commit while other pieces are still being computed.
+
+    The payload contains the pieces, in order. The pieces take effect only with the commit. If a piece is sent twice,
+    the later copy is used.
+    """
+
+    shard: Number
+    pieces: tuple[Number, ...]
+
+
+class Content(msgspec.Struct, frozen=True, array_like=True):
+    """The content of a push for one shard.
+
+    Attributes:
+        present: for each parameter, 1 if the parameter has a gradient, and 0 otherwise.
+        groups: the hyper-parameters of the parameter groups, encoded as MessagePack.
+        pieces: indices of the pieces of the gradient that are in the payload.
+        buffers: for shard 0, the indices of the changed buffers. The buffers follow the pieces in the payload.
+    """
+
+    present: bytes
+    groups: bytes
+    pieces: tuple[Number, ...] = ()
+    buffers: tuple[Number, ...] = ()
+
+
+@sent("worker", to="server")
+class Commit(Message, frozen=True, tag=True, omit_defaults=True):
+    """A worker's finished iteration, sent to one shard: a push and, usually, the pull that follows it.
+
+    The payload contains the pieces of the gradient that were not staged, followed by the buffers. With shared memory,
+    the payload contains no pieces, because the shared memory already contains the gradient.
+
+    Attributes:
+        shard: index of the shard.
+        iteration: label of the iteration.
+        content: content of the push; None in virtual time.
+        empty: True if the worker skipped the iteration; the payload then contains no gradient.
+        stop: the stop at the barrier, if this is the worker's last push of its superstep; else None.
+        change: the change of the sync model, if this is the worker's last push before the change; else None.
+        significance: |g| / |w|, the norm of the whole gradient divided by the norm of all weights; None if the sync
+            model does not need it.
+        progress: the round that the push is for; None unless a shard has told the worker to continue from a later
+            round.
+        pulls: False if the worker pulls later, with a `PullRequested`.
+        samples: number of samples of which the gradient is the mean; None if it is unknown.
+        drawn: for each distributed loader, the number of batches that the worker's script has drawn before the push,
+            and, if the script has skipped some of them, the number of their positions. See `Pushed`.
+        clip: set if the script clips the gradient that is applied; else None.
+        clipped: True if the script has clipped this worker's own gradient with `torch.nn.utils.clip_grad_norm_`.
+        edit: set if the payload contains new values of the parameters in `content.present` instead of a gradient.
+        set_index: the parameter set whose gradient is pushed, and whose weights are pulled; None for all sets.
+        repeated: True if an earlier push was computed from the same samples, so they are not counted again.
+        term: the term of the shard's server. See `paceline.core.protocol.placement`.
+        warm_up: see the event `PushReceived`.
+    """
+
+    shard: Number
+    iteration: Number
+    content: Content | None = None
+    empty: bool = False
+    stop: Stop | None = None
+    change: Change | None = None
+    significance: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    progress: Number | None = None
+    pulls: bool = True
+    samples: Number | None = None
+    drawn: tuple[PackedPushed, ...] = ()
+    clip: Clip | None = None
+    clipped: bool = False
+    edit: Edit | None = None
+    set_index: Number | None = None
+    repeated: bool = False
+    term: Number = 0
+    warm_up: bool = False
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Indices of the pieces of the gradient that are in the payload."""
+        return self.content.pieces if self.content is not None else ()
+
+
+@sent("server", to="worker")
+class Committed(Message, frozen=True, tag=True):
+    """A shard has received a push that did not include a pull."""
+
+    shard: int
+    iteration: int
+
+
+@sent("worker", to="coordinator", during="training")
+class AllCommitted(Message, frozen=True, tag=True):
+    """With overlap off: every shard has received the sender's push of this iteration."""
+
+    iteration: Number
+
+
+@sent("coordinator", to="worker", during="training")
+class PullAllowed(Message, frozen=True, tag=True):
+    """With overlap off: every shard has received every worker's push, so the worker may pull."""
+
+    iteration: int
+
+
+@sent("worker", to="server")
+class PullRequested(Message, frozen=True, tag=True):
+    """A pull that was not included in a commit."""
+
+    shard: Number
+    iteration: Number
+
+
+@sent("worker", to="server")
+class PullRepeated(Message, frozen=True, tag=True):
+    """A worker that is computing `iteration` needs the current weights. See the event of the same name."""
+
+    shard: Number
+    iteration: Number
+    restart: bool = True
+    edit: Number | None = None
+
+
+@sent("server", to="worker")
+class Answer(Message, frozen=True, tag=True, omit_defaults=True):
+    """The answer to a pull. The payload is the shard's slice of the weights; with shared memory, it is empty.
+
+    Attributes:
+        shard: index of the shard.
+        iteration: label of the iteration that the worker has pushed; -1 for the worker's first weights.
+        version: version of the weights, that is, the number of updates that the weights include.
+        v_train: the round from which the worker must continue because its push came too late for its own round; None
+            if the push was not late.
+        in_place: True if the worker must read the weights directly from the servers' memory until its next commit.
+        samples: number of samples in all pushes that the shard has received from all workers and not dropped.
+        edits: True if the worker, which begins an edit, is the one whose edit counts. Only shard 0 decides this.
+        rounded: True if float32 weights in the payload are rounded to bfloat16. The host of the server decides this.
+        term: the term of the shard's server. See `paceline.core.protocol.placement`.
+    """
+
+    shard: int
+    iteration: int
+    version: int
+    v_train: int | None = None
+    in_place: bool = False
+    samples: int = 0
+    edits: bool = False
+    rounded: bool = False
+    term: int = 0
+
+
+@sent("worker", to="coordinator", during="training")
+class IterationFinished(Message, frozen=True, tag=True):
+    """A worker has pushed an iteration to all shards.
+
+    Workers send this if the sync model has a state machine at the coordinator, or if the push carries a change.
+
+    Attributes:
+        iteration: label of the iteration.
+        superstep: number of the superstep, if this was the worker's last push before its barrier; else None.
+        change: number of the model change, if this was the worker's last push before the change; else None.
+        attempt: number of times that the worker has restarted the iteration.
+        warm_up: see the event `PushReceived`.
+    """
+
+    iteration: Number
+    superstep: Number | None = None
+    change: Number | None = None
+    attempt: Number = 0
+    warm_up: bool = False
+
+
+@sent("worker", to="coordinator", during="training")
+class IterationStarted(Message, frozen=True, tag=True):
+    """A worker has received its weights and starts to compute this iteration.
+
+    Workers send this if the sync model requires such reports, and for the first iteration after a change.
+    """
+
+    iteration: Number
+
+
+@sent("worker", to="coordinator", during="training")
+class GradientHashed(Message, frozen=True, tag=True):
+    """A hash of the gradient that a worker pushes with this iteration. See `paceline.core.oversight.fingerprints`.
+
+    Attributes:
+        iteration: label of the iteration.
+        gradient: the hash; "" if the push contains no gradient other than zero.
+    """
+
+    iteration: Number
+    gradient: Annotated[str, msgspec.Meta(max_length=32)]
+
+
+@sent("worker", to="coordinator")
+class HyperParametersReported(Message, frozen=True, tag=True, omit_defaults=True):
+    """The hyper-parameters with which a worker trains at a mark. See `paceline.core.oversight.agreement`.
+
+    Attributes:
+        set_index: the parameter set of the optimizer.
+        step: number of steps that the worker has made with this optimizer.
+        groups: the hyper-parameters of the first parameter groups, encoded as MessagePack.
+        epoch: number of the epoch of the loader over which the worker makes a pass; None if it makes no pass.
+        loader: name of the loader.
+        schedule: number of steps of the schedule that determines the hyper-parameters and follows the job, at which
+            they were read; None if there is no such schedule.
+        within: True if the hyper-parameters have changed within a pass, or if there are no passes.
+        late: True if the worker has joined a run in progress.
+    """
+
+    set_index: Number
+    step: Number
+    groups: Annotated[bytes, msgspec.Meta(max_length=MOST_REPORTED_BYTES)]
+    epoch: Number | None = None
+    loader: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    schedule: Number | None = None
+    within: bool = False
+    late: bool = False
+
+
+@sent("coordinator", to="worker")
+class PlanPublished(Message, frozen=True, tag=True):
+    """One worker's part of a plan: the worker must stop after its first push whose label is at least `iteration`."""
+
+    stop: Stop
+    iteration: int
+
+
+@sent("coordinator", to="worker")
+class RestartOrdered(Message, frozen=True, tag=True):
+    """A worker must abort its computation of this iteration, pull, and compute the iteration again.
+
+    If the worker has already pushed the iteration, or has restarted it more than `attempt` times, the message has no
+    effect.
+    """
+
+    iteration: int
+    attempt: Number = 0
+
+
+@sent("worker", to="coordinator")
+class SyncRequested(Message, frozen=True, tag=True):
+    """A worker's schedule or script requests a change of the sync model. See the event of the same name."""
+
+    source: Literal["schedule", "script"]
+    number: Number
+    sync: str
+
+
+@sent("coordinator", to="worker")
+class ChangePublished(Message, frozen=True, tag=True):
+    """A worker must flag its next push with this change. Earlier plans are no longer valid."""
+
+    change: Change
+
+
+@sent("server", to="coordinator", during="serving")
+class FaultReported(Message, frozen=True, tag=True):
+    """A user-defined condition has failed at a shard, which continues with the sync model `sync`."""
+
+    shard: int
+    reason: str
+    traceback: str
+    sync: str

@@ -1,0 +1,1 @@
+"""The state of a run as a table of plain values, for displays."""

@@ -1,0 +1,581 @@
+"""The session of a worker in a live run.
+
+The session runs on the script's thread. `paceline.core.worker` determines which messages are sent and awaited. The
+parts of the session do the rest:
+
+    links       the connections, and the waiting for what arrives on them
+    memory      the memory for the weights and gradients, and how they get to and from the servers
+    servers     what the worker requests from the servers besides the weights
+    iterations  the times of the iterations, and their records
+    status      what the worker tells the coordinator for display
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import torch
+
+from ..core.metrics.time_spent import Stopwatch
+from ..core.metrics.unsent_metrics import Noted, Settled
+from ..core.protocol.layout import ShardSlice
+from ..core.protocol.messages import (
+    MOST_LABEL,
+    Combined,
+    Failed,
+    Hello,
+    InitialWeights,
+    Message,
+    Observation,
+    first_phase,
+)
+from ..core.protocol.model_spec import ModelSpec
+from ..core.protocol.requests import Request
+from ..core.worker import Worker
+from ..errors import DeadlineError, PeerLostError
+from ..frontend.metrics import metrics_of
+from ..frontend.session import Session
+from ..shard.vectors import Vectors
+from ..sync import SyncModel
+from ..sync.events import Clip
+from ..sync.schedule import read_schedule
+from ..sync.ticks import TICKS_PER_S
+from ..wire.addresses import connect, is_here, seen_from
+from ..wire.stream import Stream
+from ..wire.traffic import sending_of
+from .emulation import Emulation
+from .fetches import Fetches
+from .initial_model import InitialModel
+from .iterations import Iterations
+from .job import Assignment
+from .repeating import Repeating
+from .slow_link import SlowLink
+from .worker_links import WAITING_S, Links, exclusive
+from .worker_memory import WorkerMemory
+from .worker_status import WorkerStatus
+
+__all__ = ["WorkerSession"]
+
+log = logging.getLogger("paceline.worker")
+
+# Minimum time between two checks for messages from the coordinator. Very short iterations skip most of these checks.
+HEARING_INTERVAL_S = 200e-6
+COMBINING_S = 0.5  # minimum time in a barrier or a reduction before the worker pushes without a gradient
+LEAST_IDLE_S = 1e-3  # minimum time between two pushes while the script is not training
+# Minimum times between two pushes that are observed, and between two reports of what was seen. They bound the cost of
+# the guard: a push takes about 15 us to observe, and as long to judge (see `python -m benchmarks guard`).
+OBSERVING_INTERVAL_S, REPORTING_INTERVAL_S = 2e-3, 10e-3
+# Minimum time between two reports of what the script has logged.
+LOGGING_INTERVAL_S = 0.1
+
+
+class WorkerSession(Session):
+    """The session of a worker in a live run. See `paceline.frontend.session.Session`.
+
+    Attributes:
+        links, memory, servers, iterations, status: see above. `memory` is None before `begin`.
+    """
+
+    servers: Fetches
+
+    def __init__(self, place: Assignment, coordinator: Stream[Message]) -> None:
+        job = place.job
+        super().__init__(
+            Worker(
+                job.schedule,
+                workers=job.workers,
+                shards=job.shards,
+                servers=job.servers,
+                overlap=job.overlap == "shards",
+            ),
+            worker=place.index,
+            workers=job.workers,
+            split=job.split,
+            batch=job.batch,
+            seed=job.seed,
+            device="cpu" if place.device is None else place.device.own_name,
+            skips_nan=job.on_nan == "skip",
+        )
+        self._job = job
+        self._place = place
+        self.links = Links(self.core, coordinator, self.callbacks)
+        self.memory: WorkerMemory | None = None
+        self.servers = Fetches(place, self.links, self.callbacks)
+        self.iterations = Iterations(place, self.links.report_problem)
+        self.status = WorkerStatus(job, self.links)
+        emulated = job.pace_s or job.slowdown
+        self._emulation = Emulation(job, place.index) if emulated else None
+        self._slow_link: SlowLink | None = None  # set if the servers are on other machines
+        # when the coordinator was last heard; when a push was last observed, and reported to the guard; and when the
+        # coordinator was last told what the script has logged
+        self._heard_s = self._observed_s = self._reported_s = self._logged_s = -math.inf
+
+    @classmethod
+    def connect(cls, place: Assignment) -> WorkerSession:
+        """Return a session that has connected to the coordinator.
+
+        Raises:
+            PeerLostError: the coordinator cannot be reached.
+        """
+        stream: Stream[Message] = Stream(
+            connect(place.coordinator, known=place.job.contexts),
+            first_phase("coordinator", "worker"),
+            takes_descriptor=place.job.carrier.shares_memory,
+        )
+        label = "" if place.device is None else place.device.label[:MOST_LABEL]
+        stream.send(
+            Hello(place.job.token, "worker", place.index, incarnation=place.incarnation, device=label)
+        )
+        session = cls(place, stream)
+        if place.index == 0 and place.job.joined:
+            session.is_main_now()  # another worker is the main worker if the run has begun without worker 0
+        return session
+
+    # -- joining and the model ----------------------------------------------------------------------------
+
+    @exclusive
+    def is_main_now(self) -> bool:
+        self.links.carry_out(self.core.request_main())
+        self.links.wait_while(lambda: self.core.asks_for_main)
+        return self.core.main_worker == self.worker
+
+    @exclusive
+    def begin(self, model: ModelSpec) -> bool:
+        self.links.carry_out(self.core.register(model))
+        while self.core.started is None:
+            self.links.hear(timeout_s=None)
+        # the worker takes part in the run from now on
+        self.status.stopwatch = Stopwatch(self._job.now_ticks())
+        self._connect(model, self.core.started.shards)
+        return self.core.started.initializer == self.worker
+
+    def _connect(self, model: ModelSpec, shards: tuple[ShardSlice, ...]) -> None:
+        """Connect to the servers, with memory for the model. Earlier connections stay open."""
+        assert self.core.started is not None
+        if self.memory is not None:
+            self.memory.close()
+        # the addresses of the servers, in order
+        addresses = [
+            seen_from(address, self._place.coordinator)
+            for address in dict.fromkeys(self.core.started.addresses)
+        ]
+        local = [is_here(address) for address in addresses]
+        self._slow_link = None if all(local) else SlowLink(rounded=self._job.wire.gradients == "bf16")
+        links = self.links
+        self.memory = WorkerMemory(
+            self._job,
+            model,
+            shards,
+            local,
+            links.coordinator.descriptors,
+            links.stage,
+            links.is_busy,
+            self.core.awaits,
+            accelerated=self.core.data.accelerated,
+        )
+        self.servers.model, self.servers.shards = model, shards
+        self.weights, self.gradients = self.memory.weights(in_place=False), self.memory.gradients
+        links.connect(self._place, addresses, local, self.memory)
+
+    @exclusive
+    def initialize(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
+        assert self.memory is not None
+        model, shards = self.memory.model, self.memory.shards
+        self.links.initial = self._initial(model, shards, self.weights, buffers, state_of)
+        self.links.carry_out(self.core.initialize())
+        self.await_first_weights()
+        self.links.initial = None
+
+    def _initial(
+        self,
+        model: ModelSpec,
+        shards: Sequence[ShardSlice],
+        weights: Vectors,
+        buffers: Sequence[torch.Tensor],
+        state_of: Callable[[ShardSlice], Vectors],
+    ) -> Callable[[InitialWeights], None]:
+        """Return the function that sends a shard the initial model, or what an extended model has in addition."""
+        values_of = self.callbacks.frozen
+        initial = InitialModel(
+            self._job, self.links, shards, weights, buffers, state_of, model.frozen, values_of
+        )
+        return initial.send
+
+    @exclusive
+    def extend(
+        self,
+        model: ModelSpec,
+        weights: Vectors,
+        buffers: Sequence[torch.Tensor],
+        state_of: Callable[[ShardSlice], Vectors],
+    ) -> str:
+        links, core = self.links, self.core
+        shards = model.layout.sliced(self._job.shards, self._job.slicing)
+        links.initial = self._initial(model, shards, weights, buffers, state_of)
+        links.coordinator.takes_descriptor = self._job.carrier.shares_memory
+        links.carry_out(core.propose(model))
+        with self.status.doing("outside"):
+            self._wait_in_call(lambda: core.combined is not None or core.extended is not None, servers=True)
+        links.initial = None
+        if core.extended is None:
+            assert core.combined is not None
+            return core.combined.refused
+        before = links.servers
+        with self.status.doing("exchanging"):
+            self._connect(model, core.extended.shards)
+            core.await_extended_weights()
+            self._await_answers()
+        # only now, because a server that sees no connection of a worker considers the worker as lost
+        links.disconnect(before)
+        return ""
+
+    @exclusive
+    def await_first_weights(self) -> None:
+        self._await_answers()
+        self.status.stopwatch.enter("computing", self._job.now_ticks())
+        now_s = self._job.now_s()
+        self.iterations.begin(now_s)
+        self.status.show("computing", now_s)
+
+    # -- the memory ---------------------------------------------------------------------------------------
+
+    @property
+    def sends_early(self) -> bool:
+        return self.memory is not None and self.memory.outbox is not None and self.memory.outbox.early
+
+    @property
+    def rounds_weights(self) -> bool:
+        return self.memory is not None and self.memory.rounds_weights
+
+    def weights_edited(self) -> bool | None:
+        return None if self.memory is None else self.memory.edited()
+
+    def gradient_ready(self, parameter: int) -> None:
+        if self.memory is not None and self.memory.outbox is not None:
+            self.memory.outbox.ready(parameter)
+
+    # -- iterations ---------------------------------------------------------------------------------------
+
+    @property
+    def observes(self) -> bool:
+        return self._job.guard != "off" and self._job.now_s() - self._observed_s >= OBSERVING_INTERVAL_S
+
+    @exclusive
+    def restart_ordered(self) -> bool:
+        self.links.hear_coordinator()
+        return self.core.restart_ordered
+
+    def hold_back(self, *, droppable: bool) -> bool:
+        """Sleep until the emulated machine would have finished. Return False if the computation must be aborted."""
+        job, iterations = self._job, self.iterations
+        droppable = droppable and self.core.may_restart
+        iterations.computed_s = now_s = job.now_s()
+        if self._emulation is not None:
+            until_s = self._emulation.until_s(iterations.computing_since_s, now_s, self.core.data.work)
+            while now_s < until_s:
+                if not droppable:
+                    time.sleep(until_s - now_s)
+                elif self.restart_ordered():
+                    return False
+                else:
+                    self.links.orders.poll((until_s - now_s) * 1000)
+                now_s = job.now_s()
+        return not (droppable and self.restart_ordered())
+
+    @exclusive
+    def pull_again(self) -> None:
+        job, stopwatch = self._job, self.status.stopwatch
+        dropped_s = job.now_s()
+        stopwatch.drop(job.now_ticks())
+        self._forget_staged()
+        self.links.carry_out(self.core.pull_again())
+        self._await_answers()
+        stopwatch.enter("computing", job.now_ticks())
+        self.iterations.restart(dropped_s, job.now_s())
+
+    @exclusive
+    def refresh(self) -> None:
+        self._forget_staged()
+        with self.status.doing("exchanging"):
+            self.links.carry_out(self.core.pull_again(restart=False))
+            self._await_answers()
+        self.iterations.begin(self._job.now_s())
+
+    def _forget_staged(self) -> None:
+        """Forget which parts of the gradient have been sent early. They will be sent again."""
+        if self.memory is not None and self.memory.outbox is not None:
+            self.memory.outbox.begin()
+
+    @exclusive
+    def commit(
+        self,
+        present: bytes,
+        groups: bytes,
+        *,
+        empty: bool,
+        significance: float | None,
+        buffers: Mapping[int, torch.Tensor],
+        logged: Settled,
+        clip: Clip | None = None,
+        clipped: bool = False,
+        set_index: int | None = None,
+        observed: Observation | None = None,
+    ) -> None:
+        links, memory, core = self.links, self.memory, self.core
+        assert memory is not None
+        now_s = self._job.now_s()
+        if now_s - self._heard_s > HEARING_INTERVAL_S:
+            self._heard_s = now_s
+            if links.orders.poll(0):  # costs less than an attempt to receive
+                links.hear_coordinator()
+        self.iterations.write_unwritten(logged.earlier_loss)
+        self.status.note_loss(logged)
+        pushed_ticks = self._job.now_ticks()
+        pushed_s = pushed_ticks / TICKS_PER_S
+        self.status.stopwatch.push(pushed_ticks)
+        computing_s, busy_s = self.iterations.push(pushed_s)
+        if self._slow_link is not None:
+            self._watch_link(self._slow_link, computing_s)
+        contents, links.payloads = memory.contents(present, groups, buffers, empty=empty, set_index=set_index)
+        requests = core.push(
+            contents,
+            empty=empty,
+            significance=significance,
+            # The script computed the first gradient before the session began to measure the time.
+            busy_s=None if core.last_commit is None else busy_s,
+            clip=clip,
+            clipped=clipped,
+            set_index=set_index,
+        )
+        memory.pulls = set_index
+        links.carry_out(requests)
+        if observed is not None:
+            self._observed_s = pushed_s
+            due = pushed_s - self._reported_s >= REPORTING_INTERVAL_S or bool(observed.parameter)
+            self._reported_s = pushed_s if due else self._reported_s
+            links.carry_out(core.observe(observed, report=due))
+        due = pushed_s - self._logged_s >= LOGGING_INTERVAL_S
+        self._logged_s = pushed_s if due else self._logged_s
+        if due or logged.noted:
+            links.carry_out(core.log(logged.noted, pushed_s, report=due))
+        links.leave_if_asked()
+        links.tells_arrivals = not memory.shared and self.callbacks.on_arrived is not None
+        self._await_answers()
+        links.tells_arrivals = False
+        if core.paused:
+            self._wait_while_paused()
+        answered_ticks = self._job.now_ticks()
+        self.status.stopwatch.enter("computing", answered_ticks)
+        memory.pulls = None
+        if memory.outbox is not None:
+            memory.outbox.committed()
+        begun_s = self.iterations.end(
+            core.last_commit, pushed_s, answered_ticks, logged.loss, follows=logged.follows
+        )
+        self.status.show("computing", begun_s)
+
+    def _await_answers(self) -> None:
+        """Wait until every shard has answered."""
+        links, core = self.links, self.core
+        while core.waiting_for:
+            links.leave_if_asked()
+            if not links.hear(timeout_s=WAITING_S) and self.iterations.begun_s is not None:
+                self.status.show("pulling" if core.partly_served else "waiting", self._job.now_s())
+        if self.memory is not None and core.in_place != self.memory.in_place:
+            self._move(self.memory, in_place=core.in_place)
+
+    def _move(self, memory: WorkerMemory, *, in_place: bool) -> None:
+        """Make `weights` refer to the servers' memory if `in_place` is True, else to the memory of this worker."""
+        self.weights = memory.weights(in_place=in_place)
+        self.callbacks.on_moved()
+
+    def _wait_while_paused(self) -> None:
+        """Wait while the run has too few workers."""
+        log.warning("the run is paused, because it has too few workers; it continues when others have joined")
+        with self.status.doing("paused"):
+            while self.core.paused:
+                self.links.leave_if_asked()
+                self.links.hear(timeout_s=WAITING_S)
+                self.status.show("paused", self._job.now_s())
+        log.warning("the run continues")
+
+    def _watch_link(self, watch: SlowLink, computing_s: float) -> None:
+        """Report a link to the servers that is too slow for the model."""
+        servers = self.links.servers
+        sendings = [sending for server in servers if (sending := sending_of(server.sock)) is not None]
+        if warning := watch.iterated(sendings, computing_s):
+            self.links.report_problem(warning)
+        if watch.over:
+            self._slow_link = None
+
+    @exclusive
+    def observe(self, observed: Observation, noted: Sequence[Noted] = ()) -> None:
+        self.links.carry_out(self.core.observe(observed))
+        self.links.carry_out(self.core.log(noted, self._job.now_s(), ended=True))
+
+    # -- edits --------------------------------------------------------------------------------------------
+
+    @exclusive
+    def begin_edit(self) -> bool:
+        self.links.hear_coordinator()
+        with self.status.doing("exchanging"):
+            self.links.carry_out(self.core.begin_edit())
+            self._await_answers()
+        return self.core.edits
+
+    @exclusive
+    def push_edit(self, present: bytes, *, buffers: Mapping[int, torch.Tensor]) -> None:
+        links, memory, core = self.links, self.memory, self.core
+        assert memory is not None
+        links.hear_coordinator()
+        self._forget_staged()  # a part of a gradient may have been sent early; it will be sent again
+        contents, links.payloads = memory.contents(present, b"", buffers, empty=not core.edits, exact=True)
+        self.iterations.computed_s = pushed_s = self._job.now_s()
+        self.status.stopwatch.push(self._job.now_ticks())
+        links.carry_out(core.push_edit(contents))
+        self._await_answers()
+        answered_ticks = self._job.now_ticks()
+        self.status.stopwatch.enter("computing", answered_ticks)
+        self._forget_staged()
+        begun_s = self.iterations.end(core.last_commit, pushed_s, answered_ticks)
+        self.status.show("computing", begun_s)
+
+    # -- outside of training ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def idle(self) -> Iterator[None]:
+        pushes = Repeating(self._stand_in, self._idle_interval_s, f"paceline worker {self.worker}")
+        with self.status.doing("outside"), pushes:
+            yield
+
+    @property
+    def _idle_interval_s(self) -> float:
+        """Time between two pushes while the script is not training."""
+        return max(self.iterations.usual_s(WAITING_S), LEAST_IDLE_S)
+
+    @exclusive
+    def combine(
+        self, call: str, op: Literal["mean", "sum"] = "sum", numbers: bytes = b"", weight: float = 1.0
+    ) -> Combined:
+        self.links.carry_out(self.core.contribute(call, op, numbers, weight))
+        with self.status.doing("outside"):
+            self._wait_in_call(lambda: self.core.combined is not None)
+        assert self.core.combined is not None
+        return self.core.combined
+
+    def _wait_in_call(self, ended: Callable[[], bool], *, servers: bool = False) -> None:
+        """Wait for a call that all workers make to end. Meanwhile, push without a gradient if others may wait.
+
+        Args:
+            ended: function that returns True once the call has ended.
+            servers: True if servers take part in the call.
+        """
+        links, job, iterations = self.links, self._job, self.iterations
+        interval_s = self._idle_interval_s
+        due_s = job.now_s() + max(interval_s, COMBINING_S)
+        while not ended():
+            links.leave_if_asked()
+            wait_s = min(max(due_s - job.now_s(), LEAST_IDLE_S), WAITING_S)
+            if servers:
+                links.hear(timeout_s=wait_s)
+            else:
+                links.hear_coordinator_first(wait_s)
+            if not ended() and self.core.may_stand_in and job.now_s() >= due_s:
+                self._stand_in()
+                due_s = job.now_s() + interval_s
+        if iterations.begun_s is not None and iterations.restarted is None:
+            iterations.begin(job.now_s())
+
+    @exclusive
+    def _stand_in(self) -> None:
+        """While the script is not training, push without a gradient if other workers may be waiting for a push."""
+        links, core = self.links, self.core
+        links.hear_coordinator()
+        if not core.is_awaited:
+            links.hear(timeout_s=0.0)  # a server may request a frozen parameter
+            return
+        assert self.memory is not None
+        self._forget_staged()
+        contents, links.payloads = self.memory.contents(
+            bytes(len(self.memory.model.layout.parameters)), b"", {}, empty=True
+        )
+        self.iterations.computed_s = pushed_s = self._job.now_s()
+        with self.status.doing("exchanging"):
+            links.carry_out(core.stand_in(contents))
+            self._await_answers()
+        begun_s = self.iterations.end(core.last_commit, pushed_s, self._job.now_ticks())
+        self.status.show("computing", begun_s)
+
+    # -- data and changes of the sync model ---------------------------------------------------------------
+
+    @property
+    def now_s(self) -> float:
+        return self._job.now_s()
+
+    @exclusive
+    def exchange(self, ask: Callable[[], Sequence[Request]]) -> None:
+        began_s = self._job.now_s()
+        with self.status.doing("exchanging"):
+            self.links.carry_out(ask())
+            while self.core.data.waiting:
+                self.links.leave_if_asked()
+                self.links.hear_coordinator_first(WAITING_S)
+        self.iterations.supply_s += self._job.now_s() - began_s
+
+    @exclusive
+    def request_sync(self, sync: str | SyncModel | Sequence[SyncModel], shard: int | None) -> None:
+        models = read_schedule(sync).first
+        self._job.require_runnable(models)
+        self.links.carry_out(self.core.request_sync(models, shard))
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    @exclusive
+    def finish(self) -> None:
+        links, memory = self.links, self.memory
+        if links.finished:
+            return
+        links.finished = True
+        # A pull that a leaving worker or a lost server has not finished may have changed weights, which is no edit.
+        unfinished = links.asked_to_leave or bool(self.core.waiting_for)
+        if not unfinished and (warning := self.callbacks.on_finish()):
+            links.report_problem(warning)
+        if memory is not None and memory.in_place:
+            memory.take_over()  # the servers may change the weights while the script still reads them
+            self._move(memory, in_place=False)
+        with contextlib.suppress(PeerLostError, DeadlineError):  # a lost coordinator keeps no metrics
+            self._send_rest()
+        self.iterations.flush()
+        spent = self.status.stopwatch.read(self._job.now_ticks())
+        links.say_goodbye(self.core.finish(early=links.asked_to_leave, spent=spent))
+
+    def _send_rest(self) -> None:
+        """Send what the script has logged since the last push, because no other push follows."""
+        logged = metrics_of(self).settle_rest()
+        self.iterations.write_unwritten(logged.earlier_loss)
+        self.status.note_loss(logged)
+        self.links.carry_out(self.core.log(logged.noted, self._job.now_s(), ended=True))
+
+    def fail(self, reason: str, traceback: str, *, consequence: bool = False) -> None:
+        """Report that the script raised an exception.
+
+        This ends the run, unless the exception is only a `consequence` of the loss of another process.
+        """
+        coordinator = self.links.coordinator
+        with contextlib.suppress(PeerLostError, DeadlineError):  # a lost coordinator cannot be notified
+            with contextlib.suppress(RuntimeError):  # a device that has failed is no longer read
+                self._send_rest()
+            coordinator.send(Failed(reason, traceback, consequence))
+            coordinator.drain()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.iterations.close()
+        self.links.close()
+        if self.memory is not None:
+            self.memory.close()

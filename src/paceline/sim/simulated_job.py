@@ -1,0 +1,899 @@
+"""Simulates a job in virtual time by running the protocol cores of the coordinator, the servers and the workers.
+
+The cores are the same as in a live run (see `paceline.core`). This module sends the messages through the simulated
+network, without encoding them, and advances virtual time. A `Driver` determines what a worker does between messages:
+compute a gradient, or only let time pass.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Literal
+
+import msgspec
+
+from ..core.coordinator import Coordinator
+from ..core.metrics.history import LOSS
+from ..core.metrics.time_spent import Activity, Stopwatch
+from ..core.metrics.unsent_metrics import Settled
+from ..core.oversight.guard import Guard
+from ..core.protocol.host import Host, ShardStore
+from ..core.protocol.messages import (
+    Answer,
+    Combined,
+    Commit,
+    DataGranted,
+    LoopEntered,
+    MainChosen,
+    Message,
+    ModelExtended,
+    Observation,
+    PullRepeated,
+    Started,
+    StatesDecided,
+    Status,
+)
+from ..core.protocol.model_spec import ModelSpec
+from ..core.protocol.requests import (
+    COORDINATOR,
+    Abort,
+    EndWithout,
+    Fail,
+    Peer,
+    Proceed,
+    Rehearse,
+    Request,
+    Send,
+    TakeOut,
+    Timer,
+    Warn,
+    server_peer,
+    worker_peer,
+)
+from ..core.protocol.rounded_messages import rounds_answer, rounds_push
+from ..core.protocol.wire_format import EXACT, WireFormat
+from ..core.server import Server
+from ..core.status.standstill import standstill
+from ..core.sync.auto import Planner
+from ..core.worker import Worker
+from ..errors import RunFailedError
+from ..sync import SyncModel
+from ..sync.arithmetic import log as ln
+from ..sync.draws import uniform
+from ..sync.events import Clip
+from ..sync.schedule import Schedule
+from ..sync.ticks import Seconds
+from .cluster import Cluster
+from .driver import Driver
+from .kernel import STILL, TIMER, Kernel
+from .network_interfaces import Connection, NetworkInterface
+from .recorder import Recorders
+from .times import Constant, Distribution
+from .virtual_worker import VirtualWorker
+from .worker_settings import Presence
+
+__all__ = ["VirtualJob"]
+
+log = logging.getLogger("paceline.sim")
+
+NOTHING = Settled()
+
+HEADER_BYTES = 64  # size of the header of each message, approximately as in a live run
+
+KINDS = ("push", "pull", "pull again", "control")
+"""Kinds of messages. "pull again" carries new weights after an abort; "control" carries no weights or gradients."""
+
+AT_ONCE = {Started, Answer, DataGranted, LoopEntered, Combined}
+"""Messages that a worker can receive before its first weights have arrived."""
+
+COMPUTING, TO_SERVER, FROM_SERVER, ABSENCES = range(4)
+"""Purposes of a worker's random draws. The key of each draw begins with (seed, worker, purpose)."""
+
+
+class VirtualJob:
+    """Simulates a run: delivers the messages between the protocol cores, and carries out the cores' requests.
+
+    Args:
+        cluster: the machines and the network.
+        schedule: the sync models of the run, and when they change.
+        shards: number of shards.
+        seed: random seed for the run.
+        overlap: False if no worker pulls until all workers have pushed to all shards.
+        recorders: recorders for the traces of the shards and the coordinator, and for the iterations of each worker.
+        slicing: how the parameters are divided into shards: "even" or "by-parameter".
+        translated: True to translate the hyper-parameters of each update.
+        guard: judges what the workers report of their pushes. See `Coordinator`.
+        planner: simulates what the coordinator requests; needed if the schedule is `auto`.
+        wire: the format in which gradients and weights travel.
+        relaxes: False if `auto` chooses no model with stale gradients, because hyper-parameters are not translated.
+
+    Attributes:
+        kernel: the virtual clock and the pending events.
+        coordinator: the protocol core of the coordinator.
+        workers: the state of each worker.
+        bytes_sent: number of bytes sent, by kind of message.
+        cut_off_ticks: virtual time at which the run was stopped early; None if every worker has finished.
+        knows_loss: True once a worker's script has logged or returned a loss, or a loss was guessed.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        schedule: Schedule,
+        shards: int,
+        seed: int,
+        *,
+        overlap: bool,
+        recorders: Recorders,
+        slicing: str = "even",
+        translated: bool = False,
+        guard: Guard | None = None,
+        planner: Planner = lambda situation: (),
+        relaxes: bool = True,
+        wire: WireFormat = EXACT,
+    ) -> None:
+        count = shards
+        ticks_per_s = recorders.ticks_per_s
+        self.kernel = Kernel(ticks_per_s, STILL + 200 * cluster.workers * (count + 4))
+        self.bytes_sent = dict.fromkeys(KINDS, 0)
+        self.cut_off_ticks: int | None = None
+        self.knows_loss = False
+        self._first = [w for w in range(cluster.workers) if not cluster.joins_late(w)]
+        self.coordinator = Coordinator(
+            schedule,
+            workers=cluster.workers,
+            servers=cluster.servers,
+            shards=count,
+            slicing=slicing,
+            overlap=overlap,
+            seed=seed,
+            late=set(range(cluster.workers)) - set(self._first),
+            recorder=recorders.job,
+            relaxes=relaxes,
+            ticks_per_s=ticks_per_s,
+            guard=guard,
+        )
+        recorders.history = self.coordinator.history
+        self._cluster = cluster
+        self._planner = planner
+        self._schedule = schedule
+        self._shards = shards
+        self._wire = wire
+        self._shard_bytes: Sequence[int] = ()
+        self._rounded_bytes: Sequence[int] = ()
+        self._seed = seed
+        self._overlap = overlap
+        self._recorders = recorders
+        self._servers = [
+            Server(
+                seed,
+                recorder_of=recorders.shards.__getitem__,
+                ticks_per_s=ticks_per_s,
+                translated=translated,
+            )
+            for _ in range(cluster.servers)
+        ]
+        self._server_hosts = [_ServerHost(self, index) for index in range(cluster.servers)]
+        self._worker_hosts = [_WorkerHost(self, worker) for worker in range(cluster.workers)]
+        self._coordinator_host = _CoordinatorHost(self)
+        placement = self.coordinator.placement
+        # The servers of one process share its connection to the network.
+        interface_of = {
+            process: NetworkInterface(self.kernel, cluster.bandwidth_bps) for process in placement.processes
+        }
+        interfaces = [interface_of[process] for process in placement.process_of]
+        self._to_come = 0  # number of joins that are scheduled or in progress
+        # Messages between the coordinator and the servers that are being delivered: (server, message, to_server).
+        self._exchanged: deque[tuple[int, Message, bool]] = deque()
+        self.workers = []
+        for worker in range(cluster.workers):
+            state = VirtualWorker(worker)
+            state.sample = cluster.compute(worker).sampler(seed, worker, COMPUTING)
+            to_server = self._delays(cluster.latency(worker, to_server=True), worker, TO_SERVER)
+            from_server = self._delays(cluster.latency(worker, to_server=False), worker, FROM_SERVER)
+            interface = NetworkInterface(self.kernel, cluster.bandwidth_of(worker))
+            state.to_server = [Connection(self.kernel, interface, server, to_server) for server in interfaces]
+            state.from_server = [
+                Connection(self.kernel, server, interface, from_server) for server in interfaces
+            ]
+            state.to_coordinator = Connection(self.kernel, None, None, to_server)
+            state.from_coordinator = Connection(self.kernel, None, None, from_server)
+            self.workers.append(state)
+            self._new_core(worker)
+
+    def run(
+        self,
+        driver: Driver,
+        models: Callable[[int], ModelSpec],
+        stores: Sequence[ShardStore],
+        shard_bytes: Sequence[int],
+        rounded_bytes: Sequence[int],
+        until_s: Seconds,
+    ) -> None:
+        """Run until every worker has finished, or until the virtual time `until_s`.
+
+        Args:
+            driver: determines what the workers do between messages.
+            models: function that returns the model of a worker. It is called for each worker that is present from
+                the beginning.
+            stores: the store of each shard, in order.
+            shard_bytes: size of each shard in bytes.
+            rounded_bytes: size of each shard in bytes if float32 values are rounded.
+            until_s: virtual time at which to stop.
+
+        Raises:
+            RunFailedError: all workers wait for pulls that will never be answered, or the workers' models differ.
+        """
+        self._driver = driver
+        for host in self._server_hosts:
+            host.stores = stores
+        self._shard_bytes, self._rounded_bytes = shard_bytes, rounded_bytes
+        for worker in range(len(self.workers)):
+            if worker not in self._first:
+                self._expect(self.kernel.in_ticks(self._cluster.presence[worker].joins_at_s), worker)
+        self._begin(models)
+        for worker in self._first:
+            self._plan_absence(worker)
+        for worker in self._first:
+            driver.joined(worker)
+        self.kernel.run(until_s)
+        while self._stand_in():
+            self.kernel.run(until_s)
+        for state in self.workers:
+            self._record(state)
+        if self.coordinator.members.present and self.kernel.idle:
+            raise RunFailedError("the run", self._standstill())
+        if not self.kernel.idle:  # stopped early
+            stopped = self.kernel.stopped
+            self.cut_off_ticks = self.kernel.now_ticks if stopped else self.kernel.in_ticks(until_s)
+            for worker in self.coordinator.members.live:
+                self._report_time(worker, self.cut_off_ticks)
+
+    @property
+    def goes_on(self) -> bool:
+        """True if any worker is present or will join later."""
+        return bool(self.coordinator.members.present) or self._to_come > 0
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The current version of each shard."""
+        placed = enumerate(self.coordinator.placement.server_of)
+        return tuple(self._servers[server].shards[shard].version for shard, server in placed)
+
+    @property
+    def faults(self) -> list[str]:
+        """Descriptions of the problems that did not end the run, in the order in which they occurred."""
+        return self.coordinator.faults
+
+    # -- called by drivers --------------------------------------------------------------------------------
+
+    def compute(self, worker: int, *, droppable: bool = True) -> None:
+        """Let the compute time of the current iteration pass, then call `Driver.computed`.
+
+        If the computation is droppable and is aborted before then, call `Driver.aborted` instead.
+        """
+        state = self.workers[worker]
+        state.attempt += 1
+        state.computing, state.droppable = True, droppable
+        self._enter(worker, "computing")
+        state.started_ticks = self.kernel.now_ticks
+        length_s = state.sample(state.core.iteration, self.kernel.now_s)
+        if state.core.data.used:
+            factor = self._cluster.factor(worker, state.core.data.work)
+            length_s = length_s if factor == 1 else float(length_s) * factor
+        self.kernel.after(self.kernel.in_ticks(length_s), self._computed, worker, state.attempt)
+
+    def push(
+        self,
+        worker: int,
+        pushes: Sequence[object] = (),
+        *,
+        shares: Sequence[float] = (),
+        empty: bool = False,
+        significance: float | None = None,
+        logged: Settled = NOTHING,
+        clip: Clip | None = None,
+        clipped: bool = False,
+        set_index: int | None = None,
+        observed: Observation | None = None,
+    ) -> None:
+        """Push to every shard, then pull. `Driver.answered` is called when every shard has answered the pull.
+
+        Args:
+            worker: index of the worker.
+            pushes: one push for the store of each shard; () if there are no tensors or no gradient.
+            shares: for each shard, the share of its bytes that the push has; () if the push has all of them.
+            empty: True to push without a gradient.
+            significance: |g| / |w|, the ratio of the gradient's norm to the weights' norm; None if it is not needed.
+            logged: what the script has logged since the last push.
+            clip: set if the script clips the gradient that is applied.
+            clipped: True if the script has clipped this worker's own gradient.
+            set_index: the parameter set that is pushed; None for all sets.
+            observed: what was seen of the push, for the guard of the run.
+        """
+        state = self.workers[worker]
+        self._record(state, logged.earlier_loss)
+        state.pushed_s = self.kernel.now_s
+        state.loss, state.loss_follows = logged.loss, logged.follows
+        state.stopwatch.push(self.kernel.now_ticks)
+        busy_s = (self.kernel.now_ticks - state.started_ticks) / self.kernel.ticks_per_s
+        requests = state.core.push(
+            empty=empty,
+            significance=significance,
+            busy_s=busy_s,
+            clip=clip,
+            clipped=clipped,
+            set_index=set_index,
+        )
+        if observed is not None:
+            requests += state.core.observe(observed)
+        self.log(worker, logged)
+        self._from_worker(worker, requests, pushes, shares)
+
+    def log(self, worker: int, logged: Settled, *, ended: bool = False) -> None:
+        """Tell the coordinator what a worker's script has logged, without a message.
+
+        Args:
+            worker: index of the worker.
+            logged: what its script has logged since its last push.
+            ended: True if no push has followed.
+        """
+        state = self.workers[worker]
+        self.knows_loss = self.knows_loss or any(each.name == LOSS for each in logged.noted)
+        if ended:
+            self._record(state, logged.earlier_loss)
+        for request in state.core.log(logged.noted, self.kernel.now_s, ended=ended):
+            assert type(request) is Send
+            self._coordinator_host.carry_out(
+                self.coordinator.handle(state.peer, request.message, self.kernel.now_ticks)
+            )
+
+    def pull_again(self, worker: int) -> None:
+        """Pull again after an aborted computation. `Driver.answered` is called when every shard has answered."""
+        state = self.workers[worker]
+        state.dropped_s = self.kernel.now_s
+        state.stopwatch.drop(self.kernel.now_ticks)
+        self._from_worker(worker, state.core.pull_again())
+
+    def refresh(self, worker: int) -> None:
+        """Pull without a push. `Driver.answered` is called when every shard has answered."""
+        state = self.workers[worker]
+        state.refreshing = True
+        self._from_worker(worker, state.core.pull_again(restart=False))
+
+    def begin_edit(self, worker: int) -> bool:
+        """Begin an edit. Return True if the worker pulls; `Driver.answered` is then called as after `refresh`."""
+        state = self.workers[worker]
+        requests = state.core.begin_edit()
+        state.refreshing = bool(requests)
+        self._from_worker(worker, requests)
+        return state.refreshing
+
+    def push_edit(self, worker: int, pushes: Sequence[object] = ()) -> None:
+        """Push an edit to every shard, or nothing if it is not this worker's edit that counts; then pull.
+
+        `Driver.answered` is called when every shard has answered.
+        """
+        state = self.workers[worker]
+        state.pushed_s = self.kernel.now_s
+        state.loss, state.loss_follows = None, False
+        self._from_worker(worker, state.core.push_edit(), pushes)
+
+    def carry(self, worker: int, requests: Sequence[Request], *, at_once: bool) -> None:
+        """Send a worker's requests for data. `Driver.supplied` is called each time an answer arrives.
+
+        If `at_once` is True, because the worker has not joined yet, the requests are answered before this method
+        returns, and `Driver.supplied` is not called.
+        """
+        if at_once:
+            self._at_once(worker_peer(worker), requests)
+        else:
+            self._from_worker(worker, requests)
+
+    def combine(
+        self,
+        worker: int,
+        call: str,
+        op: Literal["mean", "sum"],
+        numbers: bytes,
+        weight: float,
+        *,
+        at_once: bool,
+    ) -> None:
+        """Let a worker take part in a barrier or a reduction. `Driver.combined` is called when it ends.
+
+        If `at_once` is True, because the worker has not joined yet, the messages take no time, and `Driver.combined`
+        is not called.
+        """
+        requests = self.workers[worker].core.contribute(call, op, numbers, weight)
+        if not at_once:
+            self._enter(worker, "outside")
+        self.carry(worker, requests, at_once=at_once)
+
+    def propose(self, worker: int, model: ModelSpec) -> None:
+        """Let a worker propose an extended model.
+
+        When all workers have done so, `Driver.extended` and then `Driver.answered` are called. If their calls differ,
+        `Driver.combined` is called instead.
+        """
+        self._enter(worker, "outside")
+        self._from_worker(worker, self.workers[worker].core.propose(model))
+
+    def request_sync(self, worker: int, models: Sequence[SyncModel], shard: int | None) -> None:
+        """Request a change of the sync model."""
+        self._from_worker(worker, self.workers[worker].core.request_sync(models, shard))
+
+    def finish(self, worker: int) -> None:
+        """Let a worker leave the run after its last iteration."""
+        state = self.workers[worker]
+        state.attempt += 1
+        spent = state.stopwatch.read(self.kernel.now_ticks)
+        self._from_worker(worker, state.core.finish(spent=spent))
+
+    def _enter(self, worker: int, activity: Activity) -> None:
+        """Let a worker begin an activity. Between two activities, it requests data, or is about to begin the next."""
+        self.workers[worker].stopwatch.enter(activity, self.kernel.now_ticks)
+
+    def _report_time(self, worker: int, now_ticks: int) -> None:
+        """Tell the coordinator what a worker has spent its time on, without a message."""
+        spent = self.workers[worker].stopwatch.read(now_ticks)
+        self.coordinator.time_ledger.report(worker, spent, now_ticks)
+
+    # -- joining and leaving ------------------------------------------------------------------------------
+
+    def _begin(self, models: Callable[[int], ModelSpec]) -> None:
+        """Begin the run with the initial workers. The messages of this phase take no time and are not counted."""
+        for index in range(len(self._servers)):
+            self._at_once(server_peer(index), self.coordinator.connected(server_peer(index), 0))
+        for worker in self._first:
+            peer = worker_peer(worker)
+            self._at_once(COORDINATOR, self.coordinator.connected(peer, 0))
+        for worker in self._first:
+            self._at_once(worker_peer(worker), self.workers[worker].core.register(models(worker)))
+        initializer = worker_peer(self.coordinator.initializer)
+        self._at_once(initializer, self.workers[initializer.index].core.initialize())
+        self._at_once(initializer, [Send(COORDINATOR, Status(0, None, "computing"))])
+        for worker in self._first:
+            self._connect(worker)
+
+    def _expect(self, due_ticks: int, worker: int) -> None:
+        self._to_come += 1
+        self.kernel.at(due_ticks, self._join, worker)
+
+    def _join(self, worker: int) -> None:
+        """Let a worker join late or join again."""
+        state = self.workers[worker]
+        self._new_core(worker)
+        state.joining = True
+        state.stopwatch = Stopwatch(self.kernel.now_ticks)
+        state.dropped_s = state.restarted = None
+        state.refreshing = state.standing_in = False
+        self._plan_absence(worker)
+        self._coordinator_host.carry_out(self.coordinator.admit(worker, self.kernel.now_ticks))
+
+    def _start(self, worker: int) -> None:
+        """Let a worker that joins a run in progress connect to the servers, which send it their weights."""
+        for index, server in enumerate(self._servers):
+            core = self.workers[worker].core
+            incarnation = self.coordinator.members.incarnation(worker)
+            requests = server.connected(worker, self.kernel.now_ticks, core.extension, incarnation)
+            self._server_hosts[index].carry_out(requests)
+
+    def _joined(self, worker: int) -> None:
+        """Let a worker that joins a run in progress begin its first iteration: its weights have arrived."""
+        self._to_come -= 1
+        state = self.workers[worker]
+        state.joining, state.begun_s = False, self.kernel.now_s
+        self._driver.joined(worker)
+
+    def _new_core(self, worker: int) -> None:
+        self.workers[worker].pulls_rounded = False
+        self.workers[worker].core = Worker(
+            self._schedule,
+            workers=len(self.workers),
+            shards=self._shards,
+            servers=len(self._servers),
+            overlap=self._overlap,
+        )
+
+    def _connect(self, worker: int) -> None:
+        for index, server in enumerate(self._servers):
+            self._at_once(server_peer(index), server.connected(worker, self.kernel.now_ticks))
+
+    def _at_once(self, sender: Peer, requests: Sequence[Request]) -> None:
+        """Deliver messages immediately, bypassing the network. Used before a worker's first weights have arrived."""
+        _AtOnce(self, sender).carry_out(requests)
+
+    def _plan_absence(self, worker: int) -> None:
+        """Schedule the time at which a worker that has just joined is lost, if the cluster specifies one."""
+        presence: Presence | None = self._cluster.presence.get(worker)
+        if presence is None:
+            return
+        state = self.workers[worker]
+        state.attempt += 1
+        if presence.preempted_every_s is not None:
+            draw = 1.0 - uniform(self._seed, worker, ABSENCES, state.life)
+            after_ticks = self.kernel.in_ticks(-ln(draw) * presence.preempted_every_s)
+            self.kernel.after(after_ticks, self._lose, worker, state.life)
+        elif presence.lost_at_s is not None and not state.life:
+            self.kernel.at(self.kernel.in_ticks(presence.lost_at_s), self._lose, worker, state.life)
+
+    def _lose(self, worker: int, life: int) -> None:
+        state = self.workers[worker]
+        if state.life != life or state.core.left:
+            return
+        self._remove(worker)
+        back_after_s = self._cluster.presence[worker].back_after_s
+        if back_after_s is not None:
+            self._expect(self.kernel.now_ticks + self.kernel.in_ticks(back_after_s), worker)
+
+    def lose_server(self, server: int) -> None:
+        """Lose a server.
+
+        Raises:
+            RunFailedError: the run cannot continue without the server.
+        """
+        self._coordinator_host.carry_out(self.coordinator.server_lost(server, "it was lost"))
+
+    def _remove(self, worker: int) -> None:
+        """Continue without a worker, which is lost from now on."""
+        state, now_ticks = self.workers[worker], self.kernel.now_ticks
+        self._record(state)
+        self._report_time(worker, now_ticks)
+        state.computing = False
+        self._to_come -= state.joining
+        state.joining = False
+        state.attempt += 1
+        state.life += 1
+        self._driver.lost(worker)
+        for index, server in enumerate(self._servers):
+            self._server_hosts[index].carry_out(server.disconnected(worker, now_ticks))
+        self._coordinator_host.carry_out(self.coordinator.disconnected(worker_peer(worker), now_ticks))
+
+    # -- computations -------------------------------------------------------------------------------------
+
+    def _computed(self, worker: int, attempt: int) -> None:
+        state = self.workers[worker]
+        if attempt == state.attempt:
+            state.computing = False
+            self._enter(worker, "exchanging")
+            self._driver.computed(worker)
+
+    def _proceed(self, worker: int) -> None:
+        """Let a worker continue after all shards have answered its pull."""
+        state, now_s = self.workers[worker], self.kernel.now_s
+        if state.refreshing:
+            state.refreshing, state.begun_s = False, now_s
+        elif state.dropped_s is not None:
+            state.restarted, state.dropped_s = (state.dropped_s, now_s), None
+        else:
+            state.finished_s = now_s
+            if self._recorders.takers:
+                self._record(state)
+                state.unrecorded = state.record(now_s)
+                if not state.loss_follows:
+                    self._record(state)
+            state.restarted, state.begun_s = None, now_s
+        self._enter(worker, "exchanging")
+        if not state.standing_in:
+            self._driver.answered(worker)
+            return
+        state.standing_in = False
+        if state.core.combined is not None:
+            self._driver.combined(worker)
+        elif state.core.extended is not None:
+            self._extend(worker)
+        else:
+            self._enter(worker, "outside")
+
+    def _record(self, state: VirtualWorker, loss: float | None = None) -> None:
+        """Pass on the record that has waited for its loss, if there is one."""
+        record, state.unrecorded = state.unrecorded, None
+        if record is None:
+            return
+        if loss is not None:
+            record = msgspec.structs.replace(record, loss=loss)
+        for take in self._recorders.takers:
+            take(state.peer.index, record)
+
+    def _abort(self, worker: int) -> None:
+        state = self.workers[worker]
+        if state.computing and state.droppable:
+            state.attempt += 1
+            state.computing = False
+            self._driver.aborted(worker)
+
+    # -- arriving messages --------------------------------------------------------------------------------
+
+    def _at_server(self, server: int, worker: int, life: int, message: Message, push: object) -> None:
+        state = self.workers[worker]
+        if state.life != life:
+            return  # the message was sent before the worker was lost
+        host = self._server_hosts[server]
+        requests = self._servers[server].handle(state.peer, message, self.kernel.now_ticks)
+        if push is not None:
+            assert isinstance(message, Commit)
+            host.stores[message.shard].put(worker, message.iteration, push)
+        host.carry_out(requests)
+
+    def _at_coordinator(self, worker: int, life: int, message: Message) -> None:
+        if self.workers[worker].life == life:
+            self._coordinator_host.carry_out(
+                self.coordinator.handle(worker_peer(worker), message, self.kernel.now_ticks)
+            )
+
+    def _at_worker(self, worker: int, life: int, message: Message) -> None:
+        state = self.workers[worker]
+        if state.life != life:
+            return
+        requests = state.core.handle(message)
+        if type(message) in (DataGranted, LoopEntered, StatesDecided):
+            self._driver.supplied(worker)
+        elif type(message) is Combined and not state.standing_in:
+            self._enter(worker, "exchanging")
+            self._driver.combined(worker)
+        elif type(message) is ModelExtended and not state.standing_in:
+            self._extend(worker)
+        if type(message) is Started:
+            self._start(worker)
+        self._worker_hosts[worker].carry_out(requests)
+
+    # -- requests from the cores --------------------------------------------------------------------------
+
+    def _from_worker(
+        self,
+        worker: int,
+        requests: Sequence[Request],
+        pushes: Sequence[object] = (),
+        shares: Sequence[float] = (),
+    ) -> None:
+        host = self._worker_hosts[worker]
+        host.pushes, host.shares = pushes, shares
+        host.carry_out(requests)
+
+    def _size_bytes(self, shard: int, *, rounded: bool) -> int:
+        """Return the size of a push to a shard, or of its answer to a pull."""
+        return self._rounded_bytes[shard] if rounded else self._shard_bytes[shard]
+
+    def _exchange(self, server: int, message: Message, *, to_server: bool) -> None:
+        """Deliver a message between the coordinator and a server, which takes no time.
+
+        An answer may cause further messages. They are delivered after all that have been sent before, as on
+        connections, so that no message overtakes another one.
+        """
+        self._exchanged.append((server, message, to_server))
+        if len(self._exchanged) > 1:
+            return  # an outer call delivers it
+        while self._exchanged:
+            server, message, to_server = self._exchanged[0]
+            now_ticks = self.kernel.now_ticks
+            if to_server:
+                self._server_hosts[server].carry_out(
+                    self._servers[server].handle(COORDINATOR, message, now_ticks)
+                )
+                if type(message) is ModelExtended and server == 0:
+                    self._shard_bytes = [bounds.size_bytes for bounds in self.coordinator.slices]
+                    self._rounded_bytes = [bounds.rounded_bytes for bounds in self.coordinator.slices]
+                    self._driver.model_extended(self._servers[0].initializer)
+            else:
+                self._coordinator_host.carry_out(
+                    self.coordinator.handle(server_peer(server), message, now_ticks)
+                )
+            self._exchanged.popleft()
+
+    # -- barriers and reductions --------------------------------------------------------------------------
+
+    def _stand_in(self) -> bool:
+        """Push without a gradient for the workers that wait in a barrier or a reduction, if nothing else can happen.
+
+        Other workers may wait for these pushes. Return False if there was nothing to push.
+        """
+        if not self.kernel.idle:
+            return False
+        standing_in = False
+        for worker in sorted(self.coordinator.collectives.waiting):
+            state = self.workers[worker]
+            core = state.core
+            if not state.standing_in and core.is_awaited and core.may_stand_in:
+                state.standing_in = standing_in = True
+                self._enter(worker, "exchanging")
+                state.pushed_s = self.kernel.now_s
+                state.loss, state.loss_follows = None, False
+                self._from_worker(worker, core.stand_in())
+        return standing_in
+
+    # -- extension of the model ---------------------------------------------------------------------------
+
+    def _extend(self, worker: int) -> None:
+        """Let a worker take over the extended model: all shards send it their weights."""
+        state = self.workers[worker]
+        state.refreshing = True
+        self._enter(worker, "exchanging")
+        state.pulls_rounded = False
+        state.core.await_extended_weights()
+        self._driver.extended(worker)
+        for index, server in enumerate(self._servers):
+            requests = server.connected(
+                worker,
+                self.kernel.now_ticks,
+                state.core.extension,
+                self.coordinator.members.incarnation(worker),
+            )
+            self._server_hosts[index].carry_out(requests)
+
+    # -- latencies and standstills ------------------------------------------------------------------------
+
+    def _delays(self, latency: Distribution, worker: int, purpose: int) -> int | Callable[[], int]:
+        """Return the latency in ticks if it is constant, otherwise a function that draws each latency."""
+        if isinstance(latency, Constant):
+            return self.kernel.in_ticks(latency.seconds)
+        sample = latency.sampler(self._seed, worker, purpose)
+        drawn = 0
+
+        def draw() -> int:
+            nonlocal drawn
+            drawn += 1
+            return self.kernel.in_ticks(sample(drawn - 1, self.kernel.now_s))
+
+        return draw
+
+    def _standstill(self) -> str:
+        shards = (shard for server in self._servers for shard in server.waits(timers=False).shards)
+        return standstill(shards, self.coordinator.collectives.waiting)
+
+
+class _WorkerHost(Host):
+    """Carries out the requests of a simulated worker.
+
+    Attributes:
+        pushes: for the store of each shard, the push of the iteration that is being pushed; () without tensors.
+        shares: for each shard, the share of its bytes that this push has; () if the push has all of them.
+    """
+
+    def __init__(self, job: VirtualJob, worker: int) -> None:
+        self._job = job
+        self._worker = worker
+        self.pushes: Sequence[object] = ()
+        self.shares: Sequence[float] = ()
+
+    def send(self, to: Peer, message: Message) -> None:
+        job, worker = self._job, self._worker
+        state = job.workers[worker]
+        job.bytes_sent["control"] += HEADER_BYTES
+        if to is COORDINATOR:
+            state.to_coordinator.send(0, job._at_coordinator, worker, state.life, message)
+        else:
+            state.to_server[to.index].send(0, job._at_server, to.index, worker, state.life, message, None)
+
+    def _push(self, to: Peer, commit: Commit) -> None:
+        job, worker = self._job, self._worker
+        state = job.workers[worker]
+        state.pulls_rounded = rounds_answer(job._wire, commit)
+        size_bytes = job._size_bytes(commit.shard, rounded=rounds_push(job._wire, commit))
+        if self.shares:
+            size_bytes = round(size_bytes * self.shares[commit.shard])
+        job.bytes_sent["push"] += HEADER_BYTES + size_bytes
+        push = self.pushes[commit.shard] if self.pushes else None
+        state.to_server[to.index].send(size_bytes, job._at_server, to.index, worker, state.life, commit, push)
+
+    def _pull_again(self, to: Peer, pull: PullRepeated) -> None:
+        self._job.workers[self._worker].pulls_rounded = rounds_answer(self._job._wire, pull)
+        self.send(to, pull)
+
+    senders: ClassVar = {Commit: _push, PullRepeated: _pull_again}
+
+    def proceed(self, request: Proceed) -> None:
+        if self._job.workers[self._worker].joining:
+            self._job._joined(self._worker)
+        else:
+            self._job._proceed(self._worker)
+
+    def abort(self, request: Abort) -> None:
+        self._job._abort(self._worker)
+
+
+class _ServerHost(Host):
+    """Carries out the requests of a simulated server."""
+
+    def __init__(self, job: VirtualJob, server: int) -> None:
+        self._job = job
+        self._server = server
+
+    def send(self, to: Peer, message: Message) -> None:
+        if to is COORDINATOR:
+            self._job._exchange(self._server, message, to_server=False)
+        else:
+            self._to_worker(to.index, "control", 0, message)
+
+    def _answer(self, to: Peer, answer: Answer) -> None:
+        job, worker = self._job, to.index
+        state = job.workers[worker]
+        kind = "pull" if state.dropped_s is None else "pull again"
+        rounded = state.pulls_rounded
+        job._driver.sent(worker, answer.shard, rounded=rounded)
+        self._to_worker(worker, kind, job._size_bytes(answer.shard, rounded=rounded), answer)
+
+    senders: ClassVar = {Answer: _answer}
+
+    def _to_worker(self, worker: int, kind: str, size_bytes: int, message: Message) -> None:
+        job = self._job
+        state = job.workers[worker]
+        job.bytes_sent[kind] += HEADER_BYTES + size_bytes
+        state.from_server[self._server].send(size_bytes, job._at_worker, worker, state.life, message)
+
+    def set_timer(self, timer: Timer) -> None:
+        self._job.kernel.at(timer.due_ticks, self._fire, timer, priority=TIMER)
+
+    def _fire(self, timer: Timer) -> None:
+        self.carry_out(self._job._servers[self._server].fire(timer, self._job.kernel.now_ticks))
+
+
+class _CoordinatorHost(Host):
+    """Carries out the requests of the simulated coordinator."""
+
+    def __init__(self, job: VirtualJob) -> None:
+        self._job = job
+
+    def send(self, to: Peer, message: Message) -> None:
+        job = self._job
+        if to.role == "worker":
+            job.bytes_sent["control"] += HEADER_BYTES
+            state = job.workers[to.index]
+            state.from_coordinator.send(0, job._at_worker, to.index, state.life, message)
+        else:
+            job._exchange(to.index, message, to_server=True)
+
+    def _ignore(self, to: Peer, message: MainChosen) -> None:
+        """Send nothing: the message concerns only scripts, and their sessions ask the coordinator itself."""
+
+    senders: ClassVar = {MainChosen: _ignore}
+
+    def set_timer(self, timer: Timer) -> None:
+        self._job.kernel.at(timer.due_ticks, self._fire, timer, priority=TIMER)
+
+    def _fire(self, timer: Timer) -> None:
+        self.carry_out(self._job.coordinator.fire(timer, self._job.kernel.now_ticks))
+
+    def rehearse(self, request: Rehearse) -> None:
+        # In a live run, this happens beside the run. Here, it takes no time.
+        found = self._job._planner(request.situation)
+        self.carry_out(self._job.coordinator.rehearsed(found, self._job.kernel.now_ticks))
+
+    def warn(self, warning: Warn) -> None:
+        log.error("%s", warning.words)
+
+    def take_out(self, request: TakeOut) -> None:
+        self._job.coordinator.note_ending(request.worker, request.reason)
+        self._job._remove(request.worker)
+
+    def end_run(self, failure: Fail) -> None:
+        raise RunFailedError(failure.where, failure.reason)
+
+    def end_without(self, loss: EndWithout) -> None:
+        raise RunFailedError(f"server {loss.server}", loss.reason)
+
+
+class _AtOnce(_CoordinatorHost):
+    """Delivers messages immediately, bypassing the network. Everything else is up to the coordinator's host."""
+
+    def __init__(self, job: VirtualJob, sender: Peer) -> None:
+        super().__init__(job)
+        self._sender = sender
+
+    def send(self, to: Peer, message: Message) -> None:
+        job, now_ticks = self._job, self._job.kernel.now_ticks
+        if to is COORDINATOR:
+            requests = job.coordinator.handle(self._sender, message, now_ticks)
+        elif to.role == "server":
+            requests = job._servers[to.index].handle(self._sender, message, now_ticks)
+        elif type(message) in AT_ONCE:
+            requests = job.workers[to.index].core.handle(message)
+        else:
+            super().send(to, message)
+            return
+        _AtOnce(job, to).carry_out(requests)
+
+    def proceed(self, request: Proceed) -> None:
+        """Do nothing: the caller notifies the driver."""

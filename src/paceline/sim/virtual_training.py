@@ -1,0 +1,793 @@
+"""Training in virtual time: real gradients are computed one after another, in the order of virtual time.
+
+The training function of each worker runs on its own thread (`Strand`) with its own random generators. Only one of
+these threads runs at any time. Virtual time passes only while a function waits in a call to its session. The session
+simulates the cluster's compute and message times, but pushes to and pulls from real shards.
+
+The workers share everything else that the threads of a process share: modules and their globals, torch's default
+dtype and number of threads, the current directory, and open files. The wall clock has no effect on a simulation.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+
+from ..core.metrics.unsent_metrics import Noted, Settled
+from ..core.oversight.guard import DIVERGED
+from ..core.protocol.layout import ShardSlice, of_set
+from ..core.protocol.lease import BatchSizing
+from ..core.protocol.messages import Combined, Contributed, LoopPosition, Observation, Warned
+from ..core.protocol.model_spec import BufferSpec, FrozenSpec, HyperParameters, ModelSpec, first_difference
+from ..core.protocol.requests import COORDINATOR, Request, Send
+from ..core.protocol.wire_format import WireFormat
+from ..core.status.standstill import unable_to_begin
+from ..core.sync.joint_calls import combine
+from ..core.worker import Worker
+from ..errors import RunFailedError, first_line
+from ..frontend.adapters import unwatch_adapters
+from ..frontend.backward import unwatch_backward, watch_backward
+from ..frontend.clipping import unwatch_torch, watch_torch
+from ..frontend.generators import GeneratorStates
+from ..frontend.loss_scaling import unwatch_scalers, watch_scalers
+from ..frontend.metrics import metrics_of
+from ..frontend.session import Callbacks, Servers, Session, install
+from ..plugins.failures import script_traceback
+from ..shard.buffer_bytes import unpack
+from ..shard.groups import GroupsReader
+from ..shard.rounding import round_trip
+from ..shard.slots import BufferSlots
+from ..shard.snapshot import WeightsSnapshot, named_weights
+from ..shard.store import Push, Store, Vectors
+from ..shard.vectors import sliced, torch_dtype
+from ..sync import SyncModel
+from ..sync.draws import uniform
+from ..sync.events import Clip
+from ..sync.schedule import Schedule, read_schedule
+from .simulated_job import VirtualJob
+from .strand import Strand
+
+__all__ = ["Training", "computed_by"]
+
+INDEX_BYTES = 8  # size of the index of a row in a sparse gradient
+GENERATORS = 1 << 16  # part of the key from which the seeds of the workers' generators are drawn
+
+
+class Training:
+    """The job's `Driver`: runs the training functions of the workers, and stores the trained weights.
+
+    Args:
+        function: training function that every worker runs.
+        workers: number of workers.
+        schedule: schedule of the job.
+        seed: random seed for the run.
+        skips_nan: see `Session`.
+        observes: see `Session`.
+        slicing: "even" or "by-parameter".
+        overlap: "shards" or "off".
+        shards: number of shards.
+        batch: "equal" or "balanced". See `Session`.
+        wire: the format in which gradients and weights travel.
+
+    Attributes:
+        job: the simulated job. Must be set before `VirtualJob.run` is called.
+        model: description of the trained model. Set by `make_stores`.
+        stores: the store of each shard. Set by `make_stores`.
+        states: the position and the states of tracked objects that were kept last.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[], object],
+        *,
+        workers: int,
+        schedule: Schedule,
+        seed: int,
+        skips_nan: bool,
+        observes: bool,
+        slicing: str,
+        overlap: str,
+        shards: int,
+        batch: BatchSizing,
+        wire: WireFormat,
+    ) -> None:
+        self.workers = workers
+        self.wire = wire
+        self.batch = batch
+        self.schedule = schedule
+        self.overlap = overlap
+        self.seed = seed
+        self.skips_nan = skips_nan
+        self.observes = observes
+        self.stores: list[Store] = []
+        self.states: tuple[LoopPosition, bytes] | None = None
+        self.model: ModelSpec
+        self.slices: tuple[ShardSlice, ...] = ()
+        self.job: VirtualJob
+        self._function = function
+        self._slicing = slicing
+        self._count = shards
+        self._sessions: dict[int, VirtualSession] = {}
+        # Worker whose script has not begun yet -> shard -> weights that the shard has sent to the worker.
+        self._first_weights: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
+        self._lives = [0] * workers
+        self._slots: BufferSlots  # set by `make_stores`
+        self._frozen: dict[str, torch.Tensor] = {}  # the frozen parameters, by name
+        self._initializer = -1
+        self._running: VirtualSession | None = None  # the session whose random generators are active
+        self._outside: GeneratorStates | None = None  # states of the caller's random generators
+
+    def __enter__(self) -> Training:
+        self._outside = GeneratorStates()
+        self._main = sys.modules["__main__"]
+        self._threads = torch.get_num_threads()
+        watch_torch()
+        watch_backward()
+        watch_scalers()
+        # Otherwise each worker would get its own pool of torch threads, and there would be more threads than cores.
+        torch.set_num_threads(1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for session in self._sessions.values():
+            session.end()
+        # Release all large tensors now. The garbage collector might collect them late, because it counts objects and
+        # ignores their sizes.
+        self._sessions.clear()
+        self._running = None
+        self.stores.clear()
+        torch.set_num_threads(self._threads)
+        unwatch_adapters()
+        unwatch_scalers()
+        unwatch_backward()
+        unwatch_torch()
+        if self._outside is not None:
+            self._outside.give_back()
+        sys.modules["__main__"] = self._main
+
+    # -- start --------------------------------------------------------------------------------------------
+
+    def make_stores(self, first: Sequence[int]) -> list[Store]:
+        """Run the functions of the initial workers until they register their models, and create the shards' stores.
+
+        Args:
+            first: the workers that are present from the beginning.
+
+        Raises:
+            RunFailedError: a function failed, or no function trains a model.
+        """
+        for worker in first:
+            self._start(worker)
+        self._end_calls()
+        registered = [worker for worker in first if self._sessions[worker].model is not None]
+        if not registered:
+            raise RunFailedError(
+                "the run",
+                "no worker ever called step() on a paceline.DistributedOptimizer, so nothing was trained",
+            )
+        initializer = registered[0]
+        model = self._sessions[initializer].model
+        assert model is not None
+        self.model = model
+        self.slices = model.layout.sliced(self._count, self._slicing)
+        self._initializer = initializer
+        self._resume(self._sessions[initializer])  # the session calls `start_stores`
+        return self.stores
+
+    def _end_calls(self) -> None:
+        """Let the initial workers pass the barriers and reductions before their first step.
+
+        Raises:
+            RunFailedError: a worker waits for one that has ended or has reached its first step.
+        """
+        while combined := [each for each in self._sessions.values() if each.combined_early]:
+            for session in combined:
+                self._resume(session)
+        if gathered := self.job.coordinator.collectives.waiting:
+            live = [worker for worker, session in self._sessions.items() if not session.strand.ended]
+            raise RunFailedError("the run", unable_to_begin(live, gathered))
+
+    def model_extended(self, initializer: int) -> None:
+        model, slices = self.job.coordinator.model, self.job.coordinator.slices
+        assert model is not None
+        vectors, buffers, state_of = self._sessions[initializer].initial
+        for index, bounds in enumerate(slices):
+            before = self.stores[index]
+            weights = {
+                name: vectors[name][start:stop].clone() if name in vectors else before.weights[name]
+                for name, (start, stop) in bounds.bounds.items()
+            }
+            store = Store(bounds, weights, model.optimizers_over_layout)
+            store.take_over(before, state_of(bounds), len(model.layout.parameters))
+            self.stores[index] = store
+        added = zip(model.buffers_beyond(self.model), buffers, strict=True)
+        self._slots.extend(model.buffers, {spec.name: tensor.clone() for spec, tensor in added})
+        self._frozen = self._frozen_of(self._sessions[initializer], model)
+        self.model, self.slices = model, slices
+
+    def extended(self, worker: int) -> None:
+        self._sessions[worker].allocate(self.model)
+
+    def _frozen_of(self, session: VirtualSession, model: ModelSpec) -> dict[str, torch.Tensor]:
+        """Return copies of the frozen parameters of a worker, by name; those of the run, if they are known."""
+        known = {spec.name: self._frozen[spec.name] for spec in model.frozen if spec.name in self._frozen}
+        new = [spec for spec in model.frozen if spec.name not in known]
+        return known | {
+            spec.name: unpack(spec, b"".join(session.callbacks.frozen(spec.digest) or ())) for spec in new
+        }
+
+    def start_stores(
+        self, vectors: Vectors, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]
+    ) -> None:
+        """Create the stores from the initializer's initial weights, buffers and optimizer state."""
+        self._slots = BufferSlots(self.model.buffers, [tensor.clone() for tensor in buffers])
+        self._frozen = self._frozen_of(self._sessions[self._initializer], self.model)
+        for bounds in self.slices:
+            weights = {d: vectors[d][start:stop].clone() for d, (start, stop) in bounds.bounds.items()}
+            store = Store(bounds, weights, self.model.optimizers_over_layout)
+            store.load_optimizer_state(state_of(bounds))
+            self.stores.append(store)
+
+    def model_of(self, worker: int) -> ModelSpec:
+        """Return the model of a worker that is present from the beginning."""
+        return self._sessions[worker].model or self.model
+
+    # -- the driver ---------------------------------------------------------------------------------------
+
+    def joined(self, worker: int) -> None:
+        if worker not in self._sessions:
+            self._start(worker)
+        session = self._sessions[worker]
+        session.joined = True
+        if session.strand.ended:
+            self._finish(session)
+            return
+        assert session.model is not None
+        if self.model.layout.parameters[-1].part:
+            raise RunFailedError(
+                f"worker {worker}",
+                "it joins a run whose script has added parameters after training had begun. A simulation supports "
+                "this only for workers that are present from the beginning.",
+            )
+        if difference := first_difference(self.model, session.model):
+            initializer = f"worker {self._initializer}"
+            raise RunFailedError(f"worker {worker}", f"its model differs from {initializer}'s: {difference}")
+        if worker != self._initializer or not session.weights:
+            session.allocate(self.model)
+        sent = self._first_weights.pop(worker, {})
+        for shard, store in enumerate(self.stores):
+            weights = sent.get(shard, store.weights)
+            for vector, (start, stop) in self.slices[shard].bounds.items():
+                session.weights[vector][start:stop] = weights[vector]
+        self._resume(session)
+
+    def computed(self, worker: int) -> None:
+        session = self._sessions[worker]
+        if session.commit_waits is None:
+            self._resume(session, True)
+        else:  # the function stays paused in `commit` until the pull after the push is answered
+            session.commit_waits()
+
+    def aborted(self, worker: int) -> None:
+        self._resume(self._sessions[worker], False)
+
+    def answered(self, worker: int) -> None:
+        self._resume(self._sessions[worker])
+
+    def supplied(self, worker: int) -> None:
+        session = self._sessions[worker]
+        if session.awaits_data and not session.core.data.waiting:
+            self._resume(session)
+
+    def combined(self, worker: int) -> None:
+        self._resume(self._sessions[worker])
+
+    def sent(self, worker: int, shard: int, *, rounded: bool) -> None:
+        session = self._sessions.get(worker)
+        if session is None:  # the worker joins a run in progress, and its script has not begun yet
+            weights = {vector: values.clone() for vector, values in self.stores[shard].weights.items()}
+            self._first_weights.setdefault(worker, {})[shard] = weights
+        elif session.weights:
+            weights = self.stores[shard].weights
+            weights = round_trip(weights) if rounded else weights
+            bounds = of_set(self.slices[shard].bounds, session.pulls)
+            for vector, (start, stop) in bounds.items():
+                if (
+                    vector in session.weights
+                ):  # otherwise, the worker does not know yet that the model was extended
+                    session.weights[vector][start:stop] = weights[vector]
+                    if session.commits and (told := session.callbacks.on_arrived) is not None:
+                        told(vector, start, stop)
+
+    def lost(self, worker: int) -> None:
+        self._first_weights.pop(worker, None)
+        session = self._sessions.pop(worker, None)
+        if session is not None:
+            self._swap_generators(session)
+            session.end()
+
+    # -- called by sessions -------------------------------------------------------------------------------
+
+    def keep_buffers(self, worker: int, buffers: Mapping[int, torch.Tensor]) -> None:
+        """Store the buffers that a worker sent with its commit."""
+        self._slots.put(worker, {index: tensor.clone() for index, tensor in buffers.items()})
+
+    def pooled_buffers(self) -> dict[str, torch.Tensor]:
+        """Return copies of the model's buffers, pooled over the workers."""
+        return {name: tensor.clone() for name, tensor in self._slots.pooled().items()}
+
+    @property
+    def initial_buffers(self) -> Mapping[str, torch.Tensor]:
+        """The initial values of the buffers that were added last."""
+        return self._slots.added
+
+    def frozen_beyond(self, specs: Sequence[FrozenSpec]) -> dict[str, torch.Tensor]:
+        """Return the frozen parameters that differ from those with these descriptions."""
+        own = {spec.name: spec.digest for spec in specs}
+        return {
+            spec.name: self._frozen[spec.name]
+            for spec in self.model.frozen
+            if own.get(spec.name, spec.digest) != spec.digest
+        }
+
+    def snapshot(self) -> WeightsSnapshot:
+        """Return the current weights and versions of all shards, the frozen parameters, and the pooled buffers."""
+        vectors = {
+            dtype: torch.empty(size, dtype=torch_dtype(dtype))
+            for dtype, size in self.model.layout.sizes.items()
+        }
+        for store in self.stores:
+            for dtype, (start, stop) in store.bounds.bounds.items():
+                vectors[dtype][start:stop] = store.weights[dtype]
+        state = named_weights(self.model.layout, vectors)
+        state |= self.pooled_buffers()
+        state |= {name: tensor.clone() for name, tensor in self._frozen.items()}
+        versions = self.job.versions
+        return WeightsSnapshot(state, versions)
+
+    # -- threads ------------------------------------------------------------------------------------------
+
+    def _start(self, worker: int) -> None:
+        """Run a worker's function until it registers its model or ends."""
+        seed = int(uniform(self.seed, worker, GENERATORS, self._lives[worker]) * 2**53)
+        self._lives[worker] += 1
+        session = VirtualSession(self, worker, seed)
+        self._sessions[worker] = session
+
+        def run() -> None:
+            install(session, for_thread=True)
+            self._function()
+
+        session.strand = Strand(run, f"paceline worker {worker}")
+        self._resume(session)
+
+    def _resume(self, session: VirtualSession, message: object = None) -> None:
+        """Let a worker's function continue until its session pauses it again or the function ends."""
+        self._swap_generators(session)
+        session.strand.resume(message)
+        if session.strand.error is not None:
+            error = session.strand.error
+            if isinstance(error, KeyboardInterrupt) or _is_of_guard(error):
+                raise error
+            if isinstance(error, SystemExit):
+                raise RunFailedError(
+                    f"worker {session.worker}", f"the script ended with exit code {error.code}"
+                )
+            raise RunFailedError(
+                f"worker {session.worker}", first_line(error), script_traceback(error)
+            ) from error
+        if session.strand.ended and session.joined:
+            if warning := session.callbacks.on_finish():
+                self.job.carry(session.worker, [Send(COORDINATOR, Warned(warning))], at_once=False)
+            self._finish(session)
+
+    def _finish(self, session: VirtualSession) -> None:
+        """Let a worker whose function has ended leave the run."""
+        self.job.log(session.worker, metrics_of(session).settle_rest(), ended=True)
+        self.job.finish(session.worker)
+
+    def _swap_generators(self, session: VirtualSession) -> None:
+        if self._running is not session:
+            if self._running is not None:
+                assert self._running.generators is not None
+                self._running.generators = self._running.generators.later(self._running.generator_seed)
+                self._running.main = sys.modules["__main__"]
+            self._running = session
+            if session.generators is None:
+                session.generators = GeneratorStates.seeded(session.generator_seed)
+            session.generators.give_back()
+            sys.modules["__main__"] = session.main
+
+
+class VirtualSession(Session):
+    """The session of a simulated worker. See `paceline.frontend.session.Session`."""
+
+    def __init__(self, training: Training, worker: int, generator_seed: int) -> None:
+        core = training.job.workers[worker].core
+        super().__init__(
+            core,
+            worker=worker,
+            workers=training.workers,
+            split="auto",
+            batch=training.batch,
+            seed=training.seed,
+            device="cpu",
+            skips_nan=training.skips_nan,
+        )
+        self.servers = VirtualServers(training, core)
+        self.strand: Strand
+        self.model: ModelSpec | None = None
+        # the initial weights, buffers and optimizer state of parameters that the script adds
+        self.initial: tuple[Vectors, Sequence[torch.Tensor], Callable[[ShardSlice], Vectors]]
+        self.joined = False  # True once the worker takes part in the job
+        self.pulls: int | None = None  # the parameter set that is being pulled; None for all sets
+        self.commits = False  # True while the function waits in `commit`
+        self.awaits_data = False  # True while the function waits for answers to its requests for data
+        self.generators: GeneratorStates | None = None
+        self.generator_seed = generator_seed
+        self.main = sys.modules["__main__"]  # another module if the function runs a script
+        self._training = training
+        self._epoch = -1
+        # changes of the sync model that were requested before training began
+        self._requests: list[tuple[Sequence[SyncModel], int | None]] = []
+        # called after the compute time has passed, to send the commit
+        self.commit_waits: Callable[[], None] | None = None
+        self._passed = False  # True if the compute time of this iteration has passed
+        self._gathered = False  # True while the function waits in a barrier or a reduction
+        self._held_back = False  # True from `hold_back` until `commit`
+        self._groups = GroupsReader()
+        self._sparse: set[int] = set()  # the parameters whose gradients are sparse
+
+    # -- the interface of a session -----------------------------------------------------------------------
+
+    @property
+    def main_worker(self) -> int:
+        return self._training.job.coordinator.main.worker
+
+    def is_main_now(self) -> bool:
+        return self.main_worker == self.worker
+
+    def begin(self, model: ModelSpec) -> bool:
+        self.model = model
+        self._pause()
+        training = self._training
+        if training.stores:
+            return False
+        self.allocate(model)
+        return True
+
+    def initialize(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
+        self._training.start_stores(self.weights, buffers, state_of)
+        self._pause()
+        self._join()
+
+    def await_first_weights(self) -> None:
+        self._join()
+
+    def extend(
+        self,
+        model: ModelSpec,
+        weights: Vectors,
+        buffers: Sequence[torch.Tensor],
+        state_of: Callable[[ShardSlice], Vectors],
+    ) -> str:
+        self.strand.require_own_thread()
+        self._end_uncommitted()
+        self.pulls = None
+        self.initial = weights, buffers, state_of
+        self._training.job.propose(self.worker, model)
+        self._pause()
+        del self.initial
+        return self.core.combined.refused if self.core.combined is not None else ""
+
+    @property
+    def observes(self) -> bool:
+        return self._training.observes
+
+    @property
+    def rounds_weights(self) -> bool:
+        return self._training.wire.weights == "bf16"
+
+    def pushes_rows(self, parameter: int) -> bool:
+        self._sparse.add(parameter)
+        return True
+
+    def restart_ordered(self) -> bool:
+        """Return True if the current computation must be aborted.
+
+        The first call, before the first module runs, lets the whole compute time pass, so that gradients that would
+        be dropped are never computed.
+        """
+        self._end_uncommitted()
+        if not self._passed:
+            self._passed = self._pass_time()
+            return not self._passed
+        return False
+
+    def hold_back(self, *, droppable: bool) -> bool:
+        self._end_uncommitted()
+        if droppable and self.core.may_restart:
+            self._passed = self._passed or self._pass_time()
+            self._held_back = self._passed
+        else:
+            # the compute time passes in `commit`, so that the function pauses only once
+            self._held_back = True
+        return self._held_back
+
+    def pull_again(self) -> None:
+        self.pulls = None
+        self._training.job.pull_again(self.worker)
+        self._pause()
+
+    def refresh(self) -> None:
+        self.strand.require_own_thread()
+        self.pulls = None
+        self._end_uncommitted()
+        self._training.job.refresh(self.worker)
+        self._pause()
+
+    def begin_edit(self) -> bool:
+        self.strand.require_own_thread()
+        self.pulls = None
+        self._end_uncommitted()
+        if self._training.job.begin_edit(self.worker):
+            self._pause()
+        return self.core.edits
+
+    def push_edit(self, present: bytes, *, buffers: Mapping[int, torch.Tensor]) -> None:
+        self.strand.require_own_thread()
+        training = self._training
+        self.pulls = None
+        pushes = self._pushes(present, (), exact=True) if self.core.edits else []
+        if buffers:
+            training.keep_buffers(self.worker, buffers)
+        training.job.push_edit(self.worker, pushes)
+        self._pause()
+
+    def idle(self) -> AbstractContextManager[None]:
+        return nullcontext()  # virtual time passes only in calls to the session
+
+    @property
+    def now_s(self) -> float:
+        return self._training.job.kernel.now_s
+
+    def exchange(self, ask: Callable[[], Sequence[Request]]) -> None:
+        self.strand.require_own_thread()
+        self._training.job.carry(self.worker, ask(), at_once=not self.joined)
+        if self.core.data.waiting:
+            self.awaits_data = True
+            self._pause()
+            self.awaits_data = False
+
+    def epoch_begins(self, epoch: int) -> None:
+        self._epoch = epoch
+        if self.weights:
+            self.core.reach_epoch(epoch)
+
+    def request_sync(self, sync: str | SyncModel | Sequence[SyncModel], shard: int | None) -> None:
+        schedule = read_schedule(sync)
+        schedule.require_overlap(self._training.overlap)
+        if self.weights:
+            self._send_request(schedule.first, shard)
+        else:
+            self._requests.append((schedule.first, shard))
+
+    def commit(
+        self,
+        present: bytes,
+        groups: bytes,
+        *,
+        empty: bool,
+        significance: float | None,
+        buffers: Mapping[int, torch.Tensor],
+        logged: Settled,
+        clip: Clip | None = None,
+        clipped: bool = False,
+        set_index: int | None = None,
+        observed: Observation | None = None,
+    ) -> None:
+        training = self._training
+        pushes = [] if empty else self._pushes(present, self._groups.read(groups), set_index)
+        shares = [self._share(bounds) for bounds in training.slices] if self._sparse and pushes else ()
+        self.pulls = set_index
+
+        def send() -> None:
+            self._passed = self._held_back = False
+            self.commit_waits = None
+            if buffers:
+                training.keep_buffers(self.worker, buffers)
+            training.job.push(
+                self.worker,
+                pushes,
+                shares=shares,
+                empty=empty,
+                significance=significance,
+                logged=logged,
+                clip=clip,
+                clipped=clipped,
+                set_index=set_index,
+                observed=observed,
+            )
+
+        if self._passed:
+            send()
+        else:
+            self.commit_waits = send
+            training.job.compute(self.worker, droppable=False)
+        self.commits = True
+        self._pause()
+        self.commits = False
+
+    def observe(self, observed: Observation, noted: Sequence[Noted] = ()) -> None:
+        if noted:
+            self._training.job.log(self.worker, Settled(noted), ended=True)
+        # The function may be about to raise an exception, so no virtual time passes in which a message could arrive.
+        self._training.job.carry(self.worker, self.core.observe(observed), at_once=True)
+
+    def combine(
+        self, call: str, op: Literal["mean", "sum"] = "sum", numbers: bytes = b"", weight: float = 1.0
+    ) -> Combined:
+        self.strand.require_own_thread()
+        self._end_uncommitted()
+        if not self.joined and self._training.stores:
+            # The others have made the calls before their first step long ago, and do not make them again.
+            return combine({self.worker: Contributed(call, 1, op, numbers, weight)})
+        self._gathered = True
+        self._training.job.combine(self.worker, call, op, numbers, weight, at_once=not self.joined)
+        if self.core.combined is None or self.joined:
+            self._pause()
+        self._gathered = False
+        assert self.core.combined is not None
+        return self.core.combined
+
+    @property
+    def combined_early(self) -> bool:
+        """True if a barrier or a reduction has ended in which the function waits before its first step."""
+        return self._gathered and not self.strand.ended and self.core.combined is not None
+
+    def finish(self) -> None:
+        pass  # the worker finishes when its function ends
+
+    # -- called by `Training` -----------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """End the function, and release the callbacks that refer back to this session."""
+        self.strand.end()
+        self.callbacks = Callbacks()
+        self.commit_waits = None
+
+    def allocate(self, model: ModelSpec) -> None:
+        """Allocate the flat vectors for weights and gradients."""
+        for vectors in (self.weights, self.gradients):
+            for dtype, size in model.layout.sizes.items():
+                vectors[dtype] = torch.zeros(size, dtype=torch_dtype(dtype))
+
+    def _join(self) -> None:
+        """Report the epoch, and request the changes of the sync model that had to wait for the initial weights."""
+        if self._epoch >= 0:
+            self.core.reach_epoch(self._epoch)
+        for models, shard in self._requests:
+            self._send_request(models, shard)
+        self._requests = []
+
+    def _send_request(self, models: Sequence[SyncModel], shard: int | None) -> None:
+        self._training.job.request_sync(self.worker, models, shard)
+
+    def _pushes(
+        self,
+        present: bytes,
+        groups: tuple[HyperParameters, ...],
+        set_index: int | None = None,
+        *,
+        exact: bool = False,
+    ) -> list[Push]:
+        """Return the push for each shard. If `exact` is True, it is not rounded on its way."""
+        pushed = [of_set(sliced(self.gradients, bounds), set_index) for bounds in self._training.slices]
+        if self._rounds_gradients and not exact:
+            pushed = [round_trip(gradient) for gradient in pushed]
+        return [Push(gradient, present, groups, set_index or 0) for gradient in pushed]
+
+    @property
+    def _rounds_gradients(self) -> bool:
+        return self._training.wire.gradients == "bf16"
+
+    def _share(self, bounds: ShardSlice) -> float:
+        """Return which share of a shard's bytes is pushed if sparse gradients are sent as rows with their indices."""
+        size_bytes = bounds.rounded_bytes if self._rounds_gradients else bounds.size_bytes
+        saved = 0
+        for segment in bounds.segments:
+            if segment.parameter in self._sparse:
+                begin = bounds.bounds[segment.dtype][0]
+                values = self.gradients[segment.dtype][begin + segment.start : begin + segment.stop]
+                shape = self._training.model.layout.parameters[segment.parameter].shape
+                halved = self._rounds_gradients and values.dtype == torch.float32
+                itemsize = torch.bfloat16.itemsize if halved else values.itemsize
+                rows = rows_bytes(values, segment.offset, math.prod(shape[1:]), itemsize)
+                saved += max(0, values.numel() * itemsize - rows)
+        return 1 - saved / max(1, size_bytes)
+
+    def _end_uncommitted(self) -> None:
+        """If `step()` raised an exception instead of committing, let the time of that computation pass."""
+        if self._held_back:
+            if not self._passed:
+                self._pass_time(droppable=False)
+            self._passed = self._held_back = False
+
+    def _pause(self) -> Any:
+        """Let virtual time pass. Return the result of `Strand.pause`."""
+        self.callbacks.before_exchange()
+        return self.strand.pause()
+
+    def _pass_time(self, *, droppable: bool = True) -> bool:
+        self._training.job.compute(self.worker, droppable=droppable)
+        passed: bool = self._pause()
+        return passed
+
+
+class VirtualServers(Servers):
+    """What a simulated worker requests from the servers. See `paceline.frontend.session.Servers`."""
+
+    def __init__(self, training: Training, core: Worker) -> None:
+        self._training = training
+        self._core = core
+
+    def fetch_model(self, digest: Callable[[FrozenSpec], str]) -> Mapping[str, torch.Tensor] | None:
+        return self._training.snapshot().state_dict if self._training.stores else None
+
+    def fetch_buffers(self) -> Mapping[str, torch.Tensor]:
+        return self._training.pooled_buffers()
+
+    def fetch_initial_buffers(
+        self, specs: Sequence[BufferSpec], own: Sequence[torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        late = self._core.joined_late and self._core.extended is None
+        return self._training.pooled_buffers() if late else self._training.initial_buffers
+
+    def fetch_frozen(self, specs: Sequence[FrozenSpec]) -> Mapping[str, torch.Tensor]:
+        return self._training.frozen_beyond(specs)
+
+    def keep_states(self, position: LoopPosition, states: Sequence[memoryview]) -> None:
+        self._training.states = position, b"".join(states)
+
+    def fetch_states(self, address: str) -> tuple[LoopPosition, bytes | bytearray] | None:
+        return self._training.states
+
+    def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
+        return [
+            (store.bounds, {key: value.clone() for key, value in store.optimizer_state().items()})
+            for store in self._training.stores
+        ]
+
+
+def _is_of_guard(error: BaseException) -> bool:
+    """Return True if the guard has ended the run because of what a worker has just reported."""
+    return isinstance(error, RunFailedError) and error.process == DIVERGED
+
+
+def rows_bytes(values: torch.Tensor, offset: int, row_size: int, itemsize: int) -> int:
+    """Return the size in bytes of the rows that are not zero, with an index of 8 bytes for each row.
+
+    >>> values = torch.tensor([0.0, 0.0, 1.0, 2.0, 0.0, 3.0])  # two of three rows are sent
+    >>> rows_bytes(values, offset=0, row_size=2, itemsize=4)
+    32
+
+    Args:
+        values: consecutive elements of a flattened gradient. An incomplete row is counted as a whole one.
+        offset: index of the first element within the gradient.
+        row_size: number of elements per row.
+        itemsize: size of an element on its way, in bytes.
+    """
+    rows: int = torch.unique_consecutive((values.nonzero().flatten() + offset) // row_size).numel()
+    return rows * (INDEX_BYTES + row_size * itemsize)
+
+
+def computed_by() -> str:
+    """Describe what affects the last bits of gradients: torch's version, CPU capability and number of threads."""
+    threads = torch.get_num_threads()
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"torch {torch.__version__}, {capability}, {threads} thread{'s' * (threads > 1)}"
