@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from paceline.runtime.traces import PART_BYTES, TraceFiles
 from paceline.shard.snapshot import WeightsSnapshot
 from paceline.wire.secret import new_secret, write_secret
 from tests.conftest import RunOnThreads
+from tests.support.small_disk import fill, small_disk
 
 DISK_BYTES = 256 * 1024
 
@@ -30,23 +29,8 @@ DISK_BYTES = 256 * 1024
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, with little room."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
-    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if mounted.returncode != 0:
-        pytest.skip(f"this system does not let a file system be mounted: {mounted.stderr.strip()}")
-    try:
+    with small_disk(tmp_path / "disk", DISK_BYTES) as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
-
-
-def fill(disk: Path) -> None:
-    """Leave no room on the disk."""
-    with Path(disk, "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
-        while True:
-            filler.write(bytes(4096))
 
 
 def save_object(folder: Path) -> None:

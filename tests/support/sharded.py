@@ -138,7 +138,8 @@ class Shards:
                 for part in content:
                     writer.write(part)
         versions = [number] * len(self.slices)
-        return draft.finish(b'{"steps": 3}', {0: b"zero", 12: b"twelve"}, versions=versions, keep=keep)
+        workers = {0: b"zero", 12: b"twelve"}
+        return draft.finish(b'{"steps": 3}', workers, versions=versions, tracked=b"an average", keep=keep)
 
     def _zeros(self) -> dict[str, torch.Tensor]:
         sizes = self.model.layout.sizes.items()

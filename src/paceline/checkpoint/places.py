@@ -21,7 +21,7 @@ from torch.serialization import skip_data
 
 from ..core.protocol.layout import Layout, ShardSlice
 from ..core.protocol.model_spec import ModelSpec
-from ..core.state_entries import StateEntries
+from ..core.protocol.state_entries import StateEntries
 from ..errors import CheckpointError
 from ..shard.buffer_bytes import bytes_of
 from ..shard.optimizer_state import NUMBER, entry_of

@@ -51,8 +51,14 @@ class Checkpoint:
     @property
     def workers(self) -> dict[int, Path]:
         """The file with the state of each worker."""
-        files = sorted((self.path / "workers").glob("*.pt"), key=lambda path: int(path.stem))
+        files = sorted((self.path / "workers").glob("*.bin"), key=lambda path: int(path.stem))
         return {int(path.stem): path for path in files}
+
+    @property
+    def tracked(self) -> bytes | None:
+        """The states of the objects that the script tracks; None if there are none."""
+        path = self.path / "tracked.bin"
+        return path.read_bytes() if path.exists() else None
 
     @cached_property
     def state_dict(self) -> dict[str, torch.Tensor]:

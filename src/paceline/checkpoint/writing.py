@@ -24,9 +24,9 @@ import safetensors.torch
 import torch
 
 from .. import __version__
-from ..core.protocol.layout import ShardSlice
+from ..core.protocol.layout import ShardSlice, item_bytes
 from ..core.protocol.model_spec import ModelSpec
-from ..core.state_entries import StateEntries
+from ..core.protocol.state_entries import StateEntries
 from ..errors import CheckpointError
 from ..shard.buffer_bytes import bytes_of
 from ..shard.vectors import Vectors, segment_views, torch_dtype
@@ -78,7 +78,7 @@ class Draft:
 
     Attributes:
         path: the directory in which the files are until the checkpoint is complete.
-        size_bytes: size of the large files.
+        size_bytes: size of all tensors in the files.
     """
 
     def __init__(
@@ -127,15 +127,15 @@ class Draft:
             CheckpointError: there is too little space, or the files cannot be written. Nothing is left of them.
         """
         draft = cls(directory, number, model, entries)
+        draft.size_bytes = _size_bytes(model, slices, entries, tensors or {})
         with draft._or_discarded():
             directory.mkdir(parents=True, exist_ok=True)
+            draft._require_space(draft.size_bytes + further_bytes)
             for earlier in numbers_in(directory, PARTIAL):
                 shutil.rmtree(directory / (name_of(earlier) + PARTIAL))
             draft.path.mkdir()
             places = lay_out(draft.path, model, slices, entries, tensors or {}, param_groups)
             draft._members = places.members
-            draft.size_bytes = sum(path.stat().st_size for path in files_in(draft.path))
-            draft._require_space(draft.size_bytes + further_bytes)
             for path in files_in(draft.path):
                 with path.open("r+b") as file:
                     os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
@@ -153,6 +153,7 @@ class Draft:
         workers: Mapping[int, bytes],
         *,
         versions: Sequence[int],
+        tracked: bytes | None = None,
         keep: int = 3,
         pace: Pace | None = None,
     ) -> Path:
@@ -162,6 +163,7 @@ class Draft:
             job: the state of the job.
             workers: the state of each worker.
             versions: for each shard, the number of updates that its weights include.
+            tracked: the states of the objects that the script tracks; None if there are none.
             keep: number of checkpoints to keep.
             pace: rate at which the files are read for their checksums; None for no limit.
 
@@ -182,7 +184,9 @@ class Draft:
             (self.path / "job.json").write_bytes(job)
             (self.path / "workers").mkdir()
             for worker, state in workers.items():
-                (self.path / "workers" / f"{worker}.pt").write_bytes(state)
+                (self.path / "workers" / f"{worker}.bin").write_bytes(state)
+            if tracked is not None:
+                (self.path / "tracked.bin").write_bytes(tracked)
             self._manifest(versions, pace or Pace()).write(self.path)
             for folder in (self.path / "workers", self.path):
                 _sync(folder)
@@ -366,6 +370,22 @@ class ShardWriter:
             ) from error
 
 
+def _size_bytes(
+    model: ModelSpec,
+    slices: Sequence[ShardSlice],
+    entries: Sequence[StateEntries],
+    tensors: Mapping[str, torch.Tensor],
+) -> int:
+    """Return the size of all tensors of a checkpoint, without frozen parameters."""
+    weights = sum(p.size * item_bytes(p.dtype) * len(p.names) for p in model.layout.parameters)
+    state = 0
+    for bounds, found in zip(slices, entries, strict=True):
+        for name, dtype in found.vectors.items():
+            segment = bounds.segments[int(name.partition("/")[0])]
+            state += (segment.stop - segment.start) * torch_dtype(dtype).itemsize
+    return weights + state + sum(tensor.nbytes for tensor in tensors.values())
+
+
 Region = tuple[int, list[tuple[str, int]]]
 """A part of a shard's content: its size in bytes, and the files and offsets to which it is written."""
 
@@ -373,19 +393,19 @@ Region = tuple[int, list[tuple[str, int]]]
 def _regions(places: Places, bounds: ShardSlice, entries: StateEntries) -> Iterator[Region]:
     """Return the regions of a shard's content, in the order of `shard_content`."""
     for segment in bounds.segments:
-        item_bytes = torch_dtype(segment.dtype).itemsize
-        begin = segment.offset * item_bytes
-        size_bytes = (segment.stop - segment.start) * item_bytes
+        item = item_bytes(segment.dtype)
+        begin = segment.offset * item
+        size_bytes = (segment.stop - segment.start) * item
         yield size_bytes, [(MODEL, place + begin) for place in places.weights[segment.parameter]]
     for name in sorted(entries.vectors):
         position, _, key = name.partition("/")
         segment = bounds.segments[int(position)]
-        item_bytes = torch_dtype(entries.vectors[name]).itemsize
-        size_bytes = (segment.stop - segment.start) * item_bytes
+        item = torch_dtype(entries.vectors[name]).itemsize
+        size_bytes = (segment.stop - segment.start) * item
         place = places.state[segment.parameter].get(key)
         file = optimizer_file(places.optimizer[segment.parameter])
         # An optimizer that has replaced another one may not train all parameters of its set.
-        targets = [] if place is None else [(file, place + segment.offset * item_bytes)]
+        targets = [] if place is None else [(file, place + segment.offset * item)]
         yield size_bytes, targets
 
 

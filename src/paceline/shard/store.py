@@ -16,7 +16,7 @@ import torch
 
 from ..core.protocol.layout import ShardSlice, of_set
 from ..core.protocol.model_spec import HyperParameters, OptimizerSpec
-from ..core.state_entries import StateEntries
+from ..core.protocol.state_entries import StateEntries
 from ..sync.translation import WHOLE, Standing, translate
 from .optimizer_state import segments_of_state
 from .slice_optimizers import SliceOptimizer, optimizer_of_slice

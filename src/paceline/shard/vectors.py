@@ -37,7 +37,7 @@ SAMPLED = 8192
 """Maximum number of elements of a vector, evenly spaced, from which its norm is estimated."""
 
 Vectors = dict[str, torch.Tensor]
-"""Flat vectors by name (see `core.protocol.layout`): the weights or the gradients of a whole model or of one shard."""
+"""Flat vectors by name (see `core.protocol.layout`): weights or gradients of a whole model or of one shard."""
 
 
 def torch_dtype(name: str) -> torch.dtype:

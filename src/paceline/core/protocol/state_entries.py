@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .protocol.model_spec import HyperParameters
+from .model_spec import HyperParameters
 
 __all__ = ["StateEntries"]
 

@@ -1,0 +1,234 @@
+"""A checkpoint that is not whole is recognized, and the one before it is used."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from paceline.checkpoint.manifest import FORMAT, files_in, read_manifest
+from paceline.checkpoint.reading import Found, newest_whole
+from paceline.checkpoint.writing import Draft, ShardWriter, next_number, numbers_in, shard_content
+from paceline.errors import CheckpointError
+from tests.support.sharded import Net, Shards, model_of
+from tests.support.small_disk import fill, small_disk
+
+FILES = [
+    *("model.safetensors", "optimizer-0.pt", "job.json", "tracked.bin", "workers/0.bin", "workers/12.bin"),
+    "manifest.json",
+]
+
+
+def shards() -> Shards:
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters())
+    made = Shards(model_of(net, [optimizer]), 2, net)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    made.step(net, [optimizer])
+    return made
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with two checkpoints."""
+    directory = tmp_path_factory.mktemp("checkpoints")
+    made = shards()
+    made.write(directory, 1)
+    made.write(directory, 2)
+    assert newest_whole(directory).faults == ()
+    return directory
+
+
+@pytest.fixture
+def directory(two: Path, tmp_path: Path) -> Path:
+    """A directory with two checkpoints that the test may damage."""
+    return shutil.copytree(two, tmp_path / "checkpoints")
+
+
+def the_first_is_used(found: Found) -> str:
+    """Check that the first of two checkpoints is used. Return why the second one is not."""
+    assert found.checkpoint is not None
+    assert found.checkpoint.manifest.number == 1
+    (fault,) = found.faults
+    assert fault.startswith("Checkpoint 2 is not used: ")
+    assert fault.endswith(".")
+    assert "\n" not in fault
+    return fault
+
+
+def test_these_are_all_files(two: Path) -> None:
+    path = two / "000002"
+    assert [str(file.relative_to(path)) for file in files_in(path)] == sorted(FILES)
+    assert {*read_manifest(path).files, "manifest.json"} == set(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_truncated_file_is_recognized(name: str, directory: Path) -> None:
+    file = directory / "000002" / name
+    file.write_bytes(file.read_bytes()[:-1])
+    if name == "manifest.json":
+        # Only the line break is missing. The manifest means what it meant.
+        assert newest_whole(directory).faults == ()
+        file.write_bytes(file.read_bytes()[:-1])
+    assert name in the_first_is_used(newest_whole(directory))
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("place", [0.1, 0.5, 0.9])
+def test_a_flipped_bit_is_recognized(name: str, place: float, directory: Path) -> None:
+    file = directory / "000002" / name
+    data = bytearray(file.read_bytes())
+    data[int(len(data) * place)] ^= 4
+    file.write_bytes(data)
+    assert f"{name} is damaged" in the_first_is_used(newest_whole(directory))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_recognized(name: str, directory: Path) -> None:
+    (directory / "000002" / name).unlink()
+    fault = the_first_is_used(newest_whole(directory))
+    assert fault == f"Checkpoint 2 is not used: {Path(name).name} cannot be read: No such file or directory."
+
+
+def test_a_checkpoint_in_another_format_is_recognized(directory: Path) -> None:
+    manifest = read_manifest(directory / "000002")
+    msgspec.structs.replace(manifest, format=FORMAT + 1, paceline="9.1").write(directory / "000002")
+    fault = the_first_is_used(newest_whole(directory))
+    assert f"Paceline 9.1 has written it in format {FORMAT + 1}, but Paceline" in fault
+
+
+def test_a_checkpoint_that_was_being_written_is_recognized(directory: Path) -> None:
+    (directory / "000002").rename(directory / "000002.partial")
+    fault = the_first_is_used(newest_whole(directory))
+    assert fault == "Checkpoint 2 is not used: the run ended while it was being written."
+    assert next_number(directory) == 3
+
+
+def test_without_a_whole_checkpoint_there_is_none(directory: Path, tmp_path: Path) -> None:
+    for number in (1, 2):
+        (directory / f"00000{number}" / "manifest.json").unlink()
+    found = newest_whole(directory)
+    assert found.checkpoint is None
+    assert len(found.faults) == 2
+    assert newest_whole(tmp_path / "nowhere") == Found(None, ())
+
+
+def test_only_the_newest_checkpoints_are_kept(directory: Path) -> None:
+    made = shards()
+    for number in (3, 4, 5):
+        made.write(directory, number, keep=2)
+    assert numbers_in(directory) == [4, 5]
+
+
+def test_the_next_checkpoint_removes_what_a_killed_writer_has_left(directory: Path) -> None:
+    (directory / "000007.partial").mkdir()
+    (directory / "000007.partial" / "model.safetensors").write_bytes(bytes(100))
+    shards().write(directory, next_number(directory))
+    assert sorted(path.name for path in directory.iterdir()) == ["000001", "000002", "000008"]
+
+
+def test_a_shard_that_is_not_written_completely_leaves_no_checkpoint(directory: Path) -> None:
+    made = shards()
+    states = [store.optimizer_state() for store in made.stores]
+    entries = [store.state_entries(s) for store, s in zip(made.stores, states, strict=True)]
+    draft = Draft.begin(directory, 3, made.model, made.slices, entries)
+    first, second = (
+        shard_content(bounds, store.weights, state)
+        for bounds, store, state in zip(made.slices, made.stores, states, strict=True)
+    )
+    with ShardWriter(draft.path, made.slices[0], entries[0]) as writer:
+        for part in first:
+            writer.write(part)
+        with pytest.raises(CheckpointError, match="shard 0 has more than"):
+            writer.write(b"more")
+    with contextlib.ExitStack() as opened:
+        writer = opened.enter_context(ShardWriter(draft.path, made.slices[1], entries[1]))
+        for part in second[:-1]:
+            writer.write(part)
+        with pytest.raises(CheckpointError, match="bytes of shard 1 are missing"):
+            opened.close()
+    with pytest.raises(CheckpointError, match=r"^Checkpoint 3 was not written: shard 1 is missing\.$"):
+        draft.finish(b"", {}, versions=[1, 1])
+    assert sorted(path.name for path in directory.iterdir()) == ["000001", "000002"]
+    with pytest.raises(CheckpointError, match="No such file"):
+        ShardWriter(draft.path, made.slices[1], entries[1])
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", 32 * 2**20) as folder:
+        yield folder
+
+
+def test_a_disk_that_is_too_small_is_recognized_before_anything_is_written(disk: Path) -> None:
+    made = shards()
+    made.write(disk, 1)
+    fill(disk)
+    with pytest.raises(CheckpointError) as refusal:
+        made.write(disk, 2)
+    assert "Checkpoint 2 was not written: it needs" in str(refusal.value)
+    assert f"only 0 GB are free in {disk}" in str(refusal.value)
+    assert sorted(path.name for path in disk.iterdir()) == ["000001", "filler"]
+    found = newest_whole(disk)
+    assert found.checkpoint is not None
+    assert found.faults == ()
+
+
+def test_a_disk_that_fills_up_while_a_checkpoint_is_written_leaves_the_earlier_one(disk: Path) -> None:
+    made = shards()
+    made.write(disk, 1)
+    states = [store.optimizer_state() for store in made.stores]
+    entries = [store.state_entries(s) for store, s in zip(made.stores, states, strict=True)]
+    draft = Draft.begin(disk, 2, made.model, made.slices, entries)
+    fill(disk)
+    for bounds, store, state, of in zip(made.slices, made.stores, states, entries, strict=True):
+        with ShardWriter(draft.path, bounds, of) as writer:
+            for part in shard_content(bounds, store.weights, state):
+                writer.write(part)  # the space is reserved
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        draft.finish(bytes(10000), {}, versions=[1, 1])
+    found = newest_whole(disk)
+    assert found.checkpoint is not None
+    assert found.checkpoint.manifest.number == 1
+    assert sorted(path.name for path in disk.iterdir()) == ["000001", "filler"]
+
+
+KILLS = """
+import os, random, signal, sys, time
+from pathlib import Path
+from paceline.checkpoint.reading import newest_whole
+from paceline.checkpoint.writing import next_number
+from tests.checkpoint.test_damaged_checkpoints import shards
+from tests.support.sharded import Shards
+
+directory, chance, made, last = Path(sys.argv[1]), random.Random(0), shards(), 0
+for _ in range(12):
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        while True:
+            made.write(directory, next_number(directory))
+            os.write(write, b".")
+    os.read(read, 1)
+    time.sleep(chance.random() / 10)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    checkpoint, faults = newest_whole(directory)
+    assert checkpoint.manifest.number > last
+    assert all("the run ended while it was being written" in fault for fault in faults), faults
+    last = checkpoint.manifest.number
+    Shards(made.model, 3).restore(checkpoint)
+"""
+
+
+@pytest.mark.processes
+def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", KILLS, str(tmp_path)], cwd=root, check=True)
