@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from paceline.core.job_cut import EpochCut, JobCut, LoaderCut, LoopCut, ShardState
+from paceline.core.protocol.job_cut import EpochCut, JobCut, LoaderCut, LoopCut, ShardState
 from paceline.core.protocol.layout import Layout, Parameter
 from paceline.core.protocol.lease import Lease, Order
 from paceline.core.protocol.messages import LoopLimits, LoopPosition

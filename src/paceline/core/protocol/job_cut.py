@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import msgspec
 
-from .protocol.layout import ShardSlice
-from .protocol.lease import Lease, Order
-from .protocol.messages import LoopLimits, LoopPosition
-from .protocol.model_spec import ModelSpec
+from .layout import ShardSlice
+from .lease import Lease, Order
+from .messages import LoopLimits, LoopPosition
+from .model_spec import ModelSpec
 
 __all__ = ["EpochCut", "JobCut", "LoaderCut", "LoopCut", "PushCounts", "ShardState", "WorkerCut"]
 
