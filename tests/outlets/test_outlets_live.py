@@ -90,7 +90,7 @@ def test_what_goes_wrong_in_the_process_that_shows_a_run_is_told(
     log: str,
 ) -> None:
     monkeypatch.setattr(
-        launched, "PROGRAM", f"import sys; sys.stdin.readline(); sys.stdin.readline(); {program}"
+        launched, "PROGRAM", ["-c", f"import sys; sys.stdin.readline(); sys.stdin.readline(); {program}"]
     )
     monkeypatch.setattr(launched, "END_TIMEOUT_S", 0.5 if "sleep" in program else DEADLINE_S)
     job = make_job(workers=1, run_dir=tmp_path)

@@ -7,13 +7,13 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..errors import ConfigurationError
 from ..launcher.endings import describe_ending
+from ..launcher.program import execute
 from ..runtime.job_options import make_job, require_script
 from ..wire.secret import without_secret
 from . import probe
@@ -89,9 +89,9 @@ def _run(arguments: Sequence[str], log: Path, timeout_s: float) -> str:
     The observed script ends itself after `timeout_s`. If it does not, it is interrupted a while later.
     """
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-P", *arguments],
-            env={**without_secret(os.environ), "PYTHONUNBUFFERED": "1"},
+        process = execute(
+            arguments,
+            environment={**without_secret(os.environ), "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

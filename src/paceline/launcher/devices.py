@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import re
 import subprocess
 import sys
@@ -24,8 +23,8 @@ import msgspec
 from ..errors import ConfigurationError
 from ..plugins import load_models
 from ..runtime.compute_devices import CPU, Device
-from ..wire.secret import without_secret
 from .masks import BUILT_IN, alone, torch_build
+from .program import execute
 
 __all__ = [
     "Accelerators",
@@ -267,17 +266,15 @@ def count_accelerators(imports: Sequence[str], kinds: Sequence[str] = ()) -> Acc
     Raises:
         ConfigurationError: they cannot be counted.
     """
-    counting = subprocess.run(
-        [sys.executable, "-P", PROGRAM],
-        input=json.dumps({"path": sys.path, "imports": list(imports), "kinds": list(kinds)}),
-        capture_output=True,
-        text=True,
-        env=without_secret(os.environ),
-    )
+    asked = json.dumps({"path": sys.path, "imports": list(imports), "kinds": list(kinds)})
+    pipe = subprocess.PIPE
+    with execute([PROGRAM], stdin=pipe, stdout=pipe, stderr=pipe) as counting:
+        output, errors = counting.communicate(asked.encode())
     if counting.returncode:
-        last = (counting.stderr.strip().splitlines() or [f"exit code {counting.returncode}"])[-1]
+        lines = errors.decode(errors="replace").strip().splitlines()
+        last = (lines or [f"exit code {counting.returncode}"])[-1]
         raise ConfigurationError(
             f"the accelerators of this machine cannot be counted ({last}); train on the CPU (--devices cpu), or make "
             "torch.accelerator.device_count() work."
         )
-    return msgspec.json.decode(counting.stdout, type=Accelerators)
+    return msgspec.json.decode(output, type=Accelerators)

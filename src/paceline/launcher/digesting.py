@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from ..runtime.job import Job
 from ..trace.segments import EARLIER
+from .program import execute, main_of
 
 __all__ = ["Digester"]
 
@@ -27,7 +27,7 @@ class Digester:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._earlier = Path(job.run_dir, EARLIER)
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._due_s = 0.0
         self._failure = ""  # why the process cannot be started
 
@@ -58,7 +58,7 @@ class Digester:
                 return []
             time.sleep(POLL_S)
         with process.stderr:
-            said = process.stderr.read().strip().rpartition("\n")[2]
+            said = process.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
         if process.returncode == 0:
             return []
         why = said or f"the process has ended with code {process.returncode}"
@@ -71,11 +71,9 @@ class Digester:
         # Machines that have joined the run keep the records of their workers.
         workers = () if job.joined else range(job.workers)
         try:
-            self._process = subprocess.Popen(
+            self._process = execute(
                 [
-                    sys.executable,
-                    "-m",
-                    "paceline.trace.digesting",
+                    *main_of("paceline.trace.digesting"),
                     job.run_dir,
                     f"--shards={','.join(map(str, shards))}",
                     f"--workers={','.join(map(str, workers))}",
@@ -83,7 +81,6 @@ class Digester:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                text=True,
                 start_new_session=True,
             )
         except OSError as error:

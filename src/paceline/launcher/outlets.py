@@ -7,7 +7,6 @@ import os
 import secrets
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -21,17 +20,14 @@ from ..runtime.job import Job
 from ..wire.secret import without_secret
 from .orders import file_of, open_file
 from .output import print_sentence
+from .program import execute, main_of
 
 __all__ = ["Showing"]
 
 # Maximum time to wait until everything is written and every open page has been told that the run has ended.
 END_TIMEOUT_S = 20.0
 LOG = "outlets.log"  # in the run directory, if there is anything to say
-# The user's modules in the working directory are not searched, and those of Paceline last.
-PROGRAM = (
-    f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); "
-    "from paceline.outlets.show_process import main; main()"
-)
+PROGRAM = main_of("paceline.outlets.show_process")
 
 
 class Showing:
@@ -70,10 +66,10 @@ class Showing:
         self._errors = file_of(b"")
         served = (self._order.dashboard, self._order.metrics)
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", PROGRAM],
+            self._process = execute(
+                PROGRAM,
                 bufsize=0,
-                env={**without_secret(os.environ), "OMP_NUM_THREADS": "1"},
+                environment={**without_secret(os.environ), "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,

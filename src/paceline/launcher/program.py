@@ -1,4 +1,7 @@
-"""What the programs that are executed for a run get and set: environment, title, and an end with their parent.
+"""The programs that are executed for a run: their start, their environment, their title, and their end.
+
+All programs start here. None searches the working directory for modules, because a file there may have the name of a
+module that Paceline imports. None gets the secret of a run, unless it is given in the environment.
 
 If the launcher is killed, no process of the run may keep running. So each process asks the kernel to kill it when its
 parent exits.
@@ -9,15 +12,39 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..wire.secret import without_secret
 
-__all__ = ["BOOT", "PARENT_VARIABLE", "end_with_parent", "environment", "set_title"]
+__all__ = [
+    "BOOT",
+    "CALL",
+    "PARENT_VARIABLE",
+    "end_with_parent",
+    "environment",
+    "execute",
+    "main_of",
+    "set_title",
+]
 
 BOOT = str(Path(__file__).with_name("boot.py"))
 """Path of the program, see `boot`."""
+
+CALL = f"""
+import sys
+from importlib import import_module
+sys.path.append({str(Path(__file__).parents[2])!r})
+sys.argv[:2], module = ["paceline"], sys.argv[1]
+import_module(module).main()
+"""
+"""The program that calls the function `main` of a module of Paceline, which its first argument names.
+
+The launcher may have imported Paceline from a directory that is not in the new program's `sys.path`.
+"""
 
 PARENT_VARIABLE = "PACELINE_PARENT"
 """Name of the environment variable that contains the process id of the parent."""
@@ -30,6 +57,33 @@ PAST_CACHE_BYTES = 1024 * 1024
 By default, glibc uses three quarters of the size of the last-level cache. In a virtual machine, this may be hundreds
 of megabytes, although the cache is shared with other virtual machines.
 """
+
+
+def main_of(module: str) -> list[str]:
+    """Return what `execute` executes to call the function `main` of a module of Paceline."""
+    return ["-c", CALL, module]
+
+
+def execute(
+    words: Sequence[str],
+    *,
+    prefix: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    **options: Any,
+) -> subprocess.Popen[bytes]:
+    """Start Python as a new program.
+
+    Args:
+        words: what it executes, and the arguments of this program.
+        prefix: command that is put in front of the command line.
+        environment: the environment. Default: that of this process, without the secret of a run.
+        options: streams, descriptors and process group; see `subprocess.Popen`.
+
+    Raises:
+        OSError: the program cannot be started.
+    """
+    env = without_secret(os.environ) if environment is None else environment
+    return subprocess.Popen([*prefix, sys.executable, "-P", *words], env=env, **options)
 
 
 def environment(processes: int) -> dict[str, str]:

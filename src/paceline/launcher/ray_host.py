@@ -16,14 +16,12 @@ import queue
 import shutil
 import signal
 import struct
-import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
 from typing import IO
 
-from .program import environment
+from .program import CALL, environment, execute
 
 __all__ = ["END_TIMEOUT_S", "RayHost", "read_frame", "write_frame"]
 
@@ -31,14 +29,11 @@ END_TIMEOUT_S = 25.0  # longer than the time after which the program kills itsel
 
 LENGTH = struct.Struct("<Q")
 
-BOOT = """
-import os, sys
+BOOT = f"""
+import os
 if os.fork():
     os._exit(0)
-sys.path.append(sys.argv[1])
-from paceline.launcher.ray_program import main
-main()
-"""
+{CALL}"""
 
 
 def write_frame(sink: IO[bytes], data: bytes) -> None:
@@ -73,22 +68,13 @@ class RayHost:
         self._reports: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         try:
-            subprocess.run(
-                [
-                    sys.executable,
-                    "-P",
-                    "-c",
-                    BOOT,
-                    str(Path(__file__).parents[2]),
-                    str(report_sink),
-                    self._folder,
-                ],
-                env=environment(1),
+            execute(
+                ["-c", BOOT, "paceline.launcher.ray_program", str(report_sink), self._folder],
+                environment=environment(1),
                 stdin=order_source,
                 pass_fds=[report_sink],
                 start_new_session=True,  # Ray also kills the process group of an actor
-                check=True,
-            )
+            ).wait()
         finally:
             os.close(order_source)
             os.close(report_sink)

@@ -117,7 +117,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    descriptor, folder = int(sys.argv[2]), sys.argv[3]
+    descriptor, folder = int(sys.argv[1]), sys.argv[2]
     os.set_inheritable(descriptor, False)
     # Torch is imported while the run is being placed. A program that serves a run needs it, too, and the more
     # programs there are on a node, the longer all of them take to import it.

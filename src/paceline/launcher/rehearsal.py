@@ -9,25 +9,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 
 from ..core.sync.auto import Prospect, Situation
+from .program import execute, main_of
 
 __all__ = ["Rehearsals"]
 
 log = logging.getLogger("paceline.rehearsal")
 
 TIMEOUT_S = 120.0
-# The user's modules in the working directory are not searched, and those of Paceline last.
-PROGRAM = (
-    f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); "
-    "from paceline.sim.rehearse import main; main()"
-)
 
 
 class Rehearsals:
@@ -56,8 +50,8 @@ class Rehearsals:
             if self._over or self._process is not None:
                 return
             try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", PROGRAM],
+                self._process = execute(
+                    main_of("paceline.sim.rehearse"),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from types import TracebackType
 
 import msgspec
 
-from .program import end_with_parent
+from .program import end_with_parent, execute, main_of
 
 __all__ = ["Announcement", "Serving", "announce", "finished"]
 
@@ -65,10 +64,10 @@ class Serving:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
         try:
-            self._program = subprocess.Popen(
-                [sys.executable, "-m", "paceline", "serve", *arguments, f"--announce={sink}"],
+            self._program = execute(
+                [*main_of("paceline.cli"), "serve", *arguments, f"--announce={sink}"],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **environment},
+                environment={**os.environ, **environment},
                 pass_fds=[sink],
                 preexec_fn=prepare,
             )

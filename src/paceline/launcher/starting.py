@@ -405,9 +405,10 @@ def _execute(
     session: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Execute `boot`, with the socket `control` as its standard input. See `boot` for `kind`."""
-    return subprocess.Popen(
-        [*prefix, sys.executable, "-P", program.BOOT, kind],
-        env=environment,
+    return program.execute(
+        [program.BOOT, kind],
+        prefix=prefix,
+        environment=environment,
         stdin=control.fileno(),
         stdout=stdout,
         stderr=stderr,

@@ -82,7 +82,3 @@ def main() -> None:
 
 def _indices(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
-
-
-if __name__ == "__main__":
-    main()
