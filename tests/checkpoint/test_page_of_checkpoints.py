@@ -14,7 +14,7 @@ from paceline.checkpoint.manifest import files_in
 from tests.support.sharded import Shards, model_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
-EXAMPLE, *_ = re.findall(r"```python\n(.+?)```\n", PAGE, re.DOTALL)
+EXAMPLE, EXPORT, COPY = re.findall(r"```python\n(.+?)```\n", PAGE, re.DOTALL)
 PRINTED, *_ = re.findall(r"This prints, for example:\n\n```\n(.+?)```\n", PAGE, re.DOTALL)
 
 WITHOUT_PACELINE = "import sys\nsys.modules['paceline'] = None  # an import would fail\n"
@@ -35,13 +35,22 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_example_runs_without_paceline(run_dir: Path) -> None:
-    program = WITHOUT_PACELINE + EXAMPLE
+def printed_by(program: str, folder: Path) -> str:
+    """Return what a program prints in a folder."""
     ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=run_dir, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=False
     )
-    assert ended.stderr == ""
-    assert ended.stdout == PRINTED
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_the_example_runs_without_paceline(run_dir: Path) -> None:
+    assert printed_by(WITHOUT_PACELINE + EXAMPLE, run_dir) == PRINTED
+
+
+def test_the_other_examples_run(run_dir: Path) -> None:
+    assert printed_by(EXPORT + COPY, run_dir) == "copied/000012\n"
+    assert (run_dir / "exported" / ".metadata").exists()
 
 
 def test_the_page_names_all_files(run_dir: Path) -> None:

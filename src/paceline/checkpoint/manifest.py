@@ -19,6 +19,7 @@ from .pace import Pace
 
 __all__ = [
     "FORMAT",
+    "MANIFEST",
     "FileRecord",
     "Manifest",
     "OptimizerRecord",

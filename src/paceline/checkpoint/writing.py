@@ -34,7 +34,7 @@ from .manifest import FORMAT, FileRecord, Manifest, OptimizerRecord, files_in, r
 from .pace import Pace
 from .places import MODEL, ParamGroups, Places, lay_out, optimizer_file
 
-__all__ = ["PARTIAL", "Draft", "ShardWriter", "name_of", "next_number", "numbers_in", "shard_content"]
+__all__ = ["NAME", "PARTIAL", "Draft", "ShardWriter", "name_of", "next_number", "numbers_in", "shard_content"]
 
 PIECE_BYTES = 1024 * 1024
 """Number of bytes after which a writer keeps to its pace."""

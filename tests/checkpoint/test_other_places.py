@@ -1,0 +1,132 @@
+"""Checkpoints in buckets, and in the format of `torch.distributed.checkpoint`."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from paceline.checkpoint.buckets import newest_from, upload
+from paceline.checkpoint.export import export_distributed
+from paceline.errors import CheckpointError, ConfigurationError
+from tests.support.sharded import Shards, model_of
+
+
+def net_of(seed: int) -> torch.nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+
+
+def optimizers_of(net: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    first, *others = net.parameters()
+    return [torch.optim.AdamW(others, lr=0.02), torch.optim.SGD([first], lr=0.1, momentum=0.9)]
+
+
+def take_step(net: torch.nn.Module, optimizers: list[torch.optim.Optimizer], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in net.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def trained() -> tuple[torch.nn.Module, list[torch.optim.Optimizer], Shards]:
+    net = net_of(0)
+    optimizers = optimizers_of(net)
+    shards = Shards(model_of(net, optimizers), 2, net)
+    for step in range(3):
+        take_step(net, optimizers, step)
+        shards.step(net, optimizers)
+    return net, optimizers, shards
+
+
+# Functionalities of torch.distributed warn about each other.
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+def test_an_export_is_loaded_by_torch_distributed_checkpoint(tmp_path: Path) -> None:
+    net, optimizers, shards = trained()
+    export_distributed(shards.write(tmp_path / "checkpoints", net=net), tmp_path / "exported")
+
+    again = net_of(1)
+    first, second = optimizers_of(again)
+    state = {
+        "model": get_model_state_dict(again),
+        "optimizer": get_optimizer_state_dict(again, first),
+        "optimizer-1": get_optimizer_state_dict(again, second),
+    }
+    load(state, checkpoint_id=tmp_path / "exported", no_dist=True)
+    set_model_state_dict(again, state["model"])
+    set_optimizer_state_dict(again, first, state["optimizer"])
+    set_optimizer_state_dict(again, second, state["optimizer-1"])
+    for step in (3, 4):
+        take_step(net, optimizers, step)
+        take_step(again, [first, second], step)
+    for parameter, expected in zip(again.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Where a bucket is, in memory or in a directory."""
+    if request.param == "file":
+        yield f"file://{tmp_path}/bucket/run"
+        return
+    name = f"/{uuid.uuid4().hex}"
+    yield f"memory:/{name}/run"
+    fsspec.filesystem("memory").rm(name, recursive=True)
+
+
+def test_a_run_continues_from_the_copy_in_a_bucket(url: str, tmp_path: Path) -> None:
+    assert newest_from(url, tmp_path / "copy").checkpoint is None
+    net, optimizers, shards = trained()
+    for number in (1, 2, 3):
+        upload(shards.write(tmp_path / "checkpoints", number, net=net), url, keep=2)
+    found = newest_from(url, tmp_path / "copy")
+    assert found.faults == ()
+    assert found.checkpoint is not None
+    assert found.checkpoint.path == tmp_path / "copy" / "000003"
+    again = Shards(shards.model, 3)
+    again.restore(found.checkpoint)
+    take_step(net, optimizers, 3)
+    shards.step(net, optimizers)
+    again.step(net, optimizers)
+    for name, weights in again.named_weights().items():
+        assert torch.equal(weights, shards.named_weights()[name])
+    system, root = fsspec.core.url_to_fs(url)
+    assert sorted(Path(name).name for name in system.ls(root, detail=False)) == ["000002", "000003"]
+
+
+def test_a_damaged_copy_in_a_bucket_is_not_used(url: str, tmp_path: Path) -> None:
+    _, _, shards = trained()
+    for number in (1, 2, 3):
+        upload(shards.write(tmp_path / "checkpoints", number), url)
+    system, root = fsspec.core.url_to_fs(url)
+    system.rm(f"{root}/000003/manifest.json")  # as if the copy had not been finished
+    system.pipe_file(f"{root}/000002/optimizer-1.pt", b"damaged")
+    checkpoint, faults = newest_from(url, tmp_path / "copy")
+    assert checkpoint is not None
+    assert checkpoint.manifest.number == 1
+    assert [path.name for path in (tmp_path / "copy").iterdir()] == ["000001"]
+    assert len(faults) == 2
+    assert "manifest.json cannot be read" in faults[0]
+    assert "optimizer-1.pt has 7 bytes" in faults[1]
+
+
+def test_a_place_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    path = trained()[2].write(tmp_path / "checkpoints")
+    with pytest.raises(ConfigurationError, match="the checkpoint directory nowhere://run has no file system"):
+        upload(path, "nowhere://run")
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(CheckpointError, match="cannot be copied to"):
+        upload(path, f"file://{tmp_path}/file/run")
