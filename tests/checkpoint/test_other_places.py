@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -60,7 +61,7 @@ def test_an_export_is_loaded_by_torch_distributed_checkpoint(tmp_path: Path) -> 
 
     again = net_of(1)
     first, second = optimizers_of(again)
-    state = {
+    state: dict[str, Any] = {
         "model": get_model_state_dict(again),
         "optimizer": get_optimizer_state_dict(again, first),
         "optimizer-1": get_optimizer_state_dict(again, second),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from paceline.checkpoint.places import ParamGroups
 from paceline.checkpoint.reading import Checkpoint
 from paceline.checkpoint.writing import Draft, ShardWriter, shard_content
 from paceline.core.protocol.layout import Layout, Parameter
@@ -120,12 +121,23 @@ class Shards:
         net: nn.Module | None = None,
         piece_bytes: int = 0,
         keep: int = 3,
+        frozen: Mapping[str, torch.Tensor] | None = None,
+        param_groups: Sequence[ParamGroups] | None = None,
     ) -> Path:
         """Write a checkpoint, the last shard first, in pieces of this size; 0 for one piece for each vector."""
         states = [store.optimizer_state() for store in self.stores]
         entries = [store.state_entries(s) for store, s in zip(self.stores, states, strict=True)]
         tensors = dict(net.named_buffers()) if net is not None else {}
-        draft = Draft.begin(directory, number, self.model, self.slices, entries, tensors=tensors)
+        draft = Draft.begin(
+            directory,
+            number,
+            self.model,
+            self.slices,
+            entries,
+            tensors=tensors,
+            frozen=frozen,
+            param_groups=param_groups,
+        )
         for bounds, store, state, of in reversed(
             list(zip(self.slices, self.stores, states, entries, strict=True))
         ):

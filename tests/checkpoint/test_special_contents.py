@@ -1,0 +1,163 @@
+"""Frozen parameters, settings that only the script has, counters in groups, and models that were extended."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import paceline
+from paceline.checkpoint.reading import Checkpoint
+from paceline.core.protocol.layout import Layout, Parameter
+from paceline.core.protocol.model_spec import FrozenSpec
+from paceline.errors import CheckpointError
+from tests.support.sharded import Net, Shards, model_of
+
+
+def step(net: nn.Module, optimizer: torch.optim.Optimizer, shards: Shards, seed: int) -> None:
+    """Take a step in the shards."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in net.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    shards.step(net, [optimizer])
+
+
+def test_frozen_parameters_are_written_once_for_all_checkpoints(tmp_path: Path) -> None:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    shards = Shards(model_of(net, [optimizer]), 2, net)
+    base = {"base.weight": torch.arange(6.0).reshape(2, 3)}
+    shards.model = msgspec.structs.replace(
+        shards.model, frozen=(FrozenSpec("base.weight", (2, 3), "float32", "a" * 64),)
+    )
+    paths = [shards.write(tmp_path, number, frozen=base) for number in (1, 2)]
+    files = [path / "frozen.safetensors" for path in paths]
+    assert torch.equal(load_file(files[1])["base.weight"], base["base.weight"])
+    assert os.path.samefile(*files)
+
+    shards.model = msgspec.structs.replace(
+        shards.model, frozen=(FrozenSpec("base.weight", (2, 3), "float32", "b" * 64),)
+    )
+    changed = shards.write(tmp_path, 3, frozen={"base.weight": torch.ones(2, 3)})
+    assert torch.equal(load_file(changed / "frozen.safetensors")["base.weight"], torch.ones(2, 3))
+    files[1].write_bytes(b"damaged")
+    assert Checkpoint(paths[1]).manifest.frozen == {"base.weight": "a" * 64}  # a run does not need the file
+
+
+def test_settings_that_only_the_script_has_are_in_the_file_of_its_optimizer(tmp_path: Path) -> None:
+    net = Net()
+    optimizer = paceline.LARS(net.parameters(), lr=0.1, trust_coefficient=0.02)
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # adds `initial_lr`
+    shards = Shards(model_of(net, [optimizer]), 2, net)
+    step(net, optimizer, shards, 0)
+    names = [parameter.names[0] for parameter in shards.model.layout.parameters]
+    groups = [{**group, "params": names} for group in optimizer.state_dict()["param_groups"]]
+    path = shards.write(tmp_path, param_groups=[groups])
+    saved = torch.load(path / "optimizer-0.pt")
+    assert saved["param_groups"] == optimizer.state_dict()["param_groups"]
+    assert saved["state"].keys() == set(range(len(names)))
+
+    again = paceline.LARS(Net().parameters(), lr=0.3)
+    again.load_state_dict(saved)
+    assert again.param_groups[0]["trust_coefficient"] == 0.02
+    assert again.param_groups[0]["initial_lr"] == 0.1
+
+
+class Counting(torch.optim.Optimizer):
+    """An optimizer that counts its steps in its groups, and in its state as a number of Python."""
+
+    def __init__(self, params: Any, lr: float = 0.1, k: int = 0) -> None:
+        super().__init__(params, {"lr": lr, "k": k})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["steps"] = state.get("steps", 0) + 1
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / (group["k"] + state["steps"]))
+
+
+def test_what_an_optimizer_counts_by_itself_goes_on(tmp_path: Path) -> None:
+    net = Net()
+    optimizer = Counting(net.parameters())
+    shards = Shards(model_of(net, [optimizer]), 2, net)
+    for seed in range(3):
+        step(net, optimizer, shards, seed)
+    path = shards.write(tmp_path)
+    saved = torch.load(path / "optimizer-0.pt")
+    assert saved["param_groups"][0]["k"] == 3
+    assert saved["state"][0] == {"steps": 3}
+
+    again = Shards(shards.model, 3)
+    again.restore(Checkpoint(path))
+    optimizer.param_groups[0]["lr"] = 0.01
+    for each in (shards, again):
+        step(net, optimizer, each, 3)
+    for name, weights in again.named_weights().items():
+        assert torch.equal(weights, shards.named_weights()[name])
+
+
+def test_a_model_that_was_extended_later_finds_its_parameters(tmp_path: Path) -> None:
+    """A resumed script begins with the model that it had before it added parameters."""
+    net = Net()
+    first, *others = net.parameters()
+    groups: list[dict[str, Any]] = [{"params": others}, {"params": [first], "lr": 0.5}]
+    optimizer = torch.optim.Adam(groups)
+    shards = Shards(model_of(net, [optimizer]), 2, net)
+    step(net, optimizer, shards, 0)
+    checkpoint = Checkpoint(shards.write(tmp_path))
+
+    layout = shards.model.layout
+    earlier = msgspec.structs.replace(
+        shards.model,
+        layout=Layout.of(layout.parameters[:-1]),
+        optimizer=msgspec.structs.replace(
+            shards.model.optimizer,
+            groups=shards.model.optimizer.groups[:1],
+            group_of=shards.model.optimizer.group_of[:-1],
+        ),
+    )
+    again = Shards(earlier, 3)
+    again.restore(checkpoint)
+    for name, weights in again.named_weights().items():
+        assert torch.equal(weights, shards.named_weights()[name])
+    state = {name for store in again.stores for name in store.optimizer_state()}
+    assert {name.partition("/")[2] for name in state} == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_the_state_of_an_optimizer_that_has_been_replaced_is_not_that_of_the_new_one(tmp_path: Path) -> None:
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters())
+    shards = Shards(model_of(net, [optimizer]), 2, net)
+    step(net, optimizer, shards, 0)
+    checkpoint = Checkpoint(shards.write(tmp_path))
+    other = msgspec.structs.replace(
+        shards.model, optimizer=msgspec.structs.replace(shards.model.optimizer, replaced=1)
+    )
+    assert checkpoint.optimizer_state(other, shards.slices[0]) == {}
+    assert checkpoint.optimizer_state(shards.model, shards.slices[0])
+
+
+def test_another_model_is_refused_by_its_first_parameter_that_differs(tmp_path: Path) -> None:
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    checkpoint = Checkpoint(Shards(model_of(net, [optimizer]), 1, net).write(tmp_path))
+    for parameter, expected in (
+        (
+            Parameter(("weight",), (4, 3), "float32"),
+            r"has 'weight' as float32\[2, 3\], the model as float32\[4, 3\]",
+        ),
+        (Parameter(("gain",), (4,), "float32"), "has no parameter 'gain'"),
+    ):
+        layout = Layout.of([parameter])
+        with pytest.raises(CheckpointError, match=expected):
+            checkpoint.weights(layout, layout.slice_evenly(1)[0])
