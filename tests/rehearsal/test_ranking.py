@@ -184,7 +184,7 @@ def test_with_data_models_are_advised_by_samples_per_second_and_balanced_batches
     )
     assert {row.batch for row in report.rows if row.sync == "ssp:staleness=3"} == {"equal", "balanced"}
     console = Console(width=120, record=True)
-    show(report, cluster, console)
+    show(report, console)
     assert "s per" in (text := console.export_text())
     assert "20 epochs of 1,600 samples, in batches of 16" in text
     assert "the result of one process: bsp, balanced batches" in text
@@ -261,7 +261,7 @@ def test_recommendations_are_called_rough_if_the_run_itself_is_not_simulated_wel
         "worker with the fewest), "
     )
     console = Console(width=400, record=True)
-    show(report, EQUAL, console)
+    show(report, console)
     assert report.caution in console.export_text()
 
 

@@ -42,6 +42,8 @@ DIGESTS = {
 """Of all that `save` writes, except for `NEWER`. They change only with the rules of a model or of the simulation."""
 
 NEWER = (
+    "shard_bytes",
+    "rounded_bytes",
     "gradients",
     "gradients_per_s",
     "idle_s",

@@ -360,3 +360,67 @@ Out = Annotated[
         show_default=False,
     ),
 ]
+_CHANGES = "What if"
+ChangedWorkers = Annotated[
+    int | None,
+    whole_number_option(
+        "--workers",
+        least=1,
+        help="Simulate this number of workers. The additional ones are like the others, in turn; their times are "
+        "resampled from the recorded ones.",
+        show_default=False,
+        rich_help_panel=_CHANGES,
+    ),
+]
+ChangedServers = Annotated[
+    int | None,
+    whole_number_option(
+        "--servers",
+        least=1,
+        help="Simulate this number of servers.",
+        show_default=False,
+        rich_help_panel=_CHANGES,
+    ),
+]
+ChangedBandwidth = Annotated[
+    str | None,
+    typer.Option(
+        "--bandwidth",
+        metavar="RATE",
+        help="Simulate this bandwidth of each machine, for example 1gbit or '100 MB/s'.",
+        show_default=False,
+        rich_help_panel=_CHANGES,
+    ),
+]
+ChangedSlow = Annotated[
+    str | None,
+    typer.Option(
+        "--slow",
+        metavar="WORKER:FACTOR,...",
+        help="Multiply the compute times of some workers: 3:2 if worker 3 takes twice as long.",
+        show_default=False,
+        rich_help_panel=_CHANGES,
+    ),
+]
+RecordedBandwidth = Annotated[
+    str | None,
+    typer.Option(
+        "--recorded-bandwidth",
+        metavar="RATE",
+        help="Bandwidth of each machine in the recorded run. Its transfers are then simulated, instead of "
+        "counting as latency.",
+        show_default=False,
+        rich_help_panel=_CHANGES,
+    ),
+]
+SimulatedWire = Annotated[
+    str | None,
+    typer.Option(
+        "--wire",
+        metavar="<float32|bf16>",
+        help="Simulate this format of float32 gradients and weights, as for paceline run. Default: that of the "
+        "recorded run, else float32.",
+        show_default=False,
+        rich_help_panel=_CHANGES,
+    ),
+]

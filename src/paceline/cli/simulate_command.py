@@ -11,7 +11,17 @@ from rich.console import Console
 from ..errors import ConfigurationError, unknown_name
 from .console import interruptible, load_named_models, print_json
 from .numbers import whole_number_option
-from .options import AsJson, ModelImports, Out
+from .options import (
+    AsJson,
+    ChangedBandwidth,
+    ChangedServers,
+    ChangedSlow,
+    ChangedWorkers,
+    ModelImports,
+    Out,
+    RecordedBandwidth,
+    SimulatedWire,
+)
 from .output_folder import new_folder
 from .progress_bar import counting
 from .run_folders import require_no_folder_of_runs
@@ -97,6 +107,12 @@ def simulate(
         ),
     ] = None,
     seed: Annotated[int, whole_number_option("--seed", least=0, help="Random seed.")] = 0,
+    workers: ChangedWorkers = None,
+    servers: ChangedServers = None,
+    bandwidth: ChangedBandwidth = None,
+    slow: ChangedSlow = None,
+    recorded_bandwidth: RecordedBandwidth = None,
+    wire: SimulatedWire = None,
     imports: ModelImports = None,
     out: Out = None,
     as_json: AsJson = False,
@@ -108,8 +124,9 @@ def simulate(
     import math
     import shlex
 
+    from ..core.protocol.wire_format import WireFormat
     from ..rehearsal import comparison, ranking, sweeps
-    from ..rehearsal.clusters import load_cluster
+    from ..rehearsal.clusters import Changes, load_cluster
     from ..report.canvas import can_draw
     from ..runtime.job_options import require_script
     from ..sim import Dataset
@@ -129,7 +146,15 @@ def simulate(
         raise unknown_name("hyperparameters", hyperparameters, HYPERPARAMETERS)
     if script is not None:
         require_script(Path(path))
-    machines = load_cluster(cluster)
+    changes = Changes(
+        workers=workers,
+        servers=servers,
+        bandwidth=bandwidth,
+        slow=slow,
+        recorded_bandwidth=recorded_bandwidth,
+    )
+    wire = str(WireFormat.read(wire or "float32"))
+    machines = changes.made(load_cluster(cluster, recorded_bandwidth))
     load_named_models(sync, imports)
     syncs = ranking.read_syncs(sync)
     swept = sweeps.sweep_values(sweep) if sweep is not None else None
@@ -159,6 +184,7 @@ def simulate(
                 seed=seed,
                 shards=shards,
                 hyperparameters=hyperparameters,
+                wire=wire,
                 source=cluster,
                 out=folder,
                 console=console,
@@ -172,7 +198,9 @@ def simulate(
                 seed=seed,
                 shards=shards,
                 data=data,
+                wire=wire,
                 source=cluster,
+                changes=changes,
                 out=folder,
                 console=console,
                 tell=tell,
@@ -185,7 +213,9 @@ def simulate(
                 iterations=iterations,
                 seed=seed,
                 shards=shards,
+                wire=wire,
                 source=cluster,
+                changes=changes,
                 out=folder,
                 console=console,
                 tell=tell,
@@ -208,6 +238,12 @@ def advise(
             help="Sync models to compare, separated by commas. 'all' compares ten models.",
         ),
     ] = "all",
+    workers: ChangedWorkers = None,
+    servers: ChangedServers = None,
+    bandwidth: ChangedBandwidth = None,
+    slow: ChangedSlow = None,
+    recorded_bandwidth: RecordedBandwidth = None,
+    wire: SimulatedWire = None,
     imports: ModelImports = None,
     as_json: AsJson = False,
 ) -> None:
@@ -215,17 +251,26 @@ def advise(
 
     paceline advise runs/20261121-120000
     """
+    from ..core.protocol.wire_format import WireFormat
     from ..rehearsal import advice
+    from ..rehearsal.clusters import Changes
     from ..rehearsal.ranking import read_syncs
-    from ..sim.recorded import read_cluster_of_run
     from ..trace.kept_models import load_kept_models
 
     require_no_folder_of_runs(run_dir, "advise")
     load_kept_models(run_dir)  # --sync may name its models
     load_named_models(sync, imports)
+    changes = Changes(
+        workers=workers,
+        servers=servers,
+        bandwidth=bandwidth,
+        slow=slow,
+        recorded_bandwidth=recorded_bandwidth,
+    )
+    wire = None if wire is None else str(WireFormat.read(wire))
     with interruptible("all processes have ended"), counting() as tell:
-        report = advice.advise(run_dir, read_syncs(sync), tell)
+        report = advice.advise(run_dir, read_syncs(sync), tell, changes, wire)
     if as_json:
         print_json(report)
     else:
-        advice.show(report, read_cluster_of_run(run_dir), Console())
+        advice.show(report, Console())

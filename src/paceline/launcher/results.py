@@ -179,6 +179,8 @@ def summarize(
         "least_workers": job.least,
         "servers": job.servers,
         "shards": job.shards,
+        "shard_bytes": [bounds.size_bytes for bounds in coordinator.core.slices],
+        "rounded_bytes": [bounds.rounded_bytes for bounds in coordinator.core.slices],
         "slicing": job.slicing,
         "overlap": job.overlap,
         "transport": job.transport,

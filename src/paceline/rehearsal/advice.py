@@ -25,7 +25,6 @@ from ..report.names import run_name
 from ..report.ranking_table import ranking_table
 from ..report.speed import speed_unit
 from ..sim import Cluster, Dataset, simulate
-from ..sim.recorded import read_cluster_of_run
 from ..sync.effects import EFFECTS, Effect, backup_quorum, effect_of
 from ..sync.events import WorkerFinished, WorkerJoined, WorkerLost
 from ..sync.model import agree_on_means
@@ -35,7 +34,7 @@ from ..trace.findings import Handout, find, how_to_check
 from ..trace.kept_models import load_kept_models
 from ..trace.measures import Measures, Meter
 from ..trace.recording import Entry, Header, TraceFile, trace_files
-from .clusters import describe, describe_data
+from .clusters import NO_CHANGES, Changes, describe, describe_data, load_cluster
 from .command import command_for
 from .comparison import STAR, show_faults, show_recommendation
 from .process_pool import TellCount
@@ -82,6 +81,9 @@ class MachineReport(msgspec.Struct, frozen=True):
     """A comparison of all models on the machines of a run, with recommendations.
 
     Attributes:
+        name: name of the simulated cluster.
+        cluster: description of the simulated cluster.
+        workers: number of its workers.
         sync: sync model of the run.
         emulated: description of how the run emulated unequal machines; "" if it emulated nothing. The advice is then
             for the emulated machines.
@@ -101,6 +103,9 @@ class MachineReport(msgspec.Struct, frozen=True):
         recommendation: what to do first, and why.
     """
 
+    name: str
+    cluster: str
+    workers: int
     sync: str
     emulated: str
     findings: list[str]
@@ -117,13 +122,24 @@ class MachineReport(msgspec.Struct, frozen=True):
 
 
 def advise(
-    run_dir: Path, syncs: Sequence[str] = EVERY_MODEL, tell: TellCount = lambda done, of, what: None
+    run_dir: Path,
+    syncs: Sequence[str] = EVERY_MODEL,
+    tell: TellCount = lambda done, of, what: None,
+    changes: Changes = NO_CHANGES,
+    wire: str | None = None,
 ) -> MachineReport:
     """Simulate the machines of a run under every model, and recommend models.
 
+    Args:
+        run_dir: directory of the run.
+        syncs: the models.
+        tell: progress callback.
+        changes: what would be different from the recorded machines.
+        wire: format in which gradients and weights would travel; None for that of the run.
+
     Raises:
-        ConfigurationError: the directory does not contain a finished run, its files are damaged, or a module with one
-            of its sync models cannot be imported.
+        ConfigurationError: the directory does not contain a finished run, its files are damaged, a module with one
+            of its sync models cannot be imported, or a change is not valid.
     """
     load_kept_models(run_dir)
     summary = _summary(run_dir)
@@ -132,16 +148,21 @@ def advise(
             f"{run_dir} has records of {logs} workers, but summary.json lists {summary['workers']} workers. Workers "
             "on machines that have joined a run leave their records there, so such a run cannot be simulated."
         )
-    cluster = read_cluster_of_run(run_dir)
-    shards = cluster.servers
+    recorded = load_cluster(str(run_dir), changes.recorded_bandwidth)
+    cluster = changes.made(recorded)
+    run_wire = summary.get("wire", "float32")
+    wire = wire or run_wire
     iterations = max(20, min(int(count) for count in summary["iterations"].values()))
     own = summary["sync"]
     traces = [trace for trace in trace_files(run_dir) if trace.header.host == "shard"]
     together_s, together = _while_all_were_present(traces[0])
     lockstep = all(model.lockstep for model in read_schedule(own).models)
-    data = _dataset(summary, cluster.workers)
+    data = _dataset(summary, recorded.workers)
     batch = summary.get("batch", "equal")
-    again = simulate(cluster, own, None, summary["seed"], until_s=together_s, data=data, batch=batch)
+    again = simulate(
+        recorded, own, None, summary["seed"], until_s=together_s, data=data, batch=batch, wire=run_wire
+    )
+    data = _dataset(summary, cluster.workers)
     if data is not None:
         # Simulate no more epochs than are needed for a comparison.
         rounds = math.ceil(data.samples / (data.batch_size * cluster.workers)) * data.pushes_per_batch
@@ -150,12 +171,22 @@ def advise(
     deviation = simulated_per_s / measured_per_s - 1 if measured_per_s else 0.0
     rows = rank(
         cluster,
-        _runnable(syncs if tuple(syncs) != EVERY_MODEL else _with_backups(cluster), cluster, shards),
+        _runnable(syncs if tuple(syncs) != EVERY_MODEL else _with_backups(cluster), cluster),
         iterations=iterations,
+        wire=wire,
         data=data,
         balances=summary.get("divisible", True),
         tell=tell,
     )
+    numbers = {
+        name: value
+        for name, value in (
+            ("workers", changes.workers),
+            ("servers", changes.servers),
+            ("shards", changes.servers),
+        )
+        if value is not None
+    }
     return MachineReport(
         sync=own,
         emulated=cluster.emulated,
@@ -178,12 +209,17 @@ def advise(
         caution=_caution(deviation, summary["iterations"], traces[0].header),
         data=data,
         rows=rows,
-        advice=_advice(rows, summary, str(run_dir)),
+        cluster=describe(cluster),
+        name=cluster.name,
+        workers=cluster.workers,
+        advice=_advice(rows, summary | numbers, str(run_dir), changes),
         recommendation=recommend(
             candidates_of(rows),
-            wire_variants(cluster, rows, seed=0, shards=None, data=data, tell=tell),
+            wire_variants(cluster, rows, seed=0, shards=None, data=data, wire=wire, tell=tell),
             servers=cluster.servers,
-            check=lambda sync: how_to_check(str(run_dir), summary.get("program", ()), ("bsp", sync)),
+            check=lambda sync: how_to_check(
+                str(run_dir), summary.get("program", ()), ("bsp", sync), changes.options
+            ),
             distributes="program" not in summary or summary.get("split") is not None,
         ),
     )
@@ -267,12 +303,12 @@ def _with_backups(cluster: Cluster) -> tuple[str, ...]:
     return EVERY_MODEL if quorum is None else (*EVERY_MODEL, f"drop-stragglers:quorum={quorum}")
 
 
-def _runnable(syncs: Sequence[str], cluster: Cluster, shards: int) -> list[str]:
+def _runnable(syncs: Sequence[str], cluster: Cluster) -> list[str]:
     """Return bsp, which is the baseline, and the models that can run on this cluster."""
     found = ["bsp"]
     for sync in syncs:
         try:
-            read_schedule(sync).require_runnable(cluster.workers, shards)
+            read_schedule(sync).require_runnable(cluster.workers, cluster.servers)
         except ConfigurationError:
             continue
         if sync not in found:
@@ -280,7 +316,9 @@ def _runnable(syncs: Sequence[str], cluster: Cluster, shards: int) -> list[str]:
     return found
 
 
-def _advice(rows: Sequence[Figures], summary: dict[str, Any], run_dir: str) -> list[Advice]:
+def _advice(
+    rows: Sequence[Figures], summary: Mapping[str, Any], run_dir: str, changes: Changes
+) -> list[Advice]:
     rows = [row for row in rows if row.sound]
     [bsp] = [row for row in rows if row.sync == "bsp" and row.batch == "equal"]
     effects = {row.sync: effect_of(read_schedule(row.sync).models) for row in rows}
@@ -306,7 +344,7 @@ def _advice(rows: Sequence[Figures], summary: dict[str, Any], run_dir: str) -> l
             advice[key] = msgspec.structs.replace(advice[key], wish=f"{advice[key].wish}; {wish}")
             continue
         effect = effects[row.sync]
-        check = how_to_check(run_dir, summary.get("program", ()), ("bsp", row.sync))
+        check = how_to_check(run_dir, summary.get("program", ()), ("bsp", row.sync), changes.options)
         advice[key] = Advice(
             wish,
             row.sync,
@@ -369,17 +407,17 @@ def _summary(run_dir: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{run_dir / 'summary.json'} cannot be read: {error}") from error
 
 
-def show(report: MachineReport, cluster: Cluster, console: Console) -> None:
+def show(report: MachineReport, console: Console) -> None:
     """Print a report: the table of all models and the recommendations."""
     caption = (
-        f"{describe(cluster)}\n{STAR}\nthe run itself ({report.sync}): {report.measured_gradients_per_s:.4g} "
+        f"{report.cluster}\n{STAR}\nthe run itself ({report.sync}): {report.measured_gradients_per_s:.4g} "
         f"gradients per s measured, {report.simulated_gradients_per_s:.4g} simulated ({report.deviation:+.1%})"
     )
     if report.data is not None:
-        caption += f"\n{describe_data(report.data, cluster.workers)}; {_ASSUMED}"
+        caption += f"\n{describe_data(report.data, report.workers)}; {_ASSUMED}"
     for finding in report.findings:
         print_sentence(console, finding)
-    title = f"{cluster.name}, simulated under each model"
+    title = f"{report.name}, simulated under each model"
     console.print(ranking_table(title, report.rows, caption, console.width))
     show_faults(report.rows, console)
     if report.emulated:

@@ -17,7 +17,7 @@ from ..report.ranking_table import ranking_picture, ranking_table, sweep_picture
 from ..report.timeline import timeline_of
 from ..sim import Cluster, Dataset, simulate
 from ..trace.findings import how_to_check
-from .clusters import describe, describe_data
+from .clusters import NO_CHANGES, Changes, describe, describe_data
 from .process_pool import TellCount
 from .ranking import Figures, rank
 from .recommendation import Recommendation, candidates_of, recommend
@@ -87,7 +87,9 @@ def compare(
     seed: int,
     shards: int | None,
     data: Dataset | None,
+    wire: str = "float32",
     source: str = "CLUSTER",
+    changes: Changes = NO_CHANGES,
     out: Path,
     console: Console,
     tell: TellCount,
@@ -95,7 +97,7 @@ def compare(
     """Rank sync models. Print a table and a recommendation, and save the results as JSON and as pictures.
 
     The pictures are the ranking and timelines. Without matplotlib, a sentence says that they are left out. `source`
-    is the argument of the command that describes the cluster.
+    is the argument of the command that describes the cluster, and `changes` are its options that change it.
     """
     rows = rank(
         cluster,
@@ -103,6 +105,7 @@ def compare(
         iterations=iterations,
         seed=seed,
         shards=shards,
+        wire=wire,
         data=data,
         balanced_bsp=True,
         tell=tell,
@@ -111,7 +114,16 @@ def compare(
     comparison = Comparison(
         rows,
         _recommendation(
-            cluster, rows, source, iterations=iterations, seed=seed, shards=shards, data=data, tell=tell
+            cluster,
+            rows,
+            source,
+            changes,
+            iterations=iterations,
+            seed=seed,
+            shards=shards,
+            wire=wire,
+            data=data,
+            tell=tell,
         ),
     )
     note = f"{describe(cluster)}; " + (
@@ -135,7 +147,9 @@ def compare(
         timelines = {}
         failed = {row.sync for row in rows if row.failure}
         for sync in (sync for sync in syncs if sync not in failed):
-            result = simulate(cluster, sync, None, seed, until_s=2 * shown_s, shards=shards, record=True)
+            result = simulate(
+                cluster, sync, None, seed, until_s=2 * shown_s, shards=shards, wire=wire, record=True
+            )
             shard_traces = [trace for trace in result.trace if trace.header.host == "shard"]
             if any(result.records):  # there is no timeline if no worker has finished an iteration
                 timelines[sync] = timeline_of(result.records, shard_traces)
@@ -148,10 +162,12 @@ def _recommendation(
     cluster: Cluster,
     rows: Sequence[Figures],
     source: str,
+    changes: Changes,
     *,
     iterations: int,
     seed: int,
     shards: int | None,
+    wire: str,
     data: Dataset | None,
     tell: TellCount,
 ) -> Recommendation | None:
@@ -163,6 +179,7 @@ def _recommendation(
             iterations=iterations,
             seed=seed,
             shards=shards,
+            wire=wire,
             data=data,
             balanced_bsp=True,
             tell=tell,
@@ -170,9 +187,9 @@ def _recommendation(
         rows = [*of_bsp, *rows]
     return recommend(
         candidates_of(rows),
-        wire_variants(cluster, rows, seed=seed, shards=shards, data=data, tell=tell),
+        wire_variants(cluster, rows, seed=seed, shards=shards, data=data, wire=wire, tell=tell),
         servers=cluster.servers,
-        check=lambda sync: how_to_check(source, ["script", "SCRIPT"], ("bsp", sync)),
+        check=lambda sync: how_to_check(source, ["script", "SCRIPT"], ("bsp", sync), changes.options),
     )
 
 
@@ -185,7 +202,9 @@ def explore(
     iterations: int,
     seed: int,
     shards: int | None,
+    wire: str = "float32",
     source: str = "CLUSTER",
+    changes: Changes = NO_CHANGES,
     out: Path,
     console: Console,
     tell: TellCount,
@@ -193,15 +212,26 @@ def explore(
     """Compare different values of a parameter. Print a table and a recommendation, and save the results.
 
     Without matplotlib, a sentence says that the picture is left out. `source` is the argument of the command that
-    describes the cluster.
+    describes the cluster, and `changes` are its options that change it.
     """
-    points = sweep(cluster, syncs, key, values, iterations=iterations, seed=seed, shards=shards, tell=tell)
+    points = sweep(
+        cluster, syncs, key, values, iterations=iterations, seed=seed, shards=shards, wire=wire, tell=tell
+    )
     rows = [row for _, row in points]
     require_results(rows)
     comparison = Comparison(
         rows,
         _recommendation(
-            cluster, rows, source, iterations=iterations, seed=seed, shards=shards, data=None, tell=tell
+            cluster,
+            rows,
+            source,
+            changes,
+            iterations=iterations,
+            seed=seed,
+            shards=shards,
+            wire=wire,
+            data=None,
+            tell=tell,
         ),
     )
     console.print(ranking_table(cluster.name, rows, describe(cluster), console.width))

@@ -72,6 +72,7 @@ class Task(msgspec.Struct, frozen=True):
         shards: number of shards; None for one per server.
         data: data that the workers use up; None if only the other limits end the simulation.
         batch: sizes of the workers' batches of this data.
+        wire: format in which gradients and weights travel.
         notional: True if the data only stands for batches that can be divided. Then the speed is counted in gradients
             of full batches, as in a simulation without data.
     """
@@ -85,6 +86,7 @@ class Task(msgspec.Struct, frozen=True):
     data: Dataset | None = None
     batch: BatchSizing = "equal"
     notional: bool = False
+    wire: str = "float32"
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,6 +243,7 @@ def run_task(task: Task) -> Figures:
             shards=task.shards,
             data=task.data,
             batch=task.batch,
+            wire=task.wire,
         )
     except RunFailedError as error:
         return failed(task.sync, error, task.batch)
@@ -251,11 +254,11 @@ def run_task(task: Task) -> Figures:
     return msgspec.structs.replace(row, gradients_per_s=gradients_per_s, samples_per_s=0.0, epoch_s=None)
 
 
-def balanced_task(cluster: Cluster, until_s: float, seed: int, shards: int | None) -> Task:
+def balanced_task(cluster: Cluster, until_s: float, seed: int, shards: int | None, wire: str) -> Task:
     """Return a simulation of bsp with balanced batches of data of which nothing is known but that it is divisible."""
     samples = NOTIONAL_BATCH * cluster.workers * NOTIONAL_ROUNDS
     data = Dataset(samples=samples, batch_size=NOTIONAL_BATCH, epochs=NOTIONAL_EPOCHS)
-    return Task(cluster, "bsp", None, until_s, seed, shards, data, "balanced", notional=True)
+    return Task(cluster, "bsp", None, until_s, seed, shards, data, "balanced", True, wire)
 
 
 def run_tasks(tasks: Sequence[Task], tell: TellCount = lambda done, of, what: None) -> list[Figures]:
@@ -284,6 +287,7 @@ def rank(
     iterations: int = 100,
     seed: int = 0,
     shards: int | None = None,
+    wire: str = "float32",
     data: Dataset | None = None,
     balances: bool = True,
     balanced_bsp: bool = False,
@@ -304,15 +308,15 @@ def rank(
     """
     require_runnable(cluster, syncs, shards)
     if data is None:
-        horizon_s = horizon(cluster, iterations, seed, shards)
-        tasks = [Task(cluster, sync, None, horizon_s, seed, shards) for sync in syncs]
+        horizon_s = horizon(cluster, iterations, seed, shards, wire)
+        tasks = [Task(cluster, sync, None, horizon_s, seed, shards, wire=wire) for sync in syncs]
         if balanced_bsp and "bsp" in syncs:
-            tasks.append(balanced_task(cluster, horizon_s, seed, shards))
+            tasks.append(balanced_task(cluster, horizon_s, seed, shards, wire))
     else:
         for sync in syncs:
             require_enough_data(data, cluster, read_schedule(sync))
         tasks = [
-            Task(cluster, sync, None, math.inf, seed, shards, data, batch)
+            Task(cluster, sync, None, math.inf, seed, shards, data, batch, wire=wire)
             for sync in syncs
             for batch in _sizings(sync, balances)
         ]
@@ -328,13 +332,13 @@ def _sizings(sync: str, balances: bool) -> tuple[BatchSizing, ...]:
     return ("balanced",) if schedule.auto else BATCH_SIZINGS
 
 
-def horizon(cluster: Cluster, iterations: int, seed: int, shards: int | None) -> float:
+def horizon(cluster: Cluster, iterations: int, seed: int, shards: int | None, wire: str = "float32") -> float:
     """Return the virtual time in seconds that BSP needs for a number of iterations.
 
     Raises:
         ConfigurationError: BSP completes no iteration on this cluster, or its iterations take no time.
     """
-    time_s = simulate(cluster, "bsp", iterations, seed, shards=shards).time_s
+    time_s = simulate(cluster, "bsp", iterations, seed, shards=shards, wire=wire).time_s
     if not time_s:
         raise ConfigurationError(
             "under bsp, no worker finishes an iteration on this cluster, or iterations take no time, so there is "

@@ -97,6 +97,7 @@ class _Task(msgspec.Struct, frozen=True):
     seed: int
     shards: int | None
     hyperparameters: str
+    wire: str
     log: str
 
 
@@ -109,6 +110,7 @@ def train_and_compare(
     seed: int,
     shards: int | None,
     hyperparameters: str = "translated",
+    wire: str = "float32",
     source: str = "CLUSTER",
     out: Path,
     console: Console,
@@ -134,6 +136,7 @@ def train_and_compare(
             seed,
             shards,
             hyperparameters,
+            wire,
             str(out / f"script-{number}.log"),
         )
         for number, (sync, batch) in enumerate(pairs)
@@ -237,6 +240,7 @@ def _run(task: _Task) -> Trained | None:
                 args=(task.script, None, "__main__"),
                 shards=task.shards,
                 hyperparameters=task.hyperparameters,
+                wire=task.wire,
                 batch=task.batch,
                 needs_losses=True,
             )

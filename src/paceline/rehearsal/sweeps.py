@@ -26,13 +26,14 @@ def sweep(
     iterations: int = 100,
     seed: int = 0,
     shards: int | None = None,
+    wire: str = "float32",
     tell: TellCount = lambda done, of, what: None,
 ) -> list[tuple[float, Figures]]:
     """Simulate each model that has the parameter `key`, once for each value. Return pairs (value, results)."""
     pairs = variants(syncs, key, values)
     require_runnable(cluster, [sync for _, sync in pairs], shards)
-    horizon_s = horizon(cluster, iterations, seed, shards)
-    tasks = [Task(cluster, sync, None, horizon_s, seed, shards) for _, sync in pairs]
+    horizon_s = horizon(cluster, iterations, seed, shards, wire)
+    tasks = [Task(cluster, sync, None, horizon_s, seed, shards, wire=wire) for _, sync in pairs]
     return [(value, row) for (value, _), row in zip(pairs, run_tasks(tasks, tell), strict=True)]
 
 

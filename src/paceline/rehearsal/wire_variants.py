@@ -34,6 +34,7 @@ def wire_variants(
     seed: int,
     shards: int | None,
     data: Dataset | None,
+    wire: str = "float32",
     tell: TellCount = lambda done, of, what: None,
 ) -> list[WireVariant]:
     """Simulate bsp with other numbers of servers and with larger pushes.
@@ -48,6 +49,7 @@ def wire_variants(
         seed: random seed of the ranking.
         shards: number of shards in the ranking; None for one per server.
         data: data of the ranking, if any.
+        wire: format in which gradients and weights travel in the ranking.
         tell: progress callback.
     """
     of_bsp = {row.batch: row for row in rows if row.sync == "bsp" and row.sound}
@@ -65,7 +67,7 @@ def wire_variants(
             *(_Change(batch, cluster.servers, batches) for batches in BATCHES),
         ]
     ]
-    tasks = [_task(change, cluster, of_bsp["equal"].until_s, seed, shards, data) for change in changes]
+    tasks = [_task(change, cluster, of_bsp["equal"].until_s, seed, shards, data, wire) for change in changes]
     speed = of_bsp["equal"].speed
     return [
         WireVariant(
@@ -81,7 +83,13 @@ def wire_variants(
 
 
 def _task(
-    change: _Change, cluster: Cluster, until_s: float, seed: int, shards: int | None, data: Dataset | None
+    change: _Change,
+    cluster: Cluster,
+    until_s: float,
+    seed: int,
+    shards: int | None,
+    data: Dataset | None,
+    wire: str,
 ) -> Task:
     """Return the simulation of a change. A push from several batches takes the sum of their compute times."""
     count = change.batches_per_push
@@ -92,7 +100,7 @@ def _task(
     shards = None if shards is None else max(shards, change.servers)
     if data is not None:
         larger = msgspec.structs.replace(data, batch_size=data.batch_size * count)
-        return Task(changed, "bsp", None, math.inf, seed, shards, larger, change.batch)
+        return Task(changed, "bsp", None, math.inf, seed, shards, larger, change.batch, wire=wire)
     if change.batch == "balanced":
-        return balanced_task(changed, until_s, seed, shards)
-    return Task(changed, "bsp", None, until_s, seed, shards)
+        return balanced_task(changed, until_s, seed, shards, wire)
+    return Task(changed, "bsp", None, until_s, seed, shards, wire=wire)

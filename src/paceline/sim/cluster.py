@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ..core.data.data_feed import Work
 from ..errors import ConfigurationError
@@ -109,6 +110,58 @@ class Cluster:
             ConfigurationError: there is no preset with that name.
         """
         return cls(**read_preset(name))
+
+    @classmethod
+    def from_run(cls, run_dir: str | os.PathLike[str], bandwidth: float | str = math.inf) -> Cluster:
+        """Return the cluster on which a recorded run was made: its compute times, latencies and sizes.
+
+        Args:
+            run_dir: the directory of a live or a simulated run.
+            bandwidth: bandwidth of each machine's network interface in that run, in bits per second, or a string
+                such as "1 Gbit/s". The transfers are then taken out of the recorded times, and simulated. Default:
+                unlimited, so the recorded times contain all that a message needed.
+
+        Raises:
+            ConfigurationError: the directory does not contain a run, no worker has finished an iteration, or a
+                bandwidth is given for a run that has not recorded its sizes.
+        """
+        from .recorded import read_cluster_of_run
+        from .what_if import read_bandwidth
+
+        return read_cluster_of_run(Path(run_dir), read_bandwidth(bandwidth))
+
+    def with_(
+        self,
+        *,
+        workers: int | None = None,
+        bandwidth: float | str | None = None,
+        servers: int | None = None,
+        slow: Mapping[int, float] | None = None,
+        size_bytes: int | None = None,
+    ) -> Cluster:
+        """Return the cluster with some changes. What is None stays as it is.
+
+        Args:
+            workers: number of workers. If there are more than before, the additional ones are machines like the
+                others, in turn. Recorded times are resampled for them, in blocks (`paceline.sim.Resampled`).
+            bandwidth: bandwidth of each machine's network interface, in bits per second, or a string such as
+                "1 Gbit/s". Recorded times of messages count as latency, to which the transfers are added. So give
+                `from_run` the bandwidth of a run over a network.
+            servers: number of servers. Recorded times of messages stay the same.
+            slow: mapping from worker to a factor by which its compute times are multiplied.
+            size_bytes: size of all parameters, in bytes.
+
+        Raises:
+            ConfigurationError: a value is not valid, or a bandwidth is given without a known size of the parameters.
+
+        Example:
+            >>> cluster = Cluster(compute_s=[[1.0, 2.0, 1.0], 3.0]).with_(workers=4, slow={1: 2.0})
+            >>> [cluster.compute(worker).typical_s for worker in range(4)]
+            [1.0, 6.0, 1.0, 3.0]
+        """
+        from .what_if import changed
+
+        return changed(self, workers, bandwidth, servers, slow or {}, size_bytes)
 
     @property
     def workers(self) -> int:

@@ -42,7 +42,19 @@ __all__ = ["PRESETS", "in_words_of_file", "read_file", "read_preset"]
 
 TIMES = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 SIZES = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-RATES = {"bit/s": 1.0, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9, "MB/s": 8e6, "GB/s": 8e9}
+RATES = {
+    "bit/s": 1.0,
+    "kbit/s": 1e3,
+    "Mbit/s": 1e6,
+    "Gbit/s": 1e9,
+    "MB/s": 8e6,
+    "GB/s": 8e9,
+    "kbit": 1e3,
+    "mbit": 1e6,
+    "gbit": 1e9,
+}
+"""Units of bandwidths. The last three are those of the command tc."""
+
 SHARES = {"%": 0.01}
 
 _FILE_KEYS = {
@@ -290,10 +302,17 @@ def _number(value: object, what: str) -> float:
     return float(value)
 
 
+def _whole(value: object, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigurationError(f"{what} is {value!r}, expected a whole number.")
+    return value
+
+
 _READ: dict[str, Callable[[object, str], Any]] = {
     **dict.fromkeys(("seconds", "low", "high", "median", "least", "over", "lasting", "every"), _seconds),
     **dict.fromkeys(("sigma", "alpha", "factor"), _number),
     "base": _times,
+    **dict.fromkeys(("count", "block"), _whole),
 }
 
 _KINDS = {kind.__struct_config__.tag: kind for kind in get_args(Distribution)}
@@ -301,7 +320,9 @@ _KINDS = {kind.__struct_config__.tag: kind for kind in get_args(Distribution)}
 _EXAMPLES = (
     'Kinds of times: { kind = "uniform", low, high }, { kind = "log-normal", median, sigma }, '
     '{ kind = "pareto", least, alpha }, { kind = "drifting", base, factor, over }, '
-    '{ kind = "occasional", base, factor, lasting, every }, { kind = "recorded", seconds = [...] }.'
+    '{ kind = "occasional", base, factor, lasting, every }, { kind = "scaled", base, factor }, '
+    '{ kind = "sum", base, count }, { kind = "recorded", seconds = [...] }, '
+    '{ kind = "resampled", seconds = [...], block }.'
 )
 
 

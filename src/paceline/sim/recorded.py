@@ -6,6 +6,10 @@ when the worker begins to send it until it has arrived at the shard. The time of
 every shard may answer the pull until all weights have arrived at the worker. It includes the time that a server takes
 to process a push before it answers, mainly to apply the gradient.
 
+If the bandwidth of the run's network is known, the transfers are taken out of the times of the messages: all recorded
+messages are sent again through the simulated network, each at its recorded time, and what this network does not
+explain counts as latency. So the same cluster can be simulated with another bandwidth.
+
 A push without a gradient, which a worker makes while its script evaluates the model, is no computation. The first
 iteration of an accelerator with batches of a new size takes longer, because programs are compiled. Both are left out.
 """
@@ -17,11 +21,12 @@ import math
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import repeat
+from itertools import islice, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.data.batch_sizes import BatchTime
+from ..core.protocol.wire_format import WireFormat
 from ..errors import ConfigurationError
 from ..sync.actions import AnswerPull
 from ..sync.events import PullRepeated, PushReceived
@@ -29,6 +34,7 @@ from ..trace.recording import AnyTrace, trace_files
 from ..trace.records import IterationRecord, record_files, records_in
 from .cluster import Cluster
 from .times import Recorded
+from .transfers import Transfer, ends_of
 from .worker_settings import Link
 
 __all__ = ["cluster_of", "compute_times", "read_cluster_of_run"]
@@ -66,21 +72,79 @@ class Arrivals:
         arrived_s: for each shard, the time at which the push arrived.
         samples: number of samples of the push, if it has samples of its own.
         atypical: 1 if the push had no gradient, or if it was a warm-up.
-        released_s: time at which the last shard answered the pull.
+        released_s: for each shard, the time at which it answered the pull.
     """
 
     def __init__(self, shards: int) -> None:
         self.arrived_s = [Column() for _ in range(shards)]
         self.samples = Column()
         self.atypical = Column()
-        self.released_s = Column()
+        self.released_s = [Column() for _ in range(shards)]
 
 
-def read_cluster_of_run(run_dir: Path) -> Cluster:
-    """Return a cluster that describes the machines of a recorded run, given its run directory.
+class Latencies:
+    """The latencies of a worker's messages in one direction.
+
+    Attributes:
+        seconds: the latency of each message, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = array("d")
+
+    def distribution(self) -> Recorded:
+        """Return the latencies as a distribution; 0 s if there was no message."""
+        return Recorded(seconds=tuple(self.seconds or [0.0]))
+
+
+class Unexplained:
+    """Collects the times of messages, and takes out of them what a network of limited bandwidth explains.
+
+    Args:
+        bandwidth_bps: bandwidth of each machine. If it is unlimited, the whole time of a message is its latency.
+    """
+
+    def __init__(self, bandwidth_bps: float) -> None:
+        self._bandwidth_bps = bandwidth_bps
+        self._transfers: list[Transfer] = []
+        # For each message: its latency, as a column and an index; when it had arrived; and its number of transfers.
+        self._messages: list[tuple[array[float], int, float, int]] = []
+
+    def add(self, latencies: Latencies, arrived_s: float, transfers: Sequence[Transfer]) -> None:
+        """Add a message that consists of transfers, and that has arrived when all of them had."""
+        latencies.seconds.append(max(0.0, arrived_s - max(transfer.begun_s for transfer in transfers)))
+        if math.isfinite(self._bandwidth_bps):
+            self._transfers += transfers
+            message = latencies.seconds, len(latencies.seconds) - 1, arrived_s, len(transfers)
+            self._messages.append(message)
+
+    def explain(self) -> None:
+        """Replace each latency by the time from the end of the message's simulated transfers to its arrival."""
+        ends_s = iter(ends_of(self._transfers, self._bandwidth_bps))
+        for seconds, index, arrived_s, count in self._messages:
+            seconds[index] = max(0.0, arrived_s - max(islice(ends_s, count)))
+
+
+class Sizes(NamedTuple):
+    """The bytes that travelled in a run.
+
+    Attributes:
+        parameters: size of all parameters, in bytes.
+        pushes: size of a push to each shard.
+        answers: size of the answer of each shard.
+    """
+
+    parameters: int
+    pushes: tuple[int, ...]
+    answers: tuple[int, ...]
+
+
+def read_cluster_of_run(run_dir: Path, bandwidth_bps: float = math.inf) -> Cluster:
+    """Return a cluster that describes the machines of a recorded run. See `Cluster.from_run`.
 
     Raises:
-        ConfigurationError: the directory does not contain a run, or no worker has finished an iteration.
+        ConfigurationError: the directory does not contain a run, no worker has finished an iteration, or a bandwidth
+            is given for a run that has not recorded its sizes.
     """
     shards = [trace for trace in trace_files(run_dir) if trace.header.host == "shard"]
     if not shards:
@@ -93,9 +157,16 @@ def read_cluster_of_run(run_dir: Path) -> Cluster:
             f"{run_dir} does not contain a run: there is no file trace-shard-*.jsonl. Give the run "
             "directory, which 'paceline run' prints when it ends."
         )
+    sizes = _sizes(run_dir, len(shards))
+    if math.isfinite(bandwidth_bps) and sizes is None:
+        raise ConfigurationError(
+            f"the summary of the run in {run_dir} does not say how many bytes travelled, so its transfers cannot be "
+            "told from other delays. Omit the bandwidth of the run, or record another run with this version of "
+            "Paceline."
+        )
     records = [records_in(path) for path in record_files(run_dir)]
     name = run_dir.name if shards[0].header.is_whole else f"{run_dir.name} (its last iterations)"
-    return cluster_of(records, shards, name, _batch_size(run_dir))
+    return cluster_of(records, shards, name, _batch_size(run_dir), sizes, bandwidth_bps)
 
 
 def cluster_of(
@@ -103,6 +174,8 @@ def cluster_of(
     shards: Sequence[AnyTrace],
     name: str = "",
     batch_size: int | None = None,
+    sizes: Sizes | None = None,
+    bandwidth_bps: float = math.inf,
 ) -> Cluster:
     """Return a cluster that describes the machines of a run. Workers that finished no iteration are omitted.
 
@@ -111,40 +184,54 @@ def cluster_of(
         shards: the trace of each shard.
         name: name of the cluster.
         batch_size: usual number of samples in a batch, if the run had balanced batches, whose sizes differ.
+        sizes: the bytes that travelled; None if unknown.
+        bandwidth_bps: bandwidth of the network of the run. It may only be limited if the sizes are known.
 
     Raises:
         ConfigurationError: no worker has finished an iteration.
     """
     arrivals = _arrivals(shards)
-    links: dict[int, Link] = {}
+    sizes = sizes or Sizes(0, (0,) * len(shards), (0,) * len(shards))
+    unexplained = Unexplained(bandwidth_bps)
     computed: list[tuple[Recorded, float]] = []
+    latencies: list[tuple[Latencies, Latencies]] = []  # to the servers, and from them
     for worker, iterations in enumerate(records):
-        own = arrivals[worker]
-        to_server_s, from_server_s = array("d"), array("d")
+        own, at = arrivals[worker], ("worker", worker)
+        to_server, from_server = Latencies(), Latencies()
         observed: list[tuple[int | None, float]] = []
         atypical: list[tuple[int | None, float]] = []
         for record in iterations:
-            for column in own.arrived_s:
-                if (arrived_s := column.get(record.iteration)) is not None:
-                    to_server_s.append(max(0.0, arrived_s - record.pushed_s))
-            if (released_s := own.released_s.get(record.iteration)) is not None:
-                from_server_s.append(max(0.0, record.answered_s - released_s))
-            samples = own.samples.get(record.iteration)
-            times = atypical if own.atypical.get(record.iteration) else observed
+            number = record.iteration
+            for shard, column in enumerate(own.arrived_s):
+                if (arrived_s := column.get(number)) is not None:
+                    push = Transfer(record.pushed_s, at, ("server", shard), sizes.pushes[shard])
+                    unexplained.add(to_server, arrived_s, [push])
+            answers = [
+                Transfer(released_s, ("server", shard), at, sizes.answers[shard])
+                for shard, column in enumerate(own.released_s)
+                if (released_s := column.get(number)) is not None
+            ]
+            if answers:
+                unexplained.add(from_server, record.answered_s, answers)
+            samples = own.samples.get(number)
+            times = atypical if own.atypical.get(number) else observed
             times.append((None if samples is None else int(samples), _computed_s(record)))
         if observed or atypical:
-            links[len(computed)] = Link(
-                to_server_s=Recorded(seconds=tuple(to_server_s or [0.0])),
-                from_server_s=Recorded(seconds=tuple(from_server_s or [0.0])),
-            )
+            latencies.append((to_server, from_server))
             computed.append(compute_times(observed or atypical, batch_size))
     if not computed:
         raise ConfigurationError("no worker finished an iteration, so the speed of the workers is unknown.")
+    unexplained.explain()
     return Cluster(
         compute_s=[times for times, _ in computed],
         fixed_share=[share for _, share in computed],
         servers=len(shards),
-        links=links,
+        bandwidth_bps=bandwidth_bps,
+        size_bytes=sizes.parameters,
+        links={
+            worker: Link(to_server_s=to_server.distribution(), from_server_s=from_server.distribution())
+            for worker, (to_server, from_server) in enumerate(latencies)
+        },
         name=name,
         emulated=next((trace.header.emulated for trace in shards), ""),
     )
@@ -168,9 +255,7 @@ def _arrivals(shards: Sequence[AnyTrace]) -> Mapping[int, Arrivals]:
             for action in entry.actions:
                 # The first weights of a worker that joins late are the answer to a pull with the number -1.
                 if isinstance(action, AnswerPull) and action.iteration >= 0:
-                    released_s = arrivals[action.worker].released_s
-                    before_s = released_s.get(action.iteration) or 0.0
-                    released_s.put(action.iteration, max(before_s, now_s))
+                    arrivals[action.worker].released_s[shard].put(action.iteration, now_s)
     return arrivals
 
 
@@ -192,6 +277,23 @@ def compute_times(
     return Recorded(
         seconds=tuple(s if size is None else s * usual_s / time.of(size) for size, s in observed)
     ), time.fixed_s / usual_s
+
+
+def _sizes(run_dir: Path, shards: int) -> Sizes | None:
+    """Return the bytes that travelled in a run; None if its summary does not contain them for each shard."""
+    summary = _summary(run_dir)
+    try:
+        wire = WireFormat.read(summary.get("wire", "float32"))
+        whole, rounded = tuple(map(int, summary["shard_bytes"])), tuple(map(int, summary["rounded_bytes"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+    if not len(whole) == len(rounded) == shards:
+        return None
+    return Sizes(
+        sum(whole),
+        rounded if wire.gradients == "bf16" else whole,
+        rounded if wire.weights == "bf16" else whole,
+    )
 
 
 def _batch_size(run_dir: Path) -> int | None:

@@ -58,6 +58,8 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         seed: random seed for the run.
         servers: number of servers.
         shards: number of shards.
+        shard_bytes: size of a push to each shard, or of its answer to a pull, in bytes.
+        rounded_bytes: the same if float32 values are rounded.
         finished_s: for each worker, the virtual time at which it finished its last iteration.
         measures: statistics of the run, the same as in the summary of a live run.
         time_use: for each worker that has joined, what it has spent its time on.
@@ -89,6 +91,8 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     servers: int
     shards: int
+    shard_bytes: tuple[int, ...]
+    rounded_bytes: tuple[int, ...]
     finished_s: tuple[float, ...]
     measures: Measures
     time_use: dict[int, TimeUse]
@@ -227,6 +231,8 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
             "workers": len(self.measures.iterations),
             "servers": self.servers,
             "shards": self.shards,
+            "shard_bytes": list(self.shard_bytes),
+            "rounded_bytes": list(self.rounded_bytes),
             "seed": self.seed,
             "imports": folders_of(modules_of_models(read_schedule(self.sync).models)),
             "emulated": emulated,

@@ -246,6 +246,8 @@ def simulate(
         seed=seed,
         servers=cluster.servers,
         shards=count,
+        shard_bytes=tuple(job.shard_bytes),
+        rounded_bytes=tuple(job.rounded_bytes),
         finished_s=tuple(worker.finished_s for worker in job.workers),
         measures=meter.measures(job.cut_off_ticks),
         time_use=time_use(

@@ -114,6 +114,8 @@ class VirtualJob:
         coordinator: the protocol core of the coordinator.
         workers: the state of each worker.
         bytes_sent: number of bytes sent, by kind of message.
+        shard_bytes: size of each shard in bytes.
+        rounded_bytes: size of each shard in bytes if float32 values are rounded.
         cut_off_ticks: virtual time at which the run was stopped early; None if every worker has finished.
         knows_loss: True once a worker's script has logged or returned a loss, or a loss was guessed.
     """
@@ -161,8 +163,8 @@ class VirtualJob:
         self._schedule = schedule
         self._shards = shards
         self._wire = wire
-        self._shard_bytes: Sequence[int] = ()
-        self._rounded_bytes: Sequence[int] = ()
+        self.shard_bytes: Sequence[int] = ()
+        self.rounded_bytes: Sequence[int] = ()
         self._seed = seed
         self._overlap = overlap
         self._recorders = recorders
@@ -229,7 +231,7 @@ class VirtualJob:
         self._driver = driver
         for host in self._server_hosts:
             host.stores = stores
-        self._shard_bytes, self._rounded_bytes = shard_bytes, rounded_bytes
+        self.shard_bytes, self.rounded_bytes = shard_bytes, rounded_bytes
         for worker in range(len(self.workers)):
             if worker not in self._first:
                 self._expect(self.kernel.in_ticks(self._cluster.presence[worker].joins_at_s), worker)
@@ -655,7 +657,7 @@ class VirtualJob:
 
     def _size_bytes(self, shard: int, *, rounded: bool) -> int:
         """Return the size of a push to a shard, or of its answer to a pull."""
-        return self._rounded_bytes[shard] if rounded else self._shard_bytes[shard]
+        return self.rounded_bytes[shard] if rounded else self.shard_bytes[shard]
 
     def _exchange(self, server: int, message: Message, *, to_server: bool) -> None:
         """Deliver a message between the coordinator and a server, which takes no time.
@@ -674,8 +676,8 @@ class VirtualJob:
                     self._servers[server].handle(COORDINATOR, message, now_ticks)
                 )
                 if type(message) is ModelExtended and server == 0:
-                    self._shard_bytes = [bounds.size_bytes for bounds in self.coordinator.slices]
-                    self._rounded_bytes = [bounds.rounded_bytes for bounds in self.coordinator.slices]
+                    self.shard_bytes = [bounds.size_bytes for bounds in self.coordinator.slices]
+                    self.rounded_bytes = [bounds.rounded_bytes for bounds in self.coordinator.slices]
                     self._driver.model_extended(self._servers[0].initializer)
             else:
                 self._coordinator_host.carry_out(

@@ -1,4 +1,4 @@
-"""Distributions of durations in virtual time: constant, random, drifting, occasionally slow, recorded, or sums.
+"""Distributions of durations in virtual time: constant, random, recorded, resampled, or changed in some way.
 
 A random duration is a function of (seed, worker, iteration number), not the next number of a random sequence. So a
 worker needs the same time for its tenth iteration under every sync model, and a few seeds are sufficient to compare
@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from fractions import Fraction
+from statistics import median
 
 import msgspec
 
@@ -27,7 +28,9 @@ __all__ = [
     "Occasional",
     "Pareto",
     "Recorded",
+    "Resampled",
     "Sample",
+    "Scaled",
     "Sum",
     "Times",
     "Uniform",
@@ -167,19 +170,76 @@ class Recorded(Spec, frozen=True, kw_only=True, tag="recorded"):
     seconds: tuple[Seconds, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.seconds, Sequence) or not self.seconds:
-            raise ConfigurationError(
-                f"recorded: seconds is {self.seconds!r}, expected a list of at least one number of seconds."
-            )
-        for value in self.seconds:
-            _require_time("a recorded time", value)
+        _require_recorded("recorded", self.seconds)
 
     def sampler(self, *key: int) -> Sample:
         return lambda number, now_s: self.seconds[number % len(self.seconds)]
 
     @property
     def typical_s(self) -> float:
-        return float(sorted(self.seconds)[len(self.seconds) // 2])
+        return median(map(float, self.seconds))
+
+
+class Resampled(Spec, frozen=True, kw_only=True, tag="resampled"):
+    """Random blocks of recorded durations, for a machine like the recorded one.
+
+    Each block begins at a random place in the list, so two machines that resample the same list are not slow at the
+    same time. Within a block, the durations follow each other as they did in the recording (the circular block
+    bootstrap of Politis and Romano, 1992).
+
+    Attributes:
+        seconds: the recorded durations, in seconds.
+        block: number of durations in a block; None for the square root of their number, rounded up.
+    """
+
+    seconds: tuple[Seconds, ...]
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_recorded("resampled", self.seconds)
+        if self.block is not None and (isinstance(self.block, bool) or self.block < 1):
+            raise ConfigurationError(f"resampled: block is {self.block!r}, expected a whole number >= 1.")
+
+    def sampler(self, *key: int) -> Sample:
+        seconds, count, draw = self.seconds, len(self.seconds), uniforms(*key)
+        length = self.block or math.isqrt(count - 1) + 1
+
+        def sample(number: int, now_s: float) -> Seconds:
+            block, place = divmod(number, length)
+            return seconds[(int(draw(block) * count) + place) % count]
+
+        return sample
+
+    @property
+    def typical_s(self) -> float:
+        return median(map(float, self.seconds))
+
+
+class Scaled(Spec, frozen=True, kw_only=True, tag="scaled"):
+    """A distribution whose durations are multiplied by a factor, for a machine that is slower or faster.
+
+    Attributes:
+        base: the distribution.
+        factor: the factor, above 0.
+
+    >>> Scaled(base=2.0, factor=1.5).sampler(0)(7, 0.0)
+    3.0
+    """
+
+    base: Times
+    factor: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.factor) and self.factor > 0):
+            raise ConfigurationError(f"scaled: factor is {self.factor:g}, expected a number > 0.")
+
+    def sampler(self, *key: int) -> Sample:
+        base, factor = times_of(self.base).sampler(*key), self.factor
+        return lambda number, now_s: float(base(number, now_s)) * factor
+
+    @property
+    def typical_s(self) -> float:
+        return times_of(self.base).typical_s * self.factor
 
 
 class Drifting(Spec, frozen=True, kw_only=True, tag="drifting"):
@@ -285,7 +345,9 @@ class Sum(Spec, frozen=True, kw_only=True, tag="sum"):
         return times_of(self.base).typical_s * self.count
 
 
-Distribution = Constant | Uniform | LogNormal | Pareto | Recorded | Drifting | Occasional | Sum
+Distribution = (
+    Constant | Uniform | LogNormal | Pareto | Recorded | Resampled | Scaled | Drifting | Occasional | Sum
+)
 """Any distribution of durations."""
 
 Times = Seconds | Decimal | Distribution
@@ -335,6 +397,15 @@ def _require_time(name: str, value: Seconds) -> None:
             f"{name} is {value:g}, which would be rounded to 0, because floats are rounded to nanoseconds. Give the "
             "time as a fractions.Fraction, or use a larger unit."
         )
+
+
+def _require_recorded(kind: str, seconds: Sequence[Seconds]) -> None:
+    if not isinstance(seconds, Sequence) or not seconds:
+        raise ConfigurationError(
+            f"{kind}: seconds is {seconds!r}, expected a list of at least one number of seconds."
+        )
+    for value in seconds:
+        _require_time("a recorded time", value)
 
 
 def _require_factor(name: str, value: float, least: float) -> None:

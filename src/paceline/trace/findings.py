@@ -192,7 +192,10 @@ def _clipping(measures: Measures, clippable: bool) -> list[str]:
 
 
 def how_to_check(
-    run_dir: str | None, program: Sequence[str], syncs: Sequence[str] = ("bsp", "asp", "elastic-bsp")
+    run_dir: str | None,
+    program: Sequence[str],
+    syncs: Sequence[str] = ("bsp", "asp", "elastic-bsp"),
+    changes: Sequence[str] = (),
 ) -> str:
     """Return the command, or the call in Python, that shows the accuracy of some models on the machines of a run.
 
@@ -200,6 +203,7 @@ def how_to_check(
         run_dir: see `find`.
         program: see `find`.
         syncs: the models.
+        changes: options that change the machines.
 
     >>> how_to_check("runs/1", ["script", "train.py", "--epochs", "3"], ["bsp", "asp"])
     "paceline simulate runs/1 --script 'train.py --epochs 3' --sync bsp,asp"
@@ -210,7 +214,7 @@ def how_to_check(
     if kind != "script" or run_dir is None:
         return f"paceline simulate CLUSTER --script SCRIPT --sync {','.join(syncs)} (see docs/rehearse.md)"
     return shlex.join(
-        ["paceline", "simulate", run_dir, "--script", shlex.join(words), "--sync", ",".join(syncs)]
+        ["paceline", "simulate", run_dir, *changes, "--script", shlex.join(words), "--sync", ",".join(syncs)]
     )
 
 
