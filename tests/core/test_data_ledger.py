@@ -607,3 +607,22 @@ def test_a_lost_workers_share_of_later_rounds_goes_to_the_others() -> None:
 def test_an_order_of_unknown_size_cannot_be_balanced() -> None:
     with pytest.raises(ValueError, match="cannot be balanced"):
         Order(None, 16, False, "auto", "", balanced=True)
+
+
+def test_what_a_lost_worker_returned_is_dealt_in_the_steps_of_accelerators() -> None:
+    """With equal parts, 64 positions for three workers would be 22, 21 and 21: sizes that no device has seen."""
+    order = Order(256 * 8, 64, False, "static", "", balanced=True)
+    job = Job([1.0, 1.0, 1.0, 1.0])
+    for life in job.lives.values():
+        life.feed.accelerated = life.index < 2
+        job.begin(life, 0, order)
+    for life in list(job.lives.values()):
+        assert job.take(life, order, order.size or 0) is not None
+        if life.index == 3:
+            job.leave(life, (0, 0), early=True)
+        else:
+            job.push(life, 1.0)
+    taken = batches_of_each(job, 1, order, order.size or 0)
+    returned = {worker: [size for epoch, _, size in each if epoch == 0] for worker, each in taken.items()}
+    assert sum(map(sum, returned.values())) == 2 * 64  # the batches of the rounds that had been dealt
+    assert all(size % 8 == 0 for worker in (0, 1) for size in returned[worker])

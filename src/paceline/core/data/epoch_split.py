@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Set
 import msgspec
 
 from ...state import stateful
-from ..protocol.lease import Lease, Order, deal, divide, positions, remove_first, single, trim
+from ..protocol.lease import Lease, Order, deal, divide_evenly, positions, remove_first, single, trim
 from .lease_sizes import LeaseSizes
 
 __all__ = ["DynamicSplit", "EpochSplit", "Grant", "StaticSplit", "cut"]
@@ -135,8 +135,14 @@ class StaticSplit(EpochSplit):
 
     def _deal_batch(self, lease: Lease) -> None:
         """Divide the only batch of a lease among all workers."""
-        for share, part in zip(self.shares.values(), divide(lease, len(self.shares)), strict=True):
-            share.append(part)
+        members = sorted(self.shares)
+        sizes = divide_evenly(lease.batch, len(members))
+        parts: Mapping[int, int] = dict(zip(members, sizes, strict=True))
+        if self.order.balanced:
+            least = min(self._sizes.least, lease.batch // len(members))
+            parts = self._sizes.balanced.divide(members, lease.batch, least=least, most=self.order.most)
+        for worker, start in _starts(parts, lease.start):
+            self.shares[worker].append(single(lease.epoch, start, parts[worker]))
 
     def _deal_rounds(self) -> None:
         """Add the next rounds of a balanced epoch to the shares, with sizes that follow the workers' speeds."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from itertools import accumulate
 from typing import Annotated, Literal, NamedTuple, get_args
 
 import msgspec
@@ -26,7 +25,6 @@ __all__ = [
     "Pushed",
     "Split",
     "deal",
-    "divide",
     "divide_evenly",
     "nth_batch",
     "order_difference",
@@ -205,13 +203,6 @@ def deal(lease: Lease, parts: int) -> tuple[list[Lease], list[Lease]]:
     ]
     first = lease.start + rounds * parts * stride
     return dealt, [single(lease.epoch, first + batch * stride, lease.batch) for batch in range(more)]
-
-
-def divide(lease: Lease, parts: int) -> list[Lease]:
-    """Divide the only batch of a lease into one batch for each part. The sizes differ by at most 1."""
-    sizes = divide_evenly(lease.batch, parts)
-    starts = accumulate(sizes[:-1], initial=lease.start)
-    return [single(lease.epoch, start, size) for start, size in zip(starts, sizes, strict=True)]
 
 
 def divide_evenly(total: int, parts: int) -> list[int]:
