@@ -13,9 +13,11 @@ import msgspec
 import pytest
 import torch
 
+from paceline.checkpoint.directory import next_number, numbers_in
 from paceline.checkpoint.manifest import FORMAT, files_in, read_manifest
 from paceline.checkpoint.reading import Found, newest_whole
-from paceline.checkpoint.writing import Draft, ShardWriter, next_number, numbers_in, shard_content
+from paceline.checkpoint.shard_writing import ShardWriter, shard_content
+from paceline.checkpoint.writing import Draft
 from paceline.errors import CheckpointError
 from tests.support.sharded import Net, Shards, model_of
 from tests.support.small_disk import fill, small_disk
@@ -205,7 +207,7 @@ KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 from paceline.checkpoint.reading import newest_whole
-from paceline.checkpoint.writing import next_number
+from paceline.checkpoint.directory import next_number
 from tests.checkpoint.test_damaged_checkpoints import shards
 from tests.support.sharded import Shards
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from paceline.checkpoint.places import ParamGroups
+from paceline.checkpoint.places import Settings
 from paceline.checkpoint.reading import Checkpoint
-from paceline.checkpoint.writing import Draft, ShardWriter, shard_content
+from paceline.checkpoint.shard_writing import ShardWriter, shard_content
+from paceline.checkpoint.writing import Draft
 from paceline.core.protocol.layout import Layout, Parameter
 from paceline.core.protocol.model_spec import BufferSpec, ModelSpec, OptimizerSpec
 from paceline.shard.optimizers import read_groups, require_elementwise
@@ -122,7 +123,7 @@ class Shards:
         piece_bytes: int = 0,
         keep: int = 3,
         frozen: Mapping[str, torch.Tensor] | None = None,
-        param_groups: Sequence[ParamGroups] | None = None,
+        settings: Sequence[Settings] = (),
     ) -> Path:
         """Write a checkpoint, the last shard first, in pieces of this size; 0 for one piece for each vector."""
         states = [store.optimizer_state() for store in self.stores]
@@ -136,7 +137,7 @@ class Shards:
             entries,
             tensors=tensors,
             frozen=frozen,
-            param_groups=param_groups,
+            settings=settings,
         )
         for bounds, store, state, of in reversed(
             list(zip(self.slices, self.stores, states, entries, strict=True))

@@ -13,9 +13,9 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from ..errors import CheckpointError, ConfigurationError, first_line
+from .directory import NAME, PARTIAL, name_of
 from .manifest import MANIFEST, files_in
 from .reading import Checkpoint, Found
-from .writing import NAME, PARTIAL, name_of
 
 __all__ = ["newest_from", "upload"]
 

@@ -28,17 +28,18 @@ from ..shard.optimizer_state import NUMBER, entry_of
 from ..shard.optimizers import make_optimizer
 from ..shard.vectors import torch_dtype
 
-__all__ = ["MODEL", "ParamGroups", "Places", "lay_out", "optimizer_file"]
+__all__ = ["MODEL", "PLACES", "Places", "Settings", "lay_out", "optimizer_file"]
 
 MODEL = "model.safetensors"
+PLACES = "places.json"  # exists while the checkpoint is being written
 
 LENGTH = struct.Struct("<Q")  # length of the header at the beginning of a file in safetensors format
 ZIP_HEADER = struct.Struct(
     "<26xHH"
 )  # the header of a file in a ZIP archive: lengths of its name and further fields
 
-ParamGroups = Sequence[Mapping[str, Any]]
-"""The "param_groups" of an optimizer's `state_dict()`, in which "params" lists the names of the parameters."""
+Settings = Sequence[Mapping[str, Any]]
+"""The hyper-parameters in each group of an optimizer."""
 
 
 class Places(msgspec.Struct, frozen=True):
@@ -77,7 +78,7 @@ def lay_out(
     slices: Sequence[ShardSlice],
     entries: Sequence[StateEntries],
     tensors: Mapping[str, torch.Tensor],
-    param_groups: Sequence[ParamGroups] | None = None,
+    settings: Sequence[Settings],
 ) -> Places:
     """Create `MODEL` and the file of each optimizer. All values of vectors, weights and other tensors are zero.
 
@@ -87,7 +88,8 @@ def lay_out(
         slices: the slices of all shards.
         entries: the entries of each shard's optimizer state.
         tensors: the tensors of the model that are not parameters, by name. Only their dtypes and shapes are used.
-        param_groups: the groups of each optimizer; None to derive them from the model and the first shard's entries.
+        settings: what the script has in the groups of each optimizer besides the first shard's entries; [] if this is
+            unknown.
 
     Raises:
         OSError: a file cannot be written.
@@ -101,7 +103,7 @@ def lay_out(
     vectors: dict[int, dict[str, int]] = {}
     members = []
     for index in range(len(model.optimizers)):
-        groups = param_groups[index] if param_groups is not None else _groups_of(model, index, entries[0])
+        groups = _groups_of(model, index, entries[0], settings[index] if index < len(settings) else ())
         names = tuple(itertools.chain.from_iterable(group["params"] for group in groups))
         members.append(names)
         vectors |= _lay_out_optimizer(folder / optimizer_file(index), layout, names, groups, state)
@@ -180,31 +182,31 @@ def _joined(
     return joined
 
 
-def _groups_of(model: ModelSpec, index: int, entries: StateEntries) -> ParamGroups:
-    """Return the groups of an optimizer, with all settings that torch expects in them."""
+def _groups_of(
+    model: ModelSpec, index: int, entries: StateEntries, settings: Settings
+) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer with all settings that torch expects, and the names of their parameters."""
     spec = model.optimizers_over_layout[index]
-    groups = entries.groups[index]
-    settings = make_optimizer(spec.name, groups, [[torch.zeros(1)] for _ in groups]).param_groups
-    counted = entries.counters[index] if entries.counters else [{} for _ in groups]
-    return [
-        {
-            **group,
-            **counted[number],
-            "params": [
-                parameter.names[0]
-                for parameter, of in zip(model.layout.parameters, spec.group_of, strict=True)
-                if parameter.set_index == index and of == number
-            ],
-        }
-        for number, group in enumerate(settings)
-    ]
+    servers = entries.groups[index]
+    groups = make_optimizer(spec.name, servers, [[torch.zeros(1)] for _ in servers]).param_groups
+    for group, more in zip(groups, settings, strict=False):
+        group.update(more)
+    for group, counted in zip(groups, entries.counters[index] if entries.counters else (), strict=False):
+        group.update(counted)
+    for number, group in enumerate(groups):
+        group["params"] = [
+            parameter.names[0]
+            for parameter, of in zip(model.layout.parameters, spec.group_of, strict=True)
+            if parameter.set_index == index and of == number
+        ]
+    return groups
 
 
 def _lay_out_optimizer(
     path: Path,
     layout: Layout,
     members: Sequence[str],
-    groups: ParamGroups,
+    groups: Sequence[Mapping[str, Any]],
     state: Mapping[int, Mapping[str, _Entry]],
 ) -> dict[int, dict[str, int]]:
     """Write the `state_dict()` of an optimizer. Return where each vector begins: parameter -> key -> offset."""

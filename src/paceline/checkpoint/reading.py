@@ -15,10 +15,10 @@ from ..core.protocol.model_spec import HyperParameters, ModelSpec
 from ..errors import CheckpointError
 from ..shard.optimizer_state import slice_state
 from ..shard.vectors import Vectors, dtype_name, segment_views, torch_dtype
+from .directory import PARTIAL, name_of, numbers_in
 from .manifest import Manifest, OptimizerRecord, read_manifest, require_whole
 from .pace import Pace
 from .places import MODEL, optimizer_file
-from .writing import PARTIAL, name_of, numbers_in
 
 __all__ = ["Checkpoint", "Found", "newest_whole"]
 

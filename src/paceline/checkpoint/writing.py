@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 import safetensors.torch
@@ -29,48 +27,19 @@ from ..core.protocol.model_spec import ModelSpec
 from ..core.protocol.state_entries import StateEntries
 from ..errors import CheckpointError
 from ..shard.buffer_bytes import bytes_of
-from ..shard.vectors import Vectors, segment_views, torch_dtype
+from ..shard.vectors import torch_dtype
+from .directory import PARTIAL, name_of, numbers_in, sync
 from .manifest import FORMAT, FileRecord, Manifest, OptimizerRecord, files_in, read_manifest, record_of
 from .pace import Pace
-from .places import MODEL, ParamGroups, Places, lay_out, optimizer_file
+from .places import MODEL, PLACES, Settings, lay_out
+from .shard_writing import mark_of
 
-__all__ = ["NAME", "PARTIAL", "Draft", "ShardWriter", "name_of", "next_number", "numbers_in", "shard_content"]
-
-PIECE_BYTES = 1024 * 1024
-"""Number of bytes after which a writer keeps to its pace."""
-
-SYNC_BYTES = 32 * PIECE_BYTES
-"""Number of bytes after which a writer waits for the disk, so that a full cache does not delay other processes."""
+__all__ = ["Draft"]
 
 SPARE_BYTES = 16 * 2**20
 """Space that is left free on the disk, among others for the manifest."""
 
 FROZEN = "frozen.safetensors"
-PLACES = "places.json"
-PARTIAL = ".partial"
-NAME = re.compile(r"\d{6,}")
-
-
-def name_of(number: int) -> str:
-    """Return the name of a checkpoint's directory: "000012" for 12."""
-    return f"{number:06d}"
-
-
-def numbers_in(directory: Path, suffix: str = "") -> list[int]:
-    """Return the numbers of the checkpoints in a directory, in ascending order; [] if there is no such directory.
-
-    Args:
-        directory: the directory.
-        suffix: end of the names: "" for complete checkpoints, ".partial" for those that are not.
-    """
-    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    stems = [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
-    return sorted(int(stem) for stem in stems if NAME.fullmatch(stem))
-
-
-def next_number(directory: Path) -> int:
-    """Return the number of the next checkpoint in a directory: 1 more than the highest, or 1."""
-    return max([0, *numbers_in(directory), *numbers_in(directory, PARTIAL)]) + 1
 
 
 class Draft:
@@ -104,7 +73,7 @@ class Draft:
         *,
         tensors: Mapping[str, torch.Tensor] | None = None,
         frozen: Mapping[str, torch.Tensor] | None = None,
-        param_groups: Sequence[ParamGroups] | None = None,
+        settings: Sequence[Settings] = (),
         further_bytes: int = 0,
     ) -> Draft:
         """Create the directory and lay out its files, after everything that an earlier attempt has left is removed.
@@ -118,9 +87,8 @@ class Draft:
             tensors: values of the model's buffers, by name.
             frozen: values of the model's frozen parameters, by name. They are written once: later checkpoints refer
                 to the same file.
-            param_groups: the groups of each optimizer, in the form of `ParamGroups`; None to derive them from what
-                the servers know. Servers lack the settings that only the script's optimizer has, such as `initial_lr`
-                and those of `paceline.LARS`.
+            settings: the hyper-parameters in the groups of each of the script's optimizers. They add what servers do
+                not know, such as `initial_lr`, and the settings of `paceline.LARS`.
             further_bytes: size of the other files.
 
         Raises:
@@ -134,7 +102,7 @@ class Draft:
             for earlier in numbers_in(directory, PARTIAL):
                 shutil.rmtree(directory / (name_of(earlier) + PARTIAL))
             draft.path.mkdir()
-            places = lay_out(draft.path, model, slices, entries, tensors or {}, param_groups)
+            places = lay_out(draft.path, model, slices, entries, tensors or {}, settings)
             draft._members = places.members
             for path in files_in(draft.path):
                 with path.open("r+b") as file:
@@ -175,11 +143,11 @@ class Draft:
         """
         with self._or_discarded():
             for index in range(len(versions)):
-                if not _mark_of(self.path, index).exists():
+                if not mark_of(self.path, index).exists():
                     raise CheckpointError(
                         f"Checkpoint {self._number} was not written: shard {index} is missing."
                     )
-                _mark_of(self.path, index).unlink()
+                mark_of(self.path, index).unlink()
             (self.path / PLACES).unlink()
             (self.path / "job.json").write_bytes(job)
             (self.path / "workers").mkdir()
@@ -189,10 +157,10 @@ class Draft:
                 (self.path / "tracked.bin").write_bytes(tracked)
             self._manifest(versions, pace or Pace()).write(self.path)
             for folder in (self.path / "workers", self.path):
-                _sync(folder)
+                sync(folder)
             complete = self._directory / name_of(self._number)
             self.path.rename(complete)
-            _sync(self._directory)
+            sync(self._directory)
         for number in numbers_in(self._directory)[: -max(keep, 1)]:
             shutil.rmtree(self._directory / name_of(number), ignore_errors=True)
         return complete
@@ -204,7 +172,7 @@ class Draft:
     def _manifest(self, versions: Sequence[int], pace: Pace) -> Manifest:
         records: dict[str, FileRecord] = {}
         for path in files_in(self.path):
-            _sync(path)
+            sync(path)
             if path.name != FROZEN:
                 records[str(path.relative_to(self.path))] = record_of(path, pace)
         counters = self._entries[0].counters
@@ -255,121 +223,6 @@ class Draft:
             raise
 
 
-def shard_content(bounds: ShardSlice, weights: Vectors, state: Vectors) -> list[memoryview]:
-    """Return the content of a shard in the order in which a `ShardWriter` expects it.
-
-    The content shares the memory of the vectors.
-
-    Args:
-        bounds: the shard.
-        weights: the shard's slice of the weights.
-        state: the shard's optimizer state, as returned by `Store.optimizer_state()`.
-    """
-    vectors = [state[name].contiguous() for name in sorted(state) if state[name].dim()]
-    return [bytes_of(vector.reshape(-1)) for vector in [*segment_views(bounds, weights), *vectors]]
-
-
-class ShardWriter:
-    """Writes the content of one shard to its places in the files of a draft.
-
-    As a context manager, it closes the files in the end. The shard counts as written only if all of its content is on
-    the disk by then.
-
-    Args:
-        path: the directory of the draft.
-        bounds: the shard.
-        entries: the entries of its optimizer state, as given to `Draft.begin`.
-        pace: the rate at which to write; None for no limit.
-
-    Attributes:
-        size_bytes: size of the content.
-
-    Raises:
-        CheckpointError: the draft has been discarded.
-    """
-
-    def __init__(
-        self, path: Path, bounds: ShardSlice, entries: StateEntries, pace: Pace | None = None
-    ) -> None:
-        self._path = path
-        self._shard = bounds.index
-        self._pace = pace or Pace()
-        self._files: dict[str, int] = {}
-        self._unsynced_bytes = 0
-        with self._explained():
-            places = msgspec.json.decode((path / PLACES).read_bytes(), type=Places)
-            self._left = list(reversed(list(_regions(places, bounds, entries))))
-            for _, targets in self._left:
-                for name, _ in targets:
-                    if name not in self._files:
-                        self._files[name] = os.open(path / name, os.O_WRONLY)
-        self.size_bytes = sum(size_bytes for size_bytes, _ in self._left)
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self._complete()
-        finally:
-            for descriptor in self._files.values():
-                os.close(descriptor)
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Write the next part of the content, which may have any size.
-
-        Raises:
-            CheckpointError: the data cannot be written, or there is more than expected.
-        """
-        view = memoryview(data).cast("B")
-        with self._explained():
-            while view.nbytes:
-                if not self._left:
-                    raise CheckpointError(f"shard {self._shard} has more than {self.size_bytes} bytes")
-                size_bytes, targets = self._left.pop()
-                piece = view[: min(size_bytes, PIECE_BYTES)]
-                for name, begin in targets:
-                    _write_at(self._files[name], piece, begin)
-                    self._spend(piece.nbytes)
-                view = view[piece.nbytes :]
-                if piece.nbytes < size_bytes:
-                    rest = [(name, begin + piece.nbytes) for name, begin in targets]
-                    self._left.append((size_bytes - piece.nbytes, rest))
-
-    def _spend(self, size_bytes: int) -> None:
-        self._pace.spend(size_bytes)
-        self._unsynced_bytes += size_bytes
-        if self._unsynced_bytes >= SYNC_BYTES:
-            self._sync()
-
-    def _sync(self) -> None:
-        self._unsynced_bytes = 0
-        for descriptor in self._files.values():
-            os.fdatasync(descriptor)
-
-    def _complete(self) -> None:
-        if self._left:
-            left_bytes = sum(size_bytes for size_bytes, _ in self._left)
-            raise CheckpointError(
-                f"{left_bytes} of the {self.size_bytes} bytes of shard {self._shard} are missing"
-            )
-        with self._explained():
-            self._sync()
-            _mark_of(self._path, self._shard).touch()
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(
-                f"shard {self._shard} cannot be written to {self._path}: {error.strerror or error}"
-            ) from error
-
-
 def _size_bytes(
     model: ModelSpec,
     slices: Sequence[ShardSlice],
@@ -384,46 +237,3 @@ def _size_bytes(
             segment = bounds.segments[int(name.partition("/")[0])]
             state += (segment.stop - segment.start) * torch_dtype(dtype).itemsize
     return weights + state + sum(tensor.nbytes for tensor in tensors.values())
-
-
-Region = tuple[int, list[tuple[str, int]]]
-"""A part of a shard's content: its size in bytes, and the files and offsets to which it is written."""
-
-
-def _regions(places: Places, bounds: ShardSlice, entries: StateEntries) -> Iterator[Region]:
-    """Return the regions of a shard's content, in the order of `shard_content`."""
-    for segment in bounds.segments:
-        item = item_bytes(segment.dtype)
-        begin = segment.offset * item
-        size_bytes = (segment.stop - segment.start) * item
-        yield size_bytes, [(MODEL, place + begin) for place in places.weights[segment.parameter]]
-    for name in sorted(entries.vectors):
-        position, _, key = name.partition("/")
-        segment = bounds.segments[int(position)]
-        item = torch_dtype(entries.vectors[name]).itemsize
-        size_bytes = (segment.stop - segment.start) * item
-        place = places.state[segment.parameter].get(key)
-        file = optimizer_file(places.optimizer[segment.parameter])
-        # An optimizer that has replaced another one may not train all parameters of its set.
-        targets = [] if place is None else [(file, place + segment.offset * item)]
-        yield size_bytes, targets
-
-
-def _write_at(descriptor: int, data: memoryview, begin: int) -> None:
-    written = 0
-    while written < data.nbytes:
-        written += os.pwrite(descriptor, data[written:], begin + written)
-
-
-def _mark_of(path: Path, shard: int) -> Path:
-    """Return the path of the empty file that exists once a shard has been written."""
-    return path / f"shard-{shard}.written"
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file or the names in a directory are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
