@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 
 from paceline.core.coordinator import Coordinator
 from paceline.core.data import loader_ledger
 from paceline.core.data.data_feed import DataFeed
 from paceline.core.data.data_ledger import DataLedger
-from paceline.core.protocol.lease import Batch, Lease, Order
+from paceline.core.protocol.job_cut import LoaderCut
+from paceline.core.protocol.lease import Batch, Lease, Order, single, split_rest
 from paceline.core.protocol.messages import DataGranted, DataRequested, WorkerFinished
 from paceline.core.protocol.requests import Request, Send, server_peer, worker_peer
 from paceline.errors import ConfigurationError, ProtocolError
@@ -35,8 +38,10 @@ class Life:
 class Job:
     """A ledger, and workers that use up its data in virtual time. A worker that is lost may leave torn pushes."""
 
-    def __init__(self, speeds: list[float], *, lockstep: bool = False) -> None:
-        self.ledger = DataLedger()
+    def __init__(
+        self, speeds: list[float], *, lockstep: bool = False, resumed: Sequence[LoaderCut] = ()
+    ) -> None:
+        self.ledger = DataLedger(resumed)
         self.lives = {w: Life(w, speed) for w, speed in enumerate(speeds)}
         self.lockstep = lockstep
         self.now_s = 0.0
@@ -225,6 +230,145 @@ def test_accounts_are_exact_although_the_positions_of_all_batches_that_were_draw
 ) -> None:
     monkeypatch.setattr(loader_ledger, "MOST_LEASES", 0)
     test_in_random_lives_every_position_is_used_once_or_torn_or_returned(seed)
+
+
+# -- runs that resume each other --------------------------------------------------------------------------
+
+
+def positions_of(leases: Sequence[Lease]) -> set[int]:
+    return {
+        position
+        for lease in leases
+        for number in range(lease.count or 0)
+        for position in range(
+            lease.start + number * lease.stride, lease.start + number * lease.stride + lease.batch
+        )
+    }
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_rest_of_an_epoch_is_the_longest_part_before_its_end_that_nobody_has_used(seed: int) -> None:
+    draw = random.Random(seed)
+    end, batch, workers = draw.randint(1, 60), draw.randint(1, 4), draw.randint(1, 3)
+    joint = batch * workers
+    rounds = end // joint
+    used = [draw.randint(0, rounds) for _ in range(workers)]
+    leases = [
+        Lease(0, worker * batch + done * joint, batch, joint, rounds - done)
+        for worker, done in enumerate(used)
+        if done < rounds
+    ]
+    if end > rounds * joint and draw.random() < 0.5:
+        leases.append(single(0, rounds * joint, end - rounds * joint))
+    unused = positions_of(leases)
+    begin, before = split_rest(leases, end)
+    assert begin == max((position + 1 for position in range(end) if position not in unused), default=0)
+    assert positions_of(before) == {position for position in unused if position < begin}
+
+
+@pytest.mark.parametrize("seed", range(500))
+def test_in_random_runs_that_resume_each_other_every_position_is_used_once(seed: int) -> None:
+    """Each run has other workers, another model and another batch size, and is cut at a random moment."""
+    draw = random.Random(seed)
+    size, epochs = draw.randint(8, 200), 3
+    sized, drop_last = draw.random() < 0.8, draw.random() < 0.3
+    split = draw.choice(["dynamic", "static", "auto"])
+    balanced = sized and draw.random() < 0.5
+    used, torn = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    cut: tuple[LoaderCut, ...] = ()
+    first, over = 0, False
+    while not over:
+        batch = draw.randint(1, 7)
+        order = Order(size if sized else None, batch, drop_last, split, "", balanced)  # type: ignore[arg-type]
+        speeds = [draw.uniform(1, 4) for _ in range(draw.randint(1, 5))]
+        job = Job(speeds, lockstep=draw.random() < 0.5, resumed=cut)
+        job.ledger.validate()
+        job.ledger.keeps = draw.random() < 0.5
+        pending: dict[int, list[Batch]] = {w: [] for w in job.lives}
+        while job.lives:
+            if draw.random() < 0.01:
+                break
+            life = min(job.lives.values(), key=lambda life: (life.free_s, life.index))
+            job.now_s = life.free_s
+            life.free_s += life.speed * draw.uniform(0.5, 1.5)
+            if life.epoch < 0:
+                job.begin(life, first, order)
+            drawn = pending[life.index]
+            if (taken := job.take(life, order, size)) is not None:
+                drawn.append(taken)
+                if draw.random() < 0.8:
+                    job.push(life, draw.uniform(0.5, 1.5) * life.speed)
+                    used.update(
+                        (item.epoch, p) for item in drawn for p in range(item.start, item.start + item.size)
+                    )
+                    drawn.clear()
+            elif life.epoch + 1 < epochs:
+                job.begin(life, life.epoch + 1, order)
+            else:
+                job.leave(life, (life.drawn - len(drawn),) * 2, early=False)
+        over = not job.lives
+        labels: dict[int, list[tuple[int, int]]] = {}
+        for worker, life in job.lives.items():
+            before = life.drawn - len(pending[worker])
+            reached = draw.choice([before, life.drawn])
+            labels[worker] = [(before, reached)]
+            for item in pending[worker] if reached > before else ():
+                torn.update((item.epoch, p) for p in range(item.start, item.start + item.size))
+        counts = job.ledger.counts()
+        cut = job.ledger.cut(labels)
+        assert job.ledger.counts() == counts
+        cut = msgspec.json.decode(msgspec.json.encode(cut), type=tuple[LoaderCut, ...])
+        first = min((max(life.epoch, first) for life in job.lives.values()), default=first)
+        for loader in cut:
+            assert (loader.used, loader.torn) == (used.total(), torn.total())
+    assert max((*used.values(), *torn.values()), default=1) == 1
+    assert not used.keys() & torn.keys()
+    assert all(0 <= position < size for _, position in (*used, *torn))
+    [loader] = cut
+    returned = sum(len(positions_of([lease])) for lease in loader.returned)
+    assert loader.total == loader.used + loader.torn + loader.left + loader.left_out + returned
+    if sized:
+        rests = sum(size - rest.begin for rest in loader.epochs)
+        assert loader.total + rests == loader.opened * size
+        if not drop_last and loader.left == loader.left_out == returned == rests == 0:
+            assert used.total() + torn.total() == epochs * size
+
+
+def test_workers_that_resume_in_lockstep_go_on_with_the_very_batches() -> None:
+    order = Order(41, 4, False, "auto", "")
+    job = Job([1.0, 1.0, 1.0], lockstep=True)
+    whole = batches_of_each(job, 0, order, 41)
+    again = Job([1.0, 1.0, 1.0], lockstep=True)
+    for life in again.lives.values():
+        again.begin(life, 0, order)
+        for _ in range(2):
+            again.take(life, order, 41)
+            again.push(life)
+    cut = again.ledger.cut({worker: [(2, 2)] for worker in again.lives})
+    assert [(rest.number, rest.begin) for rest in cut[0].epochs] == [(0, 24)]
+    assert cut[0].returned == ()
+    resumed = Job([1.0, 1.0, 1.0], lockstep=True, resumed=cut)
+    rest = batches_of_each(resumed, 0, order, 41)
+    assert rest == {worker: batches[2:] for worker, batches in whole.items()}
+    fewer = Job([1.0], lockstep=True, resumed=cut)
+    assert batches_of_each(fewer, 0, order, 41) == {
+        0: [(0, 24, 4), (0, 28, 4), (0, 32, 4), (0, 36, 4), (0, 40, 1)]
+    }
+
+
+def test_another_order_does_not_continue_an_epoch() -> None:
+    job = Job([1.0])
+    job.begin(job.lives[0], 0, Order(10, 2, False, "auto", "a"))
+    cut = job.ledger.cut({})
+    for order, difference in (
+        (Order(9, 2, False, "auto", "a"), "it has 9 items instead of 10"),
+        (Order(10, 2, False, "auto", "b"), "its order is different"),
+    ):
+        resumed = Job([1.0], resumed=cut)
+        with pytest.raises(
+            ConfigurationError, match=f"cannot continue epoch 0: .* that is resumed: {difference}"
+        ):
+            resumed.begin(resumed.lives[0], 0, order)
 
 
 def leases_kept(job: Job) -> int:

@@ -5,10 +5,11 @@ It has one `LoaderLedger` for each loader that a script distributes, and knows h
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 from ...errors import InternalError, ProtocolError
-from ...state import stateful
+from ...state import restore, snapshot, stateful
+from ..protocol.job_cut import LoaderCut
 from ..protocol.lease import Order, PackedPushed, Pushed
 from .epoch_split import Grant
 from .loader_ledger import LoaderLedger, PositionCounts
@@ -16,12 +17,21 @@ from .loader_ledger import LoaderLedger, PositionCounts
 __all__ = ["DataLedger"]
 
 
-@stateful(decides="_loaders _names")
+@stateful(decides="keeps _loaders _names")
 class DataLedger:
-    """The ledger of the data of a job, for all loaders that its script distributes."""
+    """The ledger of the data of a job, for all loaders that its script distributes.
 
-    def __init__(self) -> None:
-        self._loaders: dict[str, LoaderLedger] = {}
+    Args:
+        loaders: where to begin, if the run resumes another one.
+
+    Attributes:
+        keeps: True to settle nothing that workers request data after, so that it is known until later what they have.
+            A later request settles it as well. May be set.
+    """
+
+    def __init__(self, loaders: Sequence[LoaderCut] = ()) -> None:
+        self.keeps = False
+        self._loaders = {cut.name: LoaderLedger(cut) for cut in loaders}
         # worker -> the names of the loaders by the worker's numbers
         self._names: dict[int, dict[int, str]] = {}
 
@@ -74,7 +84,8 @@ class DataLedger:
         ledger.require_plausible(worker, epoch, order, drawn, pushed.batches, end)
         self._loaders[name] = ledger
         self._names.setdefault(worker, {})[loader] = name
-        ledger.settle(worker, pushed, pushed)
+        if not self.keeps:
+            ledger.settle(worker, pushed, pushed)
         ledger.observe(worker, times, least, step)
         ledger.begin(worker, epoch, order, drawn, live, lockstep)
         if end is not None:
@@ -101,6 +112,20 @@ class DataLedger:
                 least, most = map(Pushed.unpack, drawn[number])
                 ledger.settle(worker, least, most)
             ledger.leave(worker, live, early=early)
+
+    def cut(self, drawn: Mapping[int, Sequence[tuple[PackedPushed, PackedPushed]]]) -> tuple[LoaderCut, ...]:
+        """Return what is left of the data if all workers are lost. The ledger itself does not change.
+
+        Args:
+            drawn: worker -> what it had drawn before its last push. See `leave`.
+        """
+        copy = DataLedger()
+        restore(copy, snapshot(self))
+        for worker, names in copy._names.items():
+            for number, (least, most) in enumerate(drawn.get(worker, ())):
+                if (name := names.get(number)) is not None:
+                    copy._loaders[name].settle(worker, Pushed.unpack(least), Pushed.unpack(most))
+        return tuple(ledger.cut(name) for name, ledger in copy._loaders.items())
 
     def has_leases(self, worker: int) -> bool:
         """Return True if some positions of the worker are not settled: it may have used them or not."""

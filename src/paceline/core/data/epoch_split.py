@@ -16,15 +16,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import NamedTuple
 
 import msgspec
 
 from ...state import stateful
-from ..protocol.lease import Lease, Order, deal, divide_evenly, positions, remove_first, single, trim
+from ..protocol.lease import (
+    Lease,
+    Order,
+    deal,
+    divide_evenly,
+    positions,
+    remove_first,
+    single,
+    split_rest,
+    trim,
+    with_end,
+)
 from .lease_sizes import LeaseSizes
 
-__all__ = ["DynamicSplit", "EpochSplit", "Grant", "StaticSplit", "cut"]
+__all__ = ["DynamicSplit", "EpochSplit", "Grant", "Rest", "StaticSplit", "cut"]
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -39,9 +51,32 @@ class Grant(msgspec.Struct, frozen=True):
     last: bool
 
 
-@stateful(decides="order opener shares unused ended total left_out _number _sizes _next _end")
+class Rest(NamedTuple):
+    """What is left of an epoch if all workers are lost.
+
+    Attributes:
+        begin: the first position from which on all positions are unused. They are split anew.
+        before: leases of the unused positions before it.
+        total: number of positions of the epoch before it, as far as the split has counted them.
+        left_out: number of these positions that the split has left out.
+    """
+
+    begin: int
+    before: list[Lease]
+    total: int
+    left_out: int
+
+
+@stateful(decides="order opener shares unused endless ended total left_out _number _sizes _next _end")
 class EpochSplit(ABC):
     """An epoch that some workers have begun and not all workers have ended.
+
+    Args:
+        number: number of the epoch.
+        order: the order of the epoch.
+        opener: the worker that began the epoch first.
+        sizes: the sizes of the workers' leases.
+        begin: the first position that is split. It is 0 unless an earlier run has used a part of the epoch.
 
     Attributes:
         static: True if all workers have equal shares of every joint batch.
@@ -49,24 +84,26 @@ class EpochSplit(ABC):
         opener: the worker that began the epoch first.
         shares: static split: worker -> leases that it has yet to receive, for each worker that may receive more.
         unused: dynamic split: leases that scripts have received and not used.
+        endless: static split: leases without a count that workers had when they left.
         ended: workers that receive no more batches.
-        total: number of positions of the epoch, as far as the size is known.
+        total: number of positions of the epoch that are split, as far as the size is known.
         left_out: number of positions that this split does not hand out, because their batch is too small.
     """
 
     static: bool
 
-    def __init__(self, number: int, order: Order, opener: int, sizes: LeaseSizes) -> None:
+    def __init__(self, number: int, order: Order, opener: int, sizes: LeaseSizes, begin: int = 0) -> None:
         self.order = order
         self.opener = opener
         self.shares: dict[int, list[Lease]] = {}
         self.unused: deque[Lease] = deque()
+        self.endless: list[Lease] = []
         self.ended: set[int] = set()
-        self.total = order.size or 0
+        self.total = 0 if order.size is None else order.size - begin
         self.left_out = 0
         self._number = number
         self._sizes = sizes
-        self._next = 0  # the first position that is not part of any lease or share
+        self._next = begin  # the first position that is not part of any lease or share
         self._end = order.size  # None while the size is not known
 
     @property
@@ -78,6 +115,10 @@ class EpochSplit(ABC):
     @abstractmethod
     def grant(self, worker: int, returned: deque[Lease], now_s: float, live: Set[int]) -> Grant:
         """Return a worker's next leases. They may be taken from the returned ones."""
+
+    @abstractmethod
+    def cut(self, leases: Iterable[Lease]) -> Rest:
+        """Return what is left of the epoch if all workers are lost. `leases` are its unused leases."""
 
     def end_at(self, size: int) -> None:
         """Record that the order has ended after `size` positions, which was not known in advance."""
@@ -101,8 +142,9 @@ class StaticSplit(EpochSplit):
         sizes: LeaseSizes,
         members: Set[int],
         returned: deque[Lease],
+        begin: int = 0,
     ) -> None:
-        super().__init__(number, order, opener, sizes)
+        super().__init__(number, order, opener, sizes, begin)
         self.shares = {member: [] for member in sorted(members)}
         self._joint = order.batch * len(members)  # number of positions in a joint batch
         self._deal_returned(returned)
@@ -119,19 +161,33 @@ class StaticSplit(EpochSplit):
             self.shares[worker] = []
         return Grant(tuple(share), last)
 
+    def cut(self, leases: Iterable[Lease]) -> Rest:
+        unused = list(leases)
+        if self.order.size is None:
+            endless = [*self.endless, *(lease for lease in unused if lease.count is None)]
+            stop = max((lease.start for lease in endless), default=0) if self._end is None else self._end
+            end = stop - stop % self._joint
+            ended = with_end(endless, end)
+            begin, before = split_rest([*(lease for lease in unused if lease.count is not None), *ended], end)
+            return Rest(begin, before, positions(ended) - (end - begin), 0)
+        # What is left out at the end is too small for this number of workers, which may change.
+        begin, before = split_rest(unused, min(self._next, self.order.size - self.left_out))
+        return Rest(begin, before, self.total - (self.order.size - begin), 0)
+
     def _deal(self) -> None:
         """Give every worker the same number of batches: an equal part of every joint batch."""
-        order, parts = self.order, len(self.shares)
-        rounds, rest = (None, 0) if order.size is None else divmod(order.size, self._joint)
+        order, parts, begin = self.order, len(self.shares), self._next
+        rounds, rest = (None, 0) if order.size is None else divmod(order.size - begin, self._joint)
         if rounds != 0:
             for part, share in enumerate(self.shares.values()):
-                share.append(Lease(self._number, part * order.batch, order.batch, self._joint, rounds))
+                start = begin + part * order.batch
+                share.append(Lease(self._number, start, order.batch, self._joint, rounds))
         if order.drop_last or rest < parts:
             self.left_out += rest
         else:
             assert rounds is not None
-            self._deal_batch(single(self._number, rounds * self._joint, rest))
-        self._next = order.size or 0
+            self._deal_batch(single(self._number, begin + rounds * self._joint, rest))
+        self._next = order.size or begin
 
     def _deal_batch(self, lease: Lease) -> None:
         """Divide the only batch of a lease among all workers."""
@@ -211,6 +267,13 @@ class DynamicSplit(EpochSplit):
             leases += self._next_leases(smallest, size, wanted - len(leases))
         sizes.lent(worker, sum(lease.count or 0 for lease in leases))
         return Grant(tuple(leases), not leases)
+
+    def cut(self, leases: Iterable[Lease]) -> Rest:
+        unused = deque([*leases, *self.unused])
+        end = self._next if self._end is None else self._end
+        nonexistent, left_out = trim(unused, self._number, end, drop_last=self.order.drop_last)
+        begin, before = split_rest(unused, min(self._next, end))
+        return Rest(begin, before, self.total - nonexistent - (end - begin), self.left_out + left_out)
 
     def _next_leases(self, smallest: int, size: int, wanted: int) -> list[Lease]:
         """Return up to `wanted` batches of `size` positions that no worker has received."""

@@ -26,12 +26,24 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Set
+from itertools import chain
 
 import msgspec
 
 from ...errors import ConfigurationError, ProtocolError
 from ...state import stateful
-from ..protocol.lease import Lease, Order, Pushed, order_difference, positions, remove_first, trim
+from ..protocol.job_cut import EpochCut, LoaderCut
+from ..protocol.lease import (
+    Lease,
+    Order,
+    Pushed,
+    order_difference,
+    positions,
+    remove_first,
+    single,
+    trim,
+    with_end,
+)
 from .epoch_split import DynamicSplit, EpochSplit, Grant, StaticSplit, cut
 from .lease_sizes import LeaseSizes
 
@@ -86,28 +98,41 @@ class _Account:
             self.forgotten.append(lease)
 
 
+NEW = LoaderCut(name="")
+"""What a loader begins with in a run that resumes nothing."""
+
+
 @stateful(
-    decides="_splits _opened _order _accounts _returned _sizes _used _torn _total _left _left_out",
+    decides=(
+        "_splits _closed _opened _order _accounts _returned _sizes _used _torn _total _left _left_out _rests"
+    ),
     history="moved",
 )
 class LoaderLedger:
     """The ledger of one loader.
 
+    Args:
+        cut: where to begin, if the run resumes another one.
+
     Attributes:
         moved: number of positions of earlier epochs that a static split has handed out in a later one.
     """
 
-    def __init__(self) -> None:
-        self.moved = 0
+    def __init__(self, cut: LoaderCut = NEW) -> None:
+        self.moved = cut.moved
         self._splits: dict[int, EpochSplit] = {}  # epochs that some workers have begun and not all have ended
-        self._opened = 0  # number of the last epoch that was opened, plus 1
-        self._order: Order | None = None  # the order of this epoch
+        # Epochs that all workers have ended, of which some workers had leases when the last epoch was opened.
+        self._closed: dict[int, EpochSplit] = {}
+        self._opened = cut.opened  # number of the last epoch that was opened, plus 1
+        self._order = cut.order  # the order of this epoch
         self._accounts: defaultdict[int, _Account] = defaultdict(_Account)  # worker -> its account
-        self._returned: deque[Lease] = deque()  # each lease has a count
+        self._returned = deque(cut.returned)  # each lease has a count
         self._sizes = LeaseSizes()
-        self._used = self._torn = 0
+        self._used, self._torn = cut.used, cut.torn
         # numbers of positions, in addition to those that the splits count
-        self._total = self._left = self._left_out = 0
+        self._total, self._left, self._left_out = cut.total, cut.left, cut.left_out
+        # epochs of which an earlier run has used a part, and that no worker has begun in this run
+        self._rests = {rest.number: rest for rest in cut.epochs}
 
     @property
     def last_order(self) -> tuple[Order, int]:
@@ -162,7 +187,7 @@ class LoaderLedger:
         if epoch > account.epoch:
             self._end_current(worker, account, drawn, live)
             account.epoch = epoch
-            if epoch >= self._opened:
+            if epoch >= self._opened or epoch in self._rests:
                 self._open(epoch, order, worker, live, lockstep)
         split = self._splits.get(epoch)
         if split is None:
@@ -200,10 +225,19 @@ class LoaderLedger:
         If `drop_last` is True, also remove a batch that is incomplete without these positions. The epoch may be one
         that all workers have ended, because a worker may use positions of it that another worker has returned.
         """
-        split = self._splits.get(epoch)
+        split = self._split(epoch)
         if split is not None and split.order.size is None:
             split.end_at(size)
-        for leases in (self._accounts[worker].leases, self._returned):
+        account = self._accounts[worker]
+        for _ in range(len(account.leases)):
+            lease = account.leases.popleft()
+            if lease.epoch == epoch and lease.count is None:
+                ended = with_end([lease], size)
+                self._total += positions(ended)
+                account.leases += ended
+            else:
+                account.leases.append(lease)
+        for leases in (account.leases, self._returned):
             nonexistent, left_out = trim(leases, epoch, size, drop_last=drop_last)
             self._total -= nonexistent
             self._left_out += left_out
@@ -216,6 +250,7 @@ class LoaderLedger:
         unused += [lease for split in self._splits.values() for lease in split.shares.pop(worker, [])]
         if early:
             # A lease without a count cannot be returned, because its size is not known.
+            self._put_back(lease for lease in unused if lease.count is None)
             self._returned.extendleft(lease for lease in reversed(unused) if lease.count is not None)
         else:
             self._put_back(unused)
@@ -234,6 +269,40 @@ class LoaderLedger:
             torn=self._torn,
             returned=positions(self._returned),
             left_out=self._left_out + sum(split.left_out for split in splits),
+        )
+
+    def cut(self, name: str) -> LoaderCut:
+        """Return what is left of the data if all workers are lost. Whatever they have used must be settled before."""
+        accounts, shares = self._accounts.values(), [split.shares.values() for split in self._splits.values()]
+        unused: defaultdict[int, list[Lease]] = defaultdict(list)  # by epoch
+        for lease in chain(
+            self._returned, *(account.leases for account in accounts), *chain.from_iterable(shares)
+        ):
+            unused[lease.epoch].append(lease)
+        total, left_out, rests = self._total, self._left_out, list(self._rests.values())
+        closed = self._leased()
+        for split in closed.values():
+            total -= split.total
+            left_out -= split.left_out
+        for number, split in (self._splits | closed).items():
+            rest = split.cut(unused[number])
+            unused[number] = rest.before
+            total += rest.total
+            left_out += rest.left_out
+            rests.append(EpochCut(number, split.order, rest.begin))
+        returned = [lease for leases in unused.values() for lease in leases if lease.count is not None]
+        return LoaderCut(
+            name=name,
+            opened=self._opened,
+            order=self._order,
+            epochs=tuple(sorted(rests, key=lambda rest: rest.number)),
+            returned=tuple(sorted(returned, key=lambda lease: (lease.epoch, lease.start))),
+            total=total,
+            left=self._left + sum(positions(account.forgotten) for account in accounts),
+            used=self._used,
+            torn=self._torn,
+            left_out=left_out,
+            moved=self.moved,
         )
 
     # -- leases of a worker -------------------------------------------------------------------------------
@@ -295,18 +364,54 @@ class LoaderLedger:
                 self._left += positions([lease])
             else:
                 split.unused.append(lease)
+            if lease.count is None and (split := self._split(lease.epoch)) is not None:
+                split.endless.append(lease)
 
     # -- epochs -------------------------------------------------------------------------------------------
 
+    def _split(self, epoch: int) -> EpochSplit | None:
+        """Return how an epoch is split, or has been split."""
+        return self._splits.get(epoch) or self._closed.get(epoch)
+
+    def _leased(self) -> dict[int, EpochSplit]:
+        """Return those of the closed epochs of which some workers have leases that are not settled."""
+        leased = {lease.epoch for account in self._accounts.values() for lease in account.leases}
+        return {number: split for number, split in self._closed.items() if number in leased}
+
     def _open(self, epoch: int, order: Order, opener: int, live: Set[int], lockstep: bool) -> None:
-        """Begin to split an epoch that no worker has begun before."""
+        """Begin to split an epoch that no worker has begun before, or what an earlier run has left of it."""
+        rest = self._rests.pop(epoch, None)
+        begin = 0 if rest is None else rest.begin
+        if rest is not None and (order.size, order.digest) != (rest.order.size, rest.order.digest):
+            raise ConfigurationError(
+                f"distribute() cannot continue epoch {epoch}: the loader of worker {opener} differs from that of the "
+                f"run that is resumed: {order_difference(order, rest.order, static=False)}."
+            )
+        for earlier in [number for number in self._rests if number < epoch]:
+            self._return_rest(self._rests.pop(earlier))
         static = order.split == "static" or (order.split == "auto" and lockstep)
+        if order.size is None and begin % (order.batch * len(live)):
+            static = False  # joint batches of another size have been used before
         self._splits[epoch] = (
-            StaticSplit(epoch, order, opener, self._sizes, live, self._returned)
+            StaticSplit(epoch, order, opener, self._sizes, live, self._returned, begin)
             if static
-            else DynamicSplit(epoch, order, opener, self._sizes)
+            else DynamicSplit(epoch, order, opener, self._sizes, begin)
         )
-        self._opened, self._order = epoch + 1, order
+        if epoch >= self._opened:
+            self._opened, self._order = epoch + 1, order
+        self._closed = self._leased()
+
+    def _return_rest(self, rest: EpochCut) -> None:
+        """Return what an earlier run has left of an epoch that no worker will begin in this run."""
+        order = rest.order
+        if order.size is None:
+            return
+        full, last = divmod(order.size - rest.begin, order.batch)
+        self._total += order.size - rest.begin
+        if full:
+            self._returned.append(Lease(rest.number, rest.begin, order.batch, order.batch, full))
+        if last:
+            self._returned.append(single(rest.number, order.size - last, last))
 
     def _end_current(self, worker: int, account: _Account, drawn: int, live: Set[int]) -> None:
         """End the current epoch of a worker that begins a later one. It keeps what its script has drawn."""
@@ -328,6 +433,8 @@ class LoaderLedger:
         """
         if live and len(split.ended) >= len(live) and live <= split.ended:
             del self._splits[epoch]
+            if not split.left:
+                self._closed[epoch] = split
             self._total += split.total
             self._left += split.left
             self._left_out += split.left_out

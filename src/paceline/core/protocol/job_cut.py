@@ -73,7 +73,7 @@ class LoaderCut(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: name of the loader.
         opened: number of epochs that have begun.
-        order: the order of the last one of them.
+        order: the order of the last one of them; None if there is none.
         epochs: the epochs that have begun and not ended, in order.
         returned: the positions before the rest of each epoch that are handed out again, in this order. Each lease has
             a count.
@@ -86,8 +86,8 @@ class LoaderCut(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    opened: int
-    order: Order
+    opened: int = 0
+    order: Order | None = None
     epochs: tuple[EpochCut, ...] = ()
     returned: tuple[Lease, ...] = ()
     total: int = 0

@@ -6,8 +6,9 @@ the number of the epoch. So the coordinator and the workers exchange *positions*
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Annotated, Literal, NamedTuple, get_args
 
 import msgspec
@@ -31,7 +32,9 @@ __all__ = [
     "positions",
     "remove_first",
     "single",
+    "split_rest",
     "trim",
+    "with_end",
 ]
 
 Split = Literal["auto", "dynamic", "static"]
@@ -187,6 +190,42 @@ def trim(leases: deque[Lease], epoch: int, size: int, *, drop_last: bool) -> tup
         elif rest:
             leases.append(single(epoch, lease.start + full * lease.batch, rest))
     return nonexistent, left_out
+
+
+def with_end(leases: Iterable[Lease], size: int) -> list[Lease]:
+    """Give a count to leases whose `count` is None, because the order has `size` positions. Leave out empty ones."""
+    rounds = [(lease, size // lease.stride - lease.start // lease.stride) for lease in leases]
+    return [msgspec.structs.replace(lease, count=count) for lease, count in rounds if count > 0]
+
+
+def split_rest(leases: Collection[Lease], end: int) -> tuple[int, list[Lease]]:
+    """Find the longest part before the position `end` that some leases of one epoch contain completely.
+
+    Args:
+        leases: leases of positions before `end`. No two of them contain the same position.
+        end: a position.
+
+    Returns:
+        The first position of this part, and what the leases contain before it.
+
+    >>> split_rest([Lease(0, 4, 2, 4, 3), Lease(0, 10, 2, 4, 2), Lease(0, 16, 3, 3, 1)], 19)
+    (8, [Lease(epoch=0, start=4, batch=2, stride=4, count=1)])
+    """
+    contained = range(end + 1)
+    begin = bisect_left(
+        contained, True, key=lambda start: sum(_from(lease, start) for lease in leases) == end - start
+    )
+    before = [
+        (lease, min(max(-((lease.start - begin) // lease.stride), 0), lease.count or 0)) for lease in leases
+    ]
+    return begin, [msgspec.structs.replace(lease, count=count) for lease, count in before if count]
+
+
+def _from(lease: Lease, start: int) -> int:
+    """Return the number of positions of a lease that are not before a position."""
+    assert lease.count is not None
+    gone, part = divmod(max(start - lease.start, 0), lease.stride)
+    return max(lease.count - gone, 0) * lease.batch - (min(part, lease.batch) if gone < lease.count else 0)
 
 
 def deal(lease: Lease, parts: int) -> tuple[list[Lease], list[Lease]]:
