@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperCommand
 
-from paceline.cli.console import interruptible, print_json, read_numbers, read_whole, run_app
+from paceline.cli.console import interruptible, print_json, read_whole, run_app
 from paceline.cli.numbers import whole_number_option
 from paceline.cli.options import AsJson
 from paceline.cli.progress_bar import TellShare, shown_progress
 from paceline.errors import ConfigurationError
+from paceline.settings.checks import numbers
 
 __all__ = ["NOTHING_LEFT", "app", "main"]
 
@@ -84,8 +85,8 @@ def transport(
     from . import transport as benchmark
 
     plan = benchmark.TransportPlan(
-        sizes_mb=tuple(read_numbers("sizes", sizes) or ()),
-        workers=tuple(read_whole("workers", number) for number in read_numbers("workers", workers) or ()),
+        sizes_mb=numbers("sizes", sizes),
+        workers=tuple(read_whole("workers", number) for number in numbers("workers", workers)),
         servers=servers,
         rounds=rounds,
         systems=tuple(systems.split(",")),
@@ -175,7 +176,7 @@ def links(
     from . import links as benchmark
     from . import wire as formats
 
-    sizes_mb = tuple(read_numbers("sizes", sizes) or ())
+    sizes_mb = numbers("sizes", sizes)
     if wire != "float32":
         compared = formats.WirePlan(wire=wire, rate=rate, size_mb=(*sizes_mb, 0.0)[0], rounds=rounds)
         compared.require_sound()

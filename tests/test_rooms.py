@@ -29,6 +29,7 @@ ROOMS = [
     "shard",
     "checkpoint",
     "wire",
+    "settings",
     "frontend",
     "runtime",
     "outlets",

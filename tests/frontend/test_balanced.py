@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paceline
-from paceline.cli.console import read_paces
 from paceline.core.protocol.lease import BatchSizing
 from paceline.errors import ConfigurationError
 from paceline.frontend.generators import generators_lock
 from paceline.frontend.session import current
+from paceline.settings.checks import paces
 from paceline.sim import Cluster, Presence, Recorded, simulate
 from paceline.sim.recorded import read_cluster_of_run
 from paceline.sync.events import PushReceived
@@ -261,13 +261,12 @@ def test_data_that_cannot_be_balanced_is_handed_out_equally(caplog: pytest.LogCa
 
 
 def test_paces_may_have_a_fixed_part() -> None:
-    assert read_paces(".05,.02+.03") == [(0.0, 0.05), (0.02, 0.03)]
-    assert read_paces(None) is None
+    assert paces("pace", ".05,.02+.03") == paces("pace", [0.05, (0.02, 0.03)]) == ((0.0, 0.05), (0.02, 0.03))
     with pytest.raises(ConfigurationError, match=r"pace is '1\+x', expected numbers of seconds"):
-        read_paces("1+x")
+        paces("pace", "1+x")
 
 
-@pytest.mark.parametrize("pace", [".02+x", [0.02, (0.1, 0.2, 0.3)], [0.02, "0.1"]])
+@pytest.mark.parametrize("pace", [[0.02, (0.1, 0.2, 0.3)], [0.02, "0.1"]])
 def test_paces_of_other_types_are_refused(pace: Any) -> None:
     with pytest.raises(ConfigurationError, match="expected a number of seconds for each worker, or a pair"):
         paceline.launch(print, workers=2, pace=pace)

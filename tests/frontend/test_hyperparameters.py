@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.cli.job_settings import DEFAULTS, JobSettings, as_options
+from paceline.cli.setting_options import as_options
 from paceline.errors import ConfigurationError
 from paceline.runtime.job_description import describe
 from paceline.runtime.job_options import make_job
@@ -78,7 +78,7 @@ def test_the_option_is_checked_described_and_passed_on_by_schedulers() -> None:
     assert describe(make_job(workers=2, dry_run=True))["hyper-parameters"].endswith("(translated)")
     raw = make_job(workers=2, hyperparameters="raw", dry_run=True)
     assert describe(raw)["hyper-parameters"] == "used as they are in each update (raw)"
-    settings: JobSettings = {**DEFAULTS, "hyperparameters": "raw"}
+    settings = {"hyperparameters": "raw"}
     assert as_options(settings) == ["--hyperparameters=raw"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.job_settings import DEFAULTS, JobSettings, as_options
+from paceline.cli.setting_options import as_options
 from paceline.errors import ConfigurationError
 from paceline.runtime.job_description import describe
 from paceline.runtime.job_options import make_job
@@ -88,5 +88,5 @@ def test_the_option_is_checked_described_and_passed_on() -> None:
     assert describe(make_job(workers=2, split="dynamic"))["data"] == "divided on demand (dynamic)"
     with pytest.raises(ConfigurationError, match="unknown split 'dynamc'; did you mean 'dynamic'"):
         make_job(workers=2, split="dynamc")
-    settings: JobSettings = {**DEFAULTS, "split": "static"}
+    settings = {"split": "static"}
     assert as_options(settings) == ["--split=static"]

@@ -31,6 +31,7 @@ from paceline.sync.ticks import in_ticks
 from paceline.trace import Header, Recorder, Replay, Trace, read, read_run, replay
 from paceline.trace.digest import Digest
 from paceline.trace.digesting import trim
+from paceline.trace.kept_traces import KeptTraces
 from paceline.trace.keyframes import keyframe_of
 from paceline.trace.measures import Measures, measure
 from paceline.trace.records import IterationRecord, read_records, record_files
@@ -117,11 +118,13 @@ def test_all_files_of_a_run_share_what_the_user_grants(workers: int, shards: int
         assert found.kept is None
         return 4 * found.size_bytes
 
-    assert shards * held("shard") + workers * held("worker") + held("coordinator") < 1.2 * job.trace_bytes
+    assert (
+        shards * held("shard") + workers * held("worker") + held("coordinator") < 1.2 * job.traces.size_bytes
+    )
     away = segmenting(job, "worker", machine=2)
     assert away is not None
     assert away.kept == 3
-    assert segmenting(msgspec.structs.replace(job, traces="full"), "shard") is None
+    assert segmenting(msgspec.structs.replace(job, traces=KeptTraces("full")), "shard") is None
 
 
 @pytest.mark.parametrize(
@@ -143,9 +146,9 @@ def test_the_size_of_recent_traces_can_be_given() -> None:
     def of(traces: str) -> Job:
         return make_job(workers=1, servers=1, traces=traces, dry_run=True)
 
-    assert (of("recent").traces, of("recent").trace_bytes) == ("recent", 100_000_000)
-    assert (of("recent:7").traces, of("recent:7").trace_bytes) == ("recent", 7_000_000)
-    assert [of(text).traces_setting for text in ("recent", "recent:7", "full")] == [
+    assert (of("recent").traces.kept, of("recent").traces.size_bytes) == ("recent", 100_000_000)
+    assert (of("recent:7").traces.kept, of("recent:7").traces.size_bytes) == ("recent", 7_000_000)
+    assert [str(of(text).traces) for text in ("recent", "recent:7", "full")] == [
         "recent",
         "recent:7",
         "full",
@@ -357,7 +360,7 @@ def cut_run(run_dir: Path, sync: str = "asp") -> CutRun:
 def test_a_long_run_stays_within_its_bytes(tmp_path: Path) -> None:
     """The hosts' part of a run of 24,000 iterations that may take 2 MB: with everything, it would take 14 MB."""
     workers, iterations = 4, 6_000
-    job = msgspec.structs.replace(make_job(workers=workers, servers=1, dry_run=True), trace_bytes=2 * 10**6)
+    job = make_job(workers=workers, servers=1, traces="recent:2", dry_run=True)
     file = SegmentedFile(tmp_path / "trace-shard-0.jsonl", fail, segmenting(job, "shard"))
     recorder = Recorder(file, Header(sync="asp", host="shard", hyperparameters="translated"))
     shard = Shard(0, [ASP()], recorder=recorder, translated=True)
@@ -391,8 +394,8 @@ def test_a_long_run_stays_within_its_bytes(tmp_path: Path) -> None:
             sizes.append(sum(path.stat().st_size for path in paths))
     for each in (file, *logs):
         each.close()
-    assert max(sizes) < 1.5 * job.trace_bytes
-    assert sizes[-1] > 0.5 * job.trace_bytes
+    assert max(sizes) < 1.5 * job.traces.size_bytes
+    assert sizes[-1] > 0.5 * job.traces.size_bytes
     assert 0 < states[-1] < 2**20
     measures = _advanced(tmp_path).meter.measures()
     assert measures.gradients == workers * iterations

@@ -23,7 +23,6 @@ __all__ = [
     "keep_streams_usable",
     "load_named_models",
     "print_json",
-    "read_numbers",
     "read_whole",
     "run_app",
 ]
@@ -86,45 +85,6 @@ def interruptible(then: str = "all processes of the run have ended") -> Iterator
     except Terminated as end:
         print_sentence(Console(stderr=True), f"terminated: {end.words}")
         raise typer.Exit(128 + end.number) from None
-
-
-def read_numbers(name: str, text: str | None) -> list[float] | None:
-    """Parse numbers separated by commas, for example 1,1,1,3.
-
-    Raises:
-        ConfigurationError: the text is not a list of numbers. The message contains `name`, the name of the option.
-    """
-    if text is None:
-        return None
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigurationError(
-            f"{name} is {text!r}, expected numbers separated by commas, for example 1,1,1,3."
-        ) from None
-
-
-def read_paces(text: str | None) -> list[tuple[float, float]] | None:
-    """Parse the paces of the workers, for example .05,.02+.03.
-
-    Each pace is returned as a pair, in seconds: the fixed part, and the part that is proportional to the batch size.
-
-    Raises:
-        ConfigurationError: the text does not have this form.
-    """
-    if text is None:
-        return None
-    paces = []
-    for part in text.split(","):
-        fixed, plus, proportional = part.rpartition("+")
-        try:
-            paces.append((float(fixed) if plus else 0.0, float(proportional)))
-        except ValueError:
-            raise ConfigurationError(
-                f"pace is {text!r}, expected numbers of seconds separated by commas, for example .05,.05,.15, or "
-                "pairs of a fixed and a proportional part, for example .02+.03,.02+.03,.05+.1."
-            ) from None
-    return paces
 
 
 def read_whole(name: str, number: float) -> int:

@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Unpack
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from msgspec import structs
@@ -16,25 +16,23 @@ from .. import __version__
 from ..errors import ConfigurationError, PeerLostError
 from ..launcher.output import print_sentence
 from ..report.words import counted
+from ..settings.setting import SERVE
 from ..wire.addresses import seen_from
 from ..wire.secret import VARIABLE, new_secret, take_secret, write_secret
 from ..wire.tcp import TCP
 from .console import interruptible
-from .job_settings import JobSettings, takes_job_settings
 from .numbers import number_option, whole_number_option
 from .options import (
     AsModule,
-    Dashboard,
     DevicesOption,
-    MetricsPort,
     Port,
     RemoteServers,
     RunDir,
     ServedServers,
     ShowAll,
-    Tensorboard,
 )
 from .run_command import find_script, report
+from .setting_options import takes_settings
 
 if TYPE_CHECKING:
     from ..runtime.job import Job
@@ -65,7 +63,7 @@ SecretFile = Annotated[
 ]
 
 
-@takes_job_settings
+@takes_settings(SERVE, before="wait")
 def serve(
     workers: Annotated[
         str,
@@ -90,7 +88,6 @@ def serve(
     port: Port = 0,
     servers: ServedServers = 1,
     remote_servers: RemoteServers = 0,
-    run_dir: RunDir = None,
     wait: Annotated[
         float | None,
         number_option(
@@ -103,14 +100,11 @@ def serve(
             rich_help_panel="Run",
         ),
     ] = None,
-    dashboard: Dashboard = None,
-    tensorboard: Tensorboard = None,
-    metrics_port: MetricsPort = None,
     announce_to: Annotated[
         int | None, whole_number_option("--announce", hidden=True)
     ] = None,  # for `launcher.serving`
     command: Annotated[str, typer.Option("--command", hidden=True)] = "",  # for `launcher.scheduled`
-    **settings: Unpack[JobSettings],
+    **settings: Any,
 ) -> None:
     """Start a run that machines can join: its coordinator and its servers run on this machine.
 
@@ -132,7 +126,6 @@ def serve(
             servers=servers,
             remote_servers=remote_servers,
             transport="tcp",
-            run_dir=run_dir,
             port=port,
             dry_run=True,
             **settings,
@@ -140,7 +133,7 @@ def serve(
         token = take_secret(os.environ)
         is_new = not token
         job = structs.replace(job, version=__version__, token=token or new_secret(), secure=True)
-        outlets = open_outlets(dashboard, tensorboard, metrics_port)
+        outlets = open_outlets(settings["dashboard"], settings["tensorboard"], settings["metrics_port"])
     from ..launcher.local import HostMachine, Placement
     from ..launcher.run import start
 

@@ -14,7 +14,7 @@ import typer
 
 from ..errors import ConfigurationError
 
-__all__ = ["number_option", "whole_number_option"]
+__all__ = ["number_option", "whole_number", "whole_number_option"]
 
 
 def whole_number_option(
@@ -29,7 +29,7 @@ def whole_number_option(
         most: largest value; None for no limit.
         settings: other arguments for `typer.Option`.
     """
-    return _option(name, *names, read=_whole, what="a whole number", least=least, most=most, **settings)
+    return _option(name, *names, read=whole_number, what="a whole number", least=least, most=most, **settings)
 
 
 def number_option(name: str, *names: str, least: float | None = None, **settings: Any) -> Any:
@@ -66,7 +66,7 @@ def _option(
     return typer.Option(name, *names, parser=parse, **{"metavar": "N", **settings})
 
 
-def _whole(text: str) -> int:
+def whole_number(text: str) -> int:
     """Return the integer that a text stands for. Unlike `int`, accept only digits and a sign."""
     if not re.fullmatch(r"[+-]?[0-9]+", text):
         raise ValueError(text)

@@ -17,27 +17,13 @@ from ..errors import ConfigurationError
 from ..launcher.output import print_sentence
 from ..launcher.reporting import REPORT
 from ..report.summary import summary_rows
-from .console import EXIT_NOT_ALL_WELL, interruptible, read_numbers, read_paces
-from .job_settings import JobSettings, takes_job_settings
+from ..settings import Settings
+from ..settings.setting import RUN
+from .console import EXIT_NOT_ALL_WELL, interruptible
 from .numbers import whole_number_option
 from .optional_values import OptionalValues
-from .options import (
-    AsModule,
-    Dashboard,
-    DevicesOption,
-    Jitter,
-    MetricsPort,
-    Pace,
-    Port,
-    RunDir,
-    Servers,
-    ShowAll,
-    Slowdown,
-    Tensorboard,
-    TorchrunEnv,
-    TransportOption,
-    Workers,
-)
+from .options import AsModule, DevicesOption, RunDir, ShowAll, Workers
+from .setting_options import takes_settings
 
 if TYPE_CHECKING:
     from ..launcher.results import RunResult
@@ -83,7 +69,7 @@ def _strays(arguments: list[str], options: set[str]) -> list[str]:
     return [name for name in dict.fromkeys(named) if name in options]
 
 
-@takes_job_settings
+@takes_settings(RUN, before="as_module")
 def run(
     script: Annotated[
         Path,
@@ -94,24 +80,13 @@ def run(
     ] = None,
     workers: Workers = None,
     devices: DevicesOption = None,
-    servers: Servers = None,
-    run_dir: RunDir = None,
-    transport: TransportOption = "auto",
-    port: Port = 0,
-    torchrun_env: TorchrunEnv = False,
     as_module: AsModule = False,
     show_all: ShowAll = False,
-    dashboard: Dashboard = None,
-    tensorboard: Tensorboard = None,
-    metrics_port: MetricsPort = None,
-    pace: Pace = None,
-    slowdown: Slowdown = None,
-    jitter: Jitter = 0.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the options, show what would be started, and exit.")
     ] = False,
     observer: Annotated[str, typer.Option("--observer", hidden=True)] = "",  # for `paceline check`
-    **settings: Unpack[JobSettings],
+    **settings: Unpack[Settings],
 ) -> None:
     """Run a script in several worker processes. [bold]python script.py[/] runs the same script in one process.
 
@@ -125,24 +100,10 @@ def run(
 
         module = str(script) if as_module else ""
         script = find_script(script, as_module=as_module)
-        assigned = assign_devices(
-            devices, workers, usual=2, imports=settings["imports"], masked=not torchrun_env
-        )
-        job = make_job(
-            workers=assigned.workers,
-            devices=assigned.devices,
-            servers=servers,
-            transport=transport,
-            pace=read_paces(pace),
-            slowdown=read_numbers("slowdown", slowdown),
-            jitter=jitter,
-            run_dir=run_dir,
-            torchrun_env=torchrun_env,
-            port=port,
-            dry_run=True,
-            **settings,
-        )
-        outlets = open_outlets(dashboard, tensorboard, metrics_port)
+        masked = not settings["torchrun_env"]
+        assigned = assign_devices(devices, workers, usual=2, imports=settings["imports"], masked=masked)
+        job = make_job(workers=assigned.workers, devices=assigned.devices, dry_run=True, **settings)
+        outlets = open_outlets(settings["dashboard"], settings["tensorboard"], settings["metrics_port"])
     console = Console(stderr=True)
     if warning := shared(job.devices):
         print_sentence(console, f"warning: {warning}")

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Unpack
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,13 +14,15 @@ from rich.console import Console
 from .. import __version__
 from ..errors import ConfigurationError
 from ..launcher.environments import ENVIRONMENTS
+from ..settings import SETTINGS
+from ..settings.setting import SCHEDULED
 from ..wire.secret import VARIABLE, take_secret
 from .console import interruptible
-from .job_settings import JobSettings, as_options, takes_job_settings
 from .join_command import SecretFile, require_own_address, worker_range
 from .numbers import number_option
 from .options import AsModule, Port, RunDir, ServedServers, ShowAll
 from .run_command import find_script
+from .setting_options import as_options, takes_settings
 
 __all__ = ["SLURM", "TORCHRUN", "scheduled_join"]
 
@@ -43,7 +45,7 @@ HOW = (
 def scheduled_join(scheduler: str) -> Callable[..., None]:
     """Return the command that each process of a job runs which this scheduler has started."""
 
-    @takes_job_settings
+    @takes_settings(SCHEDULED, before="run_dir")
     def command(
         script: Annotated[
             Path,
@@ -92,7 +94,7 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
         run_dir: RunDir = None,
         as_module: AsModule = False,
         show_all: ShowAll = False,
-        **settings: Unpack[JobSettings],
+        **settings: Any,
     ) -> None:
         with interruptible("nothing was started"):
             from ..launcher.devices import device_of_process
@@ -104,6 +106,7 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
             sys.path.insert(0, os.getcwd())  # --import may name modules in this directory
             workers = workers or str(place.count)
             least, most = worker_range(workers)
+            SETTINGS["port"].value(port)
             if place.serves:
                 require_own_address(listen)
             # Every process checks the settings, so that all of them say what is wrong.

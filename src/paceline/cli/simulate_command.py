@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..errors import ConfigurationError, unknown_name
+from ..errors import ConfigurationError
+from ..settings import SETTINGS
 from .console import interruptible, load_named_models, print_json
 from .numbers import whole_number_option
 from .options import (
@@ -130,7 +131,6 @@ def simulate(
     from ..report.canvas import can_draw
     from ..runtime.job_options import require_script
     from ..sim import Dataset
-    from ..sync.translation import HYPERPARAMETERS
 
     if samples is not None and (sweep is not None or script is not None):
         raise ConfigurationError(
@@ -142,8 +142,7 @@ def simulate(
         path, *arguments = shlex.split(script or "") or [""]
     except ValueError as error:
         raise ConfigurationError(f"--script {script!r} cannot be parsed: {error}.") from error
-    if hyperparameters not in HYPERPARAMETERS:
-        raise unknown_name("hyperparameters", hyperparameters, HYPERPARAMETERS)
+    SETTINGS["hyperparameters"].value(hyperparameters)
     if script is not None:
         require_script(Path(path))
     changes = Changes(

@@ -14,6 +14,7 @@ from .. import __version__
 from ..report.run_file import RunFile
 from ..report.run_report import Setting
 from ..runtime.job import Job
+from ..settings import SETTINGS
 from ..wire.addresses import best_transport
 
 __all__ = ["command_line", "description_of"]
@@ -21,6 +22,9 @@ __all__ = ["command_line", "description_of"]
 # An argument whose value is replaced, because it may be a secret, such as --api-key=... or --hf-token ...
 SECRET = re.compile(r"^--?([\w-]*[-_])?(password|passwd|secret|api[-_]?key|access[-_]?key|token)(=|$)", re.I)
 HIDDEN = "..."
+
+FIRST = ["batch", "split", "pace", "slowdown", "jitter", "hyperparameters", "guard", "traces", "on_nan"]
+"""The settings for which people look first."""
 
 
 def description_of(job: Job, program: Sequence[str], command: str = "") -> RunFile:
@@ -108,35 +112,22 @@ def _without_secrets(words: Sequence[str]) -> list[str]:
 def _settings(job: Job) -> list[Setting]:
     """Return the settings of a run in the order in which people look for them."""
     workers = f"{job.least}:{job.workers}" if job.least < job.workers else str(job.workers)
-    paces = [
-        f"{fixed:g}+{pace - fixed:g}" if fixed else f"{pace:g}"
-        for pace, fixed in zip(job.pace_s, job.fixed_s, strict=True)
-    ]
-    guard = "temper" if job.translated else "off"
-    timeout = "" if job.stall_timeout_s is None else f"{job.stall_timeout_s:g}"
     rows: list[tuple[str, str, str | None]] = [
         ("--sync", job.sync, "bsp"),
         ("--workers", workers, None),
+        *([("--devices", job.devices_setting, None)] if job.devices_setting else []),
         ("--servers", str(job.servers), None),
-        ("--batch", job.batch, "equal"),
-        ("--split", job.split, "auto"),
-        ("--pace", ",".join(paces), ""),
-        ("--slowdown", ",".join(f"{factor:g}" for factor in job.slowdown), ""),
-        ("--jitter", f"{job.jitter:g}", "0"),
-        ("--hyperparameters", job.hyperparameters, "translated"),
-        ("--guard", job.guard, guard),
-        ("--traces", job.traces_setting, "recent"),
-        ("--on-nan", job.on_nan, "stop"),
         ("--remote-servers", str(job.remote_servers), "0"),
-        ("--shards", str(job.shards), str(job.servers)),
-        ("--slicing", job.slicing, "even"),
-        ("--overlap", job.overlap, "shards"),
-        ("--transport", job.transport, job.transport if job.joined else best_transport().name),
-        ("--wire", str(job.wire), "float32"),
-        ("--seed", str(job.seed), "0"),
-        ("--stall-timeout", timeout, ""),
-        ("--import", " ".join(job.imports), ""),
     ]
-    if job.devices_setting:
-        rows.insert(2, ("--devices", job.devices_setting, None))
+    usual = {
+        "shards": str(job.servers),
+        "guard": guard_mode(None, translated=job.translated),
+        "transport": job.transport if job.joined else best_transport().name,
+    }
+    told = {name for name, _, _ in rows}
+    for name in dict.fromkeys([*FIRST, *SETTINGS]):
+        row = SETTINGS[name]
+        if row.reported and row.field and row.option not in told:
+            default = "" if row.default is None else row.written(row.value(row.default))
+            rows.append((row.option, row.written(getattr(job, row.field)), usual.get(name, default)))
     return [Setting(name, value, value == default) for name, value, default in rows]

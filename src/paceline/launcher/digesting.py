@@ -36,7 +36,7 @@ class Digester:
         if self._process is not None or self._failure or time.monotonic() < self._due_s:
             return
         self._due_s = time.monotonic() + LOOK_INTERVAL_S
-        if self._job.traces == "recent" and self._earlier.exists():
+        if self._job.traces.kept == "recent" and self._earlier.exists():
             self._start()
 
     def end(self, hurried: Callable[[], bool]) -> list[str]:

@@ -196,7 +196,7 @@ def summarize(
             else {"choices": list(map(str, coordinator.core.auto.choices))}
         ),
         "emulated": job.emulated,
-        "traces": job.traces,
+        "traces": job.traces.kept,
         "main_worker": coordinator.core.main.worker,
         "left": coordinator.core.members.left,
         "lost_workers": coordinator.core.members.lost,
@@ -225,7 +225,7 @@ def _meter(coordinator: CoordinatorHost, faults: list[str], hurried: Callable[[]
     """
     job, left = coordinator.job, coordinator.core.members.left
     run_dir = Path(job.run_dir)
-    if job.traces == "off":
+    if job.traces.kept == "off":
         faults.append(
             "the summary has no statistics, such as updates, gradients, staleness and waiting, because the run made "
             "no traces (--traces off)"

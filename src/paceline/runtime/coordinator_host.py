@@ -145,7 +145,7 @@ class CoordinatorHost(Host):
         )
         self._trace: SegmentedFile | None = None
         self._recorder: Recorder | None = None
-        if job.traces != "off":
+        if job.traces.kept != "off":
             path = Path(job.run_dir, "trace-coordinator.jsonl")
             segments = segmenting(job, "coordinator")
             self._trace = SegmentedFile(path, lambda text: self.core.faults.append(text), segments)

@@ -45,7 +45,7 @@ class Iterations:
         self._unwritten: IterationRecord | None = None
         self._machine = place.machine or msgspec.UNSET
         self._file: SegmentedFile | None = None  # the records; None if there are none
-        if place.job.traces != "off":
+        if place.job.traces.kept != "off":
             path = Path(place.job.run_dir, f"worker-{place.index}.jsonl")
             segments = segmenting(place.job, "worker", place.machine)
             self._file = SegmentedFile(path, failed, segments, append=place.incarnation > 0)

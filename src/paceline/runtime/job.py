@@ -16,10 +16,12 @@ from ..core.protocol.wire_format import EXACT, WireFormat
 from ..errors import ConfigurationError
 from ..plugins.optimizer_sources import OptimizerSources
 from ..plugins.user_conditions import require_named
+from ..settings import SETTINGS
 from ..sync import SyncModel
 from ..sync.notation import parse_shards, require_shards
 from ..sync.schedule import Schedule, read_schedule
 from ..sync.ticks import TICKS_PER_S
+from ..trace.kept_traces import KeptTraces
 from ..trace.run_dir import make_run_dir
 from ..wire.addresses import TRANSPORTS
 from ..wire.tls import Contexts, contexts
@@ -28,7 +30,6 @@ from .compute_devices import CPU, Device
 
 __all__ = [
     "LOOPBACK",
-    "TRACE_MB",
     "Assignment",
     "Job",
     "claim_run_dir",
@@ -38,8 +39,6 @@ __all__ = [
 
 LOOPBACK = "127.0.0.1"
 """The default address on which processes listen for TCP connections."""
-
-TRACE_MB = 100  # default number of megabytes that recent traces occupy
 
 LONGEST_MODEL = 1000  # maximum number of characters in the notation of a sync model that a peer sends
 
@@ -67,11 +66,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         batch: "equal" if all workers have batches of the same size by default, or "balanced" if their sizes follow
             the workers' speeds.
         seed: random seed for the order of the data, the jitter and all other random choices.
-        pace_s: for each worker, the minimum duration in seconds of an iteration with one batch of the loader's size;
-            () if there is no minimum.
-        fixed_s: the part of each of these durations that does not depend on the size of the batch.
+        pace: for each worker, the minimum duration in seconds of an iteration with one batch of the loader's size: a
+            fixed part and a part that is proportional to the size of the batch; () if there is no minimum.
         slowdown: for each worker, the factor by which the measured compute time is multiplied; () if there is none.
-        jitter: in each iteration, `pace_s` and `slowdown` are multiplied by a random number, uniformly distributed
+        jitter: in each iteration, `pace` and `slowdown` are multiplied by a random number, uniformly distributed
             between 1 - `jitter` and 1 + `jitter`.
         on_nan: "stop" to end the run if a gradient contains NaN or inf, or "skip" to drop that push.
         hyperparameters: "translated" if the hyper-parameters of the script refer to a joint batch, and those of each
@@ -87,9 +85,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         epoch_ns: reading of the monotonic clock at time 0 of the run, in nanoseconds.
         secure: True if the connections use TLS, with keys that are derived from the token.
         version: version of Paceline, which must be the same on all machines; "" if the run is on one machine only.
-        traces: "full" if the traces of the run and the records of its workers are kept, "recent" if the oldest parts
-            are deleted during the run, so that `trace_bytes` suffice, or "off" if there are none.
-        trace_bytes: number of bytes that the traces and records may occupy in the run directory, about.
+        traces: what is kept of the traces of the run and the records of its workers.
         wire: the format in which float32 gradients and weights travel between processes.
         optimizers: the places from which processes may take the classes of optimizers that are not torch's.
         devices: the device of each worker that the launcher starts; () if none is assigned.
@@ -109,8 +105,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     split: Split
     batch: BatchSizing
     seed: int
-    pace_s: tuple[float, ...]
-    fixed_s: tuple[float, ...]
+    pace: tuple[tuple[float, float], ...]
     slowdown: tuple[float, ...]
     jitter: float
     on_nan: Literal["stop", "skip"]
@@ -126,8 +121,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     secure: bool = False
     version: str = ""
     remote_servers: int = 0
-    traces: Literal["full", "recent", "off"] = "recent"
-    trace_bytes: int = TRACE_MB * 10**6
+    traces: KeptTraces = KeptTraces()
     wire: WireFormat = EXACT
     optimizers: OptimizerSources = OptimizerSources()
     devices: tuple[Device, ...] = ()
@@ -172,12 +166,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
-    def traces_setting(self) -> str:
-        """The setting `traces` in the notation of the command line."""
-        usual = self.traces != "recent" or self.trace_bytes == TRACE_MB * 10**6
-        return self.traces if usual else f"recent:{self.trace_bytes // 10**6}"
-
-    @property
     def takes_fractions(self) -> bool:
         """True if updates can take fractions of the optimizer's steps, under a model that is planned or chosen."""
         schedule = self.schedule
@@ -206,10 +194,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     def pace_of(self, worker: int, work: Work) -> float:
         """Return the minimum duration in seconds of an iteration that computes a gradient for some data."""
-        if not self.pace_s:
+        if not self.pace:
             return 0.0
-        fixed_s = self.fixed_s[worker]
-        return fixed_s * work.batches + (self.pace_s[worker] - fixed_s) * work.full_batches
+        fixed_s, proportional_s = self.pace[worker]
+        return fixed_s * work.batches + proportional_s * work.full_batches
 
     def read_sync(self, text: str) -> tuple[SyncModel, ...]:
         """Parse the new sync model, or the new models of all shards, that a peer has requested.
@@ -264,14 +252,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def emulated(self) -> str:
         """The options with which unequal machines are emulated, and what they mean; "" if nothing is emulated."""
         parts = []
-        if self.pace_s:
-            paces = [
-                f"{fixed:g}+{pace - fixed:g}" if fixed else f"{pace:g}"
-                for pace, fixed in zip(self.pace_s, self.fixed_s, strict=True)
-            ]
-            parts.append(f"--pace {','.join(paces)} (minimum seconds per iteration)")
+        if self.pace:
+            parts.append(f"--pace {SETTINGS['pace'].written(self.pace)} (minimum seconds per iteration)")
         if self.slowdown:
-            factors = ",".join(f"{factor:g}" for factor in self.slowdown)
+            factors = SETTINGS["slowdown"].written(self.slowdown)
             parts.append(f"--slowdown {factors} (factors of the compute time)")
         if parts and self.jitter:
             parts.append(f"--jitter {self.jitter:g}")

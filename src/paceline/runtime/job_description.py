@@ -64,7 +64,7 @@ def describe(job: Job) -> dict[str, str]:
         "emulated": job.emulated or "nothing: each worker runs at full speed",
         "on NaN": job.on_nan,
         "guard": _GUARD_TEXTS[job.guard],
-        "traces": _TRACES_TEXTS[job.traces].format(mb=job.trace_bytes / 10**6),
+        "traces": _TRACES_TEXTS[job.traces.kept].format(mb=job.traces.megabytes),
         "seed": str(job.seed),
         "run directory": job.run_dir or "a new directory in ./runs",
     }

@@ -8,21 +8,17 @@ import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, cast
+from typing import Unpack
 
-from ..core.oversight.guard import ON_NAN, guard_mode
-from ..core.protocol.layout import SLICINGS
-from ..core.protocol.lease import BATCH_SIZINGS, SPLITS, Split
-from ..core.protocol.wire_format import WireFormat
-from ..errors import ConfigurationError, unknown_name
+from ..core.oversight.guard import guard_mode
+from ..errors import ConfigurationError
 from ..plugins import load_models, modules_of
 from ..plugins.optimizer_sources import OptimizerSources
-from ..sync import SyncModel
-from ..sync.schedule import OVERLAPS, Schedule, read_schedule
-from ..sync.translation import HYPERPARAMETERS
-from ..trace.run_dir import require_usable
+from ..settings import SETTINGS, Settings, checked
+from ..sync.schedule import read_schedule
 from ..wire.addresses import TRANSPORTS, best_transport
 from ..wire.tcp import TCP
+from ..wire.transport import Transport
 from .compute_devices import Device
 from .footprint import (
     available_bytes,
@@ -32,11 +28,9 @@ from .footprint import (
     open_descriptors,
     process_shortage,
 )
-from .job import TRACE_MB, Job, claim_run_dir
+from .job import Job, claim_run_dir
 
 __all__ = ["make_job", "require_script"]
-
-TRACES = ("full", "recent", "off")
 
 
 def make_job(
@@ -45,31 +39,10 @@ def make_job(
     least: int | None = None,
     pause_below: int = 0,
     joined: bool = False,
-    servers: int | None = None,
     remote_servers: int = 0,
-    shards: int | None = None,
-    slicing: str = "even",
-    overlap: str = "shards",
-    sync: str | SyncModel | Sequence[SyncModel] | Schedule = "bsp",
-    imports: Sequence[str] = (),
-    split: str = "auto",
-    batch: str = "equal",
-    transport: str = "auto",
-    seed: int = 0,
-    pace: Sequence[float | tuple[float, float]] | None = None,
-    slowdown: Sequence[float] | None = None,
-    jitter: float = 0.0,
-    on_nan: str = "stop",
-    hyperparameters: str = "translated",
-    wire: str = "float32",
-    run_dir: str | os.PathLike[str] | None = None,
-    guard: str | None = None,
-    traces: str = "recent",
-    stall_timeout: float | None = None,
-    port: int = 0,
-    torchrun_env: bool = False,
     devices: Sequence[Device] = (),
     dry_run: bool = False,
+    **settings: Unpack[Settings],
 ) -> Job:
     """Validate the user's options, create the run directory and return the configuration of the run.
 
@@ -85,76 +58,44 @@ def make_job(
             f"the least number of workers is {least} and the largest is {workers}; write --workers MIN:MAX, or in "
             "Python workers=(MIN, MAX)."
         )
-    if servers is None:
-        # One server for each core that the workers leave free, but at least one.
-        servers = max(1, (os.cpu_count() or 1) - workers)
-    for name, value, choices in (
-        ("transport", transport, ("auto", *TRANSPORTS)),
-        ("slicing", slicing, SLICINGS),
-        ("overlap", overlap, OVERLAPS),
-        ("on_nan", on_nan, ON_NAN),
-        ("hyperparameters", hyperparameters, HYPERPARAMETERS),
-        ("split", split, SPLITS),
-        ("batch", batch, BATCH_SIZINGS),
-    ):
-        if value not in choices:
-            raise unknown_name(name, value, choices)
-    if not 0 <= port <= 65535:
-        raise ConfigurationError(f"port is {port}, expected a number from 0 (any free port) to 65535.")
-    carrier = best_transport() if transport == "auto" else TRANSPORTS[transport]
-    if port and not carrier.spans_machines:
-        raise ConfigurationError(
-            f"port is {port} and transport is {transport!r}, but only 'tcp' uses a port, and 'auto' never chooses "
-            "'tcp'. Use transport 'tcp', or omit port."
-        )
-    if not carrier.available():
-        raise ConfigurationError(
-            f"transport {transport!r} needs {carrier.needs}, which this system does not have or does not permit; use "
-            "'auto' for the best available transport."
-        )
-    if not 0 <= jitter < 1:
-        raise ConfigurationError(f"jitter is {jitter}, expected a number in [0, 1), for example 0.2.")
-    if stall_timeout is not None and not 0 < stall_timeout < math.inf:
-        raise ConfigurationError(
-            f"stall_timeout is {stall_timeout}, expected a number of seconds > 0, for example 60; omit it to disable "
-            "the timeout."
-        )
-    parts = _paces(pace)
-    pace_s = _per_worker("pace", [sum(both) for both in parts], workers, least=0.0)
-    fixed_s = _per_worker("pace", [fixed for fixed, _ in parts], workers, least=0.0)
-    _per_worker("pace", [proportional for _, proportional in parts], workers, least=0.0)
-    slowdowns = _per_worker("slowdown", slowdown, workers, least=1.0)
-    if jitter and not (pace_s or slowdowns):
+    values = checked(settings)
+    servers, shards, pace, jitter = (
+        values["servers"],
+        values["shards"],
+        values["pace"] or (),
+        values["jitter"],
+    )
+    carrier = _carrier(values["transport"], values["port"])
+    _require_per_worker("pace", [sum(parts) for parts in pace], workers, least=0.0)
+    for parts in zip(*pace, strict=True):
+        _require_per_worker("pace", parts, workers, least=0.0)
+    _require_per_worker("slowdown", values["slowdown"] or (), workers, least=1.0)
+    if jitter and not (pace or values["slowdown"]):
         raise ConfigurationError(
             f"jitter is {jitter}, but it has no effect without pace or slowdown, and neither is set. Set one of "
             "them, or omit jitter."
         )
-    # Listening raises an error if the port is in use.
-    if port:
-        TCP.listen(port=port)[0].close()
-    if run_dir is not None:
-        require_usable(run_dir)
-    servers = _require_integer("servers", servers, least=1)
+    if servers is None:
+        # One server for each core that the workers leave free, but at least one.
+        servers = max(1, (os.cpu_count() or 1) - workers)
     remote_servers = _require_integer("remote_servers", remote_servers, least=0)
     if remote_servers >= servers:
         raise ConfigurationError(
             f"remote_servers is {remote_servers} and servers is {servers}, but at least one server must run on this "
             f"machine. Use at least {remote_servers + 1} servers."
         )
-    shards = _require_integer("shards", servers if shards is None else shards, least=1)
+    if shards is None:
+        shards = servers
     if shards < servers:
         raise ConfigurationError(
             f"shards is {shards} and servers is {servers}, but each server needs at least one shard. Use at least "
             f"{servers} shards."
         )
-    kept, trace_bytes = _traces(traces)
+    sync, imports, hyperparameters = (values[name] for name in ("sync", "imports", "hyperparameters"))
     load_models(sync, imports)
     schedule = read_schedule(sync)
-    if schedule.auto:  # the result is the same as with equal batches, and unequal workers wait less
-        batch = "balanced"
-    imports = tuple(dict.fromkeys([*imports, *modules_of(schedule.models)]))
     schedule.require_runnable(workers, shards)
-    schedule.require_overlap(overlap)
+    schedule.require_overlap(values["overlap"])
     for reason in (
         descriptor_shortage(
             workers,
@@ -169,55 +110,56 @@ def make_job(
     ):
         if reason:
             raise ConfigurationError(reason)
+    values |= {
+        "transport": carrier.name,
+        "servers": servers,
+        "shards": shards,
+        "sync": str(schedule),
+        "imports": tuple(dict.fromkeys([*imports, *modules_of(schedule.models)])),
+        # Under "auto", the result is the same as with equal batches, and unequal workers wait less.
+        "batch": "balanced" if schedule.auto else values["batch"],
+        "guard": guard_mode(values["guard"], translated=hyperparameters == "translated"),
+        "pace": pace,
+        "slowdown": values["slowdown"] or (),
+        "run_dir": values["run_dir"] or "",
+    }
     job = Job(
         workers=workers,
         least=least,
         pause_below=pause_below,
         joined=joined,
-        servers=servers,
         remote_servers=remote_servers,
-        shards=shards,
-        slicing="even" if slicing == "even" else "by-parameter",
-        overlap="shards" if overlap == "shards" else "off",
-        sync=str(schedule),
-        imports=imports,
-        transport=carrier.name,
-        split=cast(Split, split),
-        batch="balanced" if batch == "balanced" else "equal",
-        seed=_require_integer("seed", seed, least=0),
-        pace_s=pace_s,
-        fixed_s=fixed_s,
-        slowdown=slowdowns,
-        jitter=float(jitter),
-        on_nan="skip" if on_nan == "skip" else "stop",
-        hyperparameters="translated" if hyperparameters == "translated" else "raw",
-        run_dir="" if run_dir is None else str(run_dir),
-        guard=guard_mode(guard, translated=hyperparameters == "translated"),
-        wire=WireFormat.read(wire),
-        traces=kept,
-        trace_bytes=trace_bytes,
-        stall_timeout_s=None if stall_timeout is None else float(stall_timeout),
-        port=port,
-        torchrun_port=_free_port() if torchrun_env else 0,
+        torchrun_port=_free_port() if values["torchrun_env"] else 0,
         token=secrets.token_hex(16),
         mark=secrets.token_hex(8),
         epoch_ns=time.monotonic_ns(),
-        optimizers=OptimizerSources(packages=imports),
+        optimizers=OptimizerSources(packages=values["imports"]),
         devices=tuple(devices),
+        **{row.field: values[name] for name, row in SETTINGS.items() if row.field is not None},
     )
     return job if dry_run else claim_run_dir(job)
 
 
-def _traces(text: str) -> tuple[Literal["full", "recent", "off"], int]:
-    """Return what is kept of the traces, and how many bytes of them, given the notation of the command line."""
-    kept, colon, size = text.partition(":")
-    if kept not in TRACES:
-        raise unknown_name("traces", text, TRACES)
-    if colon and not (kept == "recent" and size.isascii() and size.isdecimal() and int(size) > 0):
+def _carrier(transport: str, port: int) -> Transport:
+    """Return the transport of a run, given its name, which may be "auto".
+
+    Raises:
+        ConfigurationError: this system does not have the transport, or the port is in use, or of no use.
+    """
+    carrier = best_transport() if transport == "auto" else TRANSPORTS[transport]
+    if port and not carrier.spans_machines:
         raise ConfigurationError(
-            f"traces is {text!r}, expected a number of megabytes only for recent traces, such as 'recent:500'."
+            f"port is {port} and transport is {transport!r}, but only 'tcp' uses a port, and 'auto' never chooses "
+            "'tcp'. Use transport 'tcp', or omit port."
         )
-    return cast(Literal["full", "recent", "off"], kept), (int(size) if size else TRACE_MB) * 10**6
+    if not carrier.available():
+        raise ConfigurationError(
+            f"transport {transport!r} needs {carrier.needs}, which this system does not have or does not permit; use "
+            "'auto' for the best available transport."
+        )
+    if port:
+        TCP.listen(port=port)[0].close()  # raises an error if the port is in use
+    return carrier
 
 
 def _free_port() -> int:
@@ -242,26 +184,9 @@ def _require_integer(name: str, value: int, least: int) -> int:
     return value
 
 
-def _paces(pace: Sequence[float | tuple[float, float]] | None) -> list[tuple[float, float]]:
-    """Return the fixed and the proportional part of each pace. Raise `ConfigurationError` for other values."""
-    parts = [value if isinstance(value, tuple) else (0.0, value) for value in pace or ()]
-    for part in parts:
-        if len(part) != 2 or not all(isinstance(number, int | float) for number in part):
-            raise ConfigurationError(
-                f"pace is {pace!r}, expected a number of seconds for each worker, or a pair of numbers: a fixed part "
-                "and a part that is proportional to the size of the batch."
-            )
-    return parts
-
-
-def _per_worker(name: str, values: Sequence[float] | None, workers: int, least: float) -> tuple[float, ...]:
-    """Return `values` if there is one number >= `least` per worker, or () if there are no values.
-
-    Raise `ConfigurationError` otherwise.
-    """
-    if values is None or len(values) == 0:
-        return ()
-    if len(values) != workers:
+def _require_per_worker(name: str, values: Sequence[float], workers: int, least: float) -> None:
+    """Raise `ConfigurationError` unless there is one number >= `least` per worker, or no number."""
+    if values and len(values) != workers:
         raise ConfigurationError(
             f"{name} has {len(values)} values for {workers} workers; give one value per worker, "
             f"for example {','.join(f'{v:g}' for v in [*values, *[values[-1]] * workers][:workers])}."
@@ -269,4 +194,3 @@ def _per_worker(name: str, values: Sequence[float] | None, workers: int, least: 
     for value in values:
         if not (math.isfinite(value) and value >= least):
             raise ConfigurationError(f"{name} is {value:g} for one worker, expected a number >= {least:g}.")
-    return tuple(float(value) for value in values)

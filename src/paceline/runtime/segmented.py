@@ -54,12 +54,12 @@ def segmenting(
         kind: what writes the file.
         machine: index of its machine. On machine 0, the launcher's, segments are digested before they are deleted.
     """
-    if job.traces != "recent":
+    if job.traces.kept != "recent":
         return None
     merged = sum(PART_OF_MERGED.values()) - PART_OF_MERGED["shard"] + PART_OF_MERGED["shard"] * job.shards
     total = job.workers * (merged + PART_OF_OWN)
     part = PART_OF_OWN if kind == "worker" else PART_OF_MERGED[kind] * job.workers
-    size_bytes = job.trace_bytes * part // (total * (KEPT_SEGMENTS + 1))
+    size_bytes = job.traces.size_bytes * part // (total * (KEPT_SEGMENTS + 1))
     return Segmenting(max(LEAST_BYTES, size_bytes), None if machine == 0 else KEPT_SEGMENTS)
 
 

@@ -553,7 +553,7 @@ class ServerHost(Host):
 
     def _recorder_of(self, shard: int) -> Recorder | None:
         job = self._job
-        if job.traces == "off":
+        if job.traces.kept == "off":
             return None
         header = Header(
             sync=str(job.schedule.at_shard(shard)),

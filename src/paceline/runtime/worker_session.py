@@ -108,7 +108,7 @@ class WorkerSession(Session):
         self.servers = Fetches(place, self.links, self.callbacks)
         self.iterations = Iterations(place, self.links.report_problem)
         self.status = WorkerStatus(job, self.links)
-        emulated = job.pace_s or job.slowdown
+        emulated = job.pace or job.slowdown
         self._emulation = Emulation(job, place.index) if emulated else None
         self._slow_link: SlowLink | None = None  # set if the servers are on other machines
         # when the coordinator was last heard; when a push was last observed, and reported to the guard; and when the

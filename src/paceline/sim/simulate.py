@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 
 from ..core.metrics.history import MetricHistory
 from ..core.oversight.good_weights import GoodWeights
-from ..core.oversight.guard import DIVERGED, ON_NAN, Guard, guard_mode
-from ..core.protocol.layout import SLICINGS, Layout
-from ..core.protocol.lease import BATCH_SIZINGS, BatchSizing
+from ..core.oversight.guard import DIVERGED, Guard, guard_mode
+from ..core.protocol.layout import Layout
+from ..core.protocol.lease import BatchSizing
 from ..core.protocol.model_spec import ModelSpec, OptimizerSpec
 from ..core.protocol.wire_format import WireFormat
 from ..core.sync.auto import Prospect, Situation
-from ..errors import ConfigurationError, RunFailedError, UsageError, unknown_name
+from ..errors import ConfigurationError, RunFailedError, UsageError
 from ..plugins import load_models
+from ..settings import SETTINGS
 from ..sync import SyncModel
-from ..sync.schedule import OVERLAPS, Schedule, read_schedule
+from ..sync.schedule import Schedule, read_schedule
 from ..sync.ticks import Seconds
-from ..sync.translation import HYPERPARAMETERS
 from ..trace.records import IterationRecord
 from ..trace.time_use import time_use
 from .clockwork import Clockwork, Dataset, DatasetClockwork, require_enough_data
@@ -434,15 +434,14 @@ def _checked(
     for size in shard_bytes or ():
         require_whole("a size in shard_bytes", size, 0)
     require_whole("seed", seed, 0)
-    for name, value, choices in (
-        ("overlap", overlap, OVERLAPS),
-        ("slicing", slicing, SLICINGS),
-        ("on_nan", on_nan, ON_NAN),
-        ("hyperparameters", hyperparameters, HYPERPARAMETERS),
-        ("batch", batch, BATCH_SIZINGS),
+    for name, value in (
+        ("overlap", overlap),
+        ("slicing", slicing),
+        ("on_nan", on_nan),
+        ("hyperparameters", hyperparameters),
+        ("batch", batch),
     ):
-        if value not in choices:
-            raise unknown_name(name, value, choices)
+        SETTINGS[name].value(value)
     load_models(sync)
     schedule = read_schedule(sync)
     schedule.require_runnable(cluster.workers, count)

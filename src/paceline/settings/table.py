@@ -1,0 +1,390 @@
+"""The table of settings: what users can set, in Python and on the command line.
+
+A new setting takes a row here, an attribute of `runtime.job.Job`, which every process of a run receives, and the code
+that uses it. The row becomes an argument of `paceline.launch`, an option of the commands that start a run, and a line
+in their help texts and in the report of a run. What depends on several settings is checked in `runtime.job_options`.
+
+The order of the rows is that of the help texts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any, TypedDict, get_type_hints
+
+from ..core.oversight.guard import GUARD_MODES, ON_NAN
+from ..core.protocol.layout import SLICINGS
+from ..core.protocol.lease import BATCH_SIZINGS, SPLITS
+from ..core.protocol.wire_format import WireFormat
+from ..errors import unknown_name
+from ..sync import SyncModel
+from ..sync.schedule import OVERLAPS, Schedule
+from ..sync.translation import HYPERPARAMETERS
+from ..trace.kept_traces import KeptTraces
+from ..wire.addresses import TRANSPORTS
+from .checks import number, numbers, one_of, paces, port, run_dir, whole, written_paces
+from .setting import RUN, SERVE, Setting
+
+__all__ = ["SETTINGS", "Settings", "checked"]
+
+EMULATION = "Emulating unequal machines"
+LOOKING = "Looking at the run"
+
+
+class Settings(TypedDict, total=False):
+    """The settings of a run, with the types that they have in Python."""
+
+    servers: Annotated[
+        int | None,
+        Setting(
+            default=None,
+            doc="number of servers. Default: one for each CPU core that the workers leave free, but at least one; "
+            'with engine "ray", one.',
+            help="Number of servers. Each server holds one or more shards of the parameters (see --shards). "
+            "Default: one for each CPU core that the workers leave free, but at least one.",
+            check=whole(least=1),
+            commands=(RUN,),
+        ),
+    ]
+    sync: Annotated[
+        str | SyncModel | Sequence[SyncModel] | Schedule,
+        Setting(
+            default="bsp",
+            doc="the sync model, as an object, a list with one object per shard, or a string in the notation of the "
+            'command line. The string may also describe a schedule ("bsp@0,elastic-bsp@epoch:5").',
+            help="Synchronization model: bsp, asp, ssp:staleness=3, elastic-bsp:lookahead=15, ... "
+            "([bold]paceline sync[/] lists all). 'bsp|asp' uses bsp for shard 0 and asp for shard 1. "
+            "'bsp@0,elastic-bsp@epoch:5' switches to elastic-bsp at epoch 5; @100 means iteration 100. 'auto' begins "
+            "with bsp and balanced batches, and changes to another model if that saves 10 % of the time per epoch.",
+            metavar="NAME:KEY=VALUE,...",
+        ),
+    ]
+    imports: Annotated[
+        Sequence[str],
+        Setting(
+            default=(),
+            doc="names of modules that define conditions, if the function changes to these conditions during the run "
+            "with `paceline.set_sync`, of packages that define the optimizer, if the function itself imports it, and "
+            "of packages that add a kind of device to torch.",
+            help="Import this module, which defines your own synchronization models or conditions, or adds a kind of "
+            "device to torch. If the script uses your conditions only in paceline.set_sync, name their module here. "
+            "Can be repeated.",
+            metavar="MODULE",
+            option="--import",
+            check=lambda name, value: tuple(value),
+            written=" ".join,
+        ),
+    ]
+    shards: Annotated[
+        int | None,
+        Setting(
+            default=None,
+            doc="number of slices into which the parameters are divided. Default: one per server.",
+            help="Number of slices into which the parameters are divided. Default: one per server.",
+            check=whole(least=1),
+        ),
+    ]
+    slicing: Annotated[
+        str,
+        Setting(
+            default="even",
+            doc='"even" for slices of equal size, as in FluentPS, or "by-parameter" to keep each parameter whole, as '
+            "in PS-Lite.",
+            help="even: slice the parameters into equal parts, as in FluentPS. by-parameter: keep each parameter "
+            "whole, as in PS-Lite.",
+            metavar="<even|by-parameter>",
+            check=one_of(SLICINGS),
+        ),
+    ]
+    overlap: Annotated[
+        str,
+        Setting(
+            default="shards",
+            doc='"shards" if each shard answers pulls independently, or "off" if no worker pulls until all workers '
+            "have pushed all of their gradients, as in PS-Lite (BSP only).",
+            help="shards: each shard answers pulls independently. off: workers pull only after all workers have "
+            "pushed to all shards, as in PS-Lite; this requires bsp.",
+            metavar="<shards|off>",
+            check=one_of(OVERLAPS),
+        ),
+    ]
+    split: Annotated[
+        str,
+        Setting(
+            default="auto",
+            doc='how `distribute` divides an epoch among the workers by default: "auto", "dynamic" or "static".',
+            help="How paceline.distribute divides an epoch, unless the script says so. dynamic: each worker receives "
+            "its next batch when it needs one. static: all workers receive equal shares of every joint batch. auto: "
+            "static if the sync model keeps all workers in lockstep, as bsp does, else dynamic.",
+            metavar="<auto|dynamic|static>",
+            check=one_of(SPLITS),
+        ),
+    ]
+    batch: Annotated[
+        str,
+        Setting(
+            default="equal",
+            doc='"equal" if `distribute` gives all workers batches of the same size, or "balanced" if it gives '
+            "faster workers larger batches and slower workers smaller ones.",
+            help="Sizes of the batches that paceline.distribute hands out. equal: the same size for all workers. "
+            "balanced: sizes in proportion to the workers' speeds. The joint batch of all workers stays the same.",
+            metavar="<equal|balanced>",
+            check=one_of(BATCH_SIZINGS),
+        ),
+    ]
+    seed: Annotated[
+        int,
+        Setting(
+            default=0,
+            doc="random seed for the order of the data, the jitter and the sync models.",
+            help="Random seed for the data order, the jitter and the sync models.",
+            check=whole(least=0),
+        ),
+    ]
+    on_nan: Annotated[
+        str,
+        Setting(
+            default="stop",
+            doc='"stop" to end the run if a gradient contains NaN or inf, or "skip" to drop that push.',
+            help="If a gradient contains NaN or inf, stop the run or skip the push. A worker whose gradients contain "
+            "NaN ten times in a row is then taken out.",
+            metavar="<stop|skip>",
+            check=one_of(ON_NAN),
+        ),
+    ]
+    hyperparameters: Annotated[
+        str,
+        Setting(
+            default="translated",
+            doc='"translated" if the learning rate, momentum and other hyper-parameters mean under every sync model '
+            "what they mean in one process on the joint batch: an update that uses a part of the joint batch takes "
+            'the same part of a step. "raw" if each update takes a whole step, as in the papers. Under "bsp", and '
+            "under models with a `push_scale`, both are the same.",
+            help="translated: the learning rate, momentum and other hyper-parameters mean under every "
+            "synchronization model what they mean in one process on the joint batch. An update that uses a part of "
+            "the joint batch takes the same part of a step. raw: each update takes a whole step, as in the papers. "
+            "Under bsp, both are the same.",
+            metavar="<raw|translated>",
+            check=one_of(HYPERPARAMETERS),
+        ),
+    ]
+    wire: Annotated[
+        str,
+        Setting(
+            default="float32",
+            doc='format in which float32 gradients and weights travel between processes: "float32", or "bf16" to '
+            "round them to bfloat16, so that half as many bytes travel. The servers keep and update float32 weights. "
+            'A format for each direction is written "gradients=bf16,weights=float32". Without effect if all '
+            'processes share memory (transport "shm").',
+            help="Format in which float32 gradients and weights travel between processes. bf16: rounded to bfloat16, "
+            "so half as many bytes travel, which helps on a slow network. The servers keep and update float32 "
+            "weights. gradients=bf16 or weights=bf16 rounds only one direction. Nothing travels between processes "
+            "that share memory, so bf16 has no effect there.",
+            metavar="<float32|bf16>",
+            check=lambda name, value: WireFormat.read(value),
+        ),
+    ]
+    guard: Annotated[
+        str | None,
+        Setting(
+            default=None,
+            doc='what happens if training diverges: "off" for nothing, "tell" to say it, "temper" to halve the '
+            'learning rate as well, at most four times, until training goes well again, or "stop" to end the run and '
+            'keep the last good weights. Default: "temper" if hyper-parameters are translated, else "off". NaN in '
+            'the weights is said in any case, and under `bsp`, "temper" leaves the learning rate alone.',
+            help="What happens if training diverges. tell: it is said, with what to do. temper: the learning rate is "
+            "halved as well, at most four times, and restored when training goes well again; under bsp, as tell. "
+            "stop: the run ends, and the last good weights are kept. off: nothing, but NaN in the weights is said. "
+            "Default: temper if hyper-parameters are translated, else off.",
+            metavar="<off|tell|temper|stop>",
+            check=one_of(GUARD_MODES),
+        ),
+    ]
+    traces: Annotated[
+        str,
+        Setting(
+            default="recent",
+            doc='what is kept of the traces and records: "full" for everything, "recent" for the last 100 MB (or '
+            '"recent:500" for the last 500 MB), or "off" for nothing; the summary then has no statistics.',
+            help="What is kept of the traces and records, which grow by about 0.6 KB per iteration of a worker. "
+            "recent: the last 100 MB; the statistics still count everything. recent:N: the last N MB. full: "
+            "everything. off: nothing, so the summary has no statistics.",
+            metavar="<full|recent|off>",
+            check=lambda name, value: KeptTraces.read(value),
+        ),
+    ]
+    stall_timeout: Annotated[
+        float | None,
+        Setting(
+            default=None,
+            doc="number of seconds after which a silent worker or server is killed if others wait for it. Default: "
+            "never. If a worker is killed, the run continues without it.",
+            help="Kill a worker or server that has been silent for this many seconds while others wait for it. "
+            "Default: never. If a worker is killed, the run continues without it. With or without this option, the "
+            "terminal shows which process the run is waiting for.",
+            metavar="SECONDS",
+            check=number(
+                lambda seconds: 0 < seconds < math.inf,
+                "a number of seconds > 0, for example 60; omit it to disable the timeout",
+            ),
+            field="stall_timeout_s",
+        ),
+    ]
+    run_dir: Annotated[
+        str | os.PathLike[str] | None,
+        Setting(
+            default=None,
+            doc="directory for logs, traces and results. Default: a new directory in ./runs.",
+            help="Directory for logs, traces and results. Default: a new directory under ./runs.",
+            commands=(RUN, SERVE),
+            check=run_dir,
+            reported=False,
+        ),
+    ]
+    transport: Annotated[
+        str,
+        Setting(
+            default="auto",
+            doc='"shm" (shared memory), "unix" (AF_UNIX sockets), "tcp", or "auto" for the best one available.',
+            help="How processes exchange messages: shared memory (shm), Unix sockets (unix) or TCP (tcp). auto uses "
+            "shared memory if the system supports it, otherwise Unix sockets.",
+            metavar="<auto|shm|unix|tcp>",
+            commands=(RUN,),
+            check=one_of(("auto", *TRANSPORTS)),
+        ),
+    ]
+    port: Annotated[
+        int,
+        Setting(
+            default=0,
+            doc='TCP port of the coordinator if the transport is "tcp" or the engine is "ray"; 0 for any free port.',
+            help="TCP port of the coordinator. 0 means any free port.",
+            commands=(RUN,),
+            check=port,
+            reported=False,
+        ),
+    ]
+    torchrun_env: Annotated[
+        bool,
+        Setting(
+            default=False,
+            doc="True to set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each "
+            "worker, as torchrun does, for scripts and loggers that read them.",
+            help="Set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each worker, as "
+            "torchrun does, for scripts and loggers that read them.",
+            commands=(RUN,),
+            field=None,
+        ),
+    ]
+    dashboard: Annotated[
+        bool | int | str | None,
+        Setting(
+            default=None,
+            doc='True, a port or "HOST:PORT" to serve the report of the run as a live page while the run goes on. '
+            "Its address is printed.",
+            help="Serve the report of the run as a live page, at an address that the terminal shows. Without a "
+            "value, any free port of this machine is used; 0.0.0.0:8000 also serves other machines.",
+            metavar="[[HOST:]PORT]",
+            panel=LOOKING,
+            commands=(RUN, SERVE),
+            field=None,
+        ),
+    ]
+    tensorboard: Annotated[
+        str | os.PathLike[str] | None,
+        Setting(
+            default=None,
+            doc="directory for what the script logs, the speed, staleness and waiting; a new directory in it has the "
+            "name of the run. Needs `pip install paceline[tensorboard]`.",
+            help="Write what the script logs, the speed, staleness and waiting for TensorBoard, in a new directory "
+            "in DIR with the name of the run. Needs paceline[tensorboard].",
+            metavar="DIR",
+            panel=LOOKING,
+            commands=(RUN, SERVE),
+            field=None,
+        ),
+    ]
+    metrics_port: Annotated[
+        int | str | None,
+        Setting(
+            default=None,
+            doc='port, or "HOST:PORT", at which the state of the run is served as OpenMetrics, at /metrics. Needs '
+            "`pip install paceline[metrics]`.",
+            help="Serve the state of the run as OpenMetrics at /metrics, for Prometheus. 0 means any free port. "
+            "Needs paceline[metrics].",
+            metavar="[HOST:]PORT",
+            panel=LOOKING,
+            commands=(RUN, SERVE),
+            field=None,
+        ),
+    ]
+    pace: Annotated[
+        str | Sequence[float | tuple[float, float]] | None,
+        Setting(
+            default=None,
+            doc="minimum duration of an iteration in seconds, for each worker, with a batch of the loader's size. A "
+            "worker that finishes earlier sleeps for the rest of that time. The duration is proportional to the size "
+            "of the batch; a pair (fixed, proportional) adds a part that does not depend on the size.",
+            help="Minimum duration of an iteration in seconds, one number per worker. A worker that finishes an "
+            "iteration earlier sleeps until this time has passed. The number applies to a batch of the loader's "
+            "size; for other sizes, the duration changes in proportion. .02+.03 stands for a fixed part of .02 and a "
+            "proportional part of .03.",
+            metavar="S,S,...",
+            panel=EMULATION,
+            commands=(RUN,),
+            check=paces,
+            written=written_paces,
+        ),
+    ]
+    slowdown: Annotated[
+        str | Sequence[float] | None,
+        Setting(
+            default=None,
+            doc="for each worker, a factor >= 1. The worker's measured compute time, whatever the size of its batch, "
+            "is multiplied by this factor.",
+            help="Factors >= 1 by which the workers' compute times are multiplied, one factor per worker. The times "
+            "are measured, so they depend on the batch size just as they do on the real machine.",
+            metavar="X,X,...",
+            panel=EMULATION,
+            commands=(RUN,),
+            check=numbers,
+        ),
+    ]
+    jitter: Annotated[
+        float,
+        Setting(
+            default=0.0,
+            doc="amount of random variation: `pace` and `slowdown` are multiplied by a random factor, which is drawn "
+            "uniformly between 1 - jitter and 1 + jitter.",
+            help="Random variation: in each iteration, the pace or slowdown is multiplied by a uniform random factor "
+            "between 1 - J and 1 + J.",
+            metavar="J",
+            panel=EMULATION,
+            commands=(RUN,),
+            check=number(lambda jitter: 0 <= jitter < 1, "a number in [0, 1), for example 0.2"),
+        ),
+    ]
+
+
+TYPES: dict[str, Any] = get_type_hints(Settings)
+"""Name of each setting -> its type in Python."""
+
+SETTINGS: dict[str, Setting] = {
+    name: hint.__metadata__[0].named(name)
+    for name, hint in get_type_hints(Settings, include_extras=True).items()
+}
+"""Name of each setting -> its row."""
+
+
+def checked(settings: Settings) -> dict[str, Any]:
+    """Return the value that a run uses for each setting, given those that a user has set.
+
+    Raises:
+        ConfigurationError: a value is not valid.
+        TypeError: there is no such setting.
+    """
+    if unknown := sorted(settings.keys() - SETTINGS.keys()):
+        raise TypeError(str(unknown_name("argument", unknown[0], SETTINGS)))
+    return {name: row.value(settings.get(name, row.default)) for name, row in SETTINGS.items()}
