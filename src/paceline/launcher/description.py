@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from .. import __version__
+from ..core.oversight.guard import guard_mode
 from ..report.run_file import RunFile
 from ..report.run_report import Setting
 from ..runtime.job import Job
