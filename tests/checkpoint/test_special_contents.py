@@ -17,7 +17,7 @@ from paceline.checkpoint.reading import Checkpoint
 from paceline.core.protocol.layout import Layout, Parameter
 from paceline.core.protocol.model_spec import FrozenSpec
 from paceline.errors import CheckpointError
-from paceline.frontend.tracking import hyper_parameters
+from paceline.frontend.tracked import hyper_parameters
 from tests.support.sharded import Net, Shards, model_of
 
 

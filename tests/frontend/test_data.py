@@ -57,6 +57,7 @@ class Worker:
         self.batch = "equal"
         self.data = DataFeed()
         self.core = SimpleNamespace(data=self.data, lockstep=True)
+        self.resumed = self.cut = 0
         self.epochs: list[int] = []  # announced by epoch_begins()
         self._ledger = ledger or DataLedger()
 

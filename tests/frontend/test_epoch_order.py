@@ -61,3 +61,38 @@ def test_a_sampler_may_draw_another_order() -> None:
 
     outer, inner = (EpochOrder(numbers, seed).items(0, SIZE) for seed in (1, 2))
     assert EpochOrder(nested, 1, chunk=7).items(0, SIZE) == list(zip(outer, inner, strict=True))
+
+
+class Numbers:
+    """An iterable that can go on from a state, as loaders can that are made for it."""
+
+    def __init__(self) -> None:
+        self.drawn = self._first = 0
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        self.drawn, self._first = self._first, 0
+        while self.drawn < SIZE:
+            self.drawn += 1
+            yield self.drawn, float(torch.rand(()))
+
+    def load_state_dict(self, state: int) -> None:
+        self._first = state
+
+
+def test_an_order_goes_on_from_where_an_equal_one_was() -> None:
+    first, second = Numbers(), Numbers()
+    order = EpochOrder(lambda: first, 1, chunk=1)
+    expected = order.items(0, SIZE)
+    order = EpochOrder(lambda: first, 1, chunk=1)
+    digest = order.digest()
+    assert order.items(5, 2) == expected[5:7]
+    resumed = EpochOrder(lambda: second, 1, chunk=1)
+    second.load_state_dict(first.drawn)
+    content = order.content
+    assert content["position"] == first.drawn == 7
+    resumed.go_on(content)
+    assert resumed.digest() == digest
+    assert second.drawn == 0, "nothing is drawn again"
+    assert resumed.items(8, 3) == expected[8:11]
+    assert resumed.items(2, 3) == expected[2:5], "an earlier position begins anew"
+    assert resumed.items(5, SIZE) == expected[5:]

@@ -16,7 +16,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import paceline
 from paceline.frontend.resumption import Place
 from paceline.frontend.session import current
-from paceline.frontend.tracking import encoded_states
 from paceline.frontend.worker_state import capture, restore, resume_with
 from paceline.sim import Cluster, simulate
 
@@ -30,8 +29,7 @@ class Cut(NamedTuple):
     batch: int
     model: dict[str, torch.Tensor]
     optimizers: list[dict[str, Any]]
-    own: bytes
-    tracked: bytes
+    state: bytes
 
 
 class Script:
@@ -170,7 +168,7 @@ def train(make: Callable[[int], Script], at: tuple[int, int] | None = None, cut:
             script.model.load_state_dict(cut.model)
             for optimizer, state in zip(script.optimizers, cut.optimizers, strict=True):
                 optimizer.load_state_dict(state)
-            resume_with(session, cut.own, cut.tracked)
+            resume_with(session, cut.state, cut.state)
             first = cut.epoch, cut.batch
             script.begin_again()
         for epoch in range(EPOCHS):
@@ -182,10 +180,7 @@ def train(make: Callable[[int], Script], at: tuple[int, int] | None = None, cut:
                 if (epoch, batch) == at:
                     states = [optimizer.state_dict() for optimizer in script.optimizers]
                     weights = {name: value.clone() for name, value in script.model.state_dict().items()}
-                    own, tracked = (
-                        b"".join(each) for each in (capture(session, place), encoded_states(session))
-                    )
-                    made.append(Cut(epoch, batch, weights, states, own, tracked))
+                    made.append(Cut(epoch, batch, weights, states, b"".join(capture(session, place))))
                 script.train_on(DATA[epoch, batch])
         made.append([value.clone() for value in script.held()])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -30,9 +30,11 @@ from .newcomer import hold_job_model
 from .position import Position
 from .progress import set_batch
 from .progress_bars import bars_over, expected_batches
+from .resumption import Place
 from .session import Session, current
 from .sources import Source, source_of
 from .streams import Stream, streams_of
+from .worker_state import begin_resumed, keep, restore
 
 __all__ = ["DistributedLoader", "call_site", "distribute", "distribute_at"]
 
@@ -198,15 +200,20 @@ class DistributedLoader(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         loop, part = active_loop(self._session), self._part
         hold_job_model(self._session)
+        begin_resumed(self._session)
         if loop is None:
             update_main(self._session)
         epoch = part.next_epoch
+        place = Place(self.position.name, epoch)
         if self._generator is not None:
             self._generator.manual_seed(loader_seed(self._session, epoch))
         with self.position.making_a_pass(self._session, epoch - part.skipped, dynamic=part.is_dynamic):
             bars = bars_over(self) if part.is_dynamic else ()
             drawn = 0
-            for loaded in self._loaded:
+            batches = iter(self._loaded)  # a `DataLoader` draws the seed of its processes here
+            restore(self._session, place, self._go_on)
+            keep(self._session, place, self._content)
+            for loaded in batches:
                 if loop is not None and loop.over:
                     return
                 taken = part.taken.popleft()
@@ -218,9 +225,29 @@ class DistributedLoader(Generic[T]):
                 for bar in bars:
                     bar.total = expected_batches(drawn, self.position.joint_batches, len(self))
                 yield loaded
+                keep(self._session, place, self._content)
             self.position.complete(epoch)
             for bar in bars:
                 bar.total = drawn
+
+    def _content(self) -> dict[str, Any]:
+        """Return what the script's loader holds between two batches, from which another run can go on."""
+        return {
+            "generator": None if (generator := self._own_generator) is None else generator.get_state(),
+            "order": self._part.content,
+        }
+
+    def _go_on(self, content: Mapping[str, Any]) -> None:
+        """Let the script's loader go on from what it held. See `_content`."""
+        if self._own_generator is not None and content["generator"] is not None:
+            self._own_generator.set_state(content["generator"])
+        self._part.resumed = content["order"]
+
+    @property
+    def _own_generator(self) -> torch.Generator | None:
+        """The generator that the script has given to the loader; None if there is none."""
+        generator = getattr(self._source.inner, "generator", None)
+        return generator if isinstance(generator, torch.Generator) else None
 
     def move_to(self, device: torch.device) -> None:
         """Move each batch to a device from now on. See `distribute`."""
@@ -274,11 +301,13 @@ class Part:
     Attributes:
         number: this worker's number for the stream of the source.
         taken: the batches that were taken but have not been drawn by the script yet.
+        resumed: how far an earlier run has come with the items of one epoch; None if this is not known.
     """
 
     def __init__(self, source: Source, session: Session, stream: Stream, division: Division) -> None:
         self.number = stream.number
         self.taken: deque[Taken] = deque()
+        self.resumed: Mapping[str, Any] | None = None
         self._source = source
         self._session = session
         self._stream = stream
@@ -333,6 +362,14 @@ class Part:
             if items:
                 self.taken.append(Taken(batch, len(items), source.samples(items)))
                 yield items
+
+    @property
+    def content(self) -> dict[str, Any] | None:
+        """How far the iteration over the items has come; None if the source cannot go on from there."""
+        source, order = self._source, self._orders.get(self._epoch)
+        if source.stateful is None or order is None:
+            return None
+        return {"epoch": self._epoch, "state": source.stateful.state_dict(), **order.content}
 
     @property
     def next_epoch(self) -> int:
@@ -400,7 +437,23 @@ class Part:
 
             current = {self._epoch: self._orders[self._epoch]} if self._epoch in self._orders else {}
             self._orders = {**current, epoch: EpochOrder(begin, seed, source.chunk)}
+            self._go_on_in(epoch)
         return self._orders[epoch]
+
+    def _go_on_in(self, epoch: int) -> None:
+        """Let the iteration over the items of an epoch go on from where an earlier run was."""
+        source, content = self._source, self.resumed
+        if content is None or content["epoch"] != epoch or source.stateful is None:
+            return
+        self.resumed = None
+        try:
+            source.stateful.load_state_dict(content["state"])
+        except Exception as error:
+            raise UsageError(
+                f"the {type(source.stateful).__name__} that was given to distribute() does not accept the state that "
+                f"it had at the checkpoint: {' '.join(str(error).split())} Resume the run with the same script."
+            ) from error
+        self._orders[epoch].go_on(content)
 
 
 def _seed_generators(sampler: object, seed: int) -> None:

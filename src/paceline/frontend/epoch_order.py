@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -45,6 +45,9 @@ class EpochOrder:
         self._begin = begin
         self._seed = seed
         self._chunk = chunk
+        self._digest: str | None = None  # None if it has not been computed
+        self._iterator: Iterator[Any] | None
+        self._drawn: list[Any]
         self._restart()
 
     def items(self, start: int, size: int) -> list[Any]:
@@ -62,8 +65,34 @@ class EpochOrder:
         size = self.start + len(self._drawn)
         return size if size < stop else None
 
+    @property
+    def content(self) -> dict[str, Any]:
+        """How far the order has been drawn: the position, the generators there, and the hash of the first items.
+
+        The state of what is iterated over is not included.
+        """
+        return {
+            "position": self.start + len(self._drawn),
+            "generators": self._generators.content,
+            "digest": self._digest,
+        }
+
+    def go_on(self, content: Mapping[str, Any]) -> None:
+        """Go on from how far an equal order has been drawn. The next iterator must already go on from there."""
+        self._drawn, self.start, self._digest = [], content["position"], content["digest"]
+        with generators_lock:
+            outside = GeneratorStates()
+            self._iterator = iter(self._begin())  # draws nothing that counts
+            self._generators = GeneratorStates.of(content["generators"])
+            outside.give_back()
+
     def digest(self) -> str:
         """Return a hash of the first items; "" if there are items of a type that cannot be hashed reliably."""
+        if self._digest is None:
+            self._digest = self._hash()
+        return self._digest
+
+    def _hash(self) -> str:
         found = blake2b(digest_size=8)
         try:
             for item in self.items(0, min(DIGESTED, self._chunk)):
@@ -85,12 +114,12 @@ class EpochOrder:
             self._draw()
 
     def _restart(self) -> None:
-        self._iterator: Iterator[Any] | None = None
+        self._iterator = None
         with generators_lock:
             # The states with which the iteration continues.
             self._generators = GeneratorStates.seeded(self._seed)
         self.start = 0  # position of the first item in `_drawn`
-        self._drawn: list[Any] = []
+        self._drawn = []
         self._ended = False
 
     def _draw(self) -> None:

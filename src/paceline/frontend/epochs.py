@@ -11,13 +11,15 @@ from weakref import WeakKeyDictionary
 from ..core.protocol.messages import LoopPosition, StopRequested
 from ..core.protocol.requests import COORDINATOR, Send
 from ..errors import ConfigurationError, UsageError
+from ..shard.states import decode_states, encode_states
 from .is_main import update_main
 from .loops import Limits, enter_loop, leave_loop
 from .newcomer import begins_with_the_run, hold_job_model
 from .progress import Progress, progress_of
 from .session import Session, current
 from .streams import streams_of
-from .tracking import encoded_states, has_tracked, load_states
+from .tracked import has_tracked, load_states, tracked_states
+from .worker_state import begin_resumed
 
 __all__ = ["Epochs", "epochs"]
 
@@ -157,12 +159,14 @@ class Epochs:
             begins_with_the_run(session)
             return 0
         hold_job_model(session, newest=True)
+        resumed = begin_resumed(session)
         if (
             position.loop >= self._number
+            and not resumed
             and (kept := session.servers.fetch_states(entered.address)) is not None
         ):
             position, states = kept
-            load_states(session, states)
+            load_states(session, decode_states(states))
         streams_of(session).skip(position.passes)
         self._begun_s -= entered.elapsed_s
         if position.loop == self._number:
@@ -181,7 +185,7 @@ class Epochs:
         limits = self.limits.told
         session.exchange(lambda: session.core.data.reach(position, over=over, tracks=tracks, limits=limits))
         if tracks and session.core.data.states_wanted:
-            session.servers.keep_states(position, encoded_states(session))
+            session.servers.keep_states(position, encode_states(tracked_states(session)))
 
     @property
     def over(self) -> bool:

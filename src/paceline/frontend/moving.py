@@ -71,8 +71,8 @@ class MovedLoader(Generic[T]):
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[T]:
-        for batch in self._loader:
-            yield moved(batch, self._device, pinned=self._pinned)
+        batches = iter(self._loader)  # now, not when the first batch is asked for
+        return (moved(batch, self._device, pinned=self._pinned) for batch in batches)
 
     def __getattr__(self, name: str) -> Any:
         # An attribute of this class can be missing, for example while an instance is copied.

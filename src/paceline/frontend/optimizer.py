@@ -38,11 +38,13 @@ from .lr_schedules import ScheduleWatch
 from .marks import Marks
 from .newcomer import add_untrained, are_trained, hold_job_model, job_state, untrained
 from .parameter_sets import ParameterSet
+from .position import latest_position
 from .progress import count_step
 from .session import Session, current
 from .trained_model import find_model, require_not_wrapped
 from .training import WorkerTraining, training_of
 from .untraced import untraced
+from .worker_state import ANYWHERE, begin_resumed, keep, restore
 
 __all__ = ["DistributedOptimizer"]
 
@@ -225,6 +227,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             leave_out_gradient=stale or overflows,
             clip=clip,
         )
+        if latest_position(self._session) is None:
+            keep(self._session, ANYWHERE)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -528,7 +532,9 @@ def _begin(session: Session) -> None:
             indices.append(set_index)
             sets[set_index] = optimizer.parameter_set()
     if training is None:
+        begin_resumed(session)
         training = WorkerTraining(session, sets)
+        restore(session, ANYWHERE)
     else:
         training.extend(sets)
     for optimizer, index in zip(found, indices, strict=True):

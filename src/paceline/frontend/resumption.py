@@ -29,30 +29,30 @@ class Resumption:
     """What a script gets back in a worker of a resumed run.
 
     Attributes:
-        own: what the script of the worker with the same index had; None if there is nothing to restore, or not any
-            more. See `worker_state.capture`.
-        tracked: the states of the objects that the script tracked, as bytes, as long as `own` is there.
+        begun: True once the state has been asked for.
+        state: what the script held; None if there is nothing to restore, or not any more. See `worker_state`.
+        buffers: the buffers that the model of this worker had, by their descriptions, until training begins.
     """
 
     def __init__(self) -> None:
-        self.own: Mapping[str, Any] | None = None
-        self.tracked: bytes | bytearray | None = None
-        self._buffers: dict[str, torch.Tensor] = {}
-
-    def begin(self, own: Mapping[str, Any], tracked: bytes | bytearray | None) -> None:
-        """Take what the script had."""
-        self.own, self.tracked, self._buffers = own, tracked, dict(own["buffers"])
+        self.begun = False
+        self.state: Mapping[str, Any] | None = None
+        self.buffers: Mapping[str, torch.Tensor] = {}
 
     def take_buffers(self, specs: Iterable[BufferSpec]) -> dict[str, torch.Tensor]:
         """Return and forget those of these buffers that the model of this worker had, by name."""
-        return {spec.name: self._buffers.pop(str(spec)) for spec in specs if str(spec) in self._buffers}
+        had, self.buffers = self.buffers, {}
+        return {spec.name: had[str(spec)] for spec in specs if str(spec) in had}
 
-    def has_reached(self, place: Place) -> bool:
-        """Return True if the script is where it was, or further on, and has not got its state back yet."""
-        if self.own is None:
-            return False
-        before = Place(*self.own["place"])
-        return place.stream == before.stream and place.epoch >= before.epoch
+    def take_at(self, place: Place) -> Mapping[str, Any] | None:
+        """Return and forget the state if the script is where it was, or further on; else None."""
+        if self.state is None:
+            return None
+        before = Place(*self.state["place"])
+        if place.stream != before.stream or place.epoch < before.epoch:
+            return None
+        state, self.state = self.state, None
+        return state
 
 
 resumption_of = OfSession(lambda _: Resumption())

@@ -128,6 +128,28 @@ class Servers(ABC):
             address: the address of the server of shard 0. The session need not be connected to it yet.
         """
 
+    def keep_worker_state(self, number: int, state: Sequence[memoryview]) -> None:
+        """Send what the script of this worker holds to the server of shard 0, for a cut of the job.
+
+        Its memory may change after this call.
+
+        Args:
+            number: number of the cut. The cut then no longer waits for this worker.
+            state: the bytes of the state. See `worker_state`.
+        """
+        raise NotImplementedError  # only a session whose job is cut needs it
+
+    def fetch_worker_states(self) -> tuple[bytes | bytearray | None, bytes | bytearray | None]:
+        """Return what scripts held at the cut with which the run has begun, for a worker of a resumed run.
+
+        May be called before `begin`, like `fetch_model`.
+
+        Returns:
+            The state of the worker with this index, and that of the lowest index; None for what is not known. The
+            former is None as well if this index has been used in this run before.
+        """
+        raise NotImplementedError  # only a session of a resumed run needs it
+
 
 class Session(ABC):
     """The interface through which one worker takes part in a run.
@@ -147,6 +169,7 @@ class Session(ABC):
         seed: the run's seed.
         device: the device that is assigned to this worker; the CPU if none is.
         skips_nan: True if gradients with NaN or inf are not pushed, False if such gradients stop the run.
+        resumed: number of the cut with which the run has begun; 0 if it is not resumed.
         core: the protocol of this worker. The front end reads what the worker knows of the run, which changes between
             iterations, and uses its data feed. It calls no method that returns requests, except in `exchange`.
         servers: what the worker requests from the servers besides pushes and pulls.
@@ -168,6 +191,7 @@ class Session(ABC):
         seed: int,
         device: str,
         skips_nan: bool,
+        resumed: int = 0,
     ) -> None:
         self.core = core
         self.worker = worker
@@ -177,6 +201,7 @@ class Session(ABC):
         self.seed = seed
         self.device = torch.device(device)
         self.skips_nan = skips_nan
+        self.resumed = resumed
         self.weights: Vectors = {}
         self.gradients: Vectors = {}
         self.callbacks = Callbacks()
@@ -203,6 +228,11 @@ class Session(ABC):
     def main_worker(self) -> int:
         """Index of the main worker, as far as this worker has been told; -1 for nobody."""
         return self.core.main_worker
+
+    @property
+    def cut(self) -> int:
+        """Number of the cut of the job for which the state of this worker is wanted; 0 for none."""
+        return 0
 
     @property
     def sends_early(self) -> bool:

@@ -22,6 +22,7 @@ from torch.utils.data import (
 )
 
 from ..errors import ConfigurationError
+from .stateful import METHODS, Stateful
 
 __all__ = ["Source", "length_of", "source_of"]
 
@@ -51,6 +52,7 @@ class Source(Protocol):
         counts_samples: True if each item is one sample.
         inner: the object whose attributes the distributed loader exposes.
         divisible: True if batches of sizes other than `batch` can be made.
+        stateful: the object whose state tells how far the iteration over the items has come; None if there is none.
         warnings: sentences about how the data is split, for the user.
     """
 
@@ -63,6 +65,7 @@ class Source(Protocol):
     counts_samples: bool
     inner: object
     divisible: bool
+    stateful: Stateful | None
     warnings: list[str]
 
     def order(self) -> Iterable[Any]:
@@ -111,6 +114,7 @@ class IndexSource:
 
     chunk = 1024
     once = False
+    stateful: Stateful | None = None
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.key: object = loader.dataset
@@ -194,6 +198,7 @@ class ItemSource:
         # Some loaders are their own iterators and begin again with each pass. Such loaders usually have a length.
         self.once = isinstance(items, Iterator) and self.size is None
         self._items = items
+        self.stateful = _stateful(items)
         if _may_reorder(items):
             self._items = _in_order(items)
             self.warnings.append(IN_ORDER)
@@ -245,6 +250,16 @@ def _in_order(loader: L) -> L:
     ordered = copy.copy(loader)
     ordered.__dict__.update(_iterator=None, in_order=True)
     return ordered
+
+
+def _stateful(items: Iterable[Any]) -> Stateful | None:
+    """Return the iterable itself, or the dataset of a loader without processes, if it can go on from a state."""
+    dataset = items.dataset if isinstance(items, DataLoader) and items.num_workers == 0 else None
+    for each in (items, dataset):
+        if all(callable(getattr(each, method, None)) for method in METHODS):
+            found: Stateful = each  # type: ignore[assignment]
+            return found
+    return None
 
 
 def _replaces(sampler: object) -> bool:

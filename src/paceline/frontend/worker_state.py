@@ -9,103 +9,196 @@ A resumed script runs from its first line and so creates the same objects. Their
 has reached the same place: when it asks for its next batch in the same epoch of the same loader, after the loader has
 drawn the seed of its processes. Until then, whatever the script does to these objects is overwritten. Buffers are
 replaced when training begins, which happens later: in the first forward pass.
+
+Tracked objects are the same in all workers and may be large. So only the state of the main worker contains them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from ..errors import UsageError
 from ..shard.states import decode_states, encode_states
 from .generators import GeneratorStates, generators_lock
 from .loss_scaling import scales_of
 from .lr_schedules import prepared_schedulers
 from .newcomer import untrained
+from .of_session import OfSession
 from .resumption import Place, resumption_of
 from .session import Session
-from .tracking import hyper_parameters, load_states, set_hyper_parameters, set_state, state_of
+from .tracked import (
+    RESUMED,
+    hyper_parameters,
+    load_states,
+    set_hyper_parameters,
+    set_state,
+    state_of,
+    tracked_states,
+)
 from .training import training_of
 
-__all__ = ["capture", "restore", "resume_with"]
+__all__ = ["ANYWHERE", "begin_resumed", "capture", "keep", "restore", "resume_with"]
+
+log = logging.getLogger("paceline.frontend.worker_state")
+
+ANYWHERE = Place("", 0)
+"""The place of a script without a distributed loader."""
+
+NOT_USED = (
+    "This run is resumed, so it goes on with the weights, the optimizer state and the place in the data of its own "
+    "checkpoint. What the script has loaded by itself is not used."
+)
+
+OF_ONE: dict[str, Any] = {"generators": None, "loader": None, "buffers": {}}
+"""What differs between workers, so that another worker does not go on from it."""
 
 
-def capture(session: Session, place: Place, generator: torch.Generator | None = None) -> list[memoryview]:
-    """Return what the script of a worker holds, except for what it tracks, as bytes.
+def capture(
+    session: Session, place: Place, loader: Mapping[str, Any] | None = None, *, tracked: bool = True
+) -> list[memoryview]:
+    """Return what the script of a worker holds, as bytes. The memory of tensors on the CPU is not copied.
 
     Args:
         session: the session of the worker.
         place: where the script is.
-        generator: the generator of the loader from which the script asks for a batch; None if it has none.
+        loader: what the loader holds from which the script asks for a batch; None if there is none.
+        tracked: True to include what the script tracks.
     """
     training = training_of(session)
-    optimizers = [each.owner for each in training.sets] if training is not None else []
     with generators_lock:
         generators = GeneratorStates().content
     return encode_states(
         {
             "place": tuple(place),
             "generators": generators,
-            "loader": generator.get_state() if generator is not None else None,
+            "loader": {
+                key: _sendable(session, f"the {key} of a loader", each)
+                for key, each in (loader or {}).items()
+            },
             "buffers": training.described_buffers() if training is not None else {},
-            "optimizers": [hyper_parameters(optimizer) for optimizer in optimizers],
-            "schedulers": [state_of(scheduler) for scheduler in prepared_schedulers(session)],
+            "optimizers": [hyper_parameters(optimizer) for optimizer in _optimizers(session)],
+            "schedulers": [
+                _sendable(session, f"the state of {type(each).__name__}", state_of(each))
+                for each in prepared_schedulers(session)
+            ],
             "scalers": scales_of(session).states(),
+            "loaded": training is not None and any(each.state for each in training.sets),
+            "tracked": tracked_states(session) if tracked else None,
         }
     )
 
 
-def resume_with(session: Session, own: bytes | bytearray | None, tracked: bytes | bytearray | None) -> None:
+def keep(session: Session, place: Place, loader: Callable[[], Mapping[str, Any]] | None = None) -> None:
+    """If the job is cut and has yet to get the state of this worker, send what its script holds.
+
+    Args:
+        session: the session of the worker.
+        place: where the script is.
+        loader: function that returns what the loader holds from which the script asks for a batch; None if there is
+            none.
+    """
+    if number := session.cut:
+        tracked = session.worker == session.main_worker
+        state = capture(session, place, loader() if loader is not None else None, tracked=tracked)
+        session.servers.keep_worker_state(number, state)
+
+
+def begin_resumed(session: Session) -> bool:
+    """Take over what the script of a worker of a resumed run held, and return True; return False in any other run.
+
+    Raises:
+        UsageError: the script tracks other objects than it did.
+    """
+    resumption = resumption_of(session)
+    if session.resumed and not resumption.begun:
+        resumption.begun = True
+        resume_with(session, *session.servers.fetch_worker_states())
+        if any(optimizer.state for optimizer in untrained(session)):
+            log.warning("%s", NOT_USED)
+    return session.resumed > 0
+
+
+def resume_with(session: Session, own: bytes | bytearray | None, main: bytes | bytearray | None) -> None:
     """Let the script of a worker go on from what it held in an earlier run. See `restore`.
 
     Args:
         session: the session of the worker.
         own: what `capture` has returned in the worker with the same index; None if there was no such worker.
-        tracked: the states of the tracked objects; None if nothing was tracked.
+        main: what it has returned in the main worker; None if this is not known.
 
     Raises:
         ProtocolError: the bytes are not those of states.
         UsageError: the script tracks other objects than it did.
     """
-    if own is not None:
-        resumption_of(session).begin(decode_states(own), tracked)
-    if tracked is not None:
-        load_states(session, tracked)
+    of_main: dict[str, Any] = {} if main is None else decode_states(main)
+    state = (
+        {**of_main, **OF_ONE} if own is None else {**decode_states(own), "tracked": of_main.get("tracked")}
+    )
+    if "place" not in state:
+        return
+    resumption = resumption_of(session)
+    resumption.state, resumption.buffers = state, state["buffers"]
+    if state["tracked"] is not None:
+        load_states(session, copy.deepcopy(state["tracked"]), RESUMED)
 
 
-def restore(session: Session, place: Place, generator: torch.Generator | None = None) -> None:
+def restore(
+    session: Session, place: Place, go_on: Callable[[Mapping[str, Any]], None] = lambda loader: None
+) -> None:
     """Restore what the script of a worker held, if the script has reached the place where it was.
 
     Args:
         session: the session of the worker.
         place: where the script is.
-        generator: the generator of the loader from which the script asks for a batch; None if it has none.
+        go_on: function that restores what the loader held.
+
+    Raises:
+        UsageError: the script tracks other objects than it did.
     """
-    resumption = resumption_of(session)
-    if not resumption.has_reached(place):
+    state = resumption_of(session).take_at(place)
+    if state is None:
         return
-    state, resumption.own = resumption.own, None
-    assert state is not None
-    if resumption.tracked is not None:
-        load_states(session, resumption.tracked)
-        resumption.tracked = None
-    _restore_objects(session, state)
-    if generator is not None and state["loader"] is not None:
-        generator.set_state(state["loader"])
-    with generators_lock:
-        GeneratorStates.of(state["generators"]).give_back()
-
-
-def _restore_objects(session: Session, state: Mapping[str, Any]) -> None:
-    """Restore the states of schedulers and loss scalers, and the hyper-parameters of the optimizers.
-
-    The script may have fewer of them here than it had, because it creates some of them later.
-    """
+    if state["tracked"] is not None:
+        load_states(session, state["tracked"], RESUMED)
+    # The script may have fewer of these objects now than it had, because it creates some of them later.
     for scheduler, held in zip(prepared_schedulers(session), state["schedulers"], strict=False):
-        set_state(scheduler, held)
+        if held is not None:
+            set_state(scheduler, held)
     scales_of(session).resumed = list(state["scalers"])
-    training = training_of(session)
-    optimizers = [each.owner for each in training.sets] if training is not None else []
-    for optimizer, groups in zip([*optimizers, *untrained(session)], state["optimizers"], strict=False):
+    for optimizer, groups in zip(_optimizers(session), state["optimizers"], strict=False):
         set_hyper_parameters(optimizer, groups)
+    if state["loader"]:
+        go_on(state["loader"])
+    if state["generators"] is not None:
+        with generators_lock:
+            GeneratorStates.of(state["generators"]).give_back()
+
+
+def _optimizers(session: Session) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a script: those whose parameters are trained, and then the others."""
+    training = training_of(session)
+    return [*(each.owner for each in (training.sets if training is not None else ())), *untrained(session)]
+
+
+def _sendable(session: Session, name: str, state: Any) -> Any:
+    """Return a state; None if it cannot be sent, which is said once."""
+    try:
+        encode_states({name: state})
+    except UsageError as error:
+        if name not in (said := _said(session)):
+            said.add(name)
+            log.warning("A checkpoint of the run does not contain %s: %s", name, error)
+        return None
+    return state
+
+
+class _Names(set[str]):
+    """Names of which something has been said."""
+
+
+_said = OfSession(lambda _: _Names())
