@@ -14,7 +14,7 @@ STAGER = "frontend/staging.py"
 OTHER_TENSORS = {
     "frontend/buffers.py": "notices changes of buffers by their address and version, and reads no memory",
     "frontend/device_queue.py": "locks memory of the host, which a driver knows by its address",
-    "frontend/generators.py": "writes the state of NumPy's generator, which is in the memory of the host",
+    "frontend/generator_states.py": "writes the state of NumPy's generator, which is in the memory of the host",
     "frontend/saving.py": "recognizes tensors that share memory by their address, and reads no memory",
     "launcher/program.py": "writes the title of the process",
 }

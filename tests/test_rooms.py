@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -41,6 +41,11 @@ ROOMS = [
     "studies",
     "cli",
 ]
+
+SUBJECTS = {
+    "core": ["protocol", "data", "metrics", "sync", "machines", "oversight", "changes", "", "status"],
+}
+"""Room -> its parts from the top down, by the same rule. "" stands for the files right in the room."""
 
 EXEMPT = {
     "__init__",
@@ -114,6 +119,25 @@ def test_a_room_imports_only_from_rooms_above_it(file: Path) -> None:
             assert other in above | FACES.get(str(file.relative_to(ROOT)), set()), (
                 f"{file.relative_to(ROOT)}:{line} imports {name}, which is not above {room}"
             )
+
+
+def part_of(room: str, path: Sequence[str]) -> str:
+    """Return the part of a room to which the module with this path below the room belongs."""
+    return path[0] if path and (ROOT / room / path[0]).is_dir() else ""
+
+
+@pytest.mark.parametrize("room", SUBJECTS)
+def test_a_part_of_a_room_imports_only_from_parts_above_it(room: str) -> None:
+    parts = SUBJECTS[room]
+    assert {*parts} == {"", *(path.parent.name for path in (ROOT / room).glob("*/__init__.py"))}
+    for file in (ROOT / room).rglob("*.py"):
+        part = part_of(room, file.relative_to(ROOT / room).parts)
+        for line, name in imports(file):
+            if name.startswith(f"paceline.{room}."):
+                other = part_of(room, name.split(".")[2:])
+                assert parts.index(other) <= parts.index(part), (
+                    f"{file.relative_to(ROOT)}:{line} imports {name}, which is not above {room}/{part}"
+                )
 
 
 @pytest.mark.parametrize(

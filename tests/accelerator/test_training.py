@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline import DistributedOptimizer, worker_index
-from paceline.frontend.generators import GeneratorStates
+from paceline.frontend.generator_states import GeneratorStates
 from paceline.frontend.session import current
 from paceline.frontend.training import training_of
 from paceline.sim import Presence, SimResult, simulate

@@ -13,8 +13,9 @@ import pytest
 from benchmarks.auto import Row, clusters, judge, report_of
 from paceline.core.protocol.lease import Order
 from paceline.core.protocol.messages import Observation, PacesObserved
+from paceline.core.protocol.requests import Situation
 from paceline.core.sync import auto as rules
-from paceline.core.sync.auto import Auto, Prospect, Situation
+from paceline.core.sync.auto import Auto, Prospect
 from paceline.core.sync.paces import REPORTED_CYCLES, PaceMeter
 from paceline.core.worker import Worker
 from paceline.errors import ConfigurationError

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import paceline
 from paceline.core.protocol.lease import BatchSizing
 from paceline.errors import ConfigurationError
-from paceline.frontend.generators import generators_lock
+from paceline.frontend.generator_states import generators_lock
 from paceline.frontend.session import current
 from paceline.settings.checks import paces
 from paceline.sim import Cluster, Presence, Recorded, simulate

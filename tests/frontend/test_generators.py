@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.frontend.generators import GeneratorStates
+from paceline.frontend.generator_states import GeneratorStates
 
 NUMPY: Any = np.random  # its stubs lack the functions that replace the bit generator
 

@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.core.coordinator import Coordinator
-from paceline.core.metrics.history import LONGEST_NAME, MOST_METRICS, MetricHistory
+from paceline.core.metrics.history import MOST_METRICS, MetricHistory
 from paceline.core.metrics.unsent_metrics import Noted, UnsentMetrics
-from paceline.core.protocol.messages import LoggedValue, MetricsLogged, PushesObserved
+from paceline.core.protocol.messages import LONGEST_NAME, LoggedValue, MetricsLogged, PushesObserved
 from paceline.core.protocol.requests import Warn, worker_peer
 from paceline.errors import RunFailedError, UsageError
 from paceline.frontend import readings

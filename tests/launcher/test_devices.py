@@ -31,7 +31,7 @@ from paceline.launcher.description import description_of
 from paceline.launcher.devices import Accelerators, Found, assign_devices, device_of_process, shared
 from paceline.launcher.masks import environment_of
 from paceline.outlets.live_report import with_devices
-from paceline.report.reading import read_report
+from paceline.report.run_reading import read_report
 from paceline.report.run_report import RunReport, WorkerReport
 from paceline.report.status_tables import StatusView
 from paceline.report.summary import summary_rows

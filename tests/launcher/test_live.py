@@ -19,7 +19,7 @@ import torch
 
 import paceline
 from paceline.errors import RunFailedError
-from paceline.report.reading import read_report
+from paceline.report.run_reading import read_report
 from paceline.sync.actions import ApplyMean, PublishPlan
 from paceline.trace import replay
 from paceline.trace.findings import find

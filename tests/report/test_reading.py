@@ -14,8 +14,8 @@ import pytest
 from paceline import simulate
 from paceline.errors import ConfigurationError
 from paceline.report.page import page_of
-from paceline.report.reading import ReportReader, read_report
 from paceline.report.run_file import RunFile, write_run_file
+from paceline.report.run_reading import ReportReader, read_report
 from paceline.report.run_report import KINDS, RunReport, Setting
 from paceline.sim import Cluster, Presence, SimResult
 

@@ -18,7 +18,7 @@ from paceline.core.protocol.messages import TracePart
 from paceline.core.protocol.placement import round_robin
 from paceline.core.shard import Shard
 from paceline.errors import ConfigurationError
-from paceline.report.reading import ReportReader
+from paceline.report.run_reading import ReportReader
 from paceline.runtime.job import Job
 from paceline.runtime.job_options import make_job
 from paceline.runtime.segmented import SegmentedFile, Segmenting, segmenting

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from paceline import simulate
-from paceline.core.metrics.time_spent import Stopwatch, TimeLedger, TimeSpent
+from paceline.core.metrics.time_spent import Stopwatch, TimeLedger
+from paceline.core.protocol.messages import TimeSpent
 from paceline.rehearsal.ranking import figures_of
 from paceline.sim import Cluster, Dataset, Presence, SimResult, Uniform
 from paceline.trace.measures import Presence as PresenceTicks

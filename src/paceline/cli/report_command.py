@@ -57,7 +57,7 @@ def report(
         raise ConfigurationError("--json prints the report, so --out and --open cannot be used with it.")
     with interruptible("no report was written"):
         from ..report.page import page_of
-        from ..report.reading import ReportReader
+        from ..report.run_reading import ReportReader
 
         for run_dir in run_dirs:
             require_no_folder_of_runs(run_dir, "report", ", or several to compare them")
@@ -98,7 +98,7 @@ def _print(report: RunReport, console: Console, *, name: bool) -> None:
 
 
 def _read(run_dir: Path, tell: _Teller) -> RunReport:
-    from ..report.reading import ReportReader
+    from ..report.run_reading import ReportReader
 
     def look() -> bool:
         tell.look(run_dir)

@@ -20,7 +20,7 @@ def require_no_folder_of_runs(folder: Path, command: str, or_else: str = "") -> 
         command: the command to which the folder was given.
         or_else: what else the command accepts.
     """
-    from ..report.reading import holds_run
+    from ..report.run_reading import holds_run
 
     if not folder.is_dir() or holds_run(folder):
         return

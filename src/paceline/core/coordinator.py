@@ -55,7 +55,7 @@ from .machines.quorum import Quorum
 from .machines.server_roster import ServerRoster
 from .metrics.history import History
 from .metrics.metric_intake import MetricIntake
-from .metrics.time_spent import TimeLedger, TimeSpent
+from .metrics.time_spent import TimeLedger
 from .oversight.guard import Guard
 from .oversight.oversight import Oversight
 from .protocol import messages
@@ -102,6 +102,7 @@ from .protocol.messages import (
     Status,
     StoodIn,
     StopRequested,
+    TimeSpent,
     TrainingStopped,
     Waits,
     Warned,

@@ -29,7 +29,6 @@ from ..sync.model import SyncModel, agree_on_means
 from ..sync.notation import notation, parse_shards, require_shards
 from ..sync.schedule import Schedule
 from .data.data_feed import DataFeed
-from .metrics.time_spent import TimeSpent
 from .metrics.unsent_metrics import Noted, UnsentMetrics
 from .protocol.messages import (
     MOST_OBSERVED,
@@ -70,6 +69,7 @@ from .protocol.messages import (
     StoodIn,
     SyncRequested,
     TakenOut,
+    TimeSpent,
     TrainingStopped,
     WorkerFinished,
 )

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from ..core.protocol.lease import BATCH_SIZINGS, SPLITS, Batch, BatchSizing, Order, Split
 from ..errors import ConfigurationError, UsageError, unknown_name
 from .epoch_order import EpochOrder
-from .generators import loader_seed, seed_worker
+from .generator_states import loader_seed, seed_worker
 from .is_main import update_main
 from .loops import active_loop
 from .moving import MovedLoader, device_of, pins

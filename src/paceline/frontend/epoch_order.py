@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .generators import GeneratorStates, generators_lock
+from .generator_states import GeneratorStates, generators_lock
 
 __all__ = ["EpochOrder"]
 

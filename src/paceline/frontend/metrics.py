@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from ..core.metrics.history import LONGEST_NAME, LOSS, MOST_METRICS, Source
+from ..core.metrics.history import LOSS, MOST_METRICS
 from ..core.metrics.unsent_metrics import Noted, Settled, merge
+from ..core.protocol.messages import LONGEST_NAME, Source
 from ..errors import UsageError
 from .backward import Guess, guess_of
 from .of_session import OfSession

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import ConfigurationError
 from .data import DistributedLoader, call_site, distribute_at
-from .generators import seed_worker
+from .generator_states import seed_worker
 from .lr_schedules import JobScheduler, ScheduledData
 from .moving import device_of
 from .optimizer import DistributedOptimizer

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .generators import GeneratorStates, generators_lock
+from .generator_states import GeneratorStates, generators_lock
 from .hooks import Weakly, before_each_forward, remove_after
 from .joint_model import JointModel
 from .session import Session

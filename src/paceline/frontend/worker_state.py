@@ -24,7 +24,7 @@ import torch
 
 from ..errors import UsageError
 from ..shard.states import decode_states, encode_states
-from .generators import GeneratorStates, generators_lock
+from .generator_states import GeneratorStates, generators_lock
 from .loss_scaling import scales_of
 from .lr_schedules import prepared_schedulers
 from .newcomer import untrained

@@ -27,7 +27,7 @@ def write_report(run_dir: Path, tell: Callable[[str], object], hurried: Callable
     """
     # Loading these modules takes a moment, which no command but this one should take.
     from ..report.page import page_of
-    from ..report.reading import ReportReader
+    from ..report.run_reading import ReportReader
 
     teller = threading.Timer(TELL_S, tell, ["Reading the traces for the report. Ctrl-C twice skips it."])
     teller.daemon = True

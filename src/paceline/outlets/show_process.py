@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ..report.reading import ReportReader
+from ..report.run_reading import ReportReader
 from .door import Door, hosts_of
 from .http import HttpServer, Reply
 from .live_report import LiveReport, LiveStatus

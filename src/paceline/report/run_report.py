@@ -1,4 +1,4 @@
-"""What the report of a run says, as plain values. The page (`report.page`) shows them; `report.reading` finds them.
+"""What the report of a run says, in plain values. `report.page` shows them, and `report.run_reading` finds them.
 
 All times are in seconds since the run began, on the coordinator's clock. Durations are in seconds.
 """

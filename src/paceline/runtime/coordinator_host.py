@@ -48,6 +48,7 @@ from ..core.protocol.requests import (
     Peer,
     Rehearse,
     Request,
+    Situation,
     TakeOut,
     Timer,
     Warn,
@@ -55,7 +56,7 @@ from ..core.protocol.requests import (
     worker_peer,
 )
 from ..core.status.job_status import JobStatus
-from ..core.sync.auto import Prospect, Situation
+from ..core.sync.auto import Prospect
 from ..errors import InternalError, ProtocolError, RunFailedError, UserCodeError
 from ..sync.notation import notation
 from ..sync.ticks import TICKS_PER_S

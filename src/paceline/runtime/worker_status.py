@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
-from ..core.metrics.time_spent import Activity, Stopwatch
+from ..core.metrics.time_spent import Stopwatch
 from ..core.metrics.unsent_metrics import Settled
-from ..core.protocol.messages import Status
+from ..core.protocol.messages import Activity, Status
 from ..errors import PeerLostError
 from .job import Job
 from .worker_links import Links

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from ..core.protocol.lease import BatchSizing
-from ..core.sync.auto import Prospect, Situation
+from ..core.protocol.requests import Situation
+from ..core.sync.auto import Prospect
 from ..errors import PacelineError
 from .clockwork import Dataset
 from .cluster import Cluster

@@ -10,7 +10,7 @@ import sys
 
 import msgspec
 
-from ..core.sync.auto import Situation
+from ..core.protocol.requests import Situation
 from .prospects import prospects
 from .simulate import simulate
 

@@ -15,8 +15,9 @@ from ..core.oversight.guard import DIVERGED, Guard, guard_mode
 from ..core.protocol.layout import Layout
 from ..core.protocol.lease import BatchSizing
 from ..core.protocol.model_spec import ModelSpec, OptimizerSpec
+from ..core.protocol.requests import Situation
 from ..core.protocol.wire_format import WireFormat
-from ..core.sync.auto import Prospect, Situation
+from ..core.sync.auto import Prospect
 from ..errors import ConfigurationError, RunFailedError, UsageError
 from ..plugins import load_models
 from ..settings import SETTINGS

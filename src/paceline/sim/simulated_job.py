@@ -16,11 +16,12 @@ import msgspec
 
 from ..core.coordinator import Coordinator
 from ..core.metrics.history import LOSS
-from ..core.metrics.time_spent import Activity, Stopwatch
+from ..core.metrics.time_spent import Stopwatch
 from ..core.metrics.unsent_metrics import Settled
 from ..core.oversight.guard import Guard
 from ..core.protocol.host import Host, ShardStore
 from ..core.protocol.messages import (
+    Activity,
     Answer,
     Combined,
     Commit,

@@ -33,7 +33,7 @@ from ..errors import RunFailedError, first_line
 from ..frontend.adapters import unwatch_adapters
 from ..frontend.backward import unwatch_backward, watch_backward
 from ..frontend.clipping import unwatch_torch, watch_torch
-from ..frontend.generators import GeneratorStates
+from ..frontend.generator_states import GeneratorStates
 from ..frontend.loss_scaling import unwatch_scalers, watch_scalers
 from ..frontend.metrics import metrics_of
 from ..frontend.session import Callbacks, Servers, Session, install

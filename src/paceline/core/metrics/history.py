@@ -28,9 +28,9 @@ from typing import Annotated, Literal, get_args
 import msgspec
 
 from ...state import stateful
+from ..protocol.messages import LONGEST_NAME, Source
 
 __all__ = [
-    "LONGEST_NAME",
     "LOSS",
     "MOST_BUCKETS",
     "MOST_METRICS",
@@ -39,7 +39,6 @@ __all__ = [
     "Metric",
     "MetricHistory",
     "MetricPoint",
-    "Source",
 ]
 
 MOST_BUCKETS = 2000
@@ -48,9 +47,6 @@ MOST_BUCKETS = 2000
 MOST_METRICS = 200
 """Maximum number of metrics of a job."""
 
-LONGEST_NAME = 100
-"""Maximum length of the name of a metric, in characters."""
-
 LOSS = "loss"
 """The metric that is shown as the loss of a worker."""
 
@@ -58,10 +54,6 @@ WIDEST = 2**53
 """Maximum width of a bucket: the largest progress."""
 
 Kind = Literal["mean", "point"]
-
-Source = Literal["script", "closure", "guess"]
-"""Where a value comes from, the best source first: the script has logged it, a closure has returned it, or it is the
-tensor on which the script has called `backward()`."""
 
 
 class MetricPoint(msgspec.Struct, frozen=True):

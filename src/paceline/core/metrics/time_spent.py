@@ -17,24 +17,12 @@ All times are in ticks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, NamedTuple
-
-import msgspec
+from typing import NamedTuple
 
 from ...state import stateful
+from ..protocol.messages import Activity, TimeSpent
 
-__all__ = ["STATES", "Activity", "Stopwatch", "TimeLedger", "TimeSpent", "WorkerTime"]
-
-Activity = Literal["computing", "exchanging", "restarting", "paused", "outside"]
-"""What a worker does.
-
-    computing     the script runs, between the arrival of the weights and the push
-    exchanging    the worker pushes, pulls or requests data, and waits for the answers
-    restarting    the worker pulls, because it has aborted a computation
-    paused        the run has too few workers
-    outside       the script evaluates the model, or waits in a barrier, in a reduction, or for others that add
-                  parameters
-"""
+__all__ = ["STATES", "Stopwatch", "TimeLedger", "WorkerTime"]
 
 STATES = ("computing", "wasted", "paused", "outside")
 """The states whose times the workers know."""
@@ -46,30 +34,6 @@ STATE_OF: Mapping[Activity, str] = {
     "outside": "outside",
 }
 """The state to which the time of an activity belongs. Exchanges are missing."""
-
-
-Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-"""A time in ticks: 146 years in nanoseconds."""
-
-
-class TimeSpent(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker has spent its time on since it joined.
-
-    Attributes:
-        computing: time of the computations that were pushed.
-        wasted: time of computations that were aborted, and of the pulls after them.
-        paused: time in which the run had too few workers.
-        outside: time in which the script evaluated the model or waited in a call of all workers.
-        unfinished: time of the computation that has been neither pushed nor aborted yet.
-        activity: what the worker does now.
-    """
-
-    computing: Ticks = 0
-    wasted: Ticks = 0
-    paused: Ticks = 0
-    outside: Ticks = 0
-    unfinished: Ticks = 0
-    activity: Activity = "exchanging"
 
 
 class Stopwatch:

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from ...state import stateful
-from ..protocol.messages import MOST_LOGGED, LoggedValue, MetricsLogged
+from ..protocol.messages import MOST_LOGGED, LoggedValue, MetricsLogged, Source
 from ..protocol.requests import COORDINATOR, Request, Send
-from .history import Source
 
 __all__ = ["Noted", "Settled", "UnsentMetrics", "merge"]
 

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from ...sync.translation import Standing
-from ..sync.auto import Situation
+from .lease import Split
 from .messages import MeanMeasured, Message
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "Rehearse",
     "Request",
     "Send",
+    "Situation",
     "TakeOut",
     "Timer",
     "Warn",
@@ -174,6 +175,31 @@ class Abort(msgspec.Struct, frozen=True, gc=False):
     """Abort the computation of this iteration if possible, and pull again."""
 
     iteration: int
+
+
+class Situation(msgspec.Struct, frozen=True, kw_only=True):
+    """What a simulation of the candidates needs to know about a run.
+
+    Attributes:
+        syncs: the candidates.
+        cycles: for each live worker, its latest cycles: the number of samples (-1 if it is unknown) and seconds.
+        computed: for each live worker, its latest computations in the same form; empty if they are unknown. What a
+            cycle takes longer is the time of its transfers.
+        samples: number of samples in an epoch; None if the script distributes no loader of known size.
+        batch_size: number of samples for which a worker usually computes a gradient.
+        balanced: True if the batches are balanced.
+        split: how the epochs are split.
+        pushes_per_batch: mean number of gradients that are computed from a batch.
+    """
+
+    syncs: tuple[str, ...]
+    cycles: tuple[tuple[tuple[int, float], ...], ...]
+    computed: tuple[tuple[tuple[int, float], ...], ...]
+    samples: int | None
+    batch_size: int
+    balanced: bool
+    split: Split
+    pushes_per_batch: float = 1.0
 
 
 class Rehearse(msgspec.Struct, frozen=True, gc=False):

@@ -35,10 +35,11 @@ from ...state import stateful
 from ...sync.effects import EFFECTS, Effect, backup_quorum, effect_of
 from ...sync.notation import parse_shards
 from ..data.loader_ledger import PositionCounts
-from ..protocol.lease import Order, Split
+from ..protocol.lease import Order
 from ..protocol.messages import Observation, PacesObserved
+from ..protocol.requests import Situation
 
-__all__ = ["BASELINE", "Auto", "Choice", "Planner", "Prospect", "Situation"]
+__all__ = ["BASELINE", "Auto", "Choice", "Planner", "Prospect"]
 
 BASELINE = "bsp"
 RELAXED = ("ssp:staleness=3", "elastic-bsp:lookahead=15", "asp")
@@ -59,31 +60,6 @@ PERIOD = 48  # number of cycles of each worker between two simulations, if there
 SLOW = 1.5  # a worker is slow if its cycles take this many times as long as those of the median worker
 WORSE = 0.05  # relative rise of the mean loss that is never called noise, however small the noise is
 SIGMAS = 3.0  # number of standard errors within which a rise of the loss is noise
-
-
-class Situation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a simulation of the candidates needs to know about a run.
-
-    Attributes:
-        syncs: the candidates.
-        cycles: for each live worker, its latest cycles: the number of samples (-1 if it is unknown) and seconds.
-        computed: for each live worker, its latest computations in the same form; empty if they are unknown. What a
-            cycle takes longer is the time of its transfers.
-        samples: number of samples in an epoch; None if the script distributes no loader of known size.
-        batch_size: number of samples for which a worker usually computes a gradient.
-        balanced: True if the batches are balanced.
-        split: how the epochs are split.
-        pushes_per_batch: mean number of gradients that are computed from a batch.
-    """
-
-    syncs: tuple[str, ...]
-    cycles: tuple[tuple[tuple[int, float], ...], ...]
-    computed: tuple[tuple[tuple[int, float], ...], ...]
-    samples: int | None
-    batch_size: int
-    balanced: bool
-    split: Split
-    pushes_per_batch: float = 1.0
 
 
 class Prospect(msgspec.Struct, frozen=True):

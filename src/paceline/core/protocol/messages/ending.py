@@ -7,21 +7,56 @@ from typing import Annotated, Literal
 import msgspec
 
 from ....sync.events import Number
-from ...metrics.time_spent import TimeSpent
 from ..lease import PackedPushed
 from .table import Message, sent
 
 __all__ = [
+    "Activity",
     "Failed",
     "LossSettled",
     "PushesReported",
     "Shutdown",
     "Status",
+    "TimeSpent",
     "TracePart",
     "Warned",
     "WorkerFinished",
     "WorkerLost",
 ]
+
+Activity = Literal["computing", "exchanging", "restarting", "paused", "outside"]
+"""What a worker does.
+
+    computing     the script runs, between the arrival of the weights and the push
+    exchanging    the worker pushes, pulls or requests data, and waits for the answers
+    restarting    the worker pulls, because it has aborted a computation
+    paused        the run has too few workers
+    outside       the script evaluates the model, or waits in a barrier, in a reduction, or for others that add
+                  parameters
+"""
+
+Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+"""A time in ticks: 146 years in nanoseconds."""
+
+
+class TimeSpent(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker has spent its time on since it joined.
+
+    Attributes:
+        computing: time of the computations that were pushed.
+        wasted: time of computations that were aborted, and of the pulls after them.
+        paused: time in which the run had too few workers.
+        outside: time in which the script evaluated the model or waited in a call of all workers.
+        unfinished: time of the computation that has been neither pushed nor aborted yet.
+        activity: what the worker does now.
+    """
+
+    computing: Ticks = 0
+    wasted: Ticks = 0
+    paused: Ticks = 0
+    outside: Ticks = 0
+    unfinished: Ticks = 0
+    activity: Activity = "exchanging"
 
 
 @sent("worker", to="coordinator", during="training")

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from ....sync.events import Number
-from ...metrics.history import LONGEST_NAME, Source
 from .table import Message, sent
 
-__all__ = ["MOST_LOGGED", "LoggedValue", "MetricsLogged"]
+__all__ = ["LONGEST_NAME", "MOST_LOGGED", "LoggedValue", "MetricsLogged", "Source"]
+
+LONGEST_NAME = 100
+"""Maximum length of the name of a metric, in characters."""
 
 MOST_LOGGED = 1000
 """Maximum number of values in one report."""
+
+Source = Literal["script", "closure", "guess"]
+"""Where a value comes from, the best source first: the script has logged it, a closure has returned it, or it is the
+tensor on which the script has called `backward()`."""
 
 
 class LoggedValue(msgspec.Struct, frozen=True, array_like=True):
