@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
@@ -148,3 +154,48 @@ def test_a_new_row_is_an_option_of_the_commands_and_an_argument_in_python(
 def test_the_command_run_takes_each_of_its_settings() -> None:
     expected = {name for name, row in SETTINGS.items() if RUN in row.commands}
     assert expected <= inspect.signature(run).parameters.keys()
+
+
+NEW_ROW = """
+    keep: Annotated[
+        int,
+        Setting(
+            default=3,
+            doc="number of the newest files that are kept.",
+            help="Number of the newest files that are kept.",
+            check=whole(least=1),
+        ),
+    ]
+"""
+
+SCRIPT = """
+import torch
+import paceline
+from paceline.frontend.session import current
+
+model = torch.nn.Linear(1, 1)
+optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+model(torch.ones(1)).sum().backward()
+optimizer.step()
+print("kept:", current()._job.keep)
+"""
+
+
+def test_a_setting_that_is_added_in_two_places_of_the_source_reaches_a_worker(tmp_path: Path) -> None:
+    """The third place is the code that uses the setting: here, the script."""
+    source = tmp_path / "paceline"
+    shutil.copytree(Path(paceline.__file__).parent, source)
+    for file, before, added in (
+        ("settings/table.py", "\n\nTYPES: ", NEW_ROW),
+        ("runtime/job.py", "\n    def __repr__", "    keep: int\n"),
+    ):
+        head, found, rest = (source / file).read_text().partition(before)
+        assert found
+        (source / file).write_text(f"{head.rstrip()}\n{added}{found}{rest}")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "paceline", "run", "-n", "1", "--keep", "7", "script.py"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "kept: 7" in ended.stdout, ended.stderr
+    described = json.loads(next(tmp_path.glob("runs/*/run.json")).read_text())
+    assert {"name": "--keep", "value": "7", "default": False} in described["settings"]
