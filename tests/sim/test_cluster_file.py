@@ -96,7 +96,7 @@ def test_quantities_have_units() -> None:
     ("text", "reason"),
     [
         ("workers = 3", r"workers is a whole number, expected \[\[workers\]\] tables\."),
-        ("servers = 1", "missing required field `workers`"),
+        ("servers = 1", r"expected either \[\[workers\]\] tables, or delays"),
         (
             "[[workers]]\ncompute = 1\nspeed = 2",
             r"workers\[0\]: .*unknown field `speed`; expected one of count, compute",

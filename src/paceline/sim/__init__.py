@@ -3,8 +3,10 @@
 - `simulate` simulates a run with any number of workers, with or without gradients, and returns a `SimResult`.
 - `Cluster` describes the machines and the network. `Presence` and `Link` are settings for individual workers.
 - `Dataset` describes the data that workers use up in a simulation without gradients.
-- `Constant`, `Uniform`, `LogNormal`, `Pareto`, `Recorded`, `Resampled`, `Scaled`, `Drifting`, `Occasional` and `Sum`
-  are distributions of durations.
+- `Constant`, `Uniform`, `LogNormal`, `Pareto`, `Recorded`, `Resampled`, `Timed`, `Scaled`, `Drifting`, `Occasional`
+  and `Sum` are distributions of durations. `Law` is the interface of your own distributions, and `read_delays` reads
+  measured durations from a CSV file.
+- `Pause` and `Uplink` describe what several workers have in common.
 
 >>> simulate(Cluster(compute_s=[1.0, 1.0, Uniform(low=2.0, high=4.0)]), "ssp:staleness=3").updates
 300
@@ -13,11 +15,14 @@
 from .clockwork import Dataset
 from .cluster import Cluster
 from .cluster_file import PRESETS
+from .delays import read_delays
+from .racks import Pause, Uplink
 from .result import Loss, SimResult
 from .simulate import simulate
 from .times import (
     Constant,
     Drifting,
+    Law,
     LogNormal,
     Occasional,
     Pareto,
@@ -25,6 +30,7 @@ from .times import (
     Resampled,
     Scaled,
     Sum,
+    Timed,
     Times,
     Uniform,
 )
@@ -36,18 +42,23 @@ __all__ = [
     "Constant",
     "Dataset",
     "Drifting",
+    "Law",
     "Link",
     "LogNormal",
     "Loss",
     "Occasional",
     "Pareto",
+    "Pause",
     "Presence",
     "Recorded",
     "Resampled",
     "Scaled",
     "SimResult",
     "Sum",
+    "Timed",
     "Times",
     "Uniform",
+    "Uplink",
+    "read_delays",
     "simulate",
 ]

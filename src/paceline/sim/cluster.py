@@ -12,6 +12,7 @@ from ..core.data.data_feed import Work
 from ..errors import ConfigurationError
 from ..sync.ticks import resolution
 from .cluster_file import in_words_of_file, read_file, read_preset
+from .racks import Pause, Uplink, require_workers
 from .times import Distribution, Times, times_of
 from .worker_settings import Link, Presence
 
@@ -24,7 +25,8 @@ class Cluster:
 
     Args:
         compute_s: for each worker, the time to compute a gradient for a batch of the usual size, as a number of
-            seconds, a distribution (`paceline.sim.Uniform`, ...), or a list of recorded times. A `Fraction` or a
+            seconds, a distribution (`paceline.sim.Uniform`, ...), a list of recorded times, or an object of your own
+            with a method `sample(generator)`. `paceline.sim.read_delays` reads a CSV file. A `Fraction` or a
             `Decimal` is exact; floats and random times are rounded to whole nanoseconds. This applies to all times.
         fixed_share: fraction of each worker's compute time that does not depend on the size of the batch, from 0 to
             1: one number for each worker, or one for all of them.
@@ -37,6 +39,11 @@ class Cluster:
             transfers of a model of that size.
         presence: mapping from worker to `Presence`, for workers that are not present during the whole run.
         links: mapping from worker to `Link`, for workers with a different latency or bandwidth.
+        apply_s: time that a server takes to apply a push, as a number of seconds or a distribution, if it held all
+            parameters; for a shard, this time is as large a part of it as the shard is of the parameters. A server
+            handles one message after another. Default: no time.
+        pauses: pauses that strike several workers at once (`paceline.sim.Pause`).
+        uplinks: links that several workers share (`paceline.sim.Uplink`).
         name: name of the cluster, used in titles.
         emulated: description of how unequal machines were emulated in the run from which the cluster was recorded,
             used in captions; "" if the run emulated nothing, or the cluster was not recorded.
@@ -59,6 +66,9 @@ class Cluster:
     name: str = ""
     fixed_share: float | Sequence[float] = 0.0
     emulated: str = ""
+    apply_s: Times = 0.0
+    pauses: Sequence[Pause] = ()
+    uplinks: Sequence[Uplink] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.compute_s, str) or not isinstance(self.compute_s, Sequence) or not self.compute_s:
@@ -85,6 +95,18 @@ class Cluster:
                     raise ConfigurationError(
                         f"{name} has an entry for worker {worker!r}, expected a number from 0 to {self.workers - 1}."
                     )
+        object.__setattr__(self, "apply_s", times_of(self.apply_s))
+        object.__setattr__(self, "pauses", tuple(self.pauses))
+        object.__setattr__(self, "uplinks", tuple(self.uplinks))
+        for each in (*self.pauses, *self.uplinks):
+            if not isinstance(each, Pause | Uplink):
+                raise ConfigurationError(
+                    f"pauses and uplinks contain {each!r}, expected paceline.sim.Pause(...) or Uplink(...)."
+                )
+            require_workers("a pause" if isinstance(each, Pause) else "an uplink", each.workers, self.workers)
+        shared = [worker for uplink in self.uplinks for worker in uplink.workers]
+        if len(set(shared)) < len(shared):
+            raise ConfigurationError("a worker has two uplinks, expected at most one.")
         for link in self.links.values():
             if link.bandwidth_bps is not None:
                 _require_bandwidth(link.bandwidth_bps)
@@ -174,7 +196,7 @@ class Cluster:
         Args:
             stated: what else states times, such as the sync models of the run.
         """
-        return resolution(self.compute_s, self.latency_s, self.presence, self.links, stated)
+        return resolution(self.compute_s, self.latency_s, self.apply_s, self.presence, self.links, stated)
 
     def compute(self, worker: int) -> Distribution:
         """Return the distribution of a worker's compute times."""

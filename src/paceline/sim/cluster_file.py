@@ -16,6 +16,17 @@
     lost_at = "300 s"
     back_after = "60 s"
 
+    [[pauses]]
+    workers = [24, 25, 26, 27]
+    every = "10 min"
+    lasting = "20 s"
+
+    [[uplinks]]
+    workers = [28, 29, 30, 31]
+    bandwidth = "1 Gbit/s"
+
+In place of `[[workers]]`, `delays = "delays.csv"` names a file of measured compute times (see `delays`).
+
 Every quantity is a string with a unit, or a number in base units (seconds, bytes, bits per second, or fractions from
 0 to 1).
 """
@@ -35,7 +46,9 @@ from typing import Any, get_args
 import msgspec
 
 from ..errors import ConfigurationError, unknown_name
-from .times import Constant, Distribution, Times, Uniform, times_of
+from .delays import read_delays
+from .racks import Pause, Uplink
+from .times import Constant, Distribution, Own, Times, Uniform, times_of
 from .worker_settings import Link, Presence
 
 __all__ = ["PRESETS", "in_words_of_file", "read_file", "read_preset"]
@@ -67,6 +80,9 @@ _FILE_KEYS = {
     "lost_at_s": "lost_at",
     "preempted_every_s": "preempted_every",
     "back_after_s": "back_after",
+    "apply_s": "apply",
+    "every_s": "every",
+    "lasting_s": "lasting",
 }
 """The names of Python arguments, each with the name of the corresponding key of a cluster file."""
 
@@ -129,16 +145,35 @@ class Group(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     back_after: Any = None
 
 
+class PauseTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A `[[pauses]]` table of a cluster file."""
+
+    workers: list[int]
+    every: Any
+    lasting: Any
+
+
+class UplinkTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """An `[[uplinks]]` table of a cluster file."""
+
+    workers: list[int]
+    bandwidth: Any
+
+
 class File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The content of a cluster file."""
 
-    workers: list[Group]
+    workers: list[Group] = []
     servers: int = 1
     bandwidth: Any = None
     latency: Any = 0.0
     parameters: Any = 0
     name: str = ""
     emulated: str = ""
+    delays: str = ""
+    apply: Any = 0.0
+    pauses: list[PauseTable] = []
+    uplinks: list[UplinkTable] = []
 
 
 def _preset_files() -> dict[str, Any]:
@@ -177,14 +212,14 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"the cluster file {os.fspath(path)} cannot be read: {reason}. Give the path of a TOML file, or the "
             f"name of a cluster from the papers: {', '.join(PRESETS)}."
         ) from error
-    return _parse(text, os.fspath(path), Path(path).stem)
+    return _parse(text, os.fspath(path), Path(path).stem, Path(path).parent)
 
 
-def _parse(text: str, source: str, name: str) -> dict[str, Any]:
+def _parse(text: str, source: str, name: str, folder: Path = Path()) -> dict[str, Any]:
     try:
         table = tomllib.loads(text)
         file = msgspec.convert(table, File)
-        return _arguments(file, name)
+        return _arguments(file, name, folder)
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"{source} is not a TOML file: {error}") from error
     except msgspec.ValidationError as error:
@@ -212,13 +247,22 @@ def _readable(reason: str) -> str:
         return f"{key} is {given}, expected {'[[workers]] tables' if key == 'workers' else expected}."
     reason = reason.removeprefix("Object ")
     if "unknown field" in reason:
-        struct = Group if key.startswith("workers[") else File
+        tables = {"workers": Group, "pauses": PauseTable, "uplinks": UplinkTable}
+        struct = tables.get(key.partition("[")[0], File)
         reason += f"; expected one of {', '.join(struct.__struct_fields__)}"
     return f"{key}: {reason}" if key else reason
 
 
-def _arguments(file: File, name: str) -> dict[str, Any]:
-    """Return the arguments for `Cluster` from the content of a file. `name` is the default name of the cluster."""
+def _arguments(file: File, name: str, folder: Path) -> dict[str, Any]:
+    """Return the arguments for `Cluster` from the content of a file.
+
+    Args:
+        file: the content.
+        name: the default name of the cluster.
+        folder: folder that contains the file of delays, if its path is relative.
+    """
+    if bool(file.workers) == bool(file.delays):
+        raise ConfigurationError("expected either [[workers]] tables, or delays = 'FILE.csv'.")
     compute: list[Times] = []
     fixed: list[float] = []
     presence: dict[int, Presence] = {}
@@ -252,9 +296,27 @@ def _arguments(file: File, name: str) -> dict[str, Any]:
         if share > 1:
             raise ConfigurationError(f"{table}.fixed is {group.fixed!r}, expected at most 100 %.")
         fixed += [share] * group.count
+    if file.delays:
+        compute = list(read_delays(folder / file.delays))
     return {
+        "apply_s": _times(file.apply, "apply"),
+        "pauses": [
+            Pause(
+                workers=tuple(each.workers),
+                every_s=quantity(each.every, TIMES, f"pauses[{number}].every"),
+                lasting_s=_times(each.lasting, f"pauses[{number}].lasting"),
+            )
+            for number, each in enumerate(file.pauses)
+        ],
+        "uplinks": [
+            Uplink(
+                workers=tuple(each.workers),
+                bandwidth_bps=quantity(each.bandwidth, RATES, f"uplinks[{number}].bandwidth"),
+            )
+            for number, each in enumerate(file.uplinks)
+        ],
         "compute_s": compute,
-        "fixed_share": fixed,
+        "fixed_share": fixed or 0.0,
         "servers": file.servers,
         "latency_s": _times(file.latency, "latency"),
         "bandwidth_bps": math.inf if file.bandwidth is None else quantity(file.bandwidth, RATES, "bandwidth"),
@@ -302,6 +364,12 @@ def _number(value: object, what: str) -> float:
     return float(value)
 
 
+def _truth(value: object, what: str) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{what} is {value!r}, expected true or false.")
+    return value
+
+
 def _whole(value: object, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigurationError(f"{what} is {value!r}, expected a whole number.")
@@ -309,13 +377,16 @@ def _whole(value: object, what: str) -> int:
 
 
 _READ: dict[str, Callable[[object, str], Any]] = {
-    **dict.fromkeys(("seconds", "low", "high", "median", "least", "over", "lasting", "every"), _seconds),
+    **dict.fromkeys(
+        ("at", "seconds", "low", "high", "median", "least", "over", "lasting", "every"), _seconds
+    ),
     **dict.fromkeys(("sigma", "alpha", "factor"), _number),
     "base": _times,
     **dict.fromkeys(("count", "block"), _whole),
+    "shifted": _truth,
 }
 
-_KINDS = {kind.__struct_config__.tag: kind for kind in get_args(Distribution)}
+_KINDS = {kind.__struct_config__.tag: kind for kind in get_args(Distribution) if kind is not Own}
 
 _EXAMPLES = (
     'Kinds of times: { kind = "uniform", low, high }, { kind = "log-normal", median, sigma }, '

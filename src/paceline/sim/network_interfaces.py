@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from .kernel import Kernel
 
@@ -106,8 +106,9 @@ class Connection:
 
     Args:
         kernel: the simulation kernel.
-        sender: network interface of the sender; None if its bandwidth is not simulated.
-        receiver: network interface of the receiver; None if its bandwidth is not simulated.
+        senders: what the message leaves through: the network interface of the sender and, if there is one, the uplink
+            that it shares. Those of unlimited bandwidth have no effect.
+        receivers: what the message arrives through.
         latency_ticks: latency of every message, or a function that returns the latency of the next message.
     """
 
@@ -115,8 +116,8 @@ class Connection:
         "_kernel",
         "_last_ticks",
         "_latency_ticks",
-        "_receiver",
-        "_sender",
+        "_receivers",
+        "_senders",
         "_steady_ticks",
         "_waiting",
     )
@@ -124,15 +125,15 @@ class Connection:
     def __init__(
         self,
         kernel: Kernel,
-        sender: NetworkInterface | None,
-        receiver: NetworkInterface | None,
+        senders: Sequence[NetworkInterface],
+        receivers: Sequence[NetworkInterface],
         latency_ticks: int | Callable[[], int],
     ) -> None:
         self._kernel = kernel
-        self._sender = sender.outward if sender is not None else None
-        self._receiver = receiver.inward if receiver is not None else None
+        self._senders = [each.outward for each in senders if each.outward is not None]
+        self._receivers = [each.inward for each in receivers if each.inward is not None]
         self._latency_ticks = latency_ticks if callable(latency_ticks) else lambda: latency_ticks
-        unlimited = self._sender is None and self._receiver is None
+        unlimited = not (self._senders or self._receivers)
         # The time that every message takes; None if it varies. With a constant time, no message overtakes another.
         self._steady_ticks = None if callable(latency_ticks) or not unlimited else latency_ticks
         # Time at which the first byte of the most recent message arrives.
@@ -147,16 +148,17 @@ class Connection:
             kernel.after(self._steady_ticks, arrive, *arguments)
             return
         self._last_ticks = first_ticks = max(kernel.now_ticks + self._latency_ticks(), self._last_ticks)
-        if not size_bytes or (self._sender is None and self._receiver is None):
+        if not size_bytes or not (self._senders or self._receivers):
             if not self._waiting:
                 kernel.at(first_ticks, arrive, *arguments)
                 return
             size_bytes = 0
         transfer = _Transfer(arrive, arguments)
         self._waiting.append(transfer)
-        if size_bytes and self._sender is not None:
-            transfer.parts += 1
-            self._sender.use(size_bytes, self._left, transfer, first_ticks - kernel.now_ticks)
+        if size_bytes:
+            transfer.parts += len(self._senders)
+            for lane in self._senders:
+                lane.use(size_bytes, self._left, transfer, first_ticks - kernel.now_ticks)
         kernel.at(first_ticks, self._enter, transfer, size_bytes)
 
     def _left(self, transfer: _Transfer, latency_ticks: int) -> None:
@@ -165,8 +167,10 @@ class Connection:
 
     def _enter(self, transfer: _Transfer, size_bytes: int) -> None:
         """Handle the arrival of the first byte at the receiver."""
-        if size_bytes and self._receiver is not None:
-            self._receiver.use(size_bytes, self._passed, transfer)
+        if size_bytes and self._receivers:
+            transfer.parts += len(self._receivers) - 1
+            for lane in self._receivers:
+                lane.use(size_bytes, self._passed, transfer)
         else:
             self._passed(transfer)
 

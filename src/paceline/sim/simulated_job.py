@@ -70,8 +70,9 @@ from .cluster import Cluster
 from .driver import Driver
 from .kernel import STILL, TIMER, Kernel
 from .network_interfaces import Connection, NetworkInterface
+from .racks import Pauses, prolonged_s
 from .recorder import Recorders
-from .times import Constant, Distribution
+from .times import Constant, Distribution, Sample, times_of
 from .virtual_worker import VirtualWorker
 from .worker_settings import Presence
 
@@ -89,8 +90,9 @@ KINDS = ("push", "pull", "pull again", "control")
 AT_ONCE = {Started, Answer, DataGranted, LoopEntered, Combined}
 """Messages that a worker can receive before its first weights have arrived."""
 
-COMPUTING, TO_SERVER, FROM_SERVER, ABSENCES = range(4)
-"""Purposes of a worker's random draws. The key of each draw begins with (seed, worker, purpose)."""
+COMPUTING, TO_SERVER, FROM_SERVER, ABSENCES, PAUSES, APPLYING = range(6)
+"""Purposes of random draws. The key of each draw begins with (seed, index, purpose), where the index is that of the
+worker, of the kind of pauses, or of the server."""
 
 
 class VirtualJob:
@@ -190,19 +192,28 @@ class VirtualJob:
         self._to_come = 0  # number of joins that are scheduled or in progress
         # Messages between the coordinator and the servers that are being delivered: (server, message, to_server).
         self._exchanged: deque[tuple[int, Message, bool]] = deque()
+        pauses = [(pause, Pauses(pause, seed, n, PAUSES)) for n, pause in enumerate(cluster.pauses)]
+        uplinks = [
+            (uplink, NetworkInterface(self.kernel, uplink.bandwidth_bps)) for uplink in cluster.uplinks
+        ]
+        apply_s = times_of(cluster.apply_s)
+        self._desks = [
+            None if apply_s == Constant(seconds=0.0) else _Desk(apply_s.sampler(seed, server, APPLYING))
+            for server in range(cluster.servers)
+        ]
         self.workers = []
         for worker in range(cluster.workers):
             state = VirtualWorker(worker)
             state.sample = cluster.compute(worker).sampler(seed, worker, COMPUTING)
             to_server = self._delays(cluster.latency(worker, to_server=True), worker, TO_SERVER)
             from_server = self._delays(cluster.latency(worker, to_server=False), worker, FROM_SERVER)
-            interface = NetworkInterface(self.kernel, cluster.bandwidth_of(worker))
-            state.to_server = [Connection(self.kernel, interface, server, to_server) for server in interfaces]
-            state.from_server = [
-                Connection(self.kernel, server, interface, from_server) for server in interfaces
-            ]
-            state.to_coordinator = Connection(self.kernel, None, None, to_server)
-            state.from_coordinator = Connection(self.kernel, None, None, from_server)
+            state.pauses = [each for pause, each in pauses if worker in pause.workers]
+            own = [NetworkInterface(self.kernel, cluster.bandwidth_of(worker))]
+            own += [interface for uplink, interface in uplinks if worker in uplink.workers]
+            state.to_server = [Connection(self.kernel, own, [server], to_server) for server in interfaces]
+            state.from_server = [Connection(self.kernel, [server], own, from_server) for server in interfaces]
+            state.to_coordinator = Connection(self.kernel, (), (), to_server)
+            state.from_coordinator = Connection(self.kernel, (), (), from_server)
             self.workers.append(state)
             self._new_core(worker)
 
@@ -286,6 +297,8 @@ class VirtualJob:
         if state.core.data.used:
             factor = self._cluster.factor(worker, state.core.data.work)
             length_s = length_s if factor == 1 else float(length_s) * factor
+        if state.pauses:
+            length_s = prolonged_s(state.pauses, self.kernel.now_s, float(length_s))
         self.kernel.after(self.kernel.in_ticks(length_s), self._computed, worker, state.attempt)
 
     def push(
@@ -611,6 +624,21 @@ class VirtualJob:
     # -- arriving messages --------------------------------------------------------------------------------
 
     def _at_server(self, server: int, worker: int, life: int, message: Message, push: object) -> None:
+        """Let a server handle a message, after those that have arrived before."""
+        desk = self._desks[server]
+        if desk is None:
+            self._served(server, worker, life, message, push)
+            return
+        share = self._share(message.shard) if isinstance(message, Commit) and not message.empty else 0.0
+        due_ticks = desk.next_ticks(self.kernel, share)
+        self.kernel.at(due_ticks, self._served, server, worker, life, message, push)
+
+    def _share(self, shard: int) -> float:
+        """Return the part of the parameters that a shard holds."""
+        total = sum(self.shard_bytes)
+        return self.shard_bytes[shard] / total if total else 1.0 / self._shards
+
+    def _served(self, server: int, worker: int, life: int, message: Message, push: object) -> None:
         state = self.workers[worker]
         if state.life != life:
             return  # the message was sent before the worker was lost
@@ -745,6 +773,34 @@ class VirtualJob:
     def _standstill(self) -> str:
         shards = (shard for server in self._servers for shard in server.waits(timers=False).shards)
         return standstill(shards, self.coordinator.collectives.waiting)
+
+
+class _Desk:
+    """Where the messages to a server queue up, if it takes time to apply a push.
+
+    Args:
+        sample: draws the time to apply a push to all parameters.
+    """
+
+    def __init__(self, sample: Sample) -> None:
+        self._sample = sample
+        self._pushes = 0
+        self._free_ticks = 0
+
+    def next_ticks(self, kernel: Kernel, share: float) -> int:
+        """Return when a message that arrives now has been handled.
+
+        Args:
+            kernel: the virtual clock.
+            share: part of the parameters to which the message is a push; 0.0 if it is no push.
+        """
+        begun_ticks = max(kernel.now_ticks, self._free_ticks)
+        if share:
+            length_s = float(self._sample(self._pushes, begun_ticks / kernel.ticks_per_s)) * share
+            self._pushes += 1
+            begun_ticks += kernel.in_ticks(length_s)
+        self._free_ticks = begun_ticks
+        return begun_ticks
 
 
 class _WorkerHost(Host):

@@ -3,16 +3,19 @@
 A random duration is a function of (seed, worker, iteration number), not the next number of a random sequence. So a
 worker needs the same time for its tenth iteration under every sync model, and a few seeds are sufficient to compare
 models. The durations are the same on every machine, because they are computed with only + - * / and square roots (see
-`paceline.sync.arithmetic`).
+`paceline.sync.arithmetic`). Only `Own` relies on NumPy and on the user's code.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from fractions import Fraction
+from itertools import pairwise
 from statistics import median
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -21,17 +24,25 @@ from ..sync.arithmetic import exp, log, normal_quantile
 from ..sync.draws import uniforms
 from ..sync.ticks import Seconds, vanishes
 
+if TYPE_CHECKING:
+    import numpy as np
+else:  # the types of fields are resolved without NumPy, whose import takes time
+    np = Any
+
 __all__ = [
     "Constant",
     "Drifting",
+    "Law",
     "LogNormal",
     "Occasional",
+    "Own",
     "Pareto",
     "Recorded",
     "Resampled",
     "Sample",
     "Scaled",
     "Sum",
+    "Timed",
     "Times",
     "Uniform",
     "times_of",
@@ -215,6 +226,84 @@ class Resampled(Spec, frozen=True, kw_only=True, tag="resampled"):
         return median(map(float, self.seconds))
 
 
+class Timed(Spec, frozen=True, kw_only=True, tag="timed"):
+    """Durations that were measured at known times. Each one applies from its time until the next one.
+
+    The measurements repeat after the last one has applied for the mean distance between measurements.
+
+    Attributes:
+        at: time of each measurement, in seconds, in ascending order.
+        seconds: the measured durations, in seconds.
+        shifted: True to begin at a random time, for a machine like the one that was measured.
+    """
+
+    at: tuple[float, ...]
+    seconds: tuple[Seconds, ...]
+    shifted: bool = False
+
+    def __post_init__(self) -> None:
+        _require_recorded("timed", self.seconds)
+        if len(self.at) != len(self.seconds) or any(b <= a for a, b in pairwise(self.at)):
+            raise ConfigurationError("timed: expected one time for each duration, in ascending order.")
+
+    def sampler(self, *key: int) -> Sample:
+        at = [time_s - self.at[0] for time_s in self.at]
+        period = at[-1] * len(at) / max(1, len(at) - 1) or 1.0
+        begun_s = uniforms(*key)(SLOW_PHASES) * period if self.shifted else 0.0
+        return lambda number, now_s: self.seconds[bisect_right(at, (begun_s + now_s) % period) - 1]
+
+    @property
+    def typical_s(self) -> float:
+        return median(map(float, self.seconds))
+
+
+@runtime_checkable
+class Law(Protocol):
+    """A distribution of your own."""
+
+    def sample(self, generator: np.random.Generator, /) -> float:
+        """Return a duration in seconds, which depends on nothing but the generator."""
+        ...
+
+
+class Own(Spec, frozen=True, kw_only=True, tag="own"):
+    """Durations that an object of your own draws. Wherever times are expected, the object itself may be given.
+
+    For each iteration, the object receives a new generator, whose state is derived from the key and the number of the
+    iteration. So all models are compared with the same durations.
+
+    Attributes:
+        law: the object. Its method `sample(generator)` receives a `numpy.random.Generator`, and returns a number of
+            seconds.
+    """
+
+    law: Law
+
+    def __post_init__(self) -> None:
+        self.sampler(0)(0, 0.0)
+
+    def sampler(self, *key: int) -> Sample:
+        import numpy as np
+
+        draw, bits, law = uniforms(*key), 1 << 53, self.law
+
+        def sample(number: int, now_s: float) -> Seconds:
+            seed = int(draw(number) * bits)
+            seconds = law.sample(np.random.Generator(np.random.SFC64(seed)))
+            if not (isinstance(seconds, int | float | np.number) and 0 <= seconds < math.inf):
+                raise ConfigurationError(
+                    f"{type(law).__name__}.sample returned {seconds!r}, expected a number of seconds >= 0."
+                )
+            return float(seconds)
+
+        return sample
+
+    @property
+    def typical_s(self) -> float:
+        sample = self.sampler(0)
+        return median(float(sample(number, 0.0)) for number in range(TYPICAL))
+
+
 class Scaled(Spec, frozen=True, kw_only=True, tag="scaled"):
     """A distribution whose durations are multiplied by a factor, for a machine that is slower or faster.
 
@@ -346,12 +435,26 @@ class Sum(Spec, frozen=True, kw_only=True, tag="sum"):
 
 
 Distribution = (
-    Constant | Uniform | LogNormal | Pareto | Recorded | Resampled | Scaled | Drifting | Occasional | Sum
+    Constant
+    | Uniform
+    | LogNormal
+    | Pareto
+    | Recorded
+    | Resampled
+    | Timed
+    | Own
+    | Scaled
+    | Drifting
+    | Occasional
+    | Sum
 )
 """Any distribution of durations."""
 
-Times = Seconds | Decimal | Distribution
-"""A constant number of seconds, or a distribution of durations."""
+Times = Seconds | Decimal | Distribution | Law
+"""A constant number of seconds, a distribution of durations, or an object of your own that draws durations."""
+
+TYPICAL = 201
+"""Number of durations of which the median is typical, if the distribution is unknown."""
 
 # Part of the key for the random times of the slow phases. No iteration has this number, so these draws are
 # independent of the draws for the durations.
@@ -375,9 +478,11 @@ def times_of(times: Times | Sequence[Seconds | Decimal]) -> Distribution:
         return Constant(seconds=_seconds(times))
     if isinstance(times, Sequence) and not isinstance(times, str):
         return Recorded(seconds=tuple(_seconds(value) for value in times))
+    if isinstance(times, Law) and not isinstance(times, type):
+        return Own(law=times)
     raise ConfigurationError(
-        f"a time is {times!r}, expected a number of seconds, a list of recorded times, or a distribution such as "
-        "paceline.sim.Uniform(low=1.0, high=2.0)."
+        f"a time is {times!r}, expected a number of seconds, a list of recorded times, a distribution such as "
+        "paceline.sim.Uniform(low=1.0, high=2.0), or an object with a method sample(generator)."
     )
 
 

@@ -53,7 +53,7 @@ def ends_of(transfers: Sequence[Transfer], bandwidth_bps: float) -> list[float]:
     for index, transfer in sorted(enumerate(transfers), key=lambda each: each[1].begun_s):
         pair = transfer.sender, transfer.receiver
         if pair not in connections:
-            connections[pair] = Connection(kernel, interfaces[pair[0]], interfaces[pair[1]], 0)
+            connections[pair] = Connection(kernel, [interfaces[pair[0]]], [interfaces[pair[1]]], 0)
         kernel.at(
             round(transfer.begun_s * TICKS_PER_S), connections[pair].send, transfer.size_bytes, end, index
         )

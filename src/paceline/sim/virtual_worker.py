@@ -7,6 +7,7 @@ from ..core.protocol.requests import worker_peer
 from ..core.worker import Worker
 from ..trace.records import IterationRecord
 from .network_interfaces import Connection
+from .racks import Pauses
 from .times import Sample
 
 __all__ = ["VirtualWorker"]
@@ -18,6 +19,7 @@ class VirtualWorker:
     Attributes:
         core: the worker's protocol core, which is replaced each time the worker joins again.
         sample: function that draws the compute time of an iteration.
+        pauses: the pauses that strike the worker.
         to_server: connection to each server.
         from_server: connection from each server.
         to_coordinator: connection to the coordinator.
@@ -58,6 +60,7 @@ class VirtualWorker:
         "life",
         "loss",
         "loss_follows",
+        "pauses",
         "peer",
         "pulls_rounded",
         "pushed_s",
@@ -76,6 +79,7 @@ class VirtualWorker:
         self.core: Worker
         self.peer = worker_peer(index)
         self.sample: Sample
+        self.pauses: list[Pauses] = []
         self.to_server: list[Connection]
         self.from_server: list[Connection]
         self.to_coordinator: Connection

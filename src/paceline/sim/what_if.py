@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from ..errors import ConfigurationError
 from .cluster_file import RATES, quantity
-from .times import Recorded, Resampled, Scaled, Times, times_of
+from .racks import Pause, Uplink
+from .times import Recorded, Resampled, Scaled, Timed, Times, times_of
 from .worker_settings import Link
 
 if TYPE_CHECKING:
     from .cluster import Cluster
+
+Together = TypeVar("Together", Pause, Uplink)
 
 __all__ = ["changed", "read_bandwidth"]
 
@@ -92,6 +95,8 @@ def changed(
             if w % before in links
         },
         presence={w: cluster.presence[w % before] for w in range(count) if w % before in cluster.presence},
+        pauses=[_members(each, before, count) for each in cluster.pauses if min(each.workers) < count],
+        uplinks=[_members(each, before, count) for each in cluster.uplinks if min(each.workers) < count],
         name=f"{cluster.name} with {', '.join(said)}".strip() if said else cluster.name,
         **changes,
     )
@@ -100,7 +105,15 @@ def changed(
 def _like(times: Times, *, repeated: bool) -> Times:
     """Return the times of a machine like another one: the same distribution, but not the same recorded times."""
     known = times_of(times)
-    return Resampled(seconds=known.seconds) if repeated and isinstance(known, Recorded) else known
+    if repeated and isinstance(known, Recorded):
+        return Resampled(seconds=known.seconds)
+    return msgspec.structs.replace(known, shifted=True) if repeated and isinstance(known, Timed) else known
+
+
+def _members(each: Together, before: int, count: int) -> Together:
+    """Return a pause or an uplink with the workers that are machines like its workers."""
+    workers = tuple(worker for worker in range(count) if worker % before in each.workers)
+    return msgspec.structs.replace(each, workers=workers)
 
 
 def _link_like(link: Link, *, repeated: bool) -> Link:
