@@ -7,6 +7,12 @@ because the gradient must have been computed.
 Most scripts log the loss of an iteration either before its `step()` or right after it. Which of these a script does
 is known from what it has done since the last step: if it has drawn a batch or has begun to compute, the value belongs
 to the coming step; else to the last one.
+
+What a script logs right after its `step()` belongs to the push that has just been made. So the record of this
+iteration, and what the guard sees of it, wait for the next push. Of several losses, the best one counts: what the
+script has logged, what a closure has returned, or a guess at the tensor on which `backward()` was called
+(`frontend/backward.py`). What scripts log with other libraries is noticed by wrapping one method of each
+(`frontend/adapters.py`).
 """
 
 from __future__ import annotations

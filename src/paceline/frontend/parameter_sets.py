@@ -3,6 +3,25 @@
 A parameter set consists of the parameters that one optimizer trains. When a script adds parameters after training has
 begun, the earlier parameters keep their sets and their places in the layout. If a new optimizer trains parameters of
 one earlier set, it takes over this set.
+
+The optimizers that exist in the first forward pass are registered together, in the order of their creation. Each set
+has vectors of its own in the layout, so it has its own memory in every region, is sliced over all shards by itself,
+and has a separate optimizer in each store.
+
+A worker has one sequence of iterations: each step of any optimizer is an iteration at every shard. With one sequence
+for each set, a worker could wait at a barrier of one set for a worker that waits at a barrier of the other set. A
+commit names its set (`set_index`), and the answer contains only the weights of this set. So the memory and the
+version counters of the other sets do not change, and a graph that holds them stays usable. For the same reason,
+workers with several sets never read the weights in the servers' memory: another worker may push another set in the
+same round. A pull that is repeated, for a restart or an evaluation, brings all sets.
+
+If a mean contains pushes of several sets, the store takes one step for each set, with the shares of its own pushes. A
+push that is computed from the same batch as the push before it has the same weight, and is flagged (`repeated`), so
+that its samples are not counted again. A script with one optimizer sends the same messages as if there were no sets.
+
+When an optimizer takes over a set, the set keeps its index and its vectors, and the servers replace its optimizer
+without its state. Parameters of the set that the new optimizer does not train have no gradients from then on. The
+vectors of a set are not freed when the script has dropped its model, because the saved weights contain all models.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The program under an actor of Ray (see `ray_host`): it serves a run, or joins it with one worker.
 
 The program receives one order and one payload over its standard input, and then the numbers of signals. So no secret
-is on its command line or in its environment. At the end of the file, its actor has ended. The program reports over
-another pipe.
+is on its command line or in its environment. At the end of the file, its actor has ended. So it leaves the run as
+after SIGTERM, and kills itself if this takes more than 20 s. The program reports over another pipe.
 """
 
 from __future__ import annotations

@@ -16,6 +16,12 @@ All shards must take the same worker's edit. There are two cases:
 
 Two edits by different editors may reach two shards in different orders. Therefore an edit leaves those parameters
 alone that an edit with a higher number has set (`Store.overwrite`).
+
+As every worker sends its commits to shard 0 last, an edit that shard 0 has carried out was sent to all shards. If the
+editor is lost before, some shards may have carried out its edit; the next editor's edit then replaces it.
+
+With rounded values, the weights from which an edit begins must be those of the servers, to the bit. So in lockstep, a
+worker pulls before it edits. Under other models it pulls anyway, and shard 0 names the editor in its answer.
 """
 
 from __future__ import annotations

@@ -26,6 +26,17 @@ number is used again.
 
 An extension is not an event of the sync model: no worker computes while it lasts, it is not an iteration, and it is
 not an update.
+
+The new parameters form a new *part* of the layout, with vectors of their own, which is sliced by itself. So earlier
+parameters keep their indices, and slices keep their bounds. A server carries out the extension when it hears of it
+from the coordinator, or when the first worker connects again, whichever is first. A larger store takes over the
+weights, the optimizer state, and the pushes that are held back, which have no gradients for the new parameters. A
+worker closes its former connections only after it has connected again, because a server considers a worker without a
+connection as lost.
+
+Of its earlier parameters, a worker keeps the weights that it has pulled: in `encoder(x)` and then `new_head(...)`,
+the graph already holds those of the encoder. It takes the new ones only if it has made empty pushes while it waited,
+and has called no module with trained parameters before.
 """
 
 from __future__ import annotations

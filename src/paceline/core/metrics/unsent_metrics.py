@@ -4,6 +4,10 @@ Scripts may log many times per second. So a worker first merges what belongs to 
 reports a few times per second at most. A value that was logged between two pushes belongs to one of them: to the
 later one if its gradient was being computed, else to the earlier one, whose loss a script may log after `step()`. It
 has the weight of this push in a mean over the workers, however often the script has logged.
+
+A report contains ages instead of times, so no two clocks are compared. In virtual time, values reach the coordinator
+without a message, so a simulation has the same events and bytes whether its script logs or not. Metrics decide
+nothing, so they are neither recorded in traces nor part of the states of the exhaustive search.
 """
 
 from __future__ import annotations

@@ -11,6 +11,16 @@ figures, the sync model, the mean staleness and what to do. What else it does de
 
 `temper` leaves models in lockstep alone: under bsp, training is what one process would compute. In every mode, a
 worker that pushes NaN ten times in a row is named, and taken out if the others do not.
+
+With its push, a worker reports the loss, the norm of its gradient, which the check for NaN computes anyway, and the
+norm of its weights, from a sample of 8192 elements (`Observation`). A live worker observes a push every 2 ms at most,
+and reports every 10 ms at most, which bounds the cost to less than 1 % of a step of 5 ms. In virtual time, all pushes
+are observed. With the guard off, only gradients with NaN are reported.
+
+A new factor of the learning rate goes to all servers (`RateTempered`). Each shard handles it as an event that is
+recorded, and passes it on in the `Standing` of its updates, so a replay repeats it exactly. No sync model sees it.
+Shards may receive it between different updates, which changes by how much these move the weights, but nothing else. A
+worker that is taken out because of NaN does not join again.
 """
 
 from __future__ import annotations

@@ -5,6 +5,11 @@ float32 values to bfloat16, which has the same exponents, and the receiver widen
 travel. Each direction has a format of its own: gradients from the workers to the servers, and weights back. The
 shards hold float32 weights and apply updates to those, so an update that is too small to change a rounded weight is
 not lost. `core.protocol.rounded_messages` says which messages contain rounded values.
+
+The outbox of a worker rounds a piece when it is sent, into memory of half the size. Its checksums are those of the
+bits before. The inbox of a server widens a piece when its message is complete. In the other direction, a server
+rounds the weights of a shard once for all answers between two updates, and flags each `Answer`. It needs this flag
+because an answer to an edit, or to a pull for an evaluation, is exact.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ asks its host to measure the mean, and reports the squared norm to the coordinat
 the coordinator returns the factor, the shard keeps the update and everything that its sync model decides afterwards,
 in order. So the model does not notice the delay: its events and actions are the same as without clipping. A worker
 whose answer is kept cannot push again, so a shard keeps at most a few requests for each worker.
+
+A push that is applied on arrival needs none of this: it is multiplied by the factor that its worker has computed from
+its own gradient. Its commit carries this factor, and the largest norm for the mean.
 """
 
 from __future__ import annotations
