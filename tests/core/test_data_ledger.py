@@ -356,6 +356,28 @@ def test_workers_that_resume_in_lockstep_go_on_with_the_very_batches() -> None:
     }
 
 
+def test_epochs_before_the_rest_of_an_earlier_run_have_no_data() -> None:
+    order = Order(24, 4, False, "dynamic", "")
+    job = Job([1.0, 2.0])
+    for epoch in range(2):
+        batches_of_each(job, epoch, order, 24)
+        for life in job.lives.values():
+            job.push(life)
+    taken = []
+    for life in job.lives.values():
+        job.begin(life, 2, order)
+        taken.append(job.take(life, order, 24))
+    job.push(job.lives[1])  # so the first batch of the epoch is returned
+    drawn = {worker: [(each, each) for each in life.feed.pushed] for worker, life in job.lives.items()}
+    resumed = Job([1.0], resumed=job.ledger.cut(drawn))
+    for epoch in range(2):
+        assert batches_of_each(resumed, epoch, order, 24) == {0: []}
+    [batches] = batches_of_each(resumed, 2, order, 24).values()
+    assert taken[1] is not None
+    assert taken[1].start > 0
+    assert sorted(batches) == [(2, start, 4) for start in range(0, 24, 4) if start != taken[1].start]
+
+
 def test_another_order_does_not_continue_an_epoch() -> None:
     job = Job([1.0])
     job.begin(job.lives[0], 0, Order(10, 2, False, "auto", "a"))

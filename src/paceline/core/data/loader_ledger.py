@@ -104,7 +104,8 @@ NEW = LoaderCut(name="")
 
 @stateful(
     decides=(
-        "_splits _closed _opened _order _accounts _returned _sizes _used _torn _total _left _left_out _rests"
+        "_splits _closed _opened _order _accounts _returned _sizes _used _torn _total _left _left_out _rests "
+        "_resumed"
     ),
     history="moved",
 )
@@ -125,6 +126,8 @@ class LoaderLedger:
         self._closed: dict[int, EpochSplit] = {}
         self._opened = cut.opened  # number of the last epoch that was opened, plus 1
         self._order = cut.order  # the order of this epoch
+        # the first epoch of which the earlier run has not used all data, or the last one that it has opened
+        self._resumed = min((rest.number for rest in cut.epochs), default=cut.opened - 1)
         self._accounts: defaultdict[int, _Account] = defaultdict(_Account)  # worker -> its account
         self._returned = deque(cut.returned)  # each lease has a count
         self._sizes = LeaseSizes()
@@ -201,7 +204,10 @@ class LoaderLedger:
     def grant(self, worker: int, epoch: int, order: Order, drawn: int, now_s: float, live: Set[int]) -> Grant:
         """Hand out the next leases of a worker whose script has drawn `drawn` batches."""
         split = self._splits.get(epoch)
-        if split is None or worker in split.ended:
+        if epoch < self._resumed:
+            # A script that has no `paceline.epochs` makes the passes of the earlier run again, without data.
+            grant = Grant((), last=True)
+        elif split is None or worker in split.ended:
             # The worker asks again for returned positions, or has joined late.
             smallest = self._sizes.smallest(order, order.batch)
             leases, left_out = cut(self._returned, smallest, order.batch, 1)
