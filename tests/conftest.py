@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,7 @@ class ThreadedRun:
     samples: dict[str, PositionCounts] = field(default_factory=dict)  # loader -> what became of its samples
     history: MetricHistory = field(default_factory=MetricHistory)  # what the function has logged
     servers: list[ServerHost] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)  # workers
 
     @property
     def shards(self) -> list[Trace]:
@@ -131,15 +133,26 @@ RunOnThreads = Callable[..., ThreadedRun]
 def run_on_threads(tmp_path: Path) -> RunOnThreads:
     """run_on_threads(function, workers=..., servers=..., sync=..., ...): the same hosts as a live run's, each on
     a thread of this process instead of a process of its own. `function()` trains; the session is its thread's.
-    Raises what a worker raised, unless `keep_errors=True`."""
+    Raises what a worker raised, unless `keep_errors=True`. With `late`, the worker with the highest index joins the
+    run when another one has set this event."""
     count = 0
 
-    def run(function: Callable[[], object], *, keep_errors: bool = False, **options: Any) -> ThreadedRun:
+    def run(
+        function: Callable[[], object],
+        *,
+        keep_errors: bool = False,
+        late: threading.Event | None = None,
+        **options: Any,
+    ) -> ThreadedRun:
         nonlocal count
         count += 1
         options = {"workers": 2, "servers": 1, "run_dir": tmp_path / f"run-{count}", **options}
+        if late is not None:
+            options |= {"transport": "tcp", "least": options["workers"] - 1, "joined": True}
         job = make_job(**options)
         coordinator = CoordinatorHost.listen(job)
+        if late is not None:
+            coordinator.core.invite(job.workers - 1)
         coordinator.start()
         outcome = ThreadedRun({}, [], Path(job.run_dir))
         crashes: list[BaseException] = []  # of servers: nothing that a worker does may cause one
@@ -171,9 +184,15 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
         outcome.servers = connected
         servers = [threading.Thread(target=serve, args=(server,), daemon=True) for server in connected]
         workers = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(job.workers)]
-        for thread in [*servers, *workers]:
+        for thread in [*servers, *workers[: job.workers - (late is not None)]]:
             thread.start()
         try:
+            if late is not None:
+                assert late.wait(60.0), "the late worker was not called"
+                invited: Future[dict[int, int]] = Future()
+                coordinator._call(lambda: invited.set_result(coordinator.core.invite(1)))
+                assert invited.result(30.0) == {job.workers - 1: 0}
+                workers[-1].start()
             for thread in workers:
                 thread.join(60.0)
                 assert not thread.is_alive(), "a worker hangs"
@@ -190,6 +209,7 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
                 raise crashes[0]  # whatever else went wrong, this is why
         assert not any(thread.is_alive() for thread in servers), "a server hangs"
         outcome.faults = coordinator.core.faults
+        outcome.lost = coordinator.core.members.lost
         outcome.samples = coordinator.core.data.counts()
         outcome.traces = read_run(Path(job.run_dir))
         outcome.history = MetricHistory(coordinator.core.history.metrics())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.frontend import session as sessions
-from paceline.runtime.coordinator_host import CoordinatorHost
-from paceline.runtime.job import Assignment
-from paceline.runtime.job_options import make_job
-from paceline.runtime.server_host import ServerHost
-from paceline.runtime.worker_session import WorkerSession
 from paceline.sim import Cluster, Presence, simulate
+from tests.conftest import RunOnThreads
 
 UNTRAINED = -1000.0
 """The weights that the script of a worker has before its first step. The job's are not far from 0."""
@@ -250,17 +244,9 @@ def test_the_statistics_with_which_a_late_worker_trains_are_the_jobs() -> None:
 
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
 def test_a_live_worker_that_looks_at_the_model_without_a_batch_makes_nobody_wait(
-    sync: str, tmp_path: Path
+    sync: str, tmp_path: Path, run_on_threads: RunOnThreads
 ) -> None:
     """Worker 1 looks while worker 0 trains its last epochs, and trains only when worker 0 has ended."""
-    job = make_job(
-        workers=2, servers=2, sync=sync, transport="tcp", run_dir=tmp_path / "run", least=1, joined=True
-    )
-    coordinator = CoordinatorHost.listen(job)
-    coordinator.core.invite(1)
-    coordinator.start()
-    places = [Assignment(job=job, role="server", index=i, coordinator=coordinator.address) for i in range(2)]
-    servers = [threading.Thread(target=ServerHost.connect(place).run, daemon=True) for place in places]
     third_epoch, looked, ended = threading.Event(), threading.Event(), threading.Event()
     seen: dict[str, float] = {}
     batches: list[int] = []
@@ -284,36 +270,13 @@ def test_a_live_worker_that_looks_at_the_model_without_a_batch_makes_nobody_wait
                 looked.set()
                 assert ended.wait(60.0), "worker 0 waits for worker 1"
 
-    errors: list[BaseException] = []
-
-    def work(index: int) -> None:
-        place = Assignment(job=job, role="worker", index=index, coordinator=coordinator.address)
-        session = WorkerSession.connect(place)
-        sessions.install(session, for_thread=True)
+    def train() -> None:
         try:
-            (late if index else first)()
-            session.finish()
-        except BaseException as error:
-            errors.append(error)
+            (late if paceline.worker_index() else first)()
         finally:
             looked.set()
-            session.close()
 
-    workers = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(2)]
-    try:
-        for thread in (*servers, workers[0]):
-            thread.start()
-        assert third_epoch.wait(60.0)
-        invited: Future[dict[int, int]] = Future()
-        coordinator._call(lambda: invited.set_result(coordinator.core.invite(1)))
-        assert invited.result(30.0) == {1: 0}
-        workers[1].start()
-        for thread in workers:
-            thread.join(60.0)
-            assert not thread.is_alive(), "a worker hangs"
-    finally:
-        coordinator.stop()
-    assert errors == []
+    run = run_on_threads(train, late=third_epoch, servers=2, sync=sync)
     weight, velocity, mean = 0.0, 0.0, 0.0
     for _ in range(3 * 16):
         velocity = 0.5 * velocity + 1.0
@@ -322,4 +285,4 @@ def test_a_live_worker_that_looks_at_the_model_without_a_batch_makes_nobody_wait
     expected = {look.__name__: mean if look is of_the_statistics else weight for look in LOOKS}
     assert batches[:3] == [0, 0, 0]
     assert seen == pytest.approx({**expected, "momentum": -velocity})
-    assert coordinator.core.members.lost == []
+    assert run.lost == []

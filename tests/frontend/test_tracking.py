@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter, OrderedDict
-from concurrent.futures import Future
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,11 +20,6 @@ from paceline.core.protocol.messages import EpochReached, LoopPosition, StatesDe
 from paceline.core.protocol.requests import Send
 from paceline.errors import ProtocolError, UsageError
 from paceline.frontend import session as sessions
-from paceline.runtime.coordinator_host import CoordinatorHost
-from paceline.runtime.job import Assignment
-from paceline.runtime.job_options import make_job
-from paceline.runtime.server_host import ServerHost
-from paceline.runtime.worker_session import WorkerSession
 from paceline.shard.states import decode_states, encode_states
 from paceline.sim import Cluster, Presence, simulate
 
@@ -450,24 +443,14 @@ def test_large_states_arrive_whole(run_on_threads: RunOnThreads) -> None:
 
 @pytest.mark.parametrize("sync", ["asp", "bsp"])
 def test_a_worker_that_joins_a_live_run_continues_with_the_jobs_epoch_and_states(
-    sync: str, tmp_path: Path
+    sync: str, run_on_threads: RunOnThreads
 ) -> None:
     """The hosts run on threads. Worker 0 waits in its fourth epoch until the script of worker 1 is in its loop."""
-    job = make_job(
-        workers=2, servers=2, sync=sync, transport="tcp", run_dir=tmp_path / "run", least=1, joined=True
-    )
-    coordinator = CoordinatorHost.listen(job)
-    coordinator.core.invite(1)
-    coordinator.start()
-    places = [Assignment(job=job, role="server", index=i, coordinator=coordinator.address) for i in range(2)]
-    servers = [threading.Thread(target=ServerHost.connect(place).run, daemon=True) for place in places]
     reached, entered = threading.Event(), threading.Event()
     seen: dict[int, list[Any]] = {0: [], 1: []}
 
-    def train(index: int) -> None:
-        place = Assignment(job=job, role="worker", index=index, coordinator=coordinator.address)
-        session = WorkerSession.connect(place)
-        sessions.install(session, for_thread=True)
+    def train() -> None:
+        index = paceline.worker_index()
         script = Script()
         loader = DataLoader(TensorDataset(torch.arange(64.0)), batch_size=4)
         for epoch in paceline.epochs(8):
@@ -483,25 +466,10 @@ def test_a_worker_that_joins_a_live_run_continues_with_the_jobs_epoch_and_states
                     entered.wait(30.0)
             script.scheduler.step()
             script.ema.update(epoch + 1.0)
-        session.finish()
-        session.close()
 
-    workers = [threading.Thread(target=train, args=(index,), daemon=True) for index in range(2)]
-    try:
-        for thread in (*servers, workers[0]):
-            thread.start()
-        assert reached.wait(30.0)
-        invited: Future[dict[int, int]] = Future()
-        coordinator._call(lambda: invited.set_result(coordinator.core.invite(1)))
-        assert invited.result(30.0) == {1: 0}
-        workers[1].start()
-        for thread in workers:
-            thread.join(60.0)
-            assert not thread.is_alive(), "a worker hangs"
-    finally:
-        coordinator.stop()
+    run = run_on_threads(train, late=reached, servers=2, sync=sync)
     assert seen[0] == [(epoch, 0.5**epoch, float(epoch)) for epoch in range(8)]
     assert seen[1] == seen[0][3:]
-    assert coordinator.core.members.lost == []
-    [counts] = coordinator.core.data.counts().values()
+    assert run.lost == []
+    [counts] = run.samples.values()
     assert counts.used == counts.total == 8 * 64

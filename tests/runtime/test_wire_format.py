@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +19,9 @@ from paceline.core.protocol.messages import Commit, PullRepeated, Stage
 from paceline.core.protocol.rounded_messages import rounds_answer, rounds_push
 from paceline.core.protocol.wire_format import EXACT, WireFormat
 from paceline.errors import ConfigurationError
-from paceline.frontend import session as sessions
 from paceline.runtime import worker_session as worker_module
-from paceline.runtime.coordinator_host import CoordinatorHost
-from paceline.runtime.job import Assignment
 from paceline.runtime.job_description import describe
 from paceline.runtime.job_options import make_job
-from paceline.runtime.server_host import ServerHost
 from paceline.runtime.worker_session import WorkerSession
 from paceline.shard.rounding import round_trip
 from paceline.shard.store import Push, Store
@@ -449,7 +444,7 @@ def test_several_optimizers_round_what_each_pulls(transport: str, run_on_threads
 
 @pytest.mark.parametrize("near", [False, True], ids=["another machine", "the machine of the servers"])
 def test_a_worker_that_joins_late_begins_with_exact_weights(
-    near: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    near: bool, run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the machine of the servers, it shares its memory with them, so nothing is rounded later, either."""
     if not near:
@@ -462,26 +457,11 @@ def test_a_worker_that_joins_late_begins_with_exact_weights(
         first[session.worker] = session.weights["float32"].clone()
 
     monkeypatch.setattr(WorkerSession, "await_first_weights", watched)
-    job = make_job(
-        workers=2,
-        servers=2,
-        sync="asp",
-        transport="tcp",
-        run_dir=tmp_path / "run",
-        least=1,
-        joined=True,
-        wire="bf16",
-    )
-    coordinator = CoordinatorHost.listen(job)
-    coordinator.core.invite(1)
-    coordinator.start()
-    places = [Assignment(job=job, role="server", index=i, coordinator=coordinator.address) for i in range(2)]
-    servers = [threading.Thread(target=ServerHost.connect(place).run, daemon=True) for place in places]
     stepped, joined = threading.Event(), threading.Event()
     after: list[Tensors] = []
-    errors: list[BaseException] = []
 
-    def train(index: int) -> None:
+    def train() -> None:
+        index = paceline.worker_index()
         model = Vector()
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1 / 1024), model=model)
         for step in range(4):
@@ -495,35 +475,7 @@ def test_a_worker_that_joins_late_begins_with_exact_weights(
                 stepped.set()
                 assert joined.wait(60.0)
 
-    def work(index: int) -> None:
-        place = Assignment(job=job, role="worker", index=index, coordinator=coordinator.address)
-        session = WorkerSession.connect(place)
-        sessions.install(session, for_thread=True)
-        try:
-            train(index)
-            session.finish()
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            stepped.set()
-            joined.set()
-            session.close()
-
-    workers = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(2)]
-    try:
-        for thread in (*servers, workers[0]):
-            thread.start()
-        assert stepped.wait(60.0)
-        invited: Future[dict[int, int]] = Future()
-        coordinator._call(lambda: invited.set_result(coordinator.core.invite(1)))
-        assert invited.result(30.0) == {1: 0}
-        workers[1].start()
-        for thread in workers:
-            thread.join(60.0)
-            assert not thread.is_alive(), "a worker hangs"
-    finally:
-        coordinator.stop()
-    assert errors == []
+    run_on_threads(train, late=stepped, servers=2, sync="asp", wire="bf16")
     size = len(THIRDS)
     offset = Layout.of([Parameter((name,), (size,), "float32") for name in ("moving", "still")]).offsets[1]
     for weights in first.values():
