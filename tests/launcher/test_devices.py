@@ -25,7 +25,7 @@ from rich.console import Console
 import paceline
 from paceline.core.status.job_status import JobStatus, WorkerStatus
 from paceline.errors import ConfigurationError
-from paceline.launcher import devices, launch
+from paceline.launcher import devices, engines
 from paceline.launcher.child import with_advice
 from paceline.launcher.description import description_of
 from paceline.launcher.devices import Accelerators, Found, assign_devices, device_of_process, shared
@@ -318,7 +318,7 @@ def test_without_accelerators_nothing_is_said_about_devices(
 
 
 def test_devices_are_no_option_on_a_ray_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "import_ray", lambda: None)
+    monkeypatch.setattr(engines, "import_ray", lambda: None)
     with pytest.raises(ConfigurationError, match="devices cannot be used with engine 'ray'"):
         paceline.launch(print, engine="ray", workers=1, devices="cpu")
     with pytest.raises(ConfigurationError, match="workers is None, but engine 'ray' needs their number"):

@@ -15,7 +15,6 @@ import torch
 from msgspec import structs
 from rich.console import Console
 
-from .. import __version__
 from ..errors import ConfigurationError, UsageError, unknown_name
 from ..frontend.session import current
 from ..outlets.wanted import Outlets, open_outlets
@@ -25,13 +24,11 @@ from ..runtime.job_options import make_job
 from ..settings import Settings
 from ..settings.arguments import shows_settings
 from ..shard.foreign import loaded_optimizers
-from ..wire.addresses import TRANSPORTS
-from ..wire.secret import new_secret, take_secret
 from .channels import Streams
-from .devices import Assigned, assign_devices, shared
+from .devices import shared
+from .engines import ENGINES, Asked
 from .local import Placement
 from .progress import announce
-from .ray_run import import_ray, start_on_ray
 from .results import RunResult
 from .run import start
 from .starting import Starter
@@ -39,8 +36,6 @@ from .starting import Starter
 __all__ = ["ENGINES", "RunResult", "launch", "run_script"]
 
 log = logging.getLogger("paceline.launch")
-
-ENGINES = ("local", "ray")
 
 
 @shows_settings
@@ -105,40 +100,10 @@ def launch(
             f"the training function, or an object that it refers to, cannot be sent to another process: {error}. "
             "Create such objects inside the function."
         ) from error
-    on_ray = engine == "ray"
-    if on_ray:
-        import_ray()
-        _require_for_ray(settings, placement, workers, devices)
-        if any(
-            settings.get(name) not in (None, False) for name in ("dashboard", "tensorboard", "metrics_port")
-        ):
-            raise ConfigurationError(
-                "dashboard, tensorboard and metrics_port cannot be used with engine 'ray', because Ray places the "
-                "coordinator; omit them."
-            )
-    elif isinstance(workers, tuple) or resources is not None:
-        given = "resources is given" if resources is not None else f"workers is {workers!r}"
-        raise ConfigurationError(f"{given}, but engine is {engine!r}; this needs engine 'ray'.")
-    imports = settings.get("imports", ())
-    assigned = Assigned(0)
-    if on_ray:
-        settings |= {"transport": "tcp", "servers": settings.get("servers") or 1}
-    elif not isinstance(workers, tuple):
-        masked = not settings.get("torchrun_env")
-        assigned = assign_devices(devices, workers, usual=2, imports=imports, masked=masked)
-        workers = assigned.workers
-    assert workers is not None
-    least, most = workers if isinstance(workers, tuple) else (workers, workers)
-    job = make_job(
-        workers=most,
-        least=least,
-        devices=assigned.devices,
-        pause_below=(least if isinstance(workers, tuple) else 1) if on_ray else 0,
-        joined=on_ray,
-        dry_run=True,
-        **settings,
-    )
-    job = structs.replace(job, optimizers=loaded_optimizers(imports))
+    chosen = ENGINES[engine]
+    asked = Asked(workers, devices, placement, resources, snapshot_every_s, show_all, settings)
+    job = make_job(**{**settings, **chosen.options(asked)}, dry_run=True)
+    job = structs.replace(job, optimizers=loaded_optimizers(settings.get("imports", ())))
     outlets = open_outlets(
         settings.get("dashboard"), settings.get("tensorboard"), settings.get("metrics_port")
     )
@@ -146,51 +111,8 @@ def launch(
     announce(job, console)
     if warning := shared(job.devices):
         log.warning("%s", warning)
-    if on_ray:
-        job = structs.replace(
-            job, version=__version__, token=take_secret(os.environ) or new_secret(), secure=True
-        )
-        return start_on_ray(
-            job,
-            payload,
-            sys.path,
-            resources={"CPU": 1.0} if resources is None else resources,
-            console=console,
-            snapshot_every_s=snapshot_every_s,
-            show_all=show_all,
-        )
     with outlets:
-        return start(
-            job,
-            ["function"],
-            payload,
-            sys.path,
-            console=console,
-            snapshot_every_s=snapshot_every_s,
-            placement=placement,
-            streams=Streams(show_all=show_all),
-            outlets=outlets,
-        )
-
-
-def _require_for_ray(
-    settings: Settings, placement: Placement | None, workers: object, devices: object
-) -> None:
-    """Raise `ConfigurationError` for options that a run on a Ray cluster does not have."""
-    transport, torchrun_env = settings.get("transport", "auto"), settings.get("torchrun_env")
-    if transport not in ("auto", *(name for name, each in TRANSPORTS.items() if each.spans_machines)):
-        raise ConfigurationError(
-            f"transport is {transport!r}, but the nodes of a Ray cluster are connected by 'tcp'; omit transport."
-        )
-    if workers is None:
-        raise ConfigurationError(
-            "workers is None, but engine 'ray' needs their number, such as 4 or (2, 16)."
-        )
-    if torchrun_env or placement is not None or devices is not None:
-        name = "torchrun_env" if torchrun_env else "devices" if devices is not None else "placement"
-        raise ConfigurationError(
-            f"{name} cannot be used with engine 'ray', because Ray places the workers; omit it."
-        )
+        return chosen.start(job, payload, asked, console, outlets)
 
 
 def run_script(
