@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import itertools
 import select
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import nn
 
-import paceline
 from paceline import DistributedOptimizer, worker_index
 from paceline.core.protocol.messages import Hello, Message, Stage, first_phase
 from paceline.errors import ConfigurationError, PeerLostError, ProtocolError
@@ -28,13 +24,13 @@ from paceline.wire.passing import PassedSockets, pass_on, socket_pair
 from paceline.wire.stream import Stream
 from paceline.wire.tls import Contexts
 from paceline.wire.transport import Transport
+from tests.support.told_apart import lines_that_tell_apart, source_that_tells_apart
 
 from .test_wire import LARGE, TIMEOUT_S, Wire, carry, contents, expected, fill
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
 
-SOURCE = Path(paceline.__file__).parent
 SMALL_BYTES = 4096  # more than the messages of one push have without their payload
 
 
@@ -187,23 +183,6 @@ def test_a_run_trains(name: str, run_on_threads: RunOnThreads) -> None:
 # -- the source -------------------------------------------------------------------------------------------
 
 
-def told_apart(tree: ast.AST, words: frozenset[str]) -> Iterator[int]:
-    """The lines on which a program compares something with one of some words, or looks it up in a table of them."""
-    for node in ast.walk(tree):
-        sides: list[ast.expr | None] = []
-        if isinstance(node, ast.Compare):
-            sides = [node.left, *node.comparators]
-        elif isinstance(node, ast.Dict):
-            sides = [*node.keys]
-        elif isinstance(node, ast.MatchValue):
-            sides = [node.value]
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("startswith", "removeprefix"):
-            sides = [*node.args]
-        inner = itertools.chain.from_iterable(ast.walk(side) for side in sides if side is not None)
-        if any(isinstance(each, ast.Constant) and each.value in words for each in inner):
-            yield next(side.lineno for side in sides if side is not None)
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -214,16 +193,9 @@ def told_apart(tree: ast.AST, words: frozenset[str]) -> Iterator[int]:
     ],
 )
 def test_a_comparison_with_a_name_is_found(text: str) -> None:
-    assert list(told_apart(ast.parse(text), frozenset(TRANSPORTS)))
+    assert list(lines_that_tell_apart(text, TRANSPORTS))
 
 
 def test_only_a_transport_knows_its_name() -> None:
     """Everything else asks it for what it can do."""
-    names = frozenset(TRANSPORTS)
-    found = {
-        f"{file.relative_to(SOURCE)}:{line}"
-        for file in SOURCE.rglob("*.py")
-        if any(f'"{name}"' in file.read_text() for name in names)
-        for line in told_apart(ast.parse(file.read_text()), names)
-    }
-    assert found == set()
+    assert source_that_tells_apart(TRANSPORTS) == set()
