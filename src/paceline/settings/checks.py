@@ -15,12 +15,12 @@ __all__ = ["number", "numbers", "one_of", "paces", "port", "run_dir", "whole", "
 Pace = tuple[float, float]
 
 
-def one_of(choices: Collection[str]) -> Check:
-    """Return a check that accepts these names."""
+def one_of(choices: Collection[str], *others: str) -> Check:
+    """Return a check that accepts the names in a collection, as it is when the check is made, and some others."""
 
     def check(name: str, value: Any) -> str:
-        if value not in choices:
-            raise unknown_name(name, value, choices)
+        if value not in choices and value not in others:
+            raise unknown_name(name, value, [*others, *choices])
         return str(value)
 
     return check

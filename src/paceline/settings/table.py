@@ -250,9 +250,9 @@ class Settings(TypedDict, total=False):
             doc='"shm" (shared memory), "unix" (AF_UNIX sockets), "tcp", or "auto" for the best one available.',
             help="How processes exchange messages: shared memory (shm), Unix sockets (unix) or TCP (tcp). auto uses "
             "shared memory if the system supports it, otherwise Unix sockets.",
-            metavar="<auto|shm|unix|tcp>",
+            metavar=f"<{'|'.join(['auto', *TRANSPORTS])}>",
             commands=(RUN,),
-            check=one_of(("auto", *TRANSPORTS)),
+            check=one_of(TRANSPORTS, "auto"),
         ),
     ]
     port: Annotated[
