@@ -28,6 +28,7 @@ def test_the_package_exports_these_names_and_no_others() -> None:
         "is_main",
         "launch",
         "log",
+        "partition",
         "prepare",
         "reduce",
         "register_elementwise",

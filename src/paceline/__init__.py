@@ -24,6 +24,7 @@ _HOMES = {
     "is_main": "frontend.is_main",
     "launch": "launcher.launch",
     "log": "frontend.metrics",
+    "partition": "frontend.partition",
     "prepare": "frontend.prepare",
     "reduce": "frontend.collectives",
     "register_elementwise": "shard.foreign",
@@ -50,6 +51,7 @@ __all__ = [
     "is_main",
     "launch",
     "log",
+    "partition",
     "prepare",
     "reduce",
     "register_elementwise",
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
     from .frontend.is_main import is_main
     from .frontend.metrics import log
     from .frontend.optimizer import DistributedOptimizer
+    from .frontend.partition import partition
     from .frontend.prepare import prepare
     from .frontend.saving import save
     from .frontend.session import set_sync, worker_count, worker_index

@@ -164,6 +164,8 @@ def test_the_summary_gives_speed_in_samples_and_says_what_is_in_an_update() -> N
         "sync": "bsp",
         "duration": "10.0 s",
         "samples": "6400 (640.0 per second)",
+        "fairness": "a worker's share of the updates is 25.0% to 75.0% (Jain's index "
+        "0.80; 1 if all shares are equal)",
         "per worker": "4800, 1600 samples",
         "updates": "100 (2 gradients each, on average)",
         "waiting": "25.0% of the workers' time",

@@ -54,6 +54,7 @@ NEWER = (
     "samples",
     "samples_per_s",
     "worker_samples",
+    "worker_gradients",
     "dropped_samples",
     "clipped_alone",
     "barriers",

@@ -20,6 +20,7 @@ from ..sync.schedule import read_schedule
 from ..trace.activity import Activity
 from ..trace.clocks import MachineClock, read_clocks
 from ..trace.digest import Digest
+from ..trace.fairness import shares_of_updates
 from ..trace.findings import Handout
 from ..trace.measures import PushCounts
 from ..trace.metrics_file import read_metrics
@@ -308,6 +309,7 @@ class _Assembly:
         machines: Mapping[str, str] = summary.get("machines", {})
         devices: Mapping[str, str] = summary.get("devices", {})
         causes = {str(each.get("worker")): each for each in summary.get("departures", ())}
+        shares = shares_of_updates(summary.get("worker_samples", {}), summary.get("worker_gradients", {}))
         found = []
         for worker, own in sorted(activity.workers.items()):
             use = uses.get(str(worker))
@@ -330,6 +332,7 @@ class _Assembly:
                     time_s=time_s,
                     awaited_s=own.awaited_s,
                     mean_batch=own.samples / own.computations if own.samples and own.computations else None,
+                    share=shares.get(str(worker)),
                 )
             )
         return tuple(found)

@@ -75,6 +75,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         time_s: kind (see `KINDS`) -> seconds.
         awaited_s: seconds for which other workers have waited for it, summed over them.
         mean_batch: mean number of samples per iteration; None if unknown.
+        share: its share of what the updates contain, from 0 to 1; None if unknown.
     """
 
     worker: int
@@ -88,6 +89,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     time_s: dict[str, float] = {}
     awaited_s: float = 0.0
     mean_batch: float | None = None
+    share: float | None = None
 
 
 class Spans(msgspec.Struct, frozen=True):

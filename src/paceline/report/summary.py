@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from ..trace.fairness import fairness, shares_of_updates
 from ..trace.measures import PushCounts
 from ..trace.unapplied import unapplied_pushes
 from .speed import speed_unit
@@ -14,6 +15,7 @@ from .words import named_workers
 __all__ = ["summary_rows"]
 
 MOST_SHOWN = 8  # maximum number of workers whose sample counts are shown separately
+FAIR = 0.995  # Jain's index above which the shares of the workers are not shown
 LEAST_S = 0.1  # the summary does not mention shorter idle or wasted times
 
 
@@ -67,6 +69,7 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
     shown = {
         "duration": f"{summary['duration_s']:.1f} s",
         **_speed(summary),
+        "fairness": _fairness(summary),
         "per worker": _per_worker(list(summary["worker_samples"].values())),
         "left out": f"{summary['dropped_pushes']} of {pushes} pushes{to_shards} (no usable gradient, or too late)",
         "waiting": f"{summary['waiting_share']:.1%} of the workers' time",
@@ -106,6 +109,18 @@ def _per_worker(samples: Sequence[int]) -> str:
     if len(samples) <= MOST_SHOWN:
         return f"{', '.join(map(str, samples))} samples"
     return f"{min(samples)} to {max(samples)} samples, median {median(samples):.0f}"
+
+
+def _fairness(summary: Mapping[str, Any]) -> str:
+    """Return a text about the workers' shares of the updates; "" if they are almost equal, or unknown."""
+    shares = shares_of_updates(summary["worker_samples"], summary.get("worker_gradients", {}))
+    index = fairness(shares)
+    if index > FAIR:
+        return ""
+    return (
+        f"a worker's share of the updates is {min(shares.values()):.1%} to {max(shares.values()):.1%} (Jain's index "
+        f"{index:.2f}; 1 if all shares are equal)"
+    )
 
 
 def _barriers(summary: Mapping[str, Any]) -> str:

@@ -160,6 +160,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
         samples: number of samples in the pushes that shard 0 did not drop; 0 if this number is unknown.
         samples_per_s: number of these samples per second.
         worker_samples: worker -> number of these samples that were in the worker's pushes.
+        worker_gradients: worker -> number of its pushes that shard 0 did not drop.
         dropped_samples: number of samples in the pushes that shard 0 dropped.
         mean_staleness: mean staleness over all pairs (push, shard), in updates.
         max_staleness: maximum staleness over all pairs (push, shard), in updates.
@@ -195,6 +196,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     samples_per_s: float
     worker_samples: dict[int, int]
+    worker_gradients: dict[int, int]
     dropped_samples: int
     mean_staleness: float
     max_staleness: int
@@ -389,6 +391,7 @@ class Meter:
             samples=first.samples,
             samples_per_s=first.samples / duration_s if duration_s else 0.0,
             worker_samples={worker: first.worker_samples.get(worker, 0) for worker in iterations},
+            worker_gradients={w: count - first.without_gradient.get(w, 0) for w, count in iterations.items()},
             dropped_samples=first.dropped_samples,
             mean_staleness=total_staleness / applied if applied else 0.0,
             max_staleness=max(self.staleness, default=0),
@@ -548,6 +551,9 @@ class _ShardMeter(msgspec.Struct, dict=True):
     samples: int = 0
     sampled_gradients: int = 0
     worker_samples: dict[int, int] = msgspec.field(default_factory=dict)
+    without_gradient: dict[int, int] = msgspec.field(
+        default_factory=dict
+    )  # pushes that are edits or were dropped
     dropped_samples: int = 0
     clipped_alone: int = 0
     # Of the pushes that are neither applied nor dropped: the edits, those that were clipped alone, and
@@ -638,7 +644,9 @@ class _ShardMeter(msgspec.Struct, dict=True):
             elif type(action) is DropPush:
                 self.dropped_pushes += 1
                 key = action.worker, action.iteration
-                self.gradients -= key not in self.edits
+                if key not in self.edits:
+                    self.gradients -= 1
+                    self.without_gradient[action.worker] = self.without_gradient.get(action.worker, 0) + 1
                 dropped = self._decide(key, "dropped")
                 self.samples -= dropped
                 self.sampled_gradients -= dropped > 0
@@ -660,6 +668,7 @@ class _ShardMeter(msgspec.Struct, dict=True):
         self.gradients += push.edit is None  # decremented in `record` if the push is dropped
         if push.edit is not None:
             self.edits.add((push.worker, push.iteration))
+            self.without_gradient[push.worker] = self.without_gradient.get(push.worker, 0) + 1
         if push.clipped:
             self.clipped.add((push.worker, push.iteration))
         if push.samples is not None and not push.repeated:

@@ -56,6 +56,13 @@ function workersPanel() {
             needed: (row) => row.samples > 0,
           },
           {
+            title: "share of updates",
+            value: (row) => row.share,
+            text: (row) => percent(row.share),
+            number: true,
+            needed: (row) => known(row.share),
+          },
+          {
             title: "samples/s",
             value: (row) => row.samples_per_s,
             text: (row) => fixed(row.samples_per_s, speed),
@@ -99,6 +106,7 @@ function totalRow(workers) {
     iterations: sum((row) => row.iterations),
     samples: sum((row) => row.samples),
     samples_per_s: workers.some((row) => known(row.samples_per_s)) ? sum((row) => row.samples_per_s) : null,
+    share: workers.some((row) => known(row.share)) ? 1 : null,
     mean_batch: null,
     awaited_s: sum((row) => row.awaited_s),
     time_s: totalTime(workers),
