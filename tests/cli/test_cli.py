@@ -17,8 +17,8 @@ import typer
 import paceline
 from paceline import cli
 from paceline.sync import MODELS
-from tests.launcher.test_environments import SLURM
 from tests.support.marks import chaos
+from tests.support.scheduled import SLURM
 
 DEADLINE_S = 120.0  # a safety net: nothing here takes that long unless something hangs
 

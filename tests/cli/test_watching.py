@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.test_terminal import Screen
 from tests.support.live import DEADLINE_S, await_that, mark, run_program, start_program
+from tests.support.screens import Screen
 
 __all__ = ["mark"]
 

@@ -14,8 +14,7 @@ from benchmarks.overlap.namespaces import NetworkLink, network, why_not
 from tests.support.live import await_that, mark, run_program
 from tests.support.scheduled import program, summary
 from tests.support.served import Served, output, two_machines
-
-from .test_slurm import EXAMPLES, MISSING, Batch, cluster
+from tests.support.slurm import EXAMPLES, MISSING, Batch, cluster
 
 __all__ = ["cluster", "mark", "two_machines"]
 

@@ -38,6 +38,7 @@ from paceline.report.summary import summary_rows
 from paceline.runtime.compute_devices import CPU, Device
 from paceline.runtime.job_description import describe
 from paceline.runtime.job_options import make_job
+from tests.support.added_device import ADDED
 from tests.support.live import DEADLINE_S, mark, run_program, start_program
 from tests.support.served import Served
 
@@ -327,62 +328,6 @@ def test_devices_are_no_option_on_a_ray_cluster(monkeypatch: pytest.MonkeyPatch)
 
 # -- a kind of device that a module adds to torch ---------------------------------------------------------------
 
-# Each question to the device is recorded with the process that asked. There are two such devices.
-ADDED = """
-import os
-from pathlib import Path
-
-import torch
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-
-FOLDER = Path(__file__).parent
-
-
-def record(question):
-    with open(FOLDER / "asked", "a") as file:
-        print(os.getpid(), question, file=file)
-
-
-class Abacus:
-    initialized = False
-
-    def __getattr__(self, name):
-        raise AttributeError(name)
-
-    def is_available(self):
-        record("is_available")
-        Abacus.initialized = True
-        return True
-
-    def device_count(self):
-        record("device_count")
-        return 2
-
-    def get_device_name(self, index):
-        return f"Abacus {index}"
-
-    def is_initialized(self):
-        return Abacus.initialized
-
-    def _is_in_bad_fork(self):
-        return False
-
-    def manual_seed_all(self, seed):
-        pass
-
-
-_setup_privateuseone_for_python_backend("abacus", Abacus())
-set_device_index = torch.accelerator.set_device_index
-
-
-def recorded(index):
-    record(f"set {index}")
-    set_device_index(index)
-
-
-torch.accelerator.set_device_index = recorded
-print("a module may print")
-"""
 
 ON_ABACUS = """
 import os

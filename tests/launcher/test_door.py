@@ -23,9 +23,9 @@ from paceline.trace.records import read_records
 from paceline.wire.addresses import connect
 from paceline.wire.secret import new_secret
 from paceline.wire.tls import contexts
+from tests.support.closed_door import relay
 from tests.support.live import await_that, mark, run_program, started
 from tests.support.served import Served, output
-from tests.wire.test_secure import relay
 
 __all__ = ["mark"]
 

@@ -8,6 +8,7 @@ from msgspec import structs
 from paceline.errors import ConfigurationError
 from paceline.launcher.environments import ENVIRONMENTS, Place, expand, slurm, torchrun
 from paceline.launcher.scheduled import listening_address
+from tests.support.scheduled import SLURM
 
 TORCHRUN = {
     "RANK": "1",
@@ -21,15 +22,6 @@ TORCHRUN = {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 
-SLURM = {
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_JOB_ID": "2",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "n[1-2]",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NUM_TASKS": "3",
-}
 
 # Two components, of which the first is on the node whose name comes last.
 HETEROGENEOUS = {

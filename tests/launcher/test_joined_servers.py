@@ -22,11 +22,9 @@ from paceline.runtime.job_options import make_job
 from paceline.runtime.traces import PART_BYTES, TraceFiles
 from paceline.sync.schedule import read_schedule
 from paceline.trace import read_run, replay
-from tests.support.live import await_that, mark, processes, run_program
+from tests.support.live import assert_equal, await_that, listening_ports, mark, processes, run_program
 from tests.support.marks import chaos
 from tests.support.served import ENDLESS_SCRIPT, Served, await_training, enough, output
-
-from .test_joining import assert_equal, listening_ports
 
 __all__ = ["mark"]
 

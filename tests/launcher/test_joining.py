@@ -26,10 +26,17 @@ from paceline.sync.ticks import TICKS_PER_S, in_ticks
 from paceline.trace import read_run, replay
 from paceline.trace.clocks import read_clocks
 from paceline.trace.records import read_records
-from tests.support.live import await_that, mark, run_program, start_program, started
+from tests.support.closed_door import relay
+from tests.support.live import (
+    assert_equal,
+    await_that,
+    listening_ports,
+    mark,
+    run_program,
+    start_program,
+)
 from tests.support.marks import chaos
 from tests.support.served import ENDLESS_SCRIPT, SCRIPT, Served, await_training, enough, output, two_machines
-from tests.wire.test_secure import relay
 
 __all__ = ["mark", "two_machines"]
 
@@ -54,30 +61,6 @@ def tunnel(port: int) -> Iterator[int]:
         threading.Thread(target=accept, daemon=True).start()
         yield entrance.getsockname()[1]
         entrance.shutdown(socket.SHUT_RDWR)
-
-
-def listening_ports(mark: str) -> list[int]:
-    """Return the TCP ports on which any process that a test has started listens, in order."""
-    ports: dict[str, int] = {}  # each listening socket -> its port
-    for table in ("tcp", "tcp6"):
-        if (path := Path("/proc/net", table)).exists():
-            for line in path.read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A":
-                    ports[f"socket:[{fields[9]}]"] = int(fields[1].rpartition(":")[2], 16)
-    held = set()
-    for folder in started(mark):
-        for descriptor in os.listdir(folder / "fd"):
-            with contextlib.suppress(FileNotFoundError):  # it has been closed
-                held.add(os.readlink(folder / "fd" / descriptor))
-    return sorted(port for socket, port in ports.items() if socket in held)
-
-
-def assert_equal(one: str, other: str) -> None:
-    """Check that two files contain the same weights."""
-    weights, expected = load_file(one), load_file(other)
-    assert weights.keys() == expected.keys()
-    assert all(bool((weights[name] == expected[name]).all()) for name in weights)
 
 
 # As sitecustomize.py, it lets every process of a machine read a clock with an offset and a drift.

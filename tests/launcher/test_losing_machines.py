@@ -13,11 +13,10 @@ import pytest
 from benchmarks.overlap.namespaces import NetworkLink, network, why_not
 from paceline.sync.events import PushReceived, WorkerJoined, WorkerLost
 from paceline.trace import read_run, replay
+from tests.support.added_device import ADDED
 from tests.support.live import await_that, mark, processes, times_in
 from tests.support.marks import chaos
 from tests.support.served import ENDLESS_SCRIPT, Served, await_training, enough, output, trained
-
-from .test_devices import ADDED
 
 __all__ = ["mark"]
 

@@ -5,17 +5,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.live import mark
+from tests.support.live import loaded, mark
 from tests.support.served import Served, output
 
 __all__ = ["mark"]
@@ -46,18 +42,6 @@ while time.monotonic() < until_s:
         pass
 print(iterations, "iterations")
 """
-
-
-@contextlib.contextmanager
-def loaded(processes: int) -> Iterator[None]:
-    """Keep this machine busy with processes that only compute."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
-    try:
-        yield
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
 
 
 @pytest.mark.chaos

@@ -74,7 +74,7 @@ from paceline.wire.memory import PIECE_BYTES, Region, cut
 from paceline.wire.ring import RING_BYTES, Ring, available
 from paceline.wire.stream import MAGIC, PREFIX, Stream
 from tests.support.listening import place_of
-from tests.support.made_messages import example
+from tests.support.made_messages import BAD_SYNCS, SYNCS, VALUES, edited, example, flip
 from tests.support.made_messages import kinds as all_kinds
 
 if TYPE_CHECKING:
@@ -122,93 +122,10 @@ class Progress:
 
 # -- mutations --------------------------------------------------------------------------------------------
 
-NUMBERS: list[object] = [
-    -1,
-    0,
-    1,
-    2,
-    3,
-    7,
-    99,
-    2**31,
-    2**32,
-    2**53,
-    2**53 + 1,
-    2**63 - 1,
-    2**64 - 1,
-    -(2**63),
-]
-VALUES: list[object] = [
-    *NUMBERS,
-    *(math.nan, math.inf, -math.inf, -0.0, 1e-320, 1e300, 0.5),
-    *("", "bsp", "x" * 2000, "\ud7ff", "local:f-0", "a:b", None, True, False),
-    *(b"", b"\xff" * 9, b"\0" * 300),
-    *([], [0] * 3000, [[[[[]]]]], [[0, 1]], {}, {"type": "Commit"}, {"lr": math.nan}),
-]
-SYNCS = [
-    *("bsp", "asp", "ssp:staleness=1", "dssp:lower=1,upper=4", "dsps", "pssp:probability=0.5"),
-    *("dynamic-pssp:alpha=significance", "drop-stragglers:quorum=2", "naive-waiting:delay_s=0.0001"),
-    *("elastic-bsp:lookahead=3", "spec-sync:abort_time_s=0.001,abort_rate=0.1", "spec-sync"),
-]
-BAD_SYNCS = [
-    *(
-        "",
-        "|",
-        "bsp|",
-        "bsp|asp|ssp",
-        "bsp|elastic-bsp|bsp",
-        "drop-stragglers:quorum=999",
-        "ssp:staleness=-1",
-    ),
-    *("conditions:pull=os:getcwd", "conditions:pull=pyclbr:readmodule", "conditions:pull=local:f-0"),
-    *(
-        "dssp:lower=0,upper=1e18",
-        "elastic-bsp:lookahead=1e300",
-        "naive-waiting:delay_s=nan",
-        "ssp:staleness=inf",
-    ),
-    *("spec-sync:base=" * 60, "bsp" + " " * 5000, "ssp:staleness=1e308", "pssp:probability=nan"),
-]
-
 
 def framed(header: bytes, payload: bytes = b"", payload_bytes: int | None = None) -> bytes:
     size_bytes = len(payload) if payload_bytes is None else payload_bytes
     return PREFIX.pack(MAGIC, len(header) % 2**32, size_bytes % 2**64) + header + payload
-
-
-def flip(data: bytes, choice: random.Random) -> bytes:
-    changed = bytearray(data)
-    for _ in range(choice.randrange(1, 4)):
-        changed[choice.randrange(len(changed))] ^= 1 << choice.randrange(8)
-    return bytes(changed)
-
-
-def edited(message: Message, choice: random.Random) -> bytes:
-    """The header with a field of another value or type, with one more, or with one less."""
-    fields: dict[Any, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
-    for _ in range(choice.choice((1, 1, 1, 2, 3))):
-        key = choice.choice([*fields, "type"])
-        match choice.randrange(8):
-            case 0:
-                fields.pop(key, None)
-            case 1:
-                fields[choice.choice(("extra", "", 7, "shard", "iteration"))] = choice.choice(VALUES)
-            case 2 | 3 if isinstance(fields.get(key), list) and fields[key]:
-                fields[key] = list(fields[key])
-                fields[key][choice.randrange(len(fields[key]))] = choice.choice(VALUES)
-            case 4 if isinstance(fields.get(key), bytes) and fields[key]:
-                fields[key] = flip(fields[key], choice)
-            case 5 if type(fields.get(key)) is int:
-                fields[key] = choice.choice(NUMBERS)
-            case 6 if isinstance(fields.get(key), str):
-                fields[key] = choice.choice([*SYNCS, *BAD_SYNCS])
-            case _:
-                fields[key] = choice.choice(VALUES)
-    if "type" in fields and choice.random() < 0.05:
-        fields["type"] = choice.choice(("Finished", "Commit", "Bell", "Hello", "Nothing", "Pull", "Register"))
-    with contextlib.suppress(TypeError, OverflowError):
-        return msgspec.msgpack.encode(fields)
-    return b"\xc1"
 
 
 def not_text(header: bytes, choice: random.Random) -> bytes:

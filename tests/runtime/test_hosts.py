@@ -53,6 +53,7 @@ from paceline.sync.events import Change
 from paceline.trace.measures import measure
 from paceline.wire.addresses import connect
 from paceline.wire.memory import PIECE_BYTES, cut
+from tests.support.hosts import TIMEOUT_S, Expelled, until_closed
 from tests.support.listening import place_of
 
 if TYPE_CHECKING:
@@ -62,7 +63,6 @@ SLOPES = (1.0, 10.0, 4.0)  # each worker's gradient, in every element and iterat
 LR = 0.01
 STEPS = 6
 ATTACKED = 3  # the iteration in which a worker turns hostile
-TIMEOUT_S = 30.0
 
 
 class Slope(nn.Module):
@@ -83,10 +83,6 @@ class Slope(nn.Module):
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=LR)
-
-
-class Expelled(Exception):
-    """A hostile worker's connection was closed, as it should be."""
 
 
 @dataclass
@@ -135,16 +131,6 @@ class Worker:
     def tell_coordinator(self, message: Message) -> None:
         self.session.links.coordinator.send(message)
         self.session.links.coordinator.drain(TIMEOUT_S)
-
-
-def until_closed(sock: socket.socket) -> bytes:
-    """All that the other end sends before it closes the connection."""
-    sock.settimeout(TIMEOUT_S)
-    heard = b""
-    with contextlib.suppress(ConnectionError):
-        while part := sock.recv(1 << 16):
-            heard += part
-    return heard
 
 
 def session_of_thread() -> WorkerSession:

@@ -25,8 +25,8 @@ from paceline.wire.preface import ANY_RUN, COORDINATOR, PREFACE_BYTES, Preface
 from paceline.wire.secret import new_secret
 from paceline.wire.tcp import TCP
 from paceline.wire.tls import contexts
+from tests.support.closed_door import House
 from tests.support.live import await_that
-from tests.wire.test_secure import House
 
 TIMEOUT_S = 20.0
 RUN = b"this run"

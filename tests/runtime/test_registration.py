@@ -32,9 +32,8 @@ from paceline.runtime.registration import PLAIN, require_groups, require_sound
 from paceline.runtime.worker_session import WorkerSession
 from paceline.shard.optimizers import ELEMENTWISE, read_groups
 from paceline.wire.stream import decoder
-
-from .test_fuzz import edited, flip
-from .test_hosts import Expelled, until_closed
+from tests.support.hosts import Expelled, until_closed
+from tests.support.made_messages import edited, flip
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads

@@ -21,8 +21,7 @@ from paceline.runtime.outbox import Outbox
 from paceline.wire.addresses import is_here
 from paceline.wire.memory import Region, find_memory
 from paceline.wire.tcp import own_addresses
-from tests.launcher.test_joining import assert_equal
-from tests.support.live import await_that, mark, processes, run_program
+from tests.support.live import assert_equal, await_that, mark, processes, run_program
 from tests.support.served import ENDLESS_SCRIPT, Served, await_training, enough, output
 
 __all__ = ["mark"]

@@ -31,8 +31,7 @@ from paceline.wire import patience
 from paceline.wire.patience import LOOK_INTERVAL_S, Patience
 from paceline.wire.stream import Stream
 from tests.conftest import RunOnThreads
-from tests.launcher.test_patience import loaded
-from tests.support.live import mark, processes, start_program
+from tests.support.live import loaded, mark, processes, start_program
 from tests.support.served import SCRIPT as TRAINS
 from tests.support.served import Served, await_training, enough, output
 

@@ -20,6 +20,7 @@ from typing import IO, Any
 
 import msgspec
 import pytest
+from safetensors.torch import load_file
 
 import paceline
 from paceline.trace.measures import Measures
@@ -268,3 +269,39 @@ def meanwhile(act: Callable[[], None]) -> Iterator[None]:
         thread.join()
     if errors:
         raise errors[0]
+
+
+def assert_equal(one: str, other: str) -> None:
+    """Check that two files contain the same weights."""
+    weights, expected = load_file(one), load_file(other)
+    assert weights.keys() == expected.keys()
+    assert all(bool((weights[name] == expected[name]).all()) for name in weights)
+
+
+def listening_ports(mark: str) -> list[int]:
+    """Return the TCP ports on which any process that a test has started listens, in order."""
+    ports: dict[str, int] = {}  # each listening socket -> its port
+    for table in ("tcp", "tcp6"):
+        if (path := Path("/proc/net", table)).exists():
+            for line in path.read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A":
+                    ports[f"socket:[{fields[9]}]"] = int(fields[1].rpartition(":")[2], 16)
+    held = set()
+    for folder in started(mark):
+        for descriptor in os.listdir(folder / "fd"):
+            with contextlib.suppress(FileNotFoundError):  # it has been closed
+                held.add(os.readlink(folder / "fd" / descriptor))
+    return sorted(port for socket, port in ports.items() if socket in held)
+
+
+@contextlib.contextmanager
+def loaded(processes: int) -> Iterator[None]:
+    """Keep this machine busy with processes that only compute."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()

@@ -71,7 +71,9 @@ IMPURE = re.compile(
     r"""
     ^\s*(?:from|import)\s+(?:
         torch | subprocess | multiprocessing | concurrent | benchmarks | reproductions
-        | tests\.support(?:\.|\s+import\s+)(?:live|served|shown|emulated|scheduled|listening)
+        | tests\.support(?:\.|\s+import\s+)(?:
+            live | served | shown | emulated | scheduled | listening | closed_door | screens | slurm
+        )
         | paceline\.(?:shard|wire|frontend|runtime|outlets|launcher|inspection|demo|rehearsal|cli)
     )\b
     | \brun_on_threads\b

@@ -69,3 +69,14 @@ def assert_trained_as_alone(run_dir: str, iterations: int) -> None:
     weights = load_file(Path(run_dir, "weights.safetensors"))
     for name, expected in torch.load("alone.pt").items():
         torch.testing.assert_close(weights[name], expected, rtol=0, atol=1e-12)
+
+
+SLURM = {
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_JOB_ID": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "3",
+}

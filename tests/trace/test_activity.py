@@ -14,8 +14,7 @@ from paceline.trace.activity import MOST_SPANS, SPAN_UNITS_PER_S, Activity
 from paceline.trace.cells import KINDS, MOST_BUCKETS, Cells
 from paceline.trace.recording import Entry, Trace
 from paceline.trace.records import IterationRecord
-
-from .test_time_use import MODELS, random_jobs
+from tests.support.random_jobs import MODELS, random_jobs
 
 Line = tuple[float, int, Entry | IterationRecord]
 
