@@ -218,7 +218,9 @@ for _ in range(12):
         while True:
             made.write(directory, next_number(directory))
             os.write(write, b".")
-    os.read(read, 1)
+    os.close(write)
+    assert os.read(read, 1), "the writer has failed"
+    os.close(read)
     time.sleep(chance.random() / 10)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)

@@ -160,3 +160,12 @@ def test_another_model_is_refused_by_its_first_parameter_that_differs(tmp_path: 
         layout = Layout.of([parameter])
         with pytest.raises(CheckpointError, match=expected):
             checkpoint.weights(layout, layout.slice_evenly(1)[0])
+
+
+def test_a_buffer_that_the_format_cannot_contain_is_named_by_its_dtype(tmp_path: Path) -> None:
+    net = nn.Linear(3, 2)
+    net.register_buffer("phases", torch.zeros(3, dtype=torch.complex128))
+    shards = Shards(model_of(net, [torch.optim.SGD(net.parameters(), lr=0.1)]), 1, net)
+    with pytest.raises(CheckpointError, match=r"a tensor of torch\.complex128, which"):
+        shards.write(tmp_path, net=net)
+    assert list(tmp_path.iterdir()) == []

@@ -37,7 +37,7 @@ def export_distributed(checkpoint: str | os.PathLike[str], folder: str | os.Path
     source = Checkpoint(Path(checkpoint))
     state: dict[str, Any] = {"model": source.state_dict}
     for index, record in enumerate(source.manifest.optimizers):
-        own, names = source.optimizer(index), record.parameters
+        own, names = source.optimizers[index], record.parameters
         state[f"optimizer-{index}" if index else "optimizer"] = {
             "state": {names[position]: entries for position, entries in own["state"].items()},
             "param_groups": [

@@ -6,6 +6,7 @@ their places, in any order and from any process. See `writing`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import struct
@@ -130,7 +131,7 @@ def _lay_out_model(path: Path, described: Mapping[str, tuple[torch.dtype, Sequen
     for name, (dtype, shape) in sorted(described.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
         begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
         header[name] = {
-            "dtype": _name_in_file(name, dtype),
+            "dtype": _name_in_file(dtype),
             "shape": list(shape),
             "data_offsets": [begin, end],
         }
@@ -143,14 +144,15 @@ def _lay_out_model(path: Path, described: Mapping[str, tuple[torch.dtype, Sequen
     return {name: start + header[name]["data_offsets"][0] for name in described}
 
 
-def _name_in_file(name: str, dtype: torch.dtype) -> str:
+@functools.cache
+def _name_in_file(dtype: torch.dtype) -> str:
     """Return the name of a dtype in a file in safetensors format."""
     try:
         example = safetensors.torch.save({"tensor": torch.empty(0, dtype=dtype)})
     except Exception as error:  # the library does not say which it raises
         raise CheckpointError(
-            f"{name!r} is a tensor of {dtype}, which a file in safetensors format cannot contain. Register it as a "
-            "non-persistent buffer, or switch checkpoints off."
+            f"The model has a tensor of {dtype}, which a file in safetensors format cannot contain. Register it as a "
+            "buffer with persistent=False, or switch checkpoints off."
         ) from error
     (length,) = LENGTH.unpack_from(example)
     named: str = json.loads(example[LENGTH.size : LENGTH.size + length])["tensor"]["dtype"]

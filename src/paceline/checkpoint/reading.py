@@ -66,10 +66,11 @@ class Checkpoint:
         with safetensors.safe_open(self.path / MODEL, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
 
-    def optimizer(self, index: int) -> dict[str, Any]:
-        """Return the `state_dict()` of an optimizer."""
-        state: dict[str, Any] = torch.load(self.path / optimizer_file(index), mmap=True, weights_only=True)
-        return state
+    @cached_property
+    def optimizers(self) -> tuple[dict[str, Any], ...]:
+        """The `state_dict()` of each optimizer."""
+        files = [self.path / optimizer_file(index) for index in range(len(self.manifest.optimizers))]
+        return tuple(torch.load(file, mmap=True, weights_only=True) for file in files)
 
     def weights(self, layout: Layout, bounds: ShardSlice) -> Vectors:
         """Return a shard's slice of the weights.
@@ -107,7 +108,7 @@ class Checkpoint:
         of_name = {p.names[0]: each for p, each in zip(model.layout.parameters, parameters, strict=True)}
         state = {}
         for index, record in self._records(model):
-            entries = self.optimizer(index)["state"]
+            entries = self.optimizers[index]["state"]
             for position, name in enumerate(record.parameters):
                 if name in of_name and position in entries:
                     state[of_name[name]] = entries[position]
