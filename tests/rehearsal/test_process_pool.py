@@ -8,10 +8,11 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Generator
 
 import pytest
 
-from paceline.rehearsal.process_pool import on_all_cores
+from paceline.rehearsal.process_pool import ended_tasks, on_all_cores
 
 PREPARED: list[int] = []
 
@@ -44,7 +45,7 @@ def test_no_process_outlives_a_parent_that_is_killed() -> None:
     program = """
         import os, sys, time
         sys.path[:] = {path!r}
-        from paceline.rehearsal.process_pool import on_all_cores
+        from paceline.rehearsal.process_pool import ended_tasks, on_all_cores
         if __name__ == "__main__":
             on_all_cores(time.sleep, [600, 600], str, prepare=os.write, prepare_args=(1, b"ready\\n"))
     """
@@ -60,3 +61,46 @@ def test_no_process_outlives_a_parent_that_is_killed() -> None:
     while any(os.path.exists(f"/proc/{child}") for child in children):
         assert time.monotonic() < deadline_s, "a process outlived its parent"
         time.sleep(0.05)
+
+
+def end_at_13(number: int) -> int:
+    if number == 13:
+        os._exit(3)
+    return number
+
+
+class Unpicklable(Exception):
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(one)
+
+
+def fail(number: int) -> int:
+    raise Unpicklable("one", "other")
+
+
+def test_a_process_that_ends_fails_its_own_task_only() -> None:
+    ended = {each.number: each for each in ended_tasks(end_at_13, [1, 13, 2, 3, 4], processes=2)}
+    assert [ended[index].result for index in range(5)] == [1, None, 2, 3, 4]
+    assert "ended without an error message" in str(ended[1].error)
+
+
+def test_an_exception_that_cannot_be_pickled_is_told_in_words() -> None:
+    [ended] = ended_tasks(fail, [1], processes=1)
+    assert "Unpicklable: one" in str(ended.error)
+
+
+def pid(_: int) -> int:
+    return os.getpid()
+
+
+def test_fresh_processes_carry_out_one_task_each() -> None:
+    assert len({ended.result for ended in ended_tasks(pid, range(3), processes=1, fresh=True)}) == 3
+    assert len({ended.result for ended in ended_tasks(pid, range(3), processes=1)}) == 1
+
+
+def test_all_processes_end_if_the_rest_is_not_wanted() -> None:
+    tasks = ended_tasks(pid, range(20), processes=2)
+    first = next(tasks).result
+    assert isinstance(tasks, Generator)
+    tasks.close()
+    assert not os.path.exists(f"/proc/{first}")

@@ -1,26 +1,52 @@
-"""A pool of processes for independent computations on all cores. The processes exit when their parent exits."""
+"""A pool of processes for independent computations on all cores. The processes exit when their parent exits.
+
+Each process receives one task at a time. So if a process ends unexpectedly, it is known which task it was carrying
+out, another process takes its place, and the other tasks are not affected.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import multiprocessing
 import os
+import pickle
 import signal
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from typing import Any, TypeVar
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from ..errors import RunFailedError
+from ..errors import PacelineError, RunFailedError, first_line
 from ..launcher.program import end_with_parent
 from ..plugins import imported_modules, load_models
 
-__all__ = ["TellCount", "on_all_cores"]
+__all__ = ["Ended", "TellCount", "ended_tasks", "on_all_cores"]
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 TellCount = Callable[[int, int, str], None]
 """Progress callback. Arguments: number of finished tasks, number of tasks, name of the task that just finished."""
+
+ENDED = "it ended without an error message; perhaps it was killed, ran out of memory, or called os._exit()"
+"""What is known about a process that has ended without a result."""
+
+
+class Ended(NamedTuple, Generic[Result]):
+    """A task that has ended.
+
+    Attributes:
+        number: position of the task.
+        result: its result; None if it has failed.
+        error: the exception that it has raised, with the traceback of its process as a note unless it is one of
+            Paceline's; None if it has a result.
+    """
+
+    number: int
+    result: Result | None
+    error: BaseException | None
 
 
 def on_all_cores(
@@ -49,39 +75,149 @@ def on_all_cores(
         RunFailedError: a process ended without returning a result.
     """
     tell(0, len(tasks), "")
-    if not tasks:
-        return []
-    pool = ProcessPoolExecutor(
-        min(len(tasks), os.cpu_count() or 1),
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_begin,
-        initargs=(os.getpid(), imported_modules(), prepare, prepare_args),
-        max_tasks_per_child=1 if fresh else None,
-    )
+    results: dict[int, Any] = {}
+    for ended in ended_tasks(function, tasks, prepare=prepare, prepare_args=prepare_args, fresh=fresh):
+        if ended.error is not None:
+            raise ended.error
+        results[ended.number] = ended.result
+        tell(len(results), len(tasks), name_of(tasks[ended.number]))
+    return [results[index] for index in range(len(tasks))]
+
+
+def ended_tasks(
+    function: Callable[[Task], Result],
+    tasks: Sequence[Task],
+    *,
+    processes: int | None = None,
+    prepare: Callable[..., object] = tuple,
+    prepare_args: tuple[Any, ...] = (),
+    fresh: bool = False,
+) -> Iterator[Ended[Result]]:
+    """Apply a function to each task in a pool of processes. Yield each task when it has ended.
+
+    The tasks begin in their order. If the iterator is closed, all processes are terminated. See `on_all_cores`.
+
+    Args:
+        function: function that processes one task.
+        tasks: tasks to process.
+        processes: number of processes. Default: one for each core.
+        prepare: importable function that every process calls first. If it fails, so does the task.
+        prepare_args: arguments for `prepare`.
+        fresh: True to run each task in a new process.
+    """
+    left = iter(range(len(tasks)))
+    working: dict[Connection, _Worker] = {}
+    begin = (os.getpid(), imported_modules(), prepare, prepare_args, function, fresh)
     try:
-        futures = {pool.submit(function, task): task for task in tasks}
-        for done, future in enumerate(as_completed(futures), start=1):
-            future.result()  # if the task failed, this raises its exception
-            tell(done, len(tasks), name_of(futures[future]))
-        return [future.result() for future in futures]
-    except BrokenProcessPool as error:
-        raise RunFailedError(
-            "a process",
-            "it ended without an error message; perhaps it was killed, ran out of memory, or called os._exit()",
-        ) from error
-    except BaseException:
-        for process in list((pool._processes or {}).values()):  # the other results are no longer needed
-            process.terminate()
-        raise
+        for number in itertools.islice(left, processes or os.cpu_count() or 1):
+            worker = _Worker(begin)
+            worker.give(number, tasks[number])
+            working[worker.connection] = worker
+        while working:
+            for connection in wait(list(working)):
+                assert isinstance(connection, Connection)
+                worker = working.pop(connection)
+                ended = worker.ended()
+                following = next(left, None)
+                if following is None or fresh or worker.died:
+                    worker.close()
+                if following is not None:
+                    worker = _Worker(begin) if fresh or worker.died else worker
+                    worker.give(following, tasks[following])
+                    working[worker.connection] = worker
+                yield ended
     finally:
-        pool.shutdown(cancel_futures=True)
+        for worker in working.values():  # the other results are no longer needed
+            worker.process.terminate()
+        for worker in working.values():
+            worker.close()
 
 
-def _begin(
-    parent: int, imports: Sequence[str], prepare: Callable[..., object], prepare_args: tuple[Any, ...]
+class _Worker:
+    """A process of the pool, as its parent sees it.
+
+    Attributes:
+        connection: the connection to the process.
+        process: the process.
+        died: True if the process has ended without a result.
+    """
+
+    def __init__(self, begin: tuple[Any, ...]) -> None:
+        self.connection, theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("spawn")
+        self.process: BaseProcess = context.Process(target=_serve, args=(theirs, *begin))
+        # A new process inherits the mask, so Ctrl-C does not end it while it starts.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        theirs.close()
+        self.died = False
+        self._number = -1
+
+    def give(self, number: int, task: object) -> None:
+        """Give a task to the process."""
+        self._number = number
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `ended` finds that it has ended
+            self.connection.send(task)
+
+    def ended(self) -> Ended[Any]:
+        """Return the outcome of the task, once the connection can be read."""
+        try:
+            result, error = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self.died = True
+            return Ended(self._number, None, RunFailedError("a process", ENDED))
+        return Ended(self._number, result, error)
+
+    def close(self) -> None:
+        """Let the process end, and wait until it has ended."""
+        self.connection.close()
+        self.process.join()
+        self.process.close()
+
+
+def _serve(
+    connection: Connection,
+    parent: int,
+    imports: Sequence[str],
+    prepare: Callable[..., object],
+    prepare_args: tuple[Any, ...],
+    function: Callable[[Any], object],
+    fresh: bool,
 ) -> None:
-    """Prepare a process in the pool, so that it ignores Ctrl-C and exits when its parent exits."""
+    """Carry out tasks as a process of the pool, which ignores Ctrl-C and exits when its parent exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent)
-    load_models("", imports)
-    prepare(*prepare_args)
+    prepared = False
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            return
+        try:
+            if not prepared:
+                load_models("", imports)
+                prepare(*prepare_args)
+                prepared = True
+            outcome: tuple[object, BaseException | None] = function(task), None
+        except BaseException as error:
+            outcome = None, _sendable(error)
+        try:
+            connection.send(outcome)
+        except Exception as error:  # the result cannot be pickled
+            connection.send((None, _sendable(error)))
+        if fresh:
+            return
+
+
+def _sendable(error: BaseException) -> BaseException:
+    """Return an exception with its traceback; in words, if it cannot be pickled."""
+    if not isinstance(error, PacelineError):
+        error.add_note(f"In a process of its own:\n{traceback.format_exc()}")
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # an exception of a user's may raise any other
+        return RunFailedError("a process", first_line(error), traceback.format_exc())
+    return error
