@@ -36,6 +36,7 @@ def test_the_package_exports_these_names_and_no_others() -> None:
         "set_sync",
         "sim",
         "simulate",
+        "study",
         "sync",
         "track",
         "worker_count",

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from paceline.cli.progress_bar import TellShare
+from paceline.studies.work import Tell, in_this_process, work_off
 
 from ..grid_search import Point
 from .places import Contender, Place, Variant
@@ -147,14 +147,25 @@ def missing(study: Study, path: Path) -> list[tuple[Place, Contender]]:
     return [(place, contender) for place, contender in cells if (place.name, contender.name) not in done]
 
 
-def run(study: Study, path: Path, tell: TellShare) -> None:
+def run(study: Study, path: Path, tell: Tell) -> None:
     """Run the cells that are missing in a file, and append them to it."""
-    left = missing(study, path)
-    for index, (place, contender) in enumerate(left):
-        tell(f"{place.name}: {contender.name}", index / len(left))
-        cell = make_cell(study, place, contender)
+
+    def make(task: tuple[Place, Contender]) -> Cell:
+        return make_cell(study, *task)
+
+    def keep(task: tuple[Place, Contender], cell: Cell) -> None:
         with path.open("ab") as file:
             file.write(msgspec.json.encode(cell) + b"\n")
+
+    work_off(
+        make,
+        missing(study, path),
+        keep,
+        tell,
+        pool=in_this_process,
+        name_of=lambda task: f"{task[0].name}: {task[1].name}",
+        cost_of=lambda task: study.estimate_s(*task),
+    )
 
 
 def make_cell(study: Study, place: Place, contender: Contender) -> Cell:

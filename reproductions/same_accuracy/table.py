@@ -16,8 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from paceline.cli.progress_bar import TellShare
-from paceline.rehearsal.process_pool import on_all_cores
+from paceline.studies.work import Tell, in_processes, in_this_process, work_off
 
 from .ensemble import Setting, train
 from .guarding import Guards
@@ -172,7 +171,7 @@ def missing(scope: Scope, kinds: Sequence[str], seeds: int, path: Path, epochs: 
 def make(
     orders: Sequence[Order],
     processes: int,
-    tell: TellShare,
+    tell: Tell,
 ) -> None:
     """Carry out orders, and append the results to their files.
 
@@ -181,23 +180,18 @@ def make(
         processes: 1 to work in this process, more to work on all cores.
         tell: progress callback.
     """
-    costs_s = {str(order): order.cost_s for order in orders}
-    total_s, done_s, begun_s = sum(costs_s.values()), 0.0, time.monotonic()
-
-    def told(done: int, of: int, name: str) -> None:
-        nonlocal done_s
-        done_s += costs_s.get(name, 0.0)
-        left_s = (time.monotonic() - begun_s) / done_s * (total_s - done_s) if done_s else total_s / processes
-        tell(f"{name or 'beginning'}; about {left_s / 60:.0f} min left", done_s / max(1.0, total_s))
-
-    if processes > 1:
-        on_all_cores(_make, orders, str, told, _prepare)
-        return
+    pool = in_processes(None, _prepare) if processes > 1 else in_this_process
     _prepare()
-    told(0, len(orders), "")
-    for done, order in enumerate(orders, start=1):
-        _make(order)
-        told(done, len(orders), str(order))
+    failures = work_off(
+        _make,
+        orders,
+        lambda order, results: _append(order.path, *results),
+        tell,
+        pool=pool,
+        cost_of=lambda order: order.cost_s,
+    )
+    if failures:
+        raise failures[0].error
 
 
 def tune(names: Sequence[str], path: Path, epochs: int | None) -> None:
@@ -216,15 +210,17 @@ def tune(names: Sequence[str], path: Path, epochs: int | None) -> None:
         _append(path, Tuned(name, best, [_rounded(value) for value in quality]))
 
 
-def _make(order: Order) -> None:
+def _make(order: Order) -> list[Result]:
     tuned, _ = read(order.path)
+    results: list[Result] = []
     for name, kinds in order.kinds.items():
         job, problem = order.job, _problem(name)
         schedule = _schedule(job.cluster, job.workers, job.sync, _epochs(problem, job.workers, order.epochs))
         rates = [factor * tuned[name].best for factor in FACTORS]
         for together in ENSEMBLES:
             if own := [kind for kind in kinds if kind in together]:
-                _make_ensemble(order, name, schedule, own, rates)
+                results += _make_ensemble(order, name, schedule, own, rates)
+    return results
 
 
 def _make_ensemble(
@@ -233,8 +229,8 @@ def _make_ensemble(
     schedule: Schedule,
     kinds: Sequence[str],
     rates: Sequence[float],
-) -> None:
-    """Train all rates and seeds with some kinds of hyper-parameters, and append the results."""
+) -> list[Result]:
+    """Train all rates and seeds with some kinds of hyper-parameters."""
     begun_s, job = time.monotonic(), order.job
     settings = [Setting(rate, "raw" if kind == "raw" else "translated") for kind in kinds for rate in rates]
     guards = Guards(schedule, settings, order.seeds, corrects_delay=UNCORRECTED not in kinds)
@@ -245,6 +241,7 @@ def _make_ensemble(
     finals = found[-1].quality
     told, tempered = (np.reshape(each, finals.shape) for each in (guards.told, guards.tempered))
     told = told | bool(schedule.missing)
+    results = []
     for index, kind in enumerate(kinds):
         runs = [
             Runs(
@@ -257,14 +254,16 @@ def _make_ensemble(
             for row, factor in enumerate(FACTORS, start=index * len(FACTORS))
         ]
         end_s = round(schedule.end_s, 3)
-        result = Result(name, job.cluster, job.workers, job.model, kind, order.seeds, end_s, took_s, runs)
-        _append(order.path, result)
+        results.append(
+            Result(name, job.cluster, job.workers, job.model, kind, order.seeds, end_s, took_s, runs)
+        )
+    return results
 
 
-def _append(path: Path, line: Tuned | Result) -> None:
+def _append(path: Path, *lines: Tuned | Result) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:  # a short line is written at once, also if several processes append
-        file.write(msgspec.json.encode(line) + b"\n")
+    with path.open("ab") as file:
+        file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
 
 def _prepare() -> None:

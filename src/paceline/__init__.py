@@ -31,6 +31,7 @@ _HOMES = {
     "save": "frontend.saving",
     "set_sync": "frontend.session",
     "simulate": "sim",
+    "study": "studies.study",
     "track": "frontend.tracking",
     "worker_count": "frontend.session",
     "worker_index": "frontend.session",
@@ -59,6 +60,7 @@ __all__ = [
     "set_sync",
     "sim",
     "simulate",
+    "study",
     "sync",
     "track",
     "worker_count",
@@ -85,6 +87,7 @@ if TYPE_CHECKING:
     from .shard.foreign import register_elementwise
     from .shard.lars import LARS
     from .sim import Cluster, SimResult, simulate
+    from .studies.study import study
 
 
 def __getattr__(name: str) -> Any:

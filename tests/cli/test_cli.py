@@ -211,6 +211,7 @@ def test_the_commands_are_those_that_users_need(call: Call) -> None:
         "demo",
         "simulate",
         "advise",
+        "study",
         "sync",
     ]
 
@@ -552,6 +553,7 @@ REQUIRED = {  # what each command needs besides the option
     "status": ["127.0.0.1:1"],
     "simulate": ["elastic-bsp"],
     "advise": ["."],
+    "study": ["study.toml"],
 }
 
 

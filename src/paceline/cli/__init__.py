@@ -32,6 +32,7 @@ from .run_command import RunCommand, demo, run
 from .scheduler_join import SLURM, scheduled_join
 from .simulate_command import advise, simulate
 from .status_command import status
+from .study_command import study
 
 __all__ = ["app", "main"]
 
@@ -129,4 +130,5 @@ app.command(help=_help(report))(report)
 app.command(help=_help(demo))(demo)
 app.command(help=_help(simulate))(simulate)
 app.command(help=_help(advise))(advise)
+app.command(help=_help(study))(study)
 app.command(help=_help(sync))(sync)

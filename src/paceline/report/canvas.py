@@ -1,7 +1,7 @@
-"""Creates matplotlib figures and saves them as PNG files; no display is needed.
+"""Creates matplotlib figures and saves them as PNG or PDF files; no display is needed.
 
 matplotlib is optional. Commands ask `can_draw` and print their tables in any case. The global state of matplotlib
-(pyplot, rcParams) is not used, so the user's own figures are not affected.
+(pyplot, rcParams) is left as it is, so the user's own figures are not affected.
 """
 
 from __future__ import annotations
@@ -69,6 +69,13 @@ def new_figure(width_inches: float, height_inches: float) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure to a PNG file."""
-    with Unfinished(path) as place:
-        figure.savefig(place, format="png")
+    """Write a figure to a file in the format that the path's suffix names: ".png" or ".pdf".
+
+    The file contains no date, so the same figure makes the same file. A PDF file contains its fonts as TrueType,
+    which publishers require.
+    """
+    import matplotlib
+
+    metadata = {"CreationDate": None} if path.suffix == ".pdf" else {}
+    with Unfinished(path) as place, matplotlib.rc_context({"pdf.fonttype": 42}):
+        figure.savefig(place, format=path.suffix[1:], metadata=metadata)

@@ -24,6 +24,7 @@ from ..settings import SETTINGS
 from ..sync import SyncModel
 from ..sync.schedule import Schedule, read_schedule
 from ..sync.ticks import Seconds
+from ..trace.measures import Meter
 from ..trace.records import IterationRecord
 from ..trace.time_use import time_use
 from .clockwork import Clockwork, Dataset, DatasetClockwork, require_enough_data
@@ -52,6 +53,8 @@ def simulate(
     seed: int = 0,
     *,
     until_s: Seconds = math.inf,
+    until_updates: int | None = None,
+    until_samples: int | None = None,
     train_fn: Callable[..., object] | None = None,
     args: Sequence[object] = (),
     shards: int | None = None,
@@ -84,6 +87,9 @@ def simulate(
             `train_fn`.
         seed: random seed for the run.
         until_s: virtual time, in seconds, at which the run is stopped.
+        until_updates: number of updates of shard 0 after which the run is stopped; None for no limit.
+        until_samples: number of samples, in the pushes of all workers, after which the run is stopped; None for no
+            limit.
         train_fn: training function, which uses `DistributedOptimizer` and `distribute`.
         args: arguments for `train_fn`.
         shards: number of slices into which the parameters are divided. Default: one per server.
@@ -157,6 +163,11 @@ def simulate(
     )
     if schedule.auto:
         batch = "balanced"
+    limits = {"updates": until_updates, "samples": until_samples}
+    for kind, most in limits.items():
+        if most is not None:
+            require_whole(f"until_{kind}", most, 1)
+            recorders.takers.append(_limit(recorders.meter, kind, most, lambda: job.kernel.stop()))
     with recorders:
         if train_fn is None:
             recorders.begin()
@@ -297,6 +308,17 @@ def _loss_recorder(losses: list[Loss], goes_on: Callable[[], bool]) -> TakeRecor
             )
 
     return take
+
+
+def _limit(meter: Meter, kind: str, most: int, stop: Callable[[], None]) -> TakeRecord:
+    """Return a function that stops the run after an iteration if shard 0 has had so many "updates" or "samples"."""
+    shard = meter.state.shards[0]
+
+    def check(worker: int, record: IterationRecord) -> None:
+        if getattr(shard, kind) >= most:
+            stop()
+
+    return check
 
 
 def _good_weights_keeper(

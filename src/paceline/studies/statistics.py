@@ -16,7 +16,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple, TypeVar
 
-from scipy import special, stats
+from ..errors import ConfigurationError
+
+try:
+    from scipy import special, stats
+except ImportError as error:
+    raise ConfigurationError(
+        "studies require SciPy, which is not installed; run: pip install 'paceline[study]'"
+    ) from error
 
 __all__ = [
     "CONFIDENCE",
@@ -152,8 +159,9 @@ def typical_time(times: Sequence[Time]) -> Estimate:
     """Return the geometric mean of times, with an interval.
 
     If some of the times are censored, a value belongs to the interval if the logarithms, cut off at the same distance
-    on both sides of it, are on average not different from it by Student's test. What lies behind the end of the first
-    run that does not reach its target cannot be excluded in this way, so the interval may have no upper end.
+    on both sides of it, are on average not different from it by Student's test. The distance is that to the end of
+    each run, so nothing is known about what lies behind the first end. If all values up to there are possible, the
+    interval has no upper end.
 
     >>> estimate = typical_time([Time(value, 9.0, True) for value in (1.0, 1.2, 1.1)])
     >>> [round(number, 2) for number in estimate]
@@ -163,7 +171,7 @@ def typical_time(times: Sequence[Time]) -> Estimate:
     """
     if all(time.reached for time in times):
         return Estimate(*_ratio(_student([each.value for each in _Logs.of(times)]))[:3])
-    return Estimate(*_ratio(_inverted(_cut_around(times), len(times) - 1))[:3])
+    return Estimate(*_ratio(_inverted(_cut_around(times), len(times) - 1, _first_end(times)))[:3])
 
 
 def difference(ours: Sequence[float], others: Sequence[float], *, paired: bool = True) -> Difference:
@@ -339,6 +347,11 @@ def _cut_off(ours: Sequence[Time], others: Sequence[Time], *, paired: bool) -> T
     return of_pairs if paired else of_all
 
 
+def _first_end(times: Sequence[Time]) -> float:
+    """Return the logarithm of a time just before the first run ended."""
+    return min(each.end for each in _Logs.of(times)) - PRECISION
+
+
 def _cut_around(times: Sequence[Time]) -> Test:
     """Return the test that compares logarithms with a center, and cuts off distances from it on both sides."""
     logs = _Logs.of(times)
@@ -354,13 +367,20 @@ def _cut_around(times: Sequence[Time]) -> Test:
     return around
 
 
-def _inverted(at: Test, freedom: int) -> Difference:
-    """Return all shifts at which a test finds no difference, the shift in their middle, and the test's p at 0."""
+def _inverted(at: Test, freedom: int, farthest: float = FARTHEST) -> Difference:
+    """Return all shifts at which a test finds no difference, the shift in their middle, and the test's p at 0.
+
+    Args:
+        at: the test.
+        freedom: its degrees of freedom.
+        farthest: the largest shift that can be tested.
+    """
     most = _critical(freedom)
-    low = _boundary(lambda shift: at(shift)[1] > most)
-    high = _boundary(lambda shift: at(shift)[1] >= -most)
+    low = _boundary(lambda shift: at(shift)[1] > most, farthest)
+    high = _boundary(lambda shift: at(shift)[1] >= -most, farthest)
     # Between these two, our runs are cut off wherever they differ from the others.
-    first, last = _boundary(lambda shift: at(shift)[0] > 0.0), _boundary(lambda shift: at(shift)[0] >= 0.0)
+    first = _boundary(lambda shift: at(shift)[0] > 0.0, farthest)
+    last = _boundary(lambda shift: at(shift)[0] >= 0.0, farthest)
     if math.isinf(first) and math.isinf(last):
         middle = math.nan if first != last else first
     else:
@@ -368,9 +388,9 @@ def _inverted(at: Test, freedom: int) -> Difference:
     return Difference(middle, low, high, _p(at(0.0)[1], freedom))
 
 
-def _boundary(holds: Callable[[float], bool]) -> float:
+def _boundary(holds: Callable[[float], bool], farthest: float) -> float:
     """Return the largest shift at which a condition holds that holds up to some shift; infinite if there is none."""
-    below, above = -FARTHEST, FARTHEST
+    below, above = -FARTHEST, farthest
     if not holds(below):
         return -math.inf
     if holds(above):

@@ -1,0 +1,90 @@
+"""`paceline study`: a comparison of sync models with seeds, intervals, tables and figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ..errors import first_line
+from .console import EXIT_NOT_ALL_WELL, interruptible, load_named_models
+from .numbers import whole_number_option
+from .options import ModelImports
+from .progress_bar import shown_progress
+
+__all__ = ["study"]
+
+
+def study(
+    description: Annotated[
+        Path,
+        typer.Argument(
+            metavar="STUDY.toml",
+            help="Description of the study: what to train, models, clusters, seeds, hyper-parameters and target.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="Folder for tables and figures. If it contains a part of the same study, the study goes on. "
+            "Default: ./runs/ with the name of the file.",
+            show_default=False,
+        ),
+    ] = None,
+    processes: Annotated[
+        int | None,
+        whole_number_option(
+            "--processes",
+            least=1,
+            help="Number of runs at the same time. Default: one for each core.",
+            show_default=False,
+        ),
+    ] = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Carry out the runs on a Ray cluster instead of on this machine.")
+    ] = False,
+    imports: ModelImports = None,
+) -> None:
+    """Compare sync models on simulated clusters, with seeds, intervals, tables and figures for a paper.
+
+    paceline study study.toml --out results
+    """
+    from ..studies.cells import prepare
+    from ..studies.description import read_file
+    from ..studies.study import carry_out, require_matplotlib, write
+    from ..studies.work import in_processes
+
+    require_matplotlib()
+    load_named_models("", imports)
+    found = read_file(description, imports or ())
+    folder = out or Path("runs", description.stem)
+    errors = Console(stderr=True)
+    with (
+        interruptible(
+            f"the runs that had ended are kept in {folder}, and the same command goes on with them"
+        ),
+        shown_progress(errors) as tell,
+    ):
+        if ray:
+            from ..studies.on_ray import on_ray
+
+            pool = on_ray(prepare)
+        else:
+            pool = in_processes(processes, prepare)
+        result = carry_out(found, folder, pool, tell)
+        write(result, folder)
+    for failure in result.failures:
+        errors.print(
+            f"failed: {failure.name}: {first_line(failure.error)}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    print(f"summary, tables and figures: {folder}")
+    if result.failures:
+        raise typer.Exit(EXIT_NOT_ALL_WELL)

@@ -1,0 +1,464 @@
+"""What a study consists of, as its TOML file or the call of `paceline.study` states it, and what follows from that.
+
+Everything is checked here, before the first run begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import re
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+import msgspec
+from msgspec import Meta
+
+from ..core.protocol.lease import BATCH_SIZINGS, BatchSizing
+from ..errors import ConfigurationError, unknown_name
+from ..plugins import load_models
+from ..rehearsal.clusters import load_cluster
+from ..report.names import run_name
+from ..sim import Cluster
+from ..sync.schedule import read_schedule
+from .generators import GENERATORS, Equal, Generator, Jitter, Pauses, SlowLinks, Steady
+from .trained import Trained, Value, of_function, of_name, of_problem, of_script
+
+__all__ = ["Budget", "Contender", "Point", "Study", "Target", "describe", "read_file"]
+
+Point = tuple[tuple[str, Value], ...]
+"""Values of the hyper-parameters of a grid, by name."""
+
+Hyperparameters = Literal["translated", "raw"]
+Tuning = Literal["each", "reference"]
+Better = Literal["higher", "lower"]
+MEANINGS, TUNINGS, BETTER = get_args(Hyperparameters), get_args(Tuning), get_args(Better)
+Whole = Annotated[int, Meta(ge=1)]
+Positive = Annotated[float, Meta(gt=0)]
+Grid = dict[str, list[Value]]
+
+AnyGenerator = Equal | Steady | Jitter | Pauses | SlowLinks
+
+FIRST_TUNING_SEED = 1_000_000
+"""First seed of the runs in which hyper-parameters are chosen, unless the study has such seeds itself."""
+
+
+class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model with more than its notation. See `Contender`; what is omitted is that of the whole study."""
+
+    sync: str
+    name: str = ""
+    batch: BatchSizing = "equal"
+    hyperparameters: Hyperparameters | None = None
+    grid: Grid | None = None
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the runs aim at.
+
+    Attributes:
+        metric: the metric that the training function logs.
+        value: the value to be reached; None if it is what a model reaches.
+        of: the model whose mean final value is to be reached on each cluster; "" if `value` is given.
+        within: by how much the value may be worse than the final value of that model.
+        better: "higher" or "lower"; by default "lower" if the metric is called a loss or an error.
+    """
+
+    metric: str
+    value: float | None = None
+    of: str = ""
+    within: Annotated[float, Meta(ge=0)] = 0.0
+    better: Better | None = None
+
+    @property
+    def higher_is_better(self) -> bool:
+        """True if larger values of the metric are better."""
+        if self.better is not None:
+            return self.better == "higher"
+        return not re.search("loss|error|perplexity", self.metric)
+
+
+class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where each run ends that has not ended by itself: the first of these limits.
+
+    Attributes:
+        seconds: virtual time in seconds.
+        updates: number of updates.
+        samples: number of samples of all workers.
+    """
+
+    seconds: Positive | None = None
+    updates: Whole | None = None
+    samples: Whole | None = None
+
+
+class StudyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of a study file, and the arguments of `paceline.study`. See `docs/studies.md`."""
+
+    models: list[str | ModelEntry]
+    clusters: dict[str, Any]
+    target: Target
+    name: str = ""
+    train: Any = None
+    script: str = ""
+    problem: str = ""
+    seeds: Whole | list[Annotated[int, Meta(ge=0)]] = 5
+    tuning_seeds: Whole | list[Annotated[int, Meta(ge=0)]] = 3
+    reference: str = ""
+    tuning: Tuning = "each"
+    hyperparameters: Hyperparameters = "translated"
+    grid: Grid = {}
+    arguments: dict[str, Value] = {}
+    budget: Budget = Budget()
+    imports: list[str] = []
+    paired: bool = True
+
+
+class Contender(NamedTuple):
+    """A model of the study.
+
+    Attributes:
+        name: its name in tables and figures.
+        style: what its color in the figures depends on.
+        sync: the sync model, in the notation of the command line.
+        batch: "equal" or "balanced".
+        hyperparameters: "translated" or "raw".
+        points: the hyper-parameters among which its best are chosen.
+    """
+
+    name: str
+    style: str
+    sync: str
+    batch: BatchSizing
+    hyperparameters: Hyperparameters
+    points: tuple[Point, ...]
+
+
+class Study(NamedTuple):
+    """A study whose parts have been found and checked.
+
+    Attributes:
+        name: title of the study.
+        trained: what is trained.
+        arguments: values that are the same in all runs.
+        contenders: the models.
+        clusters: the clusters by name.
+        seeds: seeds of the runs that are evaluated.
+        tuning_seeds: seeds of the runs in which hyper-parameters are chosen.
+        reference: name of the model with which the others are compared.
+        tuning: "each" if each model has its own best hyper-parameters, "reference" if all have those of the
+            reference.
+        target: what the runs aim at.
+        budget: where they end.
+        imports: modules with models of one's own.
+        folder: folder to which paths are relative.
+        paired: True if runs with the same seed are compared with each other.
+    """
+
+    name: str
+    trained: Trained
+    arguments: Mapping[str, Value]
+    contenders: tuple[Contender, ...]
+    clusters: Mapping[str, Cluster]
+    seeds: tuple[int, ...]
+    tuning_seeds: tuple[int, ...]
+    reference: str
+    tuning: Tuning
+    target: Target
+    budget: Budget
+    imports: tuple[str, ...]
+    folder: Path
+    paired: bool
+
+    def contender(self, name: str) -> Contender:
+        """Return a model by its name."""
+        return next(each for each in self.contenders if each.name == name)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What two studies must have in common so that one can go on with the runs of the other, as plain values."""
+        return {
+            "train": [self.trained.kind, Path(self.trained.name).name, self.trained.digest],
+            "arguments": dict(self.arguments),
+            "models": [msgspec.to_builtins(each._replace(style="")) for each in self.contenders],
+            "clusters": {name: _digest(cluster) for name, cluster in self.clusters.items()},
+            "seeds": list(self.seeds),
+            "tuning_seeds": list(self.tuning_seeds),
+            "reference": self.reference,
+            "tuning": self.tuning,
+            "metric": self.target.metric,
+            "budget": msgspec.to_builtins(self.budget),
+            "imports": list(self.imports),
+        }
+
+
+def read_file(path: Path, imports: Sequence[str] = ()) -> Study:
+    """Return the study that a TOML file describes. Paths in the file are relative to its folder.
+
+    Args:
+        path: the file.
+        imports: further modules with models of one's own.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or an entry is not valid. The message names the entry.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
+        raise ConfigurationError(
+            f"the study {path} cannot be read: {reason}. Give the path of a TOML file."
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"{path} is not a TOML file: {error}") from error
+    try:
+        return describe({"name": path.stem, **values}, path.parent, imports)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+
+
+def describe(values: Mapping[str, Any], folder: Path, imports: Sequence[str] = ()) -> Study:
+    """Return the study that values describe, which have the names of the entries of a study file.
+
+    Args:
+        values: the entries. In Python, `train` may be a function, and a cluster a `Cluster`.
+        folder: folder to which paths are relative.
+        imports: further modules with models of one's own.
+
+    Raises:
+        ConfigurationError: an entry is not valid. The message names the entry.
+    """
+    file = _converted(values, StudyFile)
+    trained = _trained(file, folder)
+    modules = tuple(dict.fromkeys([*file.imports, *imports]))
+    if modules and str(folder.resolve()) not in sys.path:
+        sys.path.insert(0, str(folder.resolve()))
+    load_models("", modules)
+    clusters = _clusters(file.clusters, folder)
+    contenders = _contenders(file)
+    for contender in contenders:
+        _require_runnable(contender, clusters)
+    names = [contender.name for contender in contenders]
+    reference = file.reference or names[0]
+    for key, name in (("reference", reference), ("target.of", file.target.of or names[0])):
+        if name not in names:
+            raise unknown_name(f"model in {key}", name, names)
+    if (file.target.value is None) == (not file.target.of):
+        raise ConfigurationError(
+            f"target has {'both' if file.target.of else 'neither'} a value {'and' if file.target.of else 'nor'} the "
+            "name of a model in 'of', expected one of them."
+        )
+    if file.tuning == "reference" and any(
+        each.grid is not None for each in file.models if not isinstance(each, str)
+    ):
+        raise ConfigurationError(
+            "tuning is 'reference', but a model has a grid of its own, expected the same grid for all models."
+        )
+    if file.tuning == "reference" and file.target.of not in ("", reference):
+        raise ConfigurationError(
+            f"tuning is 'reference', but the target is what {file.target.of!r} reaches, expected what the reference "
+            f"{reference!r} reaches."
+        )
+    seeds = _seeds("seeds", file.seeds, 0)
+    tuning_seeds = _seeds("tuning_seeds", file.tuning_seeds, FIRST_TUNING_SEED)
+    if both := set(seeds) & set(tuning_seeds):
+        raise ConfigurationError(
+            f"seeds and tuning_seeds both contain {min(both)}, expected different ones, so that no hyper-parameters "
+            "are chosen by the runs that are evaluated."
+        )
+    for contender in contenders:
+        for key, _ in contender.points[0]:
+            if key in file.arguments:
+                raise ConfigurationError(
+                    f"{key} is both in [grid] and in [arguments], expected it in one of them."
+                )
+        trained.require([*file.arguments, *(key for key, _ in contender.points[0])])
+    return Study(
+        name=file.name or trained.name,
+        trained=trained,
+        arguments=file.arguments,
+        contenders=contenders,
+        clusters=clusters,
+        seeds=seeds,
+        tuning_seeds=tuning_seeds,
+        reference=reference,
+        tuning=file.tuning,
+        target=file.target,
+        budget=file.budget,
+        imports=modules,
+        folder=folder,
+        paired=file.paired,
+    )
+
+
+def _trained(file: StudyFile, folder: Path) -> Trained:
+    given = {"train": file.train, "script": file.script, "problem": file.problem}
+    stated = [key for key, value in given.items() if value]
+    if len(stated) != 1:
+        raise ConfigurationError(
+            f"the study has {' and '.join(stated) or 'nothing to train'}, expected one of train, script and problem."
+        )
+    if file.script:
+        return of_script(file.script, folder)
+    if file.problem:
+        return of_problem(file.problem)
+    if isinstance(file.train, str):
+        return of_name(file.train, folder)
+    if not callable(file.train):
+        raise ConfigurationError(f"train is {file.train!r}, expected a function or its name.")
+    return of_function(file.train)
+
+
+def _clusters(entries: Mapping[str, Any], folder: Path) -> dict[str, Cluster]:
+    if not entries:
+        raise ConfigurationError("clusters is empty, so the study has no runs: name at least one cluster.")
+    return {name: _cluster(name, entry, folder) for name, entry in entries.items()}
+
+
+def _cluster(name: str, entry: Any, folder: Path) -> Cluster:
+    """Return a cluster: itself, a generated one, or one from a file, a recorded run, or the papers."""
+    if isinstance(entry, Cluster):
+        return entry
+    if isinstance(entry, Generator):
+        return entry.cluster(name)
+    if isinstance(entry, Mapping):
+        if entry.get("kind") not in GENERATORS:
+            raise unknown_name(f"kind of clusters.{name}", entry.get("kind"), GENERATORS)
+        generator: Generator = _converted(entry, AnyGenerator, f"clusters.{name}")
+        return generator.cluster(name)
+    if isinstance(entry, str):
+        path = folder / entry
+        try:
+            return load_cluster(str(path) if path.exists() else entry)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"clusters.{name}: {error}") from error
+    raise ConfigurationError(
+        f"clusters.{name} is {entry!r}, expected a cluster file, the directory of a recorded run, or a table such as "
+        '{ kind = "jitter", workers = 8 }.'
+    )
+
+
+def _contenders(file: StudyFile) -> tuple[Contender, ...]:
+    if not file.models:
+        raise ConfigurationError("models is empty, so the study has no runs: name at least two models.")
+    entries = [each if isinstance(each, ModelEntry) else ModelEntry(sync=each) for each in file.models]
+    meanings = [each.hyperparameters or file.hyperparameters for each in entries]
+    mixed = len(set(meanings)) > 1
+    found = []
+    for entry, meaning in zip(entries, meanings, strict=True):
+        style = run_name(entry.sync, entry.batch, meaning if mixed else "raw")
+        grid = file.grid if entry.grid is None else entry.grid
+        found.append(Contender(entry.name or style, style, entry.sync, entry.batch, meaning, _points(grid)))
+    for name in (names := [each.name for each in found]):
+        if names.count(name) > 1:
+            raise ConfigurationError(
+                f"two models are called {name!r}: give one of them a name, as in {{ sync = ..., name = ... }}."
+            )
+    return tuple(found)
+
+
+def _points(grid: Grid) -> tuple[Point, ...]:
+    """Return all combinations of the values of a grid."""
+    for key, values in grid.items():
+        if not values:
+            raise ConfigurationError(
+                f"grid.{key} is empty, so the study has no runs: give at least one value."
+            )
+        if len(set(map(repr, values))) < len(values):
+            raise ConfigurationError(f"grid.{key} contains a value twice: {values}.")
+    return tuple(tuple(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()))
+
+
+def _require_runnable(contender: Contender, clusters: Mapping[str, Cluster]) -> None:
+    try:
+        load_models(contender.sync)
+        schedule = read_schedule(contender.sync)
+        for cluster in clusters.values():
+            schedule.require_runnable(cluster.workers, cluster.servers)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"the model {contender.name!r}: {error}") from error
+
+
+def _seeds(key: str, given: int | Sequence[int], first: int) -> tuple[int, ...]:
+    seeds = tuple(range(first, first + given)) if isinstance(given, int) else tuple(given)
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ConfigurationError(f"{key} is {list(seeds)}, expected at least one seed, and none twice.")
+    return seeds
+
+
+TABLES: Sequence[tuple[str, type[msgspec.Struct]]] = (
+    (r"target", Target),
+    (r"budget", Budget),
+    (r"models\[.*\]", ModelEntry),
+    (r"", StudyFile),
+)
+"""Pattern of the place of a table in a study file -> its entries."""
+
+WORDS = {
+    "array": "a list",
+    "object": "a table",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+}
+"""The names of types in msgspec's messages -> what they are called in a file."""
+
+
+CHOICES = {"batch": BATCH_SIZINGS, "better": BETTER, "hyperparameters": MEANINGS, "tuning": TUNINGS}
+"""Name of an entry -> what it may be."""
+
+
+def _converted(values: Mapping[str, Any], kind: Any, where: str = "") -> Any:
+    """Return values as a type, or raise an error that names the entry and what it may be."""
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise _readable(str(error), values, where) from error
+
+
+def _readable(reason: str, values: Mapping[str, Any], where: str) -> ConfigurationError:
+    """Return the error for a message of msgspec, with the name of the entry and what it may be.
+
+    Args:
+        reason: the message.
+        values: the table that contains the entry.
+        where: the name of this table in the study file; "" for the whole file.
+    """
+    place = ""
+    if match := re.search(r" - at `\$(.*)`$", reason):
+        place, reason = match[1].lstrip("."), reason[: match.start()]
+    full = ".".join(filter(None, [where, place]))
+    if match := re.search(r"unknown field `(.*)`", reason):
+        kind = GENERATORS.get(values.get("kind", "")) or next(
+            kind for pattern, kind in TABLES if re.fullmatch(pattern, place)
+        )
+        return unknown_name(f"entry in {full}" if full else "entry", match[1], kind.__struct_fields__)
+    if match := re.search(r"missing required field `(.*)`", reason):
+        return ConfigurationError(f"{full}{'.' if full else ''}{match[1]} is missing.")
+    if match := re.search(r"Invalid enum value (.*)", reason):
+        return unknown_name(full, match[1].strip("'"), CHOICES[place.rpartition(".")[2]])
+    if match := re.fullmatch(r"Expected `([^`]+)`(.*), got `([^`]+)`", reason):
+        return ConfigurationError(f"{full} is {_words(match[3])}, expected {_words(match[1])}{match[2]}.")
+    reason = re.sub("Expected `([^`]+)`", lambda match: f"expected {_words(match[1])}", reason)
+    return ConfigurationError(f"{full} is {_at(values, place)!r}, {reason}.")
+
+
+def _words(types: str) -> str:
+    return " or ".join(dict.fromkeys(WORDS.get(name, name) for name in types.split(" | ")))
+
+
+def _at(values: Any, place: str) -> Any:
+    """Return the value at a place as msgspec names it: "budget.seconds", "models[2]"."""
+    for key in re.findall(r"[^.\[\]]+", place):
+        values = values[int(key)] if isinstance(values, Sequence) else values[key]
+    return values
+
+
+def _digest(cluster: Cluster) -> str:
+    """Return a fingerprint of a cluster. Its name does not matter."""
+    return hashlib.sha256(repr(dataclasses.replace(cluster, name="")).encode()).hexdigest()[:16]

@@ -1,0 +1,154 @@
+"""The function `study`, which runs a study and writes its tables and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigurationError
+from ..files import Unfinished
+from ..report.canvas import NO_MATPLOTLIB, can_draw, save
+from .cells import Cell, CellTask, Folder, Outcome, prepare, run_cell
+from .description import Study, describe, read_file
+from .figures import figures_of
+from .pages import summary_md
+from .plan import choose, evaluated_cells, task_of, tuning_cells
+from .results import StudyResult, make_result
+from .tables import curves_csv, runs_csv, table_tex
+from .work import Failure, Pool, Tell, in_processes, work_off
+
+__all__ = ["carry_out", "require_matplotlib", "study", "write"]
+
+
+def study(
+    description: str | Path | Mapping[str, Any] | None = None,
+    *,
+    out: str | Path,
+    processes: int | None = None,
+    tell: Tell = lambda what, share: None,
+    **entries: Any,
+) -> StudyResult:
+    """Compare sync models on simulated clusters, and write tables and figures.
+
+    Every run trains on a simulated cluster, in virtual time. Runs are carried out in several processes, and each
+    result is written when its run has ended. If a study was interrupted, the same call goes on with what is missing.
+    The files are the same to the byte, whether it was interrupted or not, and with any number of processes.
+
+    Args:
+        description: the path of a study file (see `docs/studies.md`), or its entries as a mapping. Alternatively, the
+            entries are further arguments: `study(train=train, models=["bsp", "asp"], ...)`. In Python, `train` may be
+            a function, and a cluster a `Cluster`.
+        out: folder for the results: new, or that of the same study.
+        processes: number of processes. Default: one for each core.
+        tell: progress callback, with what is done and the fraction of all runs that have ended.
+
+    Raises:
+        ConfigurationError: an entry is not valid, or the folder belongs to another study. Nothing was started.
+    """
+    if isinstance(description, str | Path):
+        found = read_file(Path(description))
+    else:
+        found = describe({**(description or {}), **entries}, Path.cwd())
+    require_matplotlib()
+    result = carry_out(found, Path(out), in_processes(processes, prepare), tell)
+    write(result, Path(out))
+    return result
+
+
+def require_matplotlib() -> None:
+    """Raise `ConfigurationError` if the figures cannot be drawn."""
+    if not can_draw():
+        raise ConfigurationError(NO_MATPLOTLIB)
+
+
+def carry_out(study: Study, out: Path, pool: Pool, tell: Tell) -> StudyResult:
+    """Make the runs of a study that are missing in its folder, and return the result.
+
+    Raises:
+        ConfigurationError: see `study`; also if the training function does not log the metric of the target.
+    """
+    folder = Folder(out, study.identity)
+    tuning = tuning_cells(study)
+    most = len(tuning) + len(study.clusters) * len(study.contenders) * len(study.seeds)
+    runs = _Runs(study, folder, pool, tell, most)
+    runs.make(tuning)
+    choices = choose(study, folder.read)
+    evaluated = evaluated_cells(study, choices)
+    runs.make(evaluated)
+    folder.remove_others([*tuning, *evaluated])
+    return make_result(study, choices, folder.read, tuning, runs.failures)
+
+
+class _Runs:
+    """Makes the cells of a study that are missing in its folder.
+
+    Args:
+        study: the study.
+        folder: its folder.
+        pool: where the cells are run.
+        tell: progress callback.
+        most: number of all cells of the study.
+
+    Attributes:
+        failures: the cells that have failed.
+    """
+
+    def __init__(self, study: Study, folder: Folder, pool: Pool, tell: Tell, most: int) -> None:
+        self.failures: list[Failure] = []
+        self._study, self._folder, self._pool, self._tell, self._most = study, folder, pool, tell, most
+        self._done = 0
+        self._logged = False  # True once a run has logged the metric
+
+    def make(self, cells: Sequence[Cell]) -> None:
+        """Make those of these cells that are missing."""
+        missing = [cell for cell in cells if self._folder.read(cell) is None]
+        self._logged |= len(missing) < len(cells)
+        self._done += len(cells) - len(missing)
+        self.failures += work_off(
+            run_cell,
+            [task_of(self._study, cell) for cell in missing],
+            self._keep,
+            self._tell,
+            pool=self._pool,
+            name_of=lambda task: str(task.cell),
+            fresh=self._study.trained.fresh,
+            done=self._done,
+            later=self._most - self._done - len(missing),
+        )
+        self._done += len(missing)
+
+    def _keep(self, task: CellTask, outcome: Outcome) -> None:
+        """Write a result. If it is the first one, the metric of the target must have been logged."""
+        if not self._logged:
+            self._require_logged(outcome)
+        self._logged = True
+        self._folder.write(task.cell, outcome)
+
+    def _require_logged(self, outcome: Outcome) -> None:
+        metric = self._study.target.metric
+        if metric in outcome.metrics:
+            return
+        self._folder.discard()
+        logged = f"only {', '.join(outcome.metrics)}" if outcome.metrics else "nothing"
+        raise ConfigurationError(
+            f"the target is the metric {metric!r}, but a run of {self._study.trained.title} has logged {logged}: "
+            f"call paceline.log({metric}=...) in it, or name another metric in target.metric."
+        )
+
+
+def write(result: StudyResult, out: Path) -> None:
+    """Write the tables, the figures and the summary of a study into its folder."""
+    figures = figures_of(result) if result.rows else {}
+    (out / "figures").mkdir(exist_ok=True)
+    for name, figure in figures.items():
+        for ending in ("pdf", "png"):
+            save(figure, out / "figures" / f"{name}.{ending}")
+    for name, text in {
+        "runs.csv": runs_csv(result),
+        "curves.csv": curves_csv(result),
+        "table.tex": table_tex(result),
+        "summary.md": summary_md(result, list(figures)),
+    }.items():
+        with Unfinished(out / name) as place:
+            place.write_text(text, encoding="utf-8")

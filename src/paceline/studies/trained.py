@@ -1,0 +1,253 @@
+"""What a study trains: a function, a script, or a problem that comes with Paceline.
+
+A function is stated by its name, "module:function" or "file.py:function", or given itself, in Python. Its parameters
+receive the hyper-parameters of the study by their names, and the seed if there is a parameter `seed`. The command of
+a script contains the hyper-parameters in braces: "train.py --lr {rate} --seed {seed}".
+
+Every process of the study loads the function or the script itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cloudpickle
+import msgspec
+
+from ..errors import ConfigurationError, first_line, unknown_name
+from .problems import PROBLEMS
+
+__all__ = ["Run", "Trained", "of_function", "of_name", "of_problem", "of_script"]
+
+SEED = "seed"
+"""Name of the hyper-parameter that receives the seed of a run."""
+
+Value = str | int | float | bool
+Values = Mapping[str, Value]
+
+
+class Run(NamedTuple):
+    """A training function and its arguments, as `simulate` takes them."""
+
+    function: Callable[..., object]
+    args: tuple[object, ...]
+
+
+class Trained(msgspec.Struct, frozen=True):
+    """What a study trains. It can be sent to another process.
+
+    Attributes:
+        name: what it is called: a function, a command or a problem.
+        kind: "name" for the name of a function, "function" for a function itself, "script" or "problem".
+        folders: where the modules are that it imports.
+        content: the pickled function, if it is given itself.
+        digest: fingerprint of its source text.
+    """
+
+    name: str
+    kind: str
+    folders: tuple[str, ...] = ()
+    content: bytes = b""
+    digest: str = ""
+
+    @property
+    def fresh(self) -> bool:
+        """True if each run needs a new process, because a script is run as a program and keeps state in modules."""
+        return self.kind == "script"
+
+    @property
+    def title(self) -> str:
+        """Its name without folders, which differ between machines."""
+        folders = [f"{folder}/" for folder in self.folders]
+        return functools.reduce(lambda name, folder: name.replace(folder, ""), folders, self.name)
+
+    def run(self, values: Values, seed: int) -> Run:
+        """Return what is run with hyper-parameters and a seed."""
+        if self.kind == "script":
+            path, *arguments = (_filled(part, {**values, SEED: seed}) for part in shlex.split(self.name))
+            return Run(_run_script, (path, arguments, self.folders))
+        function = _loaded(self)
+        parameters = inspect.signature(function).parameters
+        seeded = {SEED: seed} if SEED in parameters and SEED not in values else {}
+        return Run(functools.partial(function, **values, **seeded), ())
+
+    def require(self, names: Collection[str]) -> None:
+        """Raise `ConfigurationError` unless these hyper-parameters can be set, and no others must be."""
+        if self.kind == "script":
+            _require_placeholders(self.name, names)
+        else:
+            _require_parameters(self.name, _loaded(self), names)
+
+
+def of_problem(name: str) -> Trained:
+    """Return a problem that comes with Paceline.
+
+    Raises:
+        ConfigurationError: there is no problem with this name.
+    """
+    if name not in PROBLEMS:
+        raise unknown_name("problem", name, PROBLEMS)
+    return Trained(name, "problem")
+
+
+def of_script(command: str, folder: Path) -> Trained:
+    """Return a script, whose path is relative to a folder.
+
+    Raises:
+        ConfigurationError: there is no such script.
+    """
+    try:
+        path, *arguments = shlex.split(command) or [""]
+    except ValueError as error:
+        raise ConfigurationError(f"script is {command!r}, which cannot be parsed: {error}.") from error
+    file = (folder / path).resolve()
+    if not file.is_file():
+        raise ConfigurationError(f"script is {command!r}, but there is no file {path!r} in {folder}.")
+    return Trained(
+        shlex.join([str(file), *arguments]), "script", (str(file.parent),), digest=_digest(file.read_bytes())
+    )
+
+
+def of_name(name: str, folder: Path) -> Trained:
+    """Return a function by its name: "module:function", or "file.py:function" with a path relative to a folder.
+
+    Raises:
+        ConfigurationError: there is no such function, or it cannot be imported.
+    """
+    where, colon, function = name.rpartition(":")
+    if not (colon and where and function.isidentifier()):
+        raise ConfigurationError(
+            f"train is {name!r}, expected the name of a function, such as 'train.py:train' or 'my_package:train'."
+        )
+    if where.endswith(".py"):
+        file = (folder / where).resolve()
+        if not file.is_file():
+            raise ConfigurationError(f"train is {name!r}, but there is no file {where!r} in {folder}.")
+        trained = Trained(
+            f"{file}:{function}", "name", (str(file.parent),), digest=_digest(file.read_bytes())
+        )
+    else:
+        trained = Trained(name, "name", (str(folder.resolve()),))
+    found = _loaded(trained)
+    return trained if trained.digest else msgspec.structs.replace(trained, digest=_digest(_source(found)))
+
+
+def of_function(function: Callable[..., object]) -> Trained:
+    """Return a function that is given itself.
+
+    Raises:
+        ConfigurationError: it cannot be sent to another process.
+    """
+    name = getattr(function, "__qualname__", repr(function))
+    try:
+        content = cloudpickle.dumps(function)
+    except Exception as error:  # what cannot be pickled raises whatever its own methods raise
+        raise ConfigurationError(
+            f"the function {name} cannot be sent to another process: {first_line(error)}. Define it at the top level "
+            "of a module."
+        ) from error
+    return Trained(name, "function", content=content, digest=_digest(_source(function)))
+
+
+@functools.cache
+def _loaded(trained: Trained) -> Callable[..., object]:
+    """Return the function, which this process imports when it first needs it."""
+    if trained.kind == "problem":
+        return PROBLEMS[trained.name]
+    if trained.kind == "function":
+        given: Callable[..., object] = cloudpickle.loads(trained.content)
+        return given
+    for folder in trained.folders:
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    where, _, name = trained.name.rpartition(":")
+    try:
+        module = _of_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except Exception as error:  # a module may raise any exception when it is imported
+        raise ConfigurationError(f"{where} cannot be imported: {first_line(error)}.") from error
+    functions: dict[str, Callable[..., object]] = {
+        key: value for key, value in vars(module).items() if callable(value) and not key.startswith("_")
+    }
+    if name not in functions:
+        own = [key for key, value in functions.items() if getattr(value, "__module__", "") == module.__name__]
+        raise unknown_name(f"function of {where}", name, own)
+    return functions[name]
+
+
+def _of_file(path: Path) -> Any:
+    """Import a file under the name that it would have as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _run_script(path: str, arguments: Sequence[str], folders: Sequence[str]) -> None:
+    """Run a script as a program, as one worker of a run. This process runs no other script."""
+    sys.argv = [path, *arguments]
+    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+    runpy.run_path(path, None, "__main__")
+
+
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+def _filled(part: str, values: Values) -> str:
+    """Return a part of a command with the values in place of their names in braces."""
+    return PLACEHOLDER.sub(lambda match: str(values[match[1]]) if match[1] in values else match[0], part)
+
+
+def _require_placeholders(command: str, names: Collection[str]) -> None:
+    found = set(PLACEHOLDER.findall(command))
+    for name in names:
+        if name not in found:
+            raise ConfigurationError(
+                f"the hyper-parameter {name!r} is not in the command of the script: write {{{name}}} where its value "
+                "belongs."
+            )
+    for name in sorted(found - set(names) - {SEED}):
+        raise ConfigurationError(
+            f"the command of the script contains {{{name}}}, but the study has no such hyper-parameter; known ones: "
+            f"{', '.join(sorted({*names, SEED}))}."
+        )
+
+
+def _require_parameters(name: str, function: Callable[..., object], names: Collection[str]) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        for given in names:
+            if given not in named:
+                raise unknown_name(f"hyper-parameter of {Path(name).name}", given, named)
+    for each in parameters:
+        missing = each.default is each.empty and each.name not in (*names, SEED)
+        if missing and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
+            raise ConfigurationError(
+                f"{Path(name).name} has a parameter {each.name!r} without a value: give it in [grid] or [arguments]."
+            )
+
+
+def _source(function: Callable[..., object]) -> bytes:
+    """Return the source text of a function's file, or of the function; what it is called, if there is none."""
+    try:
+        module = inspect.getmodule(function)
+        return inspect.getsource(module if module and module.__name__ != "__main__" else function).encode()
+    except (OSError, TypeError):
+        return repr(getattr(function, "__qualname__", "")).encode()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,0 +1,440 @@
+"""Studies: the same bytes however they are carried out, failing runs, bad input, and what is written."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline
+from paceline.errors import ConfigurationError
+from paceline.sim import Cluster, simulate
+from paceline.studies.description import Study, describe, read_file
+from paceline.studies.figures import figures_of
+from paceline.studies.pages import summary_md
+from paceline.studies.results import StudyResult
+from paceline.studies.study import carry_out, write
+from paceline.studies.tables import table_tex
+from paceline.studies.work import in_processes, in_this_process
+from tests.support.live import run_program
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "study" / "study.toml"
+
+SMALL: dict[str, Any] = {
+    "problem": "quadratic",
+    "models": ["bsp", "asp"],
+    "clusters": {"jitter": {"kind": "jitter", "workers": 3}},
+    "seeds": 2,
+    "tuning_seeds": 1,
+    "grid": {"rate": [0.05, 0.4]},
+    "arguments": {"iterations": 12},
+    "target": {"metric": "loss", "value": 0.3},
+}
+
+
+def small(**entries: Any) -> Study:
+    return describe({**SMALL, **entries}, Path.cwd())
+
+
+def carried_out(study: Study, out: Path) -> StudyResult:
+    return carry_out(study, out, in_this_process, lambda what, share: None)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """The files of a folder by their paths in it."""
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def rows_of(out: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader((out / "runs.csv").read_text().splitlines()))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[StudyResult, Path]:
+    out = tmp_path_factory.mktemp("studies") / "small"
+    result = carried_out(small(), out)
+    write(result, out)
+    return result, out
+
+
+def test_a_study_writes_tables_figures_and_a_summary(done: tuple[StudyResult, Path]) -> None:
+    _, out = done
+    names = {path for path in content(out) if not path.startswith("cells/")}
+    figures = ["loss-over-seconds", "loss-over-updates", "time-to-target", "loss-and-time", "staleness"]
+    figures += ["time-of-workers", "tuning"]
+    assert names == {
+        "study.json",
+        "runs.csv",
+        "curves.csv",
+        "summary.md",
+        "table.tex",
+        *(f"figures/{name}.{ending}" for name in figures for ending in ("pdf", "png")),
+    }
+    assert len(rows_of(out)) == 4 + 4  # 2 models with 2 rates and 1 seed; 2 models with 2 seeds
+    assert (out / "figures" / "staleness.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_the_tables_say_what_a_simulation_says(done: tuple[StudyResult, Path]) -> None:
+    result, out = done
+    row = next(row for row in rows_of(out) if row["purpose"] == "evaluation" and row["model"] == "asp")
+    study = result.study
+    run = study.trained.run({"iterations": 12, "rate": float(row["rate"])}, 0)
+    own = simulate(
+        study.clusters["jitter"], "asp", seed=int(row["seed"]), train_fn=run.function, on_nan="skip"
+    )
+    points = own.history["loss"].points
+    assert float(row["final_loss"]) == pytest.approx(points[-1].value)
+    assert float(row["seconds"]) == pytest.approx(own.measures.duration_s)
+    assert int(row["updates"]) == own.updates
+    assert float(row["mean_staleness"]) == pytest.approx(own.measures.mean_staleness)
+    first = next(point.time_s for point in points if point.value <= 0.3)
+    assert float(row["seconds_to_target"]) <= first  # interpolated between two evaluations
+
+
+def test_another_call_computes_nothing_and_writes_the_same(done: tuple[StudyResult, Path]) -> None:
+    _, out = done
+    before = content(out)
+    told: list[str] = []
+
+    def none(*_: object, **__: object) -> Iterator[Any]:
+        told.append("called")
+        yield from ()
+
+    carry_out(
+        small(), out, lambda function, tasks, fresh=False: none() if tasks else iter(()), lambda *_: None
+    )
+    assert content(out) == before
+    assert not told
+
+
+def test_missing_runs_are_made_again_and_left_overs_removed(done: tuple[StudyResult, Path]) -> None:
+    _, out = done
+    before = content(out)
+    cells = sorted((out / "cells").iterdir())
+    cells[0].unlink()
+    cells[-1].unlink()
+    (out / "cells" / ".x.json.0.unfinished").write_bytes(b"half")
+    write(carried_out(small(), out), out)
+    assert content(out) == before
+
+
+def test_a_folder_of_another_study_is_refused(done: tuple[StudyResult, Path], tmp_path: Path) -> None:
+    _, out = done
+    with pytest.raises(ConfigurationError, match="belongs to another study: 'seeds' differs"):
+        carried_out(small(seeds=3), out)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigurationError, match="is not empty and contains no study"):
+        carried_out(small(), tmp_path)
+
+
+def test_another_target_needs_no_new_runs_with_the_same_choice(tmp_path: Path) -> None:
+    """The target is not part of a run, so it may be changed when all curves are known."""
+    study = small(grid={"rate": [0.4]})
+    carried_out(study, tmp_path / "out")
+    cells = sorted(path.name for path in (tmp_path / "out" / "cells").iterdir())
+    result = carried_out(
+        small(grid={"rate": [0.4]}, target={"metric": "loss", "value": 0.2}), tmp_path / "out"
+    )
+    assert sorted(path.name for path in (tmp_path / "out" / "cells").iterdir()) == cells
+    assert {row.target for row in result.rows} == {0.2}
+
+
+def test_a_metric_that_nobody_logs_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    study = small(target={"metric": "accuracy", "value": 0.9})
+    with pytest.raises(
+        ConfigurationError, match=r"metric 'accuracy', but a run of quadratic has logged only loss"
+    ):
+        carried_out(study, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_target_may_be_what_the_reference_reaches(tmp_path: Path) -> None:
+    result = carried_out(small(target={"metric": "loss", "of": "bsp", "within": 0.05}), tmp_path / "out")
+    bsp, asp = result.rows
+    assert bsp.target == asp.target == pytest.approx(bsp.final.value + 0.05)
+    assert bsp.reached == 2
+
+
+def test_all_models_may_have_the_hyper_parameters_of_the_reference(tmp_path: Path) -> None:
+    result = carried_out(small(tuning="reference", reference="asp"), tmp_path / "out")
+    assert {cell.contender for cell, _ in result.tuning} == {"asp"}
+    assert len({row.choice.point for row in result.rows}) == 1
+
+
+def test_a_rate_at_the_edge_of_the_grid_is_said(tmp_path: Path) -> None:
+    result = carried_out(small(), tmp_path / "out")
+    assert all(row.choice.edges for row in result.rows)  # with two values, each is at an edge
+    assert "of the grid, so a better value may lie beyond it" in summary_md(result, [])
+
+
+def test_a_run_that_never_reaches_the_target_is_shown_as_such(tmp_path: Path) -> None:
+    result = carried_out(
+        small(models=["bsp", "asp"], grid={"rate": [0.4]}, target={"metric": "loss", "value": 0.01}),
+        tmp_path / "out",
+    )
+    assert all(row.reached == 0 and math.isinf(row.time["seconds"].value) for row in result.rows)
+    assert "bsp never reaches the target in 2 of 2 runs" in summary_md(result, [])
+    assert "0/2" in table_tex(result)
+    assert figures_of(result)
+
+
+def test_a_budget_ends_each_run(tmp_path: Path) -> None:
+    result = carried_out(small(grid={"rate": [0.4]}, budget={"updates": 5}), tmp_path / "out")
+    assert {outcome.updates for row in result.rows for outcome in row.outcomes.values()} == {5}
+    result = carried_out(small(grid={"rate": [0.4]}, budget={"seconds": 4.0}), tmp_path / "other")
+    assert {outcome.seconds for row in result.rows for outcome in row.outcomes.values()} == {4.0}
+
+
+FAILING = """
+import os
+import paceline.studies.problems
+
+def train(rate):
+    if rate == 3.0:
+        raise ValueError("three is too much")
+    if rate == 4.0:
+        os._exit(1)
+    paceline.studies.problems.quadratic(rate, iterations=6)
+"""
+
+
+@pytest.mark.processes
+def test_failing_runs_are_named_and_the_others_go_on(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    study = describe(
+        {
+            **SMALL,
+            "problem": "",
+            "train": "failing.py:train",
+            "arguments": {},
+            "grid": {"rate": [0.4, 3.0, 4.0]},
+        },
+        tmp_path,
+    )
+    result = carry_out(study, tmp_path / "out", in_processes(1), lambda what, share: None)
+    names = {failure.name: str(failure.error) for failure in result.failures}
+    assert set(names) == {
+        f"{model} on jitter, rate {rate}, seed 1000000" for model in ("bsp", "asp") for rate in (3.0, 4.0)
+    }
+    assert "three is too much" in names["asp on jitter, rate 3.0, seed 1000000"]
+    assert "ended without an error message" in names["asp on jitter, rate 4.0, seed 1000000"]
+    assert len(result.rows) == 2
+    assert "three is too much" in summary_md(result, [])
+
+
+SCRIPT = """
+import argparse
+import paceline.studies.problems
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float)
+paceline.studies.problems.quadratic(parser.parse_args().lr, iterations=6)
+"""
+
+
+@pytest.mark.processes
+def test_a_script_is_run_with_the_hyper_parameters_in_its_command(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    study = describe(
+        {
+            **SMALL,
+            "problem": "",
+            "script": "script.py --lr {rate}",
+            "arguments": {},
+            "seeds": 1,
+            "grid": {"rate": [0.4]},
+        },
+        tmp_path,
+    )
+    result = carry_out(study, tmp_path / "out", in_processes(2), lambda what, share: None)
+    assert not result.failures
+    assert [row.contender.name for row in result.rows] == ["bsp", "asp"]
+
+
+def test_in_python_functions_and_clusters_are_given_themselves(tmp_path: Path) -> None:
+    from paceline.studies.problems import quadratic
+
+    entries = {
+        **SMALL,
+        "problem": "",
+        "train": quadratic,
+        "clusters": {"mine": Cluster(compute_s=[1.0, 2.0])},
+    }
+    result = carried_out(describe({**entries, "grid": {"rate": [0.4]}}, Path.cwd()), tmp_path / "out")
+    assert [row.cluster for row in result.rows] == ["mine", "mine"]
+    assert callable(paceline.study)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"problem": "digit"}, "unknown problem 'digit'; did you mean 'digits'?"),
+    ({"modles": []}, "unknown entry 'modles'; did you mean 'models'?"),
+    ({"models": ["bps"]}, "the model 'bps': unknown sync model 'bps'; did you mean 'bsp'?"),
+    ({"models": []}, "models is empty"),
+    ({"models": [3]}, "models[0] is a whole number"),
+    ({"models": ["bsp", "bsp"]}, "two models are called 'bsp'"),
+    ({"models": [{"sync": "asp", "nam": "x"}]}, "unknown entry in models[0] 'nam'; did you mean 'name'?"),
+    ({"models": ["drop-stragglers:quorum=9"]}, "quorum is 9, expected at most 3"),
+    ({"grid": {"rate": []}}, "grid.rate is empty, so the study has no runs"),
+    ({"grid": {"rate": [0.1, 0.1]}}, "grid.rate contains a value twice"),
+    ({"grid": {"rat": [1]}}, "unknown hyper-parameter of quadratic 'rat'; did you mean 'rate'?"),
+    ({"grid": {"iterations": [1]}}, "iterations is both in [grid] and in [arguments]"),
+    ({"target": {"metric": "loss"}}, "target has neither a value nor the name of a model"),
+    (
+        {"target": {"metric": "loss", "value": 1, "of": "bsp"}},
+        "target has both a value and the name of a model",
+    ),
+    ({"target": {"metric": "loss", "of": "ssp"}}, "unknown model in target.of 'ssp'"),
+    ({"target": {"value": 1}}, "target.metric is missing"),
+    ({"seeds": "five"}, "seeds is text, expected a whole number or a list"),
+    ({"seeds": 0}, "seeds is 0, expected a whole number >= 1"),
+    ({"seeds": [1, 1]}, "seeds is [1, 1], expected at least one seed, and none twice"),
+    ({"tuning_seeds": [0]}, "seeds and tuning_seeds both contain 0"),
+    ({"clusters": {}}, "clusters is empty"),
+    ({"clusters": {"a": {"kind": "jiter", "workers": 4}}}, "unknown kind of clusters.a 'jiter'"),
+    ({"clusters": {"a": {"kind": "jitter"}}}, "clusters.a.workers is missing"),
+    (
+        {"clusters": {"a": {"kind": "jitter", "workers": 0}}},
+        "clusters.a.workers is 0, expected a whole number >= 1",
+    ),
+    ({"clusters": {"a": "nowhere.toml"}}, "clusters.a: the cluster file nowhere.toml cannot be read"),
+    ({"clusters": {"a": 4}}, "clusters.a is 4, expected a cluster file"),
+    ({"reference": "ssp"}, "unknown model in reference 'ssp'"),
+    ({"tuning": "all"}, "unknown tuning 'all'"),
+    (
+        {"tuning": "reference", "target": {"metric": "loss", "of": "asp"}},
+        "expected what the reference 'bsp' reaches",
+    ),
+    ({"hyperparameters": "row"}, "unknown hyperparameters 'row'; did you mean 'raw'?"),
+    ({"budget": {"second": 3}}, "unknown entry in budget 'second'; did you mean 'seconds'?"),
+    ({"budget": {"seconds": -3}}, "budget.seconds is -3, expected a number > 0"),
+    ({"train": "a.py:train"}, "the study has train and problem, expected one of"),
+    ({"problem": ""}, "the study has nothing to train"),
+    ({"problem": "", "train": "a.py:train"}, "there is no file 'a.py'"),
+    ({"problem": "", "train": "train"}, "expected the name of a function"),
+    ({"problem": "", "train": "math:sine"}, "unknown function of math 'sine'"),
+    ({"problem": "", "train": 3}, "train is 3, expected a function or its name"),
+    ({"problem": "", "script": "a.py --lr {rate}"}, "there is no file 'a.py'"),
+    ({"imports": ["no_such_module"]}, "the module 'no_such_module' cannot be imported"),
+]
+
+
+@pytest.mark.parametrize(("entries", "words"), BAD, ids=[words[:40] for _, words in BAD])
+def test_bad_input_is_one_sentence_that_names_the_entry(entries: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        small(**entries)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_study_file_is_named_in_its_errors(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('models = ["bsp"]\nproblem = "digits"\nclusters = {}\n')
+    with pytest.raises(ConfigurationError, match=r"mine\.toml: target is missing\."):
+        read_file(tmp_path / "mine.toml")
+    with pytest.raises(ConfigurationError, match=r"the study .*other\.toml cannot be read: No such file"):
+        read_file(tmp_path / "other.toml")
+    (tmp_path / "mine.toml").write_text("models = [")
+    with pytest.raises(ConfigurationError, match=r"mine\.toml is not a TOML file"):
+        read_file(tmp_path / "mine.toml")
+
+
+def test_a_changed_training_function_is_another_study(tmp_path: Path) -> None:
+    entries = {**SMALL, "problem": "", "train": "mine.py:train", "grid": {"rate": [0.4]}, "arguments": {}}
+    text = "from paceline.studies.problems import quadratic\ndef train(rate):\n    quadratic(rate, iterations=4)\n"
+    (tmp_path / "mine.py").write_text(text)
+    carried_out(describe(entries, tmp_path), tmp_path / "out")
+    (tmp_path / "mine.py").write_text(text.replace("4", "5"))
+    with pytest.raises(ConfigurationError, match="the text of the training function or script differs"):
+        carried_out(describe(entries, tmp_path), tmp_path / "out")
+
+
+def smaller_example(folder: Path) -> Path:
+    """A study file like the example's, with fewer models, clusters, rates, seeds and epochs."""
+    entries = tomllib.loads(EXAMPLE.read_text())
+    assert len(entries["models"]) == 7
+    assert len(EXAMPLE.read_text().splitlines()) <= 40
+    for name in ("my_models.py", "train_digits.py"):
+        (folder / name).write_text((EXAMPLE.parent / name).read_text())
+    (folder / "small.toml").write_text(
+        f"""
+        train = "{entries["train"]}"
+        imports = {entries["imports"]}
+        models = ["bsp", "majority", "pairs"]
+        seeds = 2
+        tuning_seeds = 1
+        [clusters]
+        jitter = {{ kind = "jitter", workers = 4 }}
+        [grid]
+        rate = [0.1, 0.4]
+        [arguments]
+        momentum = 0.9
+        batch = 32
+        epochs = 2
+        [target]
+        metric = "accuracy"
+        value = 0.6
+        """
+    )
+    return folder / "small.toml"
+
+
+@pytest.mark.processes
+def test_a_study_that_is_killed_twice_ends_with_the_same_bytes_as_one_process(tmp_path: Path) -> None:
+    description = smaller_example(tmp_path)
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    for count in (2, 5):
+        command = [
+            sys.executable,
+            "-m",
+            "paceline",
+            "study",
+            str(description),
+            "--out",
+            str(killed),
+            "--processes",
+            "2",
+        ]
+        program = subprocess.Popen(
+            command, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        while program.poll() is None and len(list(killed.glob("cells/*.json"))) < count:
+            time.sleep(0.01)
+        program.send_signal(signal.SIGKILL)
+        program.wait()
+        assert not (killed / "summary.md").exists()
+    for folder, processes in ((killed, "2"), (whole, "1")):
+        ended = run_program(
+            "-m", "paceline", "study", str(description), "--out", str(folder), "--processes", processes
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert f"summary, tables and figures: {folder}" in ended.stdout.replace("\n", "")
+    assert content(killed) == content(whole)
+
+
+@pytest.mark.processes
+def test_ctrl_c_keeps_what_has_ended(tmp_path: Path) -> None:
+    description = smaller_example(tmp_path)
+    out = tmp_path / "out"
+    program = subprocess.Popen(
+        [sys.executable, "-m", "paceline", "study", str(description), "--out", str(out), "--processes", "1"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while program.poll() is None and not list(out.glob("cells/*.json")):
+        time.sleep(0.01)
+    os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to all processes
+    _, errors = program.communicate()
+    assert program.returncode == 130
+    assert "interrupted: the runs that had ended are kept in" in errors
+    assert "Traceback" not in errors
+    assert list(out.glob("cells/*.json"))
