@@ -35,9 +35,9 @@ from rich.table import Table
 from paceline.cli.progress_bar import TellShare
 from paceline.errors import ConfigurationError
 from paceline.frontend.optimizer import DistributedOptimizer
-from paceline.launcher.local import HostMachine, Placement
-from paceline.launcher.results import RunResult
-from paceline.launcher.run import start
+from paceline.launcher.live_run.local import HostMachine, Placement
+from paceline.launcher.live_run.run import start
+from paceline.launcher.live_run.run_results import RunResult
 from paceline.runtime.job_options import make_job
 from paceline.sync.actions import AnswerPull
 from paceline.sync.ticks import TICKS_PER_S

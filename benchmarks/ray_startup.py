@@ -19,7 +19,7 @@ from rich.table import Table
 
 from paceline.cli.progress_bar import TellShare
 from paceline.errors import ConfigurationError, RunFailedError
-from paceline.launcher.ray_run import import_ray
+from paceline.launcher.clusters.ray_run import import_ray
 
 __all__ = ["RayStartup", "estimate_s", "measure", "table"]
 

@@ -26,8 +26,8 @@ from paceline.cli.progress_bar import TellShare
 from paceline.core.protocol.wire_format import WireFormat
 from paceline.errors import ConfigurationError
 from paceline.frontend.optimizer import DistributedOptimizer
-from paceline.launcher.local import Placement
-from paceline.launcher.run import start
+from paceline.launcher.live_run.local import Placement
+from paceline.launcher.live_run.run import start
 from paceline.runtime.job_options import make_job
 
 from .overlap.namespaces import Network, NetworkLink, network, rate_bps

@@ -16,7 +16,7 @@ OTHER_TENSORS = {
     "frontend/device_queue.py": "locks memory of the host, which a driver knows by its address",
     "frontend/generator_states.py": "writes the state of NumPy's generator, which is in the memory of the host",
     "frontend/saving.py": "recognizes tensors that share memory by their address, and reads no memory",
-    "launcher/program.py": "writes the title of the process",
+    "launcher/processes/program.py": "writes the title of the process",
 }
 """Files that use addresses of other memory than that of weights and gradients, and why they may."""
 

@@ -14,7 +14,7 @@ from paceline.core.protocol.messages import TracePart
 from paceline.core.protocol.placement import round_robin
 from paceline.errors import UsageError
 from paceline.files import SYNC_BYTES, PatientWriter, Unfinished, write_json
-from paceline.launcher.results import save_weights, write_summary
+from paceline.launcher.live_run.run_results import save_weights, write_summary
 from paceline.runtime import best_effort
 from paceline.runtime.segmented import SegmentedFile
 from paceline.runtime.traces import PART_BYTES, TraceFiles

@@ -44,6 +44,7 @@ ROOMS = [
 
 SUBJECTS = {
     "core": ["protocol", "data", "metrics", "sync", "machines", "oversight", "changes", "", "status"],
+    "launcher": ["terminal", "processes", "live_run", "clusters", ""],
 }
 """Room -> its parts from the top down, by the same rule. "" stands for the files right in the room."""
 
@@ -124,6 +125,14 @@ def test_a_room_imports_only_from_rooms_above_it(file: Path) -> None:
 def part_of(room: str, path: Sequence[str]) -> str:
     """Return the part of a room to which the module with this path below the room belongs."""
     return path[0] if path and (ROOT / room / path[0]).is_dir() else ""
+
+
+def test_no_two_rooms_have_a_file_of_the_same_name() -> None:
+    places: dict[str, set[str]] = {}
+    for file in FILES:
+        if file.name != "__init__.py":
+            places.setdefault(file.name, set()).add(str(file.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 @pytest.mark.parametrize("room", SUBJECTS)

@@ -40,7 +40,7 @@ from paceline.errors import ConfigurationError
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.frontend.session import worker_index
 from paceline.launcher.launch import launch
-from paceline.launcher.local import Placement
+from paceline.launcher.live_run.local import Placement
 from paceline.trace.recording import Trace
 from paceline.trace.records import IterationRecord, read_records
 from reproductions.papers import FLUENT_PS

@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.errors import ConfigurationError
-from paceline.launcher.local import HostMachine
+from paceline.launcher.live_run.local import HostMachine
 
 __all__ = ["Network", "NetworkLink", "network", "rate_bps", "why_not"]
 

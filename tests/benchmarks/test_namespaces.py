@@ -15,7 +15,7 @@ import pytest
 from benchmarks.overlap import namespaces
 from benchmarks.overlap.namespaces import NetworkLink, network, rate_bps, why_not
 from paceline.errors import ConfigurationError
-from paceline.launcher.local import HostMachine
+from paceline.launcher.live_run.local import HostMachine
 
 pytestmark = pytest.mark.usefixtures("machines_alone")
 needs_machines = pytest.mark.skipif(bool(why_not()), reason=f"creating network namespaces needs {why_not()}")
@@ -148,7 +148,7 @@ def test_no_process_of_a_run_outlives_a_launcher_that_is_killed(tmp_path: Path) 
     program = f"""
 import os, time
 import paceline
-from paceline.launcher.local import Placement
+from paceline.launcher.live_run.local import Placement
 from benchmarks.overlap.namespaces import NetworkLink as Link, network
 def train():
     open(f"{tmp_path}/{{os.getpid()}}", "w").close()

@@ -20,7 +20,7 @@ from paceline.core.sync.paces import REPORTED_CYCLES, PaceMeter
 from paceline.core.worker import Worker
 from paceline.errors import ConfigurationError
 from paceline.frontend.session import set_sync
-from paceline.launcher.rehearsal import Rehearsals
+from paceline.launcher.processes.rehearsal import Rehearsals
 from paceline.rehearsal.ranking import rank
 from paceline.runtime.job_options import make_job
 from paceline.sim import Cluster, Dataset, Link, LogNormal, Presence, simulate

@@ -250,7 +250,7 @@ class House:
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Row]]:
     """The table, which a test may change."""
     rows = [*ROWS]
-    monkeypatch.setattr(messages.table, "ROWS", rows)
+    monkeypatch.setattr(messages.protocol_table, "ROWS", rows)
     expected.cache_clear()
     yield rows
     monkeypatch.undo()
@@ -307,7 +307,7 @@ ROLES = {
     "runtime/coordinator_host.py": "coordinator",
     "runtime/agents.py": "coordinator",
     "runtime/reader.py": "reader",
-    "launcher/joining.py": "agent",
+    "launcher/clusters/joined_machine.py": "agent",
     "runtime/observer.py": "observer",
 }
 """File or folder -> the roles whose messages it makes or tells apart."""

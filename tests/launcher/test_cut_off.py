@@ -27,10 +27,11 @@ from paceline.core.protocol.messages import (
     first_phase,
 )
 from paceline.errors import ConfigurationError, PeerLostError
-from paceline.launcher import child, rejoining
-from paceline.launcher.endings import EXIT_PEER_LOST
-from paceline.launcher.joining import join
-from paceline.launcher.orders import Descriptors, Order, file_of, payload_of_server
+from paceline.launcher.clusters.joined_machine import join
+from paceline.launcher.live_run import rejoining
+from paceline.launcher.processes import child
+from paceline.launcher.processes.endings import EXIT_PEER_LOST
+from paceline.launcher.processes.orders import Descriptors, Order, file_of, payload_of_server
 from paceline.runtime.coordinator_host import CoordinatorHost
 from paceline.runtime.job import Assignment
 from paceline.runtime.job_options import make_job

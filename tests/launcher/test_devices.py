@@ -25,11 +25,12 @@ from rich.console import Console
 import paceline
 from paceline.core.status.job_status import JobStatus, WorkerStatus
 from paceline.errors import ConfigurationError
-from paceline.launcher import devices, engines
-from paceline.launcher.child import with_advice
-from paceline.launcher.description import description_of
-from paceline.launcher.devices import Accelerators, Found, assign_devices, device_of_process, shared
-from paceline.launcher.masks import environment_of
+from paceline.launcher import engines
+from paceline.launcher.live_run.run_description import description_of
+from paceline.launcher.processes import devices
+from paceline.launcher.processes.child import with_advice
+from paceline.launcher.processes.devices import Accelerators, Found, assign_devices, device_of_process, shared
+from paceline.launcher.processes.masks import environment_of
 from paceline.outlets.live_report import with_devices
 from paceline.report.run_reading import read_report
 from paceline.report.run_report import RunReport, WorkerReport
@@ -130,7 +131,7 @@ def test_nothing_is_counted_without_a_driver(
 
 def test_torch_is_not_imported_to_find_out_that_it_has_no_accelerators() -> None:
     program = (
-        "import sys; from paceline.launcher.devices import assign_devices; "
+        "import sys; from paceline.launcher.processes.devices import assign_devices; "
         "print(assign_devices(None, None, usual=2).workers, 'torch' in sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(paceline.__file__).parents[1])}

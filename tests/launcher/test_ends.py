@@ -620,7 +620,7 @@ def test_ctrl_c_while_the_weights_are_saved_costs_no_weights() -> None:
     Path("launch.py").write_text("""
 import os, signal, sys
 
-import paceline.launcher.run as engine
+import paceline.launcher.live_run.run as engine
 from paceline.cli import main
 
 save = engine.save_weights

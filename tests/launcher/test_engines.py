@@ -14,7 +14,7 @@ from torch import nn
 import paceline
 from paceline.errors import RunFailedError
 from paceline.launcher.engines import ENGINES, Asked, Local
-from paceline.launcher.local import HostMachine, Placement
+from paceline.launcher.live_run.local import HostMachine, Placement
 from paceline.outlets.wanted import Outlets
 from paceline.runtime.job import LOOPBACK, Job
 from tests.support.told_apart import source_that_tells_apart

@@ -6,8 +6,8 @@ import pytest
 from msgspec import structs
 
 from paceline.errors import ConfigurationError
-from paceline.launcher.environments import ENVIRONMENTS, Place, expand, slurm, torchrun
-from paceline.launcher.scheduled import listening_address
+from paceline.launcher.clusters.environments import ENVIRONMENTS, Place, expand, slurm, torchrun
+from paceline.launcher.clusters.scheduled import listening_address
 from tests.support.scheduled import SLURM
 
 TORCHRUN = {

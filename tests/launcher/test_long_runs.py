@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import pytest
 
-from paceline.launcher.results import summarize
+from paceline.launcher.live_run.run_results import summarize
 from paceline.runtime.coordinator_host import CoordinatorHost
 from paceline.runtime.job_options import make_job
 from paceline.sim import Cluster, Dataset, Presence, simulate

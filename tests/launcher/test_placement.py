@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigurationError
-from paceline.launcher.local import HostMachine, Placement
+from paceline.launcher.live_run.local import HostMachine, Placement
 from paceline.runtime.job_options import make_job
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.launcher.program import execute, main_of
+from paceline.launcher.processes.program import execute, main_of
 from paceline.wire.secret import VARIABLE
 
 SOURCE = Path(paceline.__file__).parent
@@ -23,7 +23,7 @@ def test_programs_are_started_in_one_file() -> None:
     starting = {
         str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if STARTS.search(path.read_text())
     }
-    assert starting == {"launcher/program.py"}
+    assert starting == {"launcher/processes/program.py"}
 
 
 def test_a_program_gets_neither_the_secret_nor_modules_of_the_working_directory(

@@ -7,7 +7,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from paceline.launcher.results import save_weights
+from paceline.launcher.live_run.run_results import save_weights
 from paceline.shard.snapshot import WeightsSnapshot
 
 WEIGHT = torch.arange(6.0).reshape(2, 3).T  # not contiguous, as a model's may be

@@ -17,11 +17,11 @@ from rich.console import Console
 
 import paceline
 from paceline.errors import RunFailedError
-from paceline.launcher import starting
-from paceline.launcher.dynamo import UNTRACED
-from paceline.launcher.local import HostMachine, Placement
-from paceline.launcher.program import environment
-from paceline.launcher.progress import announce
+from paceline.launcher.live_run.local import HostMachine, Placement
+from paceline.launcher.processes import starting
+from paceline.launcher.processes.dynamo import UNTRACED
+from paceline.launcher.processes.program import environment
+from paceline.launcher.terminal.run_display import announce
 from paceline.runtime.job_options import make_job
 from tests.support.live import await_that, meanwhile, processes, run_program
 
@@ -131,7 +131,7 @@ from pathlib import Path
 from rich.console import Console
 
 from paceline.launcher.launch import run_script
-from paceline.launcher.starting import Starter
+from paceline.launcher.processes.starting import Starter
 from paceline.runtime.job_options import make_job
 
 with Starter.here() as starter:
@@ -283,7 +283,7 @@ import sys
 
 import torch
 
-from paceline.launcher.dynamo import defer_dynamo
+from paceline.launcher.processes.dynamo import defer_dynamo
 
 defer_dynamo()
 model = torch.nn.Linear(2, 2)

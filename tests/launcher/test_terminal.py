@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from paceline.launcher.output import print_sentence
-from paceline.launcher.terminal import _Lines, left_behind
-from paceline.launcher.transcript import HEIGHT, Transcript
+from paceline.launcher.terminal.output import print_sentence
+from paceline.launcher.terminal.shared_terminal import _Lines, left_behind
+from paceline.launcher.terminal.transcript import HEIGHT, Transcript
 from tests.support.live import DEADLINE_S, mark
 from tests.support.marks import thorough
 from tests.support.screens import Screen
@@ -226,7 +226,7 @@ def test_piped_input_goes_to_worker_0_and_show_all_names_each_process(mark: str)
 
 HELD = """
 import os, subprocess, sys, time
-from paceline.launcher.terminal import Terminal
+from paceline.launcher.terminal.shared_terminal import Terminal
 
 def awaits(expected):
     while terminal.awaits_user(child.pid) != expected:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from paceline.launcher import outlets as launched
+from paceline.launcher.processes import outlets as launched
 from paceline.outlets.wanted import open_outlets
 from paceline.runtime.job_options import make_job
 from tests.support.live import DEADLINE_S, await_that

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.launcher import child
+from paceline.launcher.processes import child
 from paceline.plugins.failures import script_traceback
 
 PACKAGE = str(Path(paceline.__file__).parent)

@@ -14,8 +14,8 @@ from msgspec import structs
 from rich.console import Console
 
 from paceline.errors import PeerLostError, ProtocolError, RunFailedError
-from paceline.launcher.local import HostMachine, Placement
-from paceline.launcher.run import start
+from paceline.launcher.live_run.local import HostMachine, Placement
+from paceline.launcher.live_run.run import start
 from paceline.runtime import strangers
 from paceline.runtime.job_options import make_job
 from paceline.runtime.listener import Listener

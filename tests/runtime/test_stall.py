@@ -12,7 +12,7 @@ import pytest
 from paceline.core.protocol.layout import Layout
 from paceline.core.protocol.messages import ShardWaits, Status, Waits
 from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
-from paceline.launcher.waiting import Waiting
+from paceline.launcher.live_run.waiting import Waiting
 from paceline.runtime import stall
 from paceline.runtime.coordinator_host import CoordinatorHost
 from paceline.runtime.job_options import make_job

@@ -20,7 +20,7 @@ import paceline
 from paceline.cli.run_command import run
 from paceline.cli.setting_options import takes_settings
 from paceline.errors import ConfigurationError
-from paceline.launcher.description import description_of
+from paceline.launcher.live_run.run_description import description_of
 from paceline.runtime import job_options
 from paceline.runtime.job import Job, decode_job, encode_job
 from paceline.settings import SETTINGS, Setting, checked, table

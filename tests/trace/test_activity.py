@@ -11,7 +11,7 @@ import pytest
 from paceline import simulate
 from paceline.sim import Cluster, Presence, SimResult
 from paceline.trace.activity import MOST_SPANS, SPAN_UNITS_PER_S, Activity
-from paceline.trace.cells import KINDS, MOST_BUCKETS, Cells
+from paceline.trace.activity_cells import KINDS, MOST_BUCKETS, Cells
 from paceline.trace.recording import Entry, Trace
 from paceline.trace.records import IterationRecord
 from tests.support.random_jobs import MODELS, random_jobs

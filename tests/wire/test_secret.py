@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigurationError
-from paceline.launcher import program
+from paceline.launcher.processes import program
 from paceline.wire.secret import new_secret, read_secret, take_secret, write_secret
 from tests.support.live import DEADLINE_S, await_that, mark, processes, start_program
 from tests.support.served import ENDLESS_SCRIPT, Served, enough, output

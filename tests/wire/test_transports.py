@@ -15,7 +15,7 @@ from torch import nn
 from paceline import DistributedOptimizer, worker_index
 from paceline.core.protocol.messages import Hello, Message, Stage, first_phase
 from paceline.errors import ConfigurationError, PeerLostError, ProtocolError
-from paceline.launcher.local import Placement
+from paceline.launcher.live_run.local import Placement
 from paceline.runtime.job_description import describe
 from paceline.runtime.job_options import make_job
 from paceline.wire.addresses import TRANSPORTS, connect, is_here, seen_from

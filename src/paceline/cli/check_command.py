@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from ..launcher.output import print_sentence
+from ..launcher.terminal.output import print_sentence
 from .console import EXIT_FAILED, interruptible, print_json
 from .numbers import number_option, whole_number_option
 from .options import AsJson

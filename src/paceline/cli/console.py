@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from ..errors import ConfigurationError, PacelineError, UsageError
-from ..launcher.output import ForgivingStream, print_sentence
+from ..launcher.terminal.output import ForgivingStream, print_sentence
 
 __all__ = [
     "EXIT_BAD_INPUT",
@@ -75,7 +75,7 @@ def interruptible(then: str = "all processes of the run have ended") -> Iterator
     Args:
         then: the message to print on Ctrl-C if the interrupted code does not provide one.
     """
-    from ..launcher.interruption import Terminated
+    from ..launcher.processes.interruption import Terminated
 
     try:
         yield

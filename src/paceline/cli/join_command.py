@@ -14,7 +14,7 @@ from rich.console import Console
 
 from .. import __version__
 from ..errors import ConfigurationError, PeerLostError
-from ..launcher.output import print_sentence
+from ..launcher.terminal.output import print_sentence
 from ..report.words import counted
 from ..settings.setting import SERVE
 from ..wire.addresses import seen_from
@@ -102,8 +102,8 @@ def serve(
     ] = None,
     announce_to: Annotated[
         int | None, whole_number_option("--announce", hidden=True)
-    ] = None,  # for `launcher.serving`
-    command: Annotated[str, typer.Option("--command", hidden=True)] = "",  # for `launcher.scheduled`
+    ] = None,  # for `launcher.processes.serving`
+    command: Annotated[str, typer.Option("--command", hidden=True)] = "",  # for `launcher.clusters.scheduled`
     **settings: Any,
 ) -> None:
     """Start a run that machines can join: its coordinator and its servers run on this machine.
@@ -134,8 +134,8 @@ def serve(
         is_new = not token
         job = structs.replace(job, version=__version__, token=token or new_secret(), secure=True)
         outlets = open_outlets(settings["dashboard"], settings["tensorboard"], settings["metrics_port"])
-    from ..launcher.local import HostMachine, Placement
-    from ..launcher.run import start
+    from ..launcher.live_run.local import HostMachine, Placement
+    from ..launcher.live_run.run import start
 
     console = Console(stderr=True)
     placement = Placement(listen, (HostMachine(listen),) * job.local_servers, ())
@@ -248,7 +248,7 @@ def join(
     The tasks of a Slurm job need no address: srun paceline join --slurm train.py (see paceline join --slurm --help).
     """
     with interruptible("nothing was started"):
-        from ..launcher.devices import assign_devices, shared
+        from ..launcher.processes.devices import assign_devices, shared
         from ..trace.run_dir import require_usable
 
         place = address_of(address)
@@ -269,9 +269,9 @@ def join(
         if run_dir is not None:
             require_usable(run_dir)
         token = secret_of(secret_file)
-    from ..launcher.channels import Streams
-    from ..launcher.joining import ServerOffer
-    from ..launcher.joining import join as join_run
+    from ..launcher.clusters.joined_machine import ServerOffer
+    from ..launcher.clusters.joined_machine import join as join_run
+    from ..launcher.terminal.channels import Streams
 
     console = Console(stderr=True)
     if warning := shared(assigned.devices):
@@ -332,7 +332,7 @@ def _tell_how_to_join(address: str, job: Job, announce_to: int | None, *, is_new
             flush=True,
         )
     if announce_to is not None:
-        from ..launcher.serving import Announcement, announce
+        from ..launcher.processes.serving import Announcement, announce
 
         secret_file = str(file) if is_new else ""
         announce(announce_to, Announcement(address, job.run_dir, secret_file))

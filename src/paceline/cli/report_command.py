@@ -14,8 +14,8 @@ from rich.console import Console
 
 from ..errors import ConfigurationError, PacelineError
 from ..files import Unfinished
-from ..launcher.output import print_sentence
-from ..launcher.reporting import REPORT
+from ..launcher.live_run.reporting import REPORT
+from ..launcher.terminal.output import print_sentence
 from .console import interruptible
 from .options import AsJson
 from .run_folders import require_no_folder_of_runs

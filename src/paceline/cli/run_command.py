@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import ConfigurationError
-from ..launcher.output import print_sentence
-from ..launcher.reporting import REPORT
+from ..launcher.live_run.reporting import REPORT
+from ..launcher.terminal.output import print_sentence
 from ..report.summary import summary_rows
 from ..settings import Settings
 from ..settings.setting import RUN
@@ -26,7 +26,7 @@ from .options import AsModule, DevicesOption, RunDir, ShowAll, Workers
 from .setting_options import takes_settings
 
 if TYPE_CHECKING:
-    from ..launcher.results import RunResult
+    from ..launcher.live_run.run_results import RunResult
 
 __all__ = ["RunCommand", "demo", "find_script", "report", "run"]
 
@@ -93,7 +93,7 @@ def run(
     paceline run --workers 4 --servers 2 --sync elastic-bsp:lookahead=15 train.py --epochs 10
     """
     with interruptible("nothing was started"):
-        from ..launcher.devices import assign_devices, shared
+        from ..launcher.processes.devices import assign_devices, shared
         from ..outlets.wanted import open_outlets
         from ..runtime.job_description import describe
         from ..runtime.job_options import make_job
@@ -112,10 +112,10 @@ def run(
         command = [sys.executable, *(["-m", module] if module else [str(script)]), *(arguments or [])]
         _print_pairs({**describe(job), "command": " ".join(command)})
         return
-    from ..launcher.interruption import Interrupted, Terminated
-    from ..launcher.local import Placement
-    from ..launcher.progress import announce
-    from ..launcher.starting import Starter
+    from ..launcher.live_run.local import Placement
+    from ..launcher.processes.interruption import Interrupted, Terminated
+    from ..launcher.processes.starting import Starter
+    from ..launcher.terminal.run_display import announce
 
     announce(job, console)
     with interruptible(), outlets, Starter(Placement.on_loopback(job).prefixes()) as starter:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from .. import __version__
 from ..errors import ConfigurationError
-from ..launcher.environments import ENVIRONMENTS
+from ..launcher.clusters.environments import ENVIRONMENTS
 from ..settings import SETTINGS
 from ..settings.setting import SCHEDULED
 from ..wire.secret import VARIABLE, take_secret
@@ -97,7 +97,7 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
         **settings: Any,
     ) -> None:
         with interruptible("nothing was started"):
-            from ..launcher.devices import device_of_process
+            from ..launcher.processes.devices import device_of_process
             from ..runtime.job_options import make_job
 
             place = ENVIRONMENTS[scheduler](os.environ)
@@ -123,8 +123,8 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
             if not token and not (place.alone and place.store):
                 raise ConfigurationError(f"the secret of the job is unknown. {HOW}")
             device = device_of_process(place.local, settings["imports"])
-        from ..launcher.channels import Streams
-        from ..launcher.scheduled import join_job
+        from ..launcher.clusters.scheduled import join_job
+        from ..launcher.terminal.channels import Streams
 
         serve = [f"--workers={workers}", f"--wait={wait:g}", f"--servers={servers}", *as_options(settings)]
         with interruptible("all processes that were started here have ended"):

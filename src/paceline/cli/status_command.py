@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from ..errors import ConfigurationError, PeerLostError
-from ..launcher.output import ForgivingStream
+from ..launcher.terminal.output import ForgivingStream
 from ..report.status_tables import LONG_LINE, StatusView
 from .console import interruptible, print_json
 from .join_command import SecretFile, address_of, secret_of

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from ..errors import ConfigurationError
 from ..files import Unfinished, write_json
-from ..launcher.output import print_sentence
+from ..launcher.terminal.output import print_sentence
 from ..report.canvas import can_draw, no_picture, save
 from ..report.picture import comparison_picture
 from ..report.results_table import TrialOutcome, comparison_table, medians

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..errors import ConfigurationError
-from ..launcher.endings import describe_ending
-from ..launcher.program import execute
+from ..launcher.processes.endings import describe_ending
+from ..launcher.processes.program import execute
 from ..runtime.job_options import make_job, require_script
 from ..wire.secret import without_secret
 from . import probe

@@ -27,12 +27,12 @@ from ..runtime.job import Job
 from ..settings import Settings
 from ..wire.addresses import TRANSPORTS
 from ..wire.secret import new_secret, take_secret
-from .channels import Streams
-from .devices import assign_devices
-from .local import Placement
-from .ray_run import import_ray, start_on_ray
-from .results import RunResult
-from .run import start
+from .clusters.ray_run import import_ray, start_on_ray
+from .live_run.local import Placement
+from .live_run.run import start
+from .live_run.run_results import RunResult
+from .processes.devices import assign_devices
+from .terminal.channels import Streams
 
 __all__ = ["ENGINES", "Asked", "Engine", "Local"]
 

@@ -24,14 +24,14 @@ from ..runtime.job_options import make_job
 from ..settings import Settings
 from ..settings.arguments import shows_settings
 from ..shard.foreign import loaded_optimizers
-from .channels import Streams
-from .devices import shared
 from .engines import ENGINES, Asked
-from .local import Placement
-from .progress import announce
-from .results import RunResult
-from .run import start
-from .starting import Starter
+from .live_run.local import Placement
+from .live_run.run import start
+from .live_run.run_results import RunResult
+from .processes.devices import shared
+from .processes.starting import Starter
+from .terminal.channels import Streams
+from .terminal.run_display import announce
 
 __all__ = ["ENGINES", "RunResult", "launch", "run_script"]
 

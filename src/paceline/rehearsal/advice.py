@@ -20,7 +20,7 @@ from rich.console import Console
 
 from ..core.protocol.lease import BatchSizing
 from ..errors import ConfigurationError
-from ..launcher.output import print_sentence
+from ..launcher.terminal.output import print_sentence
 from ..report.names import run_name
 from ..report.ranking_table import ranking_table
 from ..report.speed import speed_unit

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ..errors import RunFailedError
 from ..files import write_json
-from ..launcher.output import print_sentence
+from ..launcher.terminal.output import print_sentence
 from ..report.canvas import can_draw, no_picture, save
 from ..report.picture import timelines_picture
 from ..report.ranking_table import ranking_picture, ranking_table, sweep_picture

@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ..errors import PacelineError, RunFailedError, first_line
-from ..launcher.program import end_with_parent
+from ..launcher.processes.program import end_with_parent
 from ..plugins import imported_modules, load_models
 
 __all__ = ["Ended", "TellCount", "ended_tasks", "on_all_cores"]

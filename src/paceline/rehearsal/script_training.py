@@ -21,7 +21,7 @@ from ..core.metrics.history import MetricPoint
 from ..core.protocol.lease import BatchSizing
 from ..errors import RunFailedError, UsageError
 from ..files import write_json
-from ..launcher.output import print_sentence
+from ..launcher.terminal.output import print_sentence
 from ..report.canvas import can_draw, no_picture, save
 from ..report.loss import LossCurve, loss_picture
 from ..report.names import run_name, wrappable

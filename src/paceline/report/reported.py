@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from ..trace.activity import SPAN_UNITS_PER_S, Activity, Happening
-from ..trace.cells import KINDS
+from ..trace.activity_cells import KINDS
 from ..trace.eras import LEAST_CLASS_S, Era, Total
 from .run_report import Mark, ModelInForce, Spans, TimelineReport, WaitingFor
 

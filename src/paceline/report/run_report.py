@@ -11,7 +11,7 @@ import msgspec
 
 from ..core.metrics.history import Metric
 from ..core.status.job_status import JobStatus
-from ..trace.cells import KINDS
+from ..trace.activity_cells import KINDS
 
 __all__ = [
     "KINDS",

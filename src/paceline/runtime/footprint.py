@@ -91,7 +91,7 @@ FORKED_BYTES = 50 * 1024 * 1024
 
 Measured: a server has 11 MiB of private memory, and a worker that trains a tiny model has 14 MiB. All eight processes
 of a run with four workers and two servers use 450 MiB (the sum of Pss in /proc/<pid>/smaps_rollup). A process that
-cannot be forked (see `launcher.starting`) needs 155 MiB, which is not taken into account.
+cannot be forked (see `launcher.processes.starting`) needs 155 MiB, which is not taken into account.
 """
 
 DESCRIPTOR_HEADROOM = 16

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..launcher.ray_run import import_ray
+from ..launcher.clusters.ray_run import import_ray
 from ..plugins import imported_modules, load_models
 from ..rehearsal.process_pool import Ended
 from .work import Pool

@@ -45,7 +45,7 @@ from ..sync.events import (
     WorkerLost,
 )
 from ..sync.ticks import TICKS_PER_S
-from .cells import KINDS, NOBODY, Cells, decoded, encoded
+from .activity_cells import KINDS, NOBODY, Cells, decoded, encoded
 from .clocks import Converter, MachineClock
 from .eras import Boundary, Era
 from .records import IterationRecord

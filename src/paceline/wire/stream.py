@@ -121,7 +121,7 @@ class Stream(Generic[T]):
     Args:
         sock: a connected stream socket or TLS connection, of which the stream takes ownership.
         phase: the phase of what the peer sends, which says what it may send. See
-        `paceline.core.protocol.messages.table`.
+        `paceline.core.protocol.messages.protocol_table`.
         sink: function that returns the memory into which a payload is received.
         trusted: False until the peer has sent the token. Only a small header is accepted from an untrusted peer.
         takes_descriptor: True while the peer may pass one file descriptor (AF_UNIX only).

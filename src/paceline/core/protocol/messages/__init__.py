@@ -26,5 +26,5 @@ from .machine_reports import *
 from .means import *
 from .observation import *
 from .observed_paces import *
+from .protocol_table import *
 from .start import *
-from .table import *

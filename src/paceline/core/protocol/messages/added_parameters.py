@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..layout import ShardSlice
 from ..model_spec import ModelSpec
-from .table import Message, sent
+from .protocol_table import Message, sent
 
 __all__ = [
     "ExtendShards",

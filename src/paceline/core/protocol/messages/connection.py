@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ....sync.events import Number
-from .table import Message, sent
+from .protocol_table import Message, sent
 
 __all__ = ["MOST_LABEL", "MOST_WORDS", "Bell", "Hello", "MemoryAttached", "MemoryPlace"]
 

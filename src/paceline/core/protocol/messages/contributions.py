@@ -9,7 +9,7 @@ import msgspec
 from ....sync.events import Number
 from ..model_spec import ModelSpec
 from .connection import MOST_WORDS
-from .table import Message, sent
+from .protocol_table import Message, sent
 
 __all__ = [
     "Combined",

@@ -8,7 +8,7 @@ import msgspec
 
 from ....sync.events import Number
 from ..lease import PackedPushed
-from .table import Message, sent
+from .protocol_table import Message, sent
 
 __all__ = [
     "Activity",

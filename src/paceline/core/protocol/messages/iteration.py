@@ -8,7 +8,7 @@ import msgspec
 
 from ....sync.events import Change, Clip, Edit, Number, Stop
 from ..lease import PackedPushed
-from .table import Message, sent
+from .protocol_table import Message, sent
 
 __all__ = [
     "MOST_REPORTED_BYTES",

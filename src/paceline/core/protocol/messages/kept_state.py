@@ -8,7 +8,7 @@ import msgspec
 
 from ....sync.events import Number
 from .data_requests import LoopPosition
-from .table import Message, sent
+from .protocol_table import Message, sent
 
 __all__ = [
     "MOST_STATES_BYTES",

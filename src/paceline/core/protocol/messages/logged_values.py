@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ....sync.events import Number
-from .table import Message, sent
+from .protocol_table import Message, sent
 
 __all__ = ["LONGEST_NAME", "MOST_LOGGED", "LoggedValue", "MetricsLogged", "Source"]
 

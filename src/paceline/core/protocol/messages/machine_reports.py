@@ -8,7 +8,7 @@ import msgspec
 
 from ....sync.events import Number
 from .connection import MOST_WORDS
-from .table import Message, sent
+from .protocol_table import Message, sent
 
 __all__ = [
     "MOST_PROCESSES",

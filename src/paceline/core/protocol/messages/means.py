@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .table import Message, sent
+from .protocol_table import Message, sent
 
 __all__ = [
     "MeanAwaited",

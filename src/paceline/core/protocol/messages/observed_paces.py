@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from ....sync.events import Number
-from .table import Message, sent
+from .protocol_table import Message, sent
 
 __all__ = ["Cycle", "PacesObserved"]
 

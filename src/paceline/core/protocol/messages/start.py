@@ -5,7 +5,7 @@ from __future__ import annotations
 from ....sync.events import Number
 from ..layout import ShardSlice
 from ..model_spec import ModelSpec
-from .table import Message, sent
+from .protocol_table import Message, sent
 
 __all__ = [
     "CreateShards",

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..runtime.coordinator_host import CoordinatorHost
-from ..runtime.stall import Awaited, StallWatch
+from ...runtime.coordinator_host import CoordinatorHost
+from ...runtime.stall import Awaited, StallWatch
+from ..terminal.shared_terminal import Terminal
 from .local import LocalEngine
-from .terminal import Terminal
 
 __all__ = ["Waiting"]
 

@@ -17,18 +17,18 @@ import sys
 def main(kind: str) -> None:
     """Run the program. See the module's docstring for `kind`."""
     # The launcher may have imported the package from a directory that is not in this process's `sys.path`.
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     if root not in sys.path:
         sys.path.append(root)
 
-    from paceline.launcher.program import PARENT_VARIABLE, end_with_parent, set_title
+    from paceline.launcher.processes.program import PARENT_VARIABLE, end_with_parent, set_title
 
     end_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
     set_title(f"paceline {kind}")
     # Servers always ignore Ctrl-C. Workers restore the default handler before they run the script.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    from paceline.launcher.fork_server import carry_out
+    from paceline.launcher.processes.fork_server import carry_out
 
     carry_out(kind)
 

@@ -26,18 +26,18 @@ import msgspec
 from rich.console import Console
 from safetensors.torch import load_file
 
-from ..errors import ConfigurationError, RunFailedError
-from ..files import Unfinished
-from ..report.words import counted
-from ..runtime.job import Job, claim_run_dir
-from .description import command_line
-from .interruption import Interruption
-from .output import print_sentence
+from ...errors import ConfigurationError, RunFailedError
+from ...files import Unfinished
+from ...report.words import counted
+from ...runtime.job import Job, claim_run_dir
+from ..live_run.rejoining import Rejoins
+from ..live_run.run import server_payload_of
+from ..live_run.run_description import command_line
+from ..live_run.run_results import RunResult, write_summary
+from ..processes.interruption import Interruption
+from ..terminal.output import print_sentence
 from .ray_host import END_TIMEOUT_S, RayHost
 from .ray_program import Ended, JoinOrder, Report, Served, ServeOrder
-from .rejoining import Rejoins
-from .results import RunResult, write_summary
-from .run import server_payload_of
 
 __all__ = ["import_ray", "start_on_ray"]
 

@@ -12,8 +12,8 @@ from typing import IO, Any
 from rich.console import Console
 from rich.text import Text
 
-from ..errors import InternalError
-from ..report.sentences import wrapped
+from ...errors import InternalError
+from ...report.sentences import wrapped
 
 __all__ = ["ForgivingStream", "PlainScreen", "print_line", "print_sentence"]
 

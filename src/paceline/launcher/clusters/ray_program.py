@@ -24,18 +24,18 @@ import msgspec
 from msgspec import structs
 from rich.console import Console
 
-from .. import __version__
-from ..errors import ConfigurationError, PacelineError, PeerLostError, RunFailedError
-from ..plugins import load_models
-from ..plugins.user_conditions import local_conditions
-from ..runtime.job import Job
-from .channels import Streams
-from .devices import device_of_process
-from .interruption import Interrupted, Terminated
-from .joining import join
-from .local import HostMachine, Placement
+from ... import __version__
+from ...errors import ConfigurationError, PacelineError, PeerLostError, RunFailedError
+from ...plugins import load_models
+from ...plugins.user_conditions import local_conditions
+from ...runtime.job import Job
+from ..live_run.local import HostMachine, Placement
+from ..processes.devices import device_of_process
+from ..processes.interruption import Interrupted, Terminated
+from ..processes.starting import Starter
+from ..terminal.channels import Streams
+from .joined_machine import join
 from .ray_host import read_frame, write_frame
-from .starting import Starter
 
 __all__ = ["Ended", "JoinOrder", "Order", "Report", "ServeOrder", "Served", "main"]
 
@@ -201,7 +201,7 @@ def _serve(
     starter: Starter,
     served: Callable[[str], None],
 ) -> Ended:
-    from .run import start
+    from ..live_run.run import start
 
     objects = io.BytesIO(payload)
     sys.path[:] = search_path(cloudpickle.load(objects))

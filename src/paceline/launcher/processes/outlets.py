@@ -12,14 +12,14 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from ..errors import ConfigurationError
-from ..outlets.show_orders import Served, ShowOrder
-from ..outlets.wanted import Listening, Outlets
-from ..runtime.best_effort import BestEffortFile
-from ..runtime.job import Job
-from ..wire.secret import without_secret
+from ...errors import ConfigurationError
+from ...outlets.show_orders import Served, ShowOrder
+from ...outlets.wanted import Listening, Outlets
+from ...runtime.best_effort import BestEffortFile
+from ...runtime.job import Job
+from ...wire.secret import without_secret
+from ..terminal.output import print_sentence
 from .orders import file_of, open_file
-from .output import print_sentence
 from .program import execute, main_of
 
 __all__ = ["Showing"]

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import cloudpickle
 import msgspec
 
-from ..runtime.job import Assignment
+from ...runtime.job import Assignment
 
 __all__ = [
     "Descriptors",

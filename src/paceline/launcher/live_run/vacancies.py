@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ..report.words import counted
-from ..runtime.coordinator_host import CoordinatorHost
+from ...report.words import counted
+from ...runtime.coordinator_host import CoordinatorHost
 
 __all__ = ["Vacancies"]
 

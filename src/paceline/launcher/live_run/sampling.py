@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..core.oversight.good_weights import GoodWeights
-from ..errors import PacelineError
-from ..runtime.coordinator_host import CoordinatorHost
-from ..runtime.reader import Reader
-from ..shard.snapshot import WeightsSnapshot
-from ..wire.addresses import seen_from
+from ...core.oversight.good_weights import GoodWeights
+from ...errors import PacelineError
+from ...runtime.coordinator_host import CoordinatorHost
+from ...runtime.reader import Reader
+from ...shard.snapshot import WeightsSnapshot
+from ...wire.addresses import seen_from
 
 __all__ = ["Keeper", "Sampler"]
 

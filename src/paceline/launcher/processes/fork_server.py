@@ -174,7 +174,7 @@ def _import_everything() -> None:
     import numpy.random  # noqa: F401
     import torch  # noqa: F401
 
-    from ..frontend import epochs, evaluating, prepare  # noqa: F401
+    from ...frontend import epochs, evaluating, prepare  # noqa: F401
     from . import child, leaving  # noqa: F401
 
     # A collection would write to every object, and so copy the memory that the children share.

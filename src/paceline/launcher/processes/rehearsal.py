@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from ..core.protocol.requests import Situation
-from ..core.sync.auto import Prospect
+from ...core.protocol.requests import Situation
+from ...core.sync.auto import Prospect
 from .program import execute, main_of
 
 __all__ = ["Rehearsals"]

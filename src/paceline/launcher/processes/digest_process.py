@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..runtime.job import Job
-from ..trace.segments import EARLIER
+from ...runtime.job import Job
+from ...trace.segments import EARLIER
 from .program import execute, main_of
 
 __all__ = ["Digester"]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from ..runtime.compute_devices import Device
+from ...runtime.compute_devices import Device
 
 __all__ = ["BUILT_IN", "MASKS", "Build", "alone", "environment_of", "torch_build"]
 

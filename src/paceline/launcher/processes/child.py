@@ -22,18 +22,18 @@ from typing import BinaryIO
 import cloudpickle
 import torch
 
-from ..errors import PacelineError, PeerLostError, ProtocolError, TakenOutError, first_line
-from ..frontend import session as sessions
-from ..frontend.backward import watch_backward
-from ..frontend.clipping import watch_torch
-from ..frontend.loss_scaling import watch_scalers
-from ..plugins import load_models
-from ..plugins.failures import script_traceback
-from ..plugins.user_conditions import local_conditions
-from ..runtime.compute_devices import Device
-from ..runtime.server_host import ServerHost
-from ..runtime.worker_session import WorkerSession
-from ..shard.foreign import use_sources
+from ...errors import PacelineError, PeerLostError, ProtocolError, TakenOutError, first_line
+from ...frontend import session as sessions
+from ...frontend.backward import watch_backward
+from ...frontend.clipping import watch_torch
+from ...frontend.loss_scaling import watch_scalers
+from ...plugins import load_models
+from ...plugins.failures import script_traceback
+from ...plugins.user_conditions import local_conditions
+from ...runtime.compute_devices import Device
+from ...runtime.server_host import ServerHost
+from ...runtime.worker_session import WorkerSession
+from ...shard.foreign import use_sources
 from .dynamo import defer_dynamo
 from .endings import EXIT_PEER_LOST
 from .orders import Descriptors, Order, open_file

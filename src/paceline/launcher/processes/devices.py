@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..errors import ConfigurationError
-from ..plugins import load_models
-from ..runtime.compute_devices import CPU, Device
+from ...errors import ConfigurationError
+from ...plugins import load_models
+from ...runtime.compute_devices import CPU, Device
 from .masks import BUILT_IN, alone, torch_build
 from .program import execute
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..wire.secret import without_secret
+from ...wire.secret import without_secret
 
 __all__ = [
     "BOOT",
@@ -37,7 +37,7 @@ BOOT = str(Path(__file__).with_name("boot.py"))
 CALL = f"""
 import sys
 from importlib import import_module
-sys.path.append({str(Path(__file__).parents[2])!r})
+sys.path.append({str(Path(__file__).parents[3])!r})
 sys.argv[:2], module = ["paceline"], sys.argv[1]
 import_module(module).main()
 """

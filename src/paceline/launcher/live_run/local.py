@@ -15,14 +15,14 @@ from pathlib import Path
 
 import msgspec
 
-from ..errors import ConfigurationError, RunFailedError
-from ..runtime.compute_devices import Device
-from ..runtime.job import LOOPBACK, Assignment, Job
-from ..runtime.listener import Listener
-from .channels import Channels
-from .endings import EXIT_PEER_LOST, describe_ending, is_crash, out_of_memory_kills
-from .orders import Descriptors, Order, file_of
-from .starting import Child, Starter
+from ...errors import ConfigurationError, RunFailedError
+from ...runtime.compute_devices import Device
+from ...runtime.job import LOOPBACK, Assignment, Job
+from ...runtime.listener import Listener
+from ..processes.endings import EXIT_PEER_LOST, describe_ending, is_crash, out_of_memory_kills
+from ..processes.orders import Descriptors, Order, file_of
+from ..processes.starting import Child, Starter
+from ..terminal.channels import Channels
 
 __all__ = ["HostMachine", "LocalEngine", "Placement", "Process"]
 

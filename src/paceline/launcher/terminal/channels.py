@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .copying import copy_output
-from .terminal import Screen, Terminal
+from .shared_terminal import Screen, Terminal
 
 __all__ = ["Channel", "Channels", "Streams"]
 

@@ -21,7 +21,7 @@ import threading
 from pathlib import Path
 from typing import IO
 
-from .program import CALL, environment, execute
+from ..processes.program import CALL, environment, execute
 
 __all__ = ["END_TIMEOUT_S", "RayHost", "read_frame", "write_frame"]
 
@@ -69,7 +69,7 @@ class RayHost:
         self._ended = threading.Event()
         try:
             execute(
-                ["-c", BOOT, "paceline.launcher.ray_program", str(report_sink), self._folder],
+                ["-c", BOOT, "paceline.launcher.clusters.ray_program", str(report_sink), self._folder],
                 environment=environment(1),
                 stdin=order_source,
                 pass_fds=[report_sink],

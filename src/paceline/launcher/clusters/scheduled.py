@@ -17,18 +17,18 @@ import msgspec
 from msgspec import structs
 from rich.console import Console
 
-from ..errors import ConfigurationError, PeerLostError, RunFailedError
-from ..runtime.compute_devices import Device
-from ..wire.addresses import seen_from
-from ..wire.secret import VARIABLE, read_secret
-from ..wire.tcp import interface_to, is_local
-from .channels import Streams
-from .description import command_line
+from ...errors import ConfigurationError, PeerLostError, RunFailedError
+from ...runtime.compute_devices import Device
+from ...wire.addresses import seen_from
+from ...wire.secret import VARIABLE, read_secret
+from ...wire.tcp import interface_to, is_local
+from ..live_run.run_description import command_line
+from ..processes.interruption import Interruption, Terminated
+from ..processes.serving import Announcement, Serving, finished
+from ..terminal.channels import Streams
+from ..terminal.output import print_sentence
 from .environments import Place, Store
-from .interruption import Interruption, Terminated
-from .joining import join
-from .output import print_sentence
-from .serving import Announcement, Serving, finished
+from .joined_machine import join
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

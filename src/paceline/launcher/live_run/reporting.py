@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import ConfigurationError
-from ..files import Unfinished
+from ...errors import ConfigurationError
+from ...files import Unfinished
 
 __all__ = ["REPORT", "write_report"]
 
@@ -26,8 +26,8 @@ def write_report(run_dir: Path, tell: Callable[[str], object], hurried: Callable
         hurried: called from time to time. If it returns True, no report is written.
     """
     # Loading these modules takes a moment, which no command but this one should take.
-    from ..report.page import page_of
-    from ..report.run_reading import ReportReader
+    from ...report.page import page_of
+    from ...report.run_reading import ReportReader
 
     teller = threading.Timer(TELL_S, tell, ["Reading the traces for the report. Ctrl-C twice skips it."])
     teller.daemon = True

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from .. import __version__
-from ..core.oversight.guard import guard_mode
-from ..report.run_file import RunFile
-from ..report.run_report import Setting
-from ..runtime.job import Job
-from ..settings import SETTINGS
-from ..wire.addresses import best_transport
+from ... import __version__
+from ...core.oversight.guard import guard_mode
+from ...report.run_file import RunFile
+from ...report.run_report import Setting
+from ...runtime.job import Job
+from ...settings import SETTINGS
+from ...wire.addresses import best_transport
 
 __all__ = ["command_line", "description_of"]
 

@@ -25,8 +25,8 @@ import msgspec
 from msgspec import structs
 from rich.console import Console
 
-from ..core.machines.heartbeats import Heartbeats
-from ..core.protocol.messages import (
+from ...core.machines.heartbeats import Heartbeats
+from ...core.protocol.messages import (
     MOST_WORDS,
     HeartbeatAnswered,
     Hello,
@@ -44,7 +44,7 @@ from ..core.protocol.messages import (
     TakenOut,
     first_phase,
 )
-from ..errors import (
+from ...errors import (
     ConfigurationError,
     DeadlineError,
     PacelineError,
@@ -52,23 +52,23 @@ from ..errors import (
     ProtocolError,
     RunFailedError,
 )
-from ..runtime.calling import call
-from ..runtime.compute_devices import Device
-from ..runtime.job import Job, claim_run_dir, decode_job
-from ..runtime.listener import Listener
-from ..runtime.process_states import RunningProcess, State
-from ..wire.addresses import seen_from
-from ..wire.stream import Stream
-from ..wire.tcp import TCP, is_local
-from ..wire.tls import Contexts, contexts
-from .channels import Channels, Streams
-from .endings import EXIT_PEER_LOST
-from .interruption import Interruption
-from .local import HostMachine, LocalEngine, Process
-from .orders import payload_of_server
-from .output import PlainScreen, print_sentence
-from .rejoining import MOST_REJOINS, Rejoins
-from .starting import Starter
+from ...runtime.calling import call
+from ...runtime.compute_devices import Device
+from ...runtime.job import Job, claim_run_dir, decode_job
+from ...runtime.listener import Listener
+from ...runtime.process_states import RunningProcess, State
+from ...wire.addresses import seen_from
+from ...wire.stream import Stream
+from ...wire.tcp import TCP, is_local
+from ...wire.tls import Contexts, contexts
+from ..live_run.local import HostMachine, LocalEngine, Process
+from ..live_run.rejoining import MOST_REJOINS, Rejoins
+from ..processes.endings import EXIT_PEER_LOST
+from ..processes.interruption import Interruption
+from ..processes.orders import payload_of_server
+from ..processes.starting import Starter
+from ..terminal.channels import Channels, Streams
+from ..terminal.output import PlainScreen, print_sentence
 
 __all__ = ["Joined", "ServerOffer", "join"]
 

@@ -14,16 +14,16 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ..core.status.job_status import JobStatus
-from ..report.job_words import progress_line
-from ..report.status_tables import StatusView
-from ..report.words import counted
-from ..runtime.job import Job
+from ...core.status.job_status import JobStatus
+from ...report.job_words import progress_line
+from ...report.status_tables import StatusView
+from ...report.words import counted
+from ...runtime.job import Job
 from .output import ForgivingStream, print_line, print_sentence
-from .terminal import left_behind
+from .shared_terminal import left_behind
 
 if TYPE_CHECKING:
-    from ..runtime.coordinator_host import CoordinatorHost  # imports torch
+    from ...runtime.coordinator_host import CoordinatorHost  # imports torch
 
 __all__ = ["Progress", "announce"]
 

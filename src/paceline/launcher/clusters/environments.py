@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from ..errors import ConfigurationError
+from ...errors import ConfigurationError
 
 __all__ = ["ENVIRONMENTS", "Place", "Store", "slurm", "torchrun"]
 

@@ -18,38 +18,38 @@ from typing import Any
 
 from rich.console import Console
 
-from ..core.machines.main_worker import NOBODY
-from ..core.machines.members import Departure
-from ..core.metrics.history import MetricHistory
-from ..core.oversight.guard import DIVERGED
-from ..errors import ConfigurationError, RunFailedError
-from ..outlets.wanted import Outlets
-from ..plugins.user_conditions import local_conditions
-from ..report.run_file import write_run_file
-from ..runtime.coordinator_host import CoordinatorHost
-from ..runtime.in_progress import published
-from ..runtime.job import Job, claim_run_dir
-from ..runtime.listener import Listener
-from ..shard.frozen_files import remove_frozen
-from ..shard.snapshot import WeightsSnapshot
-from ..sync import Conditions
-from ..wire.passing import PassedSockets
-from ..wire.preface import COORDINATOR
-from .channels import Channels, Streams
-from .description import description_of
-from .digesting import Digester
-from .interruption import Interruption
+from ...core.machines.main_worker import NOBODY
+from ...core.machines.members import Departure
+from ...core.metrics.history import MetricHistory
+from ...core.oversight.guard import DIVERGED
+from ...errors import ConfigurationError, RunFailedError
+from ...outlets.wanted import Outlets
+from ...plugins.user_conditions import local_conditions
+from ...report.run_file import write_run_file
+from ...runtime.coordinator_host import CoordinatorHost
+from ...runtime.in_progress import published
+from ...runtime.job import Job, claim_run_dir
+from ...runtime.listener import Listener
+from ...shard.frozen_files import remove_frozen
+from ...shard.snapshot import WeightsSnapshot
+from ...sync import Conditions
+from ...wire.passing import PassedSockets
+from ...wire.preface import COORDINATOR
+from ..processes.digest_process import Digester
+from ..processes.interruption import Interruption
+from ..processes.orders import payload_of_server
+from ..processes.outlets import Showing
+from ..processes.rehearsal import Rehearsals
+from ..processes.starting import Starter
+from ..terminal.channels import Channels, Streams
+from ..terminal.output import print_sentence
+from ..terminal.run_display import Progress
+from ..terminal.shared_terminal import Terminal
 from .local import LocalEngine, Placement
-from .orders import payload_of_server
-from .outlets import Showing
-from .output import print_sentence
-from .progress import Progress
-from .rehearsal import Rehearsals
 from .reporting import REPORT, write_report
-from .results import RunResult, save_weights, summarize, write_summary
+from .run_description import description_of
+from .run_results import RunResult, save_weights, summarize, write_summary
 from .sampling import Keeper, Sampler
-from .starting import Starter
-from .terminal import Terminal
 from .vacancies import Vacancies
 from .waiting import Waiting
 

@@ -17,21 +17,21 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 
-from ..core.coordinator import Coordinator
-from ..core.data.data_ledger import DataLedger
-from ..core.metrics.history import MetricHistory
-from ..errors import ConfigurationError
-from ..files import write_json
-from ..runtime.coordinator_host import CoordinatorHost
-from ..shard.snapshot import WeightsSnapshot
-from ..sync.model import agree_on_means
-from ..sync.ticks import TICKS_PER_S
-from ..trace.digest import Digest
-from ..trace.findings import Handout, find, find_moved
-from ..trace.kept_models import folders_of, modules_of_models
-from ..trace.measures import Meter
-from ..trace.recording import Trace, read_run, trace_files
-from ..trace.time_use import time_shares, time_use
+from ...core.coordinator import Coordinator
+from ...core.data.data_ledger import DataLedger
+from ...core.metrics.history import MetricHistory
+from ...errors import ConfigurationError
+from ...files import write_json
+from ...runtime.coordinator_host import CoordinatorHost
+from ...shard.snapshot import WeightsSnapshot
+from ...sync.model import agree_on_means
+from ...sync.ticks import TICKS_PER_S
+from ...trace.digest import Digest
+from ...trace.findings import Handout, find, find_moved
+from ...trace.kept_models import folders_of, modules_of_models
+from ...trace.measures import Meter
+from ...trace.recording import Trace, read_run, trace_files
+from ...trace.time_use import time_shares, time_use
 
 __all__ = ["RunResult", "save_weights", "summarize", "write_summary"]
 
