@@ -10,6 +10,7 @@ import functools
 import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -180,16 +181,16 @@ def make(
         processes: 1 to work in this process, more to work on all cores.
         tell: progress callback.
     """
-    pool = in_processes(None, _prepare) if processes > 1 else in_this_process
     _prepare()
-    failures = work_off(
-        _make,
-        orders,
-        lambda order, results: _append(order.path, *results),
-        tell,
-        pool=pool,
-        cost_of=lambda order: order.cost_s,
-    )
+    with in_processes(None, _prepare) if processes > 1 else nullcontext(in_this_process) as pool:
+        failures = work_off(
+            _make,
+            orders,
+            lambda order, results: _append(order.path, *results),
+            tell,
+            pool=pool,
+            cost_of=lambda order: order.cost_s,
+        )
     if failures:
         raise failures[0].error
 

@@ -12,7 +12,7 @@ from collections.abc import Generator
 
 import pytest
 
-from paceline.rehearsal.process_pool import ended_tasks, on_all_cores
+from paceline.rehearsal.process_pool import Ended, ProcessPool, on_all_cores
 
 PREPARED: list[int] = []
 
@@ -45,7 +45,7 @@ def test_no_process_outlives_a_parent_that_is_killed() -> None:
     program = """
         import os, sys, time
         sys.path[:] = {path!r}
-        from paceline.rehearsal.process_pool import ended_tasks, on_all_cores
+        from paceline.rehearsal.process_pool import Ended, ProcessPool, on_all_cores
         if __name__ == "__main__":
             on_all_cores(time.sleep, [600, 600], str, prepare=os.write, prepare_args=(1, b"ready\\n"))
     """
@@ -78,29 +78,33 @@ def fail(number: int) -> int:
     raise Unpicklable("one", "other")
 
 
+def pid(_: int) -> int:
+    return os.getpid()
+
+
 def test_a_process_that_ends_fails_its_own_task_only() -> None:
-    ended = {each.number: each for each in ended_tasks(end_at_13, [1, 13, 2, 3, 4], processes=2)}
+    with ProcessPool(2) as pool:
+        ended: dict[int, Ended[int]] = {each.number: each for each in pool.ended(end_at_13, [1, 13, 2, 3, 4])}
     assert [ended[index].result for index in range(5)] == [1, None, 2, 3, 4]
     assert "ended without an error message" in str(ended[1].error)
 
 
 def test_an_exception_that_cannot_be_pickled_is_told_in_words() -> None:
-    [ended] = ended_tasks(fail, [1], processes=1)
+    with ProcessPool(1) as pool:
+        [ended] = pool.ended(fail, [1])
     assert "Unpicklable: one" in str(ended.error)
 
 
-def pid(_: int) -> int:
-    return os.getpid()
-
-
-def test_fresh_processes_carry_out_one_task_each() -> None:
-    assert len({ended.result for ended in ended_tasks(pid, range(3), processes=1, fresh=True)}) == 3
-    assert len({ended.result for ended in ended_tasks(pid, range(3), processes=1)}) == 1
+def test_processes_are_used_again_unless_each_task_needs_a_new_one() -> None:
+    with ProcessPool(1) as pool:
+        assert len({ended.result for ended in (*pool.ended(pid, range(3)), *pool.ended(pid, range(3)))}) == 1
+        assert len({ended.result for ended in pool.ended(pid, range(2), fresh=True)}) == 2
 
 
 def test_all_processes_end_if_the_rest_is_not_wanted() -> None:
-    tasks = ended_tasks(pid, range(20), processes=2)
-    first = next(tasks).result
-    assert isinstance(tasks, Generator)
-    tasks.close()
+    with ProcessPool(2) as pool:
+        tasks = pool.ended(pid, range(20))
+        first = next(tasks).result
+        assert isinstance(tasks, Generator)
+        tasks.close()
     assert not os.path.exists(f"/proc/{first}")

@@ -221,7 +221,8 @@ def test_failing_runs_are_named_and_the_others_go_on(tmp_path: Path) -> None:
         },
         tmp_path,
     )
-    result = carry_out(study, tmp_path / "out", in_processes(1), lambda what, share: None)
+    with in_processes(1) as pool:
+        result = carry_out(study, tmp_path / "out", pool, lambda what, share: None)
     names = {failure.name: str(failure.error) for failure in result.failures}
     assert set(names) == {
         f"{model} on jitter, rate {rate}, seed 1000000" for model in ("bsp", "asp") for rate in (3.0, 4.0)
@@ -256,7 +257,8 @@ def test_a_script_is_run_with_the_hyper_parameters_in_its_command(tmp_path: Path
         },
         tmp_path,
     )
-    result = carry_out(study, tmp_path / "out", in_processes(2), lambda what, share: None)
+    with in_processes(2) as pool:
+        result = carry_out(study, tmp_path / "out", pool, lambda what, share: None)
     assert not result.failures
     assert [row.contender.name for row in result.rows] == ["bsp", "asp"]
 

@@ -56,6 +56,7 @@ def study(
     """
     from ..studies.cells import prepare
     from ..studies.description import read_file
+    from ..studies.on_ray import on_ray
     from ..studies.study import carry_out, require_matplotlib, write
     from ..studies.work import in_processes
 
@@ -70,13 +71,8 @@ def study(
         ),
         shown_progress(errors) as tell,
     ):
-        if ray:
-            from ..studies.on_ray import on_ray
-
-            pool = on_ray(prepare)
-        else:
-            pool = in_processes(processes, prepare)
-        result = carry_out(found, folder, pool, tell)
+        with on_ray(prepare) if ray else in_processes(processes, prepare) as pool:
+            result = carry_out(found, folder, pool, tell)
         write(result, folder)
     for failure in result.failures:
         errors.print(

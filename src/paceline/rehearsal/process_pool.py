@@ -16,13 +16,13 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from ..errors import PacelineError, RunFailedError, first_line
 from ..launcher.processes.program import end_with_parent
 from ..plugins import imported_modules, load_models
 
-__all__ = ["Ended", "TellCount", "ended_tasks", "on_all_cores"]
+__all__ = ["Ended", "ProcessPool", "TellCount", "on_all_cores"]
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -76,61 +76,81 @@ def on_all_cores(
     """
     tell(0, len(tasks), "")
     results: dict[int, Any] = {}
-    for ended in ended_tasks(function, tasks, prepare=prepare, prepare_args=prepare_args, fresh=fresh):
-        if ended.error is not None:
-            raise ended.error
-        results[ended.number] = ended.result
-        tell(len(results), len(tasks), name_of(tasks[ended.number]))
+    with ProcessPool(None, prepare, prepare_args) as pool:
+        for ended in pool.ended(function, tasks, fresh=fresh):
+            if ended.error is not None:
+                raise ended.error
+            results[ended.number] = ended.result
+            tell(len(results), len(tasks), name_of(tasks[ended.number]))
     return [results[index] for index in range(len(tasks))]
 
 
-def ended_tasks(
-    function: Callable[[Task], Result],
-    tasks: Sequence[Task],
-    *,
-    processes: int | None = None,
-    prepare: Callable[..., object] = tuple,
-    prepare_args: tuple[Any, ...] = (),
-    fresh: bool = False,
-) -> Iterator[Ended[Result]]:
-    """Apply a function to each task in a pool of processes. Yield each task when it has ended.
-
-    The tasks begin in their order. If the iterator is closed, all processes are terminated. See `on_all_cores`.
+class ProcessPool:
+    """Processes that carry out tasks. As a context manager, it ends them all. See `on_all_cores`.
 
     Args:
-        function: function that processes one task.
-        tasks: tasks to process.
         processes: number of processes. Default: one for each core.
         prepare: importable function that every process calls first. If it fails, so does the task.
         prepare_args: arguments for `prepare`.
-        fresh: True to run each task in a new process.
     """
-    left = iter(range(len(tasks)))
-    working: dict[Connection, _Worker] = {}
-    begin = (os.getpid(), imported_modules(), prepare, prepare_args, function, fresh)
-    try:
-        for number in itertools.islice(left, processes or os.cpu_count() or 1):
-            worker = _Worker(begin)
-            worker.give(number, tasks[number])
+
+    def __init__(
+        self,
+        processes: int | None = None,
+        prepare: Callable[..., object] = tuple,
+        prepare_args: tuple[Any, ...] = (),
+    ) -> None:
+        self._count = processes or os.cpu_count() or 1
+        self._begin = (os.getpid(), imported_modules(), prepare, prepare_args)
+        self._idle: list[_Worker] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    def ended(
+        self, function: Callable[[Task], Result], tasks: Sequence[Task], *, fresh: bool = False
+    ) -> Iterator[Ended[Result]]:
+        """Apply a function to each task. Yield each task when it has ended.
+
+        The tasks begin in their order. If the iterator is closed, the processes that are at work are terminated.
+
+        Args:
+            function: function that processes one task.
+            tasks: tasks to process.
+            fresh: True to run each task in a new process.
+        """
+        left = iter(range(len(tasks)))
+        working: dict[Connection, _Worker] = {}
+
+        def give(number: int) -> None:
+            worker = self._idle.pop() if self._idle else _Worker(self._begin)
+            worker.give(number, function, tasks[number])
             working[worker.connection] = worker
-        while working:
-            for connection in wait(list(working)):
-                assert isinstance(connection, Connection)
-                worker = working.pop(connection)
-                ended = worker.ended()
-                following = next(left, None)
-                if following is None or fresh or worker.died:
-                    worker.close()
-                if following is not None:
-                    worker = _Worker(begin) if fresh or worker.died else worker
-                    worker.give(following, tasks[following])
-                    working[worker.connection] = worker
-                yield ended
-    finally:
-        for worker in working.values():  # the other results are no longer needed
-            worker.process.terminate()
-        for worker in working.values():
-            worker.close()
+
+        try:
+            for number in itertools.islice(left, self._count):
+                give(number)
+            while working:
+                for connection in wait(list(working)):
+                    assert isinstance(connection, Connection)
+                    worker = working.pop(connection)
+                    ended = worker.ended()
+                    if fresh or worker.died:
+                        worker.close()
+                    else:
+                        self._idle.append(worker)
+                    if (following := next(left, None)) is not None:
+                        give(following)
+                    yield ended
+        finally:
+            for worker in working.values():  # the other results are no longer needed
+                worker.process.terminate()
+            for worker in working.values():
+                worker.close()
 
 
 class _Worker:
@@ -156,11 +176,11 @@ class _Worker:
         self.died = False
         self._number = -1
 
-    def give(self, number: int, task: object) -> None:
+    def give(self, number: int, function: Callable[[Any], object], task: object) -> None:
         """Give a task to the process."""
         self._number = number
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `ended` finds that it has ended
-            self.connection.send(task)
+            self.connection.send((function, task))
 
     def ended(self) -> Ended[Any]:
         """Return the outcome of the task, once the connection can be read."""
@@ -184,8 +204,6 @@ def _serve(
     imports: Sequence[str],
     prepare: Callable[..., object],
     prepare_args: tuple[Any, ...],
-    function: Callable[[Any], object],
-    fresh: bool,
 ) -> None:
     """Carry out tasks as a process of the pool, which ignores Ctrl-C and exits when its parent exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -193,7 +211,7 @@ def _serve(
     prepared = False
     while True:
         try:
-            task = connection.recv()
+            function, task = connection.recv()
         except EOFError:
             return
         try:
@@ -208,8 +226,6 @@ def _serve(
             connection.send(outcome)
         except Exception as error:  # the result cannot be pickled
             connection.send((None, _sendable(error)))
-        if fresh:
-            return
 
 
 def _sendable(error: BaseException) -> BaseException:

@@ -51,7 +51,10 @@ MODEL_STYLES: Mapping[str, Style] = {
 """The style of each model of the package. The most important models have the colors that differ most."""
 
 FURTHER_COLORS = ("#276419", "#8E0152", "#4575B4", "#A50026", "#35978F", "#B35806")
-"""The colors of all other models, schedules and lists of models for each shard, in the order of their appearance."""
+"""The colors of all other models, schedules and lists of models for each shard, in the order of their appearance.
+
+Their curves are dashed, so that a curve of another model below them can be seen.
+"""
 
 
 def styles_of(names: Iterable[str]) -> dict[str, Style]:
@@ -72,7 +75,7 @@ def styles_of(names: Iterable[str]) -> dict[str, Style]:
         model = _model(name)
         if model not in own:
             number = len(own) - len(MODEL_STYLES)
-            dashes = DASHES[number // len(FURTHER_COLORS) % len(DASHES)]
+            dashes = DASHES[(1 + number // len(FURTHER_COLORS)) % len(DASHES)]
             own[model] = Style(FURTHER_COLORS[number % len(FURTHER_COLORS)], dashes)
         color, dashes = own[model]
         first = DASHES.index(dashes) + ("balanced batches" in name) + 2 * ("translated" in name)

@@ -25,7 +25,6 @@ from ..files import Unfinished
 from ..sim import Cluster, SimResult, simulate
 from ..trace.time_use import time_shares
 from .description import Budget, Point
-from .statistics import Time
 from .trained import Trained, Value
 
 __all__ = ["UNITS", "Cell", "CellTask", "Folder", "Measured", "Outcome", "prepare", "run_cell"]
@@ -116,13 +115,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     def points(self, unit: str) -> list[tuple[float, float]]:
         """Return the curve over one of `UNITS`."""
         return [(getattr(each, unit), each.value) for each in self.curve]
-
-    def time_until(self, reached: float, unit: str) -> Time:
-        """Return the time at which the target was reached, which is infinite if it never was."""
-        end = float(getattr(self, unit))
-        return Time(
-            min(reached, end), max(end, reached if math.isfinite(reached) else 0.0), math.isfinite(reached)
-        )
 
     @property
     def mean_staleness(self) -> float:

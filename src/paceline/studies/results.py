@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -129,13 +130,7 @@ def _row(
     outcomes: dict[int, Outcome],
 ) -> Row:
     higher = study.target.higher_is_better
-    times = {
-        unit: [
-            each.time_until(crossing(each.points(unit), target, higher_is_better=higher), unit)
-            for each in outcomes.values()
-        ]
-        for unit in UNITS
-    }
+    times = {unit: [_time(each, unit, target, higher) for each in outcomes.values()] for unit in UNITS}
     return Row(
         cluster=cluster,
         contender=contender,
@@ -146,6 +141,13 @@ def _row(
         time={unit: typical_time(found) for unit, found in times.items()},
         final=mean_interval([each.final for each in outcomes.values()]),
     )
+
+
+def _time(outcome: Outcome, unit: str, target: float, higher_is_better: bool) -> Time:
+    """Return when a run reached the target, or that it ended before."""
+    end = float(getattr(outcome, unit))
+    reached = crossing(outcome.points(unit), target, higher_is_better=higher_is_better)
+    return Time(min(reached, end), end, math.isfinite(reached))
 
 
 def _compared(study: Study, rows: Sequence[Row]) -> list[Row]:

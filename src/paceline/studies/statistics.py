@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 from ..errors import ConfigurationError
 
 try:
-    from scipy import special, stats
+    from scipy import special
 except ImportError as error:
     raise ConfigurationError(
         "studies require SciPy, which is not installed; run: pip install 'paceline[study]'"
@@ -238,8 +238,14 @@ def mean_ranks(results: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
     >>> mean_ranks({"a": [1.0, 2.0], "b": [3.0, math.inf], "c": [math.inf, math.inf]})
     {'a': 1.0, 'b': 2.25, 'c': 2.75}
     """
-    ranks = stats.rankdata(list(results.values()), axis=0).mean(axis=1)
-    return {key: float(rank) for key, rank in zip(results, ranks, strict=True)}
+    columns: list[tuple[float, ...]] = list(zip(*results.values(), strict=True))
+
+    def rank(seed: int, result: float) -> float:
+        others = columns[seed]
+        less, equal = (sum(other < result for other in others), sum(other == result for other in others))
+        return less + (equal + 1) / 2
+
+    return {key: fmean(rank(seed, result) for seed, result in enumerate(own)) for key, own in results.items()}
 
 
 def _p(t: float, freedom: int) -> float:
@@ -250,7 +256,7 @@ def _p(t: float, freedom: int) -> float:
 @functools.cache
 def _critical(freedom: int) -> float:
     """Return what a value of Student's t must exceed to be significant."""
-    return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) if freedom > 0 else math.inf
+    return float(special.stdtrit(freedom, (1 + CONFIDENCE) / 2)) if freedom > 0 else math.inf
 
 
 def _student(values: Sequence[float]) -> Difference:
@@ -415,11 +421,11 @@ def _by_signs(logs: Sequence[float]) -> Ratio:
     """Return the median of sorted logarithms, with the interval and the probability of the sign test."""
     count = len(logs)
     outside = 0  # number of values below the interval, and above it
-    while outside + 1 <= count // 2 and 2 * stats.binom.cdf(outside, count, 0.5) <= 1 - CONFIDENCE:
+    while outside + 1 <= count // 2 and 2 * special.bdtr(outside, count, 0.5) <= 1 - CONFIDENCE:
         outside += 1
     outside = max(0, outside - 1)
     signs = sum(value > 0 for value in logs), sum(value < 0 for value in logs)
-    p = min(1.0, 2 * float(stats.binom.cdf(min(signs), max(1, sum(signs)), 0.5))) if sum(signs) else 1.0
+    p = min(1.0, 2 * float(special.bdtr(min(signs), max(1, sum(signs)), 0.5))) if sum(signs) else 1.0
     middle = (
         (logs[(count - 1) // 2] + logs[count // 2]) / 2
         if logs[count // 2] != logs[(count - 1) // 2]

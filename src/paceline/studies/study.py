@@ -51,7 +51,8 @@ def study(
     else:
         found = describe({**(description or {}), **entries}, Path.cwd())
     require_matplotlib()
-    result = carry_out(found, Path(out), in_processes(processes, prepare), tell)
+    with in_processes(processes, prepare) as pool:
+        result = carry_out(found, Path(out), pool, tell)
     write(result, Path(out))
     return result
 

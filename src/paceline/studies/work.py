@@ -5,11 +5,12 @@ Each result is kept as soon as its task has ended. A task that fails is named, a
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ..rehearsal.process_pool import Ended, ended_tasks
+from ..rehearsal.process_pool import Ended, ProcessPool
 
 __all__ = ["Failure", "Pool", "Tell", "in_processes", "in_this_process", "work_off"]
 
@@ -49,20 +50,16 @@ class Pool(Protocol):
         ...
 
 
-def in_processes(count: int | None, prepare: Callable[[], object] = tuple) -> Pool:
-    """Return a pool of processes on this machine.
+@contextlib.contextmanager
+def in_processes(count: int | None, prepare: Callable[[], object] = tuple) -> Iterator[Pool]:
+    """Return a context with a pool of processes on this machine.
 
     Args:
         count: number of processes; None for one on each core.
         prepare: importable function that each process calls first.
     """
-
-    def carry_out(
-        function: Callable[[Any], Any], tasks: Sequence[Any], *, fresh: bool = False
-    ) -> Iterator[Ended[Any]]:
-        return ended_tasks(function, tasks, processes=count, prepare=prepare, fresh=fresh)
-
-    return carry_out
+    with ProcessPool(count, prepare) as pool:
+        yield pool.ended
 
 
 def in_this_process(
