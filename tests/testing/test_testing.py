@@ -264,7 +264,7 @@ def test_an_oracle_is_compared() -> None:
         pushed = isinstance(last, PushReceived) and not last.empty
         return [ApplyPush(last.worker, last.iteration)] if isinstance(last, PushReceived) and pushed else []
 
-    assert check(ASP(), oracle=Oracle(lambda events: set(), applied)).promises == 11
+    assert check(ASP(), oracle=Oracle(lambda events: set(), applied)).promises == 13
     with pytest.raises(
         AssertionError, match=r"the oracle agrees\nworkers \{\d\} wait, but the oracle expects"
     ):

@@ -27,6 +27,7 @@ from .console import load_named_models, run_app
 from .join_command import join, serve
 from .optional_values import OptionalValues
 from .options import ModelImports
+from .replay_command import replay
 from .report_command import report
 from .run_command import RunCommand, demo, run
 from .scheduler_join import SLURM, scheduled_join
@@ -131,4 +132,5 @@ app.command(help=_help(demo))(demo)
 app.command(help=_help(simulate))(simulate)
 app.command(help=_help(advise))(advise)
 app.command(help=_help(study))(study)
+app.command(help=_help(replay))(replay)
 app.command(help=_help(sync))(sync)

@@ -38,6 +38,8 @@ from .sync.versions import Versions
 
 __all__ = ["Shard"]
 
+INFINITE = float("inf")
+
 Key = tuple[int, int]
 """A push: (worker, iteration)."""
 
@@ -267,6 +269,8 @@ class Shard:
         outcome.staleness.append(self._versions.apply_one(key))
         standing = self._standing((key,), outcome)
         scale = action.scale
+        if not 0.0 < scale < INFINITE:
+            raise InternalError(f"{action} has the scale {scale}, expected a finite number > 0")
         if self._details and (details := self._details.pop(key, None)) is not None:
             if details.samples is not None and self._usual_samples and not self._translates(outcome.model):
                 scale *= details.samples / self._usual_samples

@@ -33,6 +33,7 @@ class Page(msgspec.Struct, frozen=True):
 
     Attributes:
         name: name of the model on the command line.
+        defined: the class of the model, as "module.Class", if it is not a model of this package; else "".
         notation: the name and each parameter with its default, or with "..." if the default is missing, None or "".
         title: the first paragraph of the docstring.
         theory: the text between the title and the labeled paragraphs; "" if there is none.
@@ -42,6 +43,7 @@ class Page(msgspec.Struct, frozen=True):
     """
 
     name: str
+    defined: str
     notation: str
     title: str
     theory: str
@@ -55,7 +57,10 @@ def describe(name: str) -> Page:
     if name not in MODELS:
         raise unknown_name("sync model", name, MODELS)
     model = MODELS[name]
-    head = inspect.cleandoc(import_module(model.__module__).__doc__ or "")
+    ours = model.__module__.startswith("paceline.")
+    # A module of the user may define several models, and much else.
+    own = "" if ours else (model.__doc__ or "").partition("Attributes:\n")[0]
+    head = inspect.cleandoc(own or import_module(model.__module__).__doc__ or "")
     text, arrow, example = head.partition("\n>>> ")
     found = re.split(rf"^({'|'.join(LABELS)}): ", text, flags=re.MULTILINE)
     opening, labelled = found[0], found[1:]
@@ -65,6 +70,7 @@ def describe(name: str) -> Page:
     shown = ",".join(f"{key}={'...' if default in ('', None) else default}" for key, default in fields)
     return Page(
         name=name,
+        defined="" if ours else f"{model.__module__}.{model.__qualname__}",
         notation=f"{name}:{shown}" if shown else name,
         title=" ".join(title.split()),
         theory=theory.strip(),
@@ -114,6 +120,8 @@ def _divided(notation: str) -> str:
 def page_text(page: Page) -> Group:
     """Return the text that `paceline sync NAME` prints."""
     lines: list[Text | Sentence] = [Sentence(page.notation, "bold"), Sentence(page.title)]
+    if page.defined:
+        lines += [Text(), Sentence(page.defined, label="Class: ")]
     if page.theory:
         lines += [Text(), Sentence(flowing(page.theory))]
     lines.append(Text())

@@ -4,7 +4,7 @@ These promises are checked for every sync model:
 
 - `validate()` passes after every event;
 - the first action after a push applies, holds or drops the push. Each held push is applied later as part of exactly
-  one mean, whose pushes are in worker order. An empty push is dropped;
+  one mean, whose pushes are in worker order. An empty push is dropped. A scale is a finite number above 0;
 - a pull is answered only if it was requested, and only once. Under a lockstep model, it is not answered while
   the worker's own push is held. A worker that is told to continue from a later round does so with its next push;
 - at least one live worker does not wait, or a timer is set. When all workers have left, no push remains held;
@@ -16,6 +16,7 @@ A `ShardSync` must keep the same promises as the state machine that it hosts, ev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import assert_never
 
@@ -134,6 +135,9 @@ class CheckedShard:
                 if isinstance(action, HoldPush):
                     self.held.add((worker, iteration))
                 elif isinstance(action, ApplyPush):
+                    assert 0 < action.scale < math.inf, (
+                        f"{action} has the scale {action.scale}, expected a finite number > 0"
+                    )
                     self.updates.append(action)
             case ApplyMean(pushes):
                 assert pushes, f"{action} contains no pushes"

@@ -19,7 +19,7 @@ from ..core.sync.shard_sync import ShardSync
 from ..errors import ConfigurationError
 from ..plugins.failures import report_of_user_code
 from ..state import snapshot
-from ..sync import SyncModel, parse
+from ..sync import ShardMachine, SyncModel, parse
 from ..sync.actions import PublishPlan, RestartWorker, SetTimer
 from ..sync.events import (
     AnyEvent,
@@ -33,12 +33,17 @@ from ..sync.events import (
 from ..sync.ticks import in_ticks
 from .checked_shard import CheckedShard
 from .oracle import Oracle
+from .outside_world import forbidden
 
 __all__ = ["PROMISES", "follow"]
 
 LENGTHS = (4, 8, 16, 32, 64)
 SEEDS_PER_LENGTH = 8
 STEPS_TICKS = tuple(in_ticks(seconds) for seconds in (0.0, 0.25, 0.5, 1.0, 3.0))
+
+
+TRAINING_WORKERS = 3
+TRAINING_ROUNDS = 60
 
 
 class Walk(NamedTuple):
@@ -116,6 +121,38 @@ def same_events_give_same_actions(sync: SyncModel) -> None:
             assert once == again, f"{event} caused {once} in one state machine and {again} in another"
 
 
+def only_events_decide(sync: SyncModel) -> None:
+    """No state machine reads a clock or a global random generator."""
+    for walk in WALKS[:: len(LENGTHS) + 1]:
+        checked = CheckedShard(sync.at_shard())
+        with _shown(checked.events), forbidden():
+            follow(checked, walk)
+    if sync.at_coordinator() is not None:
+        reports = Reports(sync, seed=0)
+        with _shown(reports.events), forbidden():
+            reports.run(50)
+
+
+def pushes_are_applied(sync: SyncModel) -> None:
+    """If workers train for a while and then finish, some of their pushes are applied."""
+    checked = CheckedShard(ShardSync(sync))
+    legal = checked.legal
+    with _shown(checked.events):
+        for _ in range(TRAINING_WORKERS):
+            checked.tell(legal.join())
+        for _ in range(TRAINING_ROUNDS):
+            legal.now_ticks += STEPS_TICKS[-1]
+            for worker in legal.in_phase("computing"):
+                checked.tell(legal.push(worker))
+                checked.tell(legal.pull(worker))
+            checked.fire_timers()
+        for worker in list(legal.phase):
+            checked.tell(legal.leave(worker, lost=legal.phase[worker] != "computing"))
+    assert checked.updates, (
+        f"{TRAINING_WORKERS} workers trained for {TRAINING_ROUNDS} rounds and finished, but no push was applied"
+    )
+
+
 def illegal_events_are_refused(sync: SyncModel) -> None:
     """An illegal event is refused, and the state machine remains unchanged."""
     for walk in WALKS[: 2 * SEEDS_PER_LENGTH]:
@@ -159,7 +196,9 @@ def workers_that_return_take_part(sync: SyncModel) -> None:
 
 
 def delayed_pulls_are_described(sync: SyncModel) -> None:
-    """`waits()` returns a description in words for every delayed pull, and for no other pull."""
+    """If the model has a method `waits`, it describes every delayed pull in words, and no other pull."""
+    if type(sync.at_shard()).waits is ShardMachine.waits:
+        return
     for walk in WALKS:
         machine = sync.at_shard()
         checked = follow(CheckedShard(machine), walk)
@@ -290,6 +329,8 @@ PROMISES: tuple[Callable[[SyncModel], None], ...] = (
     random_events_are_handled,
     machines_share_nothing,
     same_events_give_same_actions,
+    only_events_decide,
+    pushes_are_applied,
     illegal_events_are_refused,
     no_worker_waits_for_one_that_has_left,
     workers_that_return_take_part,
