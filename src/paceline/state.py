@@ -57,13 +57,14 @@ Kind = TypeVar("Kind", bound=type)
 
 Mark = Literal["decides", "history", "fixed"]
 
-Subject = Literal["returns", "staleness", "connections", "scripts"]
+Subject = Literal["returns", "staleness", "connections", "scripts", "cuts"]
 """What a field decides about, if it decides neither when a push is applied nor when a worker continues:
 
 returns       the labels of a worker that joins again
 staleness     the numbers of updates that answers contain
 connections   whether a server waits for the end of a connection before it reports a loss
 scripts       which script writes files, and which calls scripts may make
+cuts          what a cut of the job contains
 """
 
 ATOMS = (int, str, bool, float, bytes, type(None), Fraction)

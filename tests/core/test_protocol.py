@@ -296,6 +296,7 @@ ROLES = {
     "core/machines/quorum.py": "coordinator",
     "core/machines/losses.py": "coordinator",
     "core/changes/joining.py": "coordinator",
+    "core/changes/cut.py": "coordinator",
     "core/changes/extension.py": "coordinator",
     "core/changes/reconfiguration.py": "coordinator",
     "core/sync/joint_norms.py": "coordinator",
@@ -330,6 +331,7 @@ class Use(NamedTuple):
 OTHER_USES = {
     Use("Answer", "server", False),  # a shard holds back its own answers
     Use("LoopEntered", "worker", True),  # what a worker assumes until it is told
+    Use("PushesReported", "coordinator", True),  # what a cut would report of a worker if it were lost
     Use("Heartbeat", "coordinator", True),  # one file is about both ends
     Use("HeartbeatAnswered", "agent", True),
 }

@@ -41,6 +41,8 @@ from paceline.sync.counts import Counts
 from paceline.sync.elastic_bsp import Planner
 from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 from paceline.sync.model import ShardMachine
+from paceline.testing.choosers import Random
+from paceline.testing.network import Network
 from tests.support.recorded_lives import Core, Life, recorded
 from tests.support.wrong_declarations import declare_as_history
 
@@ -115,6 +117,19 @@ def simulated(sync: str | SyncModel, cluster: Cluster = FLEETING, **options: Any
     return lambda: simulate(cluster, sync, **{"iterations": 12} | options)
 
 
+def cut(sync: str) -> Callable[[], object]:
+    """A run that is cut again and again."""
+
+    def run() -> None:
+        network = Network(sync, workers=2, servers=2, script=("epoch 0", "epoch 1", "finish"))
+        choose = Random(sync)
+        while steps := network.steps():
+            network.take(("cut",) if len(network.taken) % 50 == 49 else choose(network, steps))
+        assert network.cuts
+
+    return run
+
+
 STOPPING = "ringmaster:threshold=2,stop=true"
 CHANGING = "bsp@0,asp@3,elastic-bsp:lookahead=3@6,spec-sync@9"
 
@@ -149,6 +164,8 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "data": simulated("bsp", data=Dataset(samples=96, batch_size=4, epochs=2), batch="balanced"),
     "data on demand": simulated("asp", data=Dataset(samples=96, batch_size=4, epochs=2), batch="balanced"),
     "auto": simulated("auto", STEADY, data=Dataset(samples=240, batch_size=4, epochs=6)),
+    "cuts": cut("bsp"),
+    "cuts on demand": cut("asp"),
     "a script": simulated("bsp", STEADY, train_fn=train),
     "a script on demand": simulated("asp", STEADY, train_fn=train, guard="temper"),
     "a script with losses": simulated(

@@ -123,7 +123,7 @@ def shards_forget_nothing_that_a_lost_worker_has_asked_for(monkeypatch: pytest.M
 def pushes_that_some_shards_have_not_received_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         Loss,
-        "_kept",
+        "kept",
         property(lambda self: max(last for each in self._received.values() for last in each.last)),
     )
 

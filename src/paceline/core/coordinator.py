@@ -45,6 +45,7 @@ from ..sync.events import (
 from ..sync.notation import notation, parse_shards, require_shards
 from ..sync.schedule import Schedule
 from ..sync.ticks import TICKS_PER_S
+from .changes.cut import cut_pushes
 from .changes.reconfiguration import Reconfigurations
 from .data.data_ledger import DataLedger
 from .data.loop_positions import LoopPositions
@@ -60,6 +61,7 @@ from .oversight.guard import Guard
 from .oversight.oversight import Oversight
 from .protocol import messages
 from .protocol.entry import Entry, EntryRecorder
+from .protocol.job_cut import JobCut, LoopCut, WorkerCut
 from .protocol.layout import ShardSlice
 from .protocol.lease import Order, PackedPushed
 from .protocol.messages import (
@@ -68,6 +70,8 @@ from .protocol.messages import (
     Combined,
     Contributed,
     CreateShards,
+    CutOffered,
+    CutTaken,
     DataGranted,
     DataRequested,
     EntryRequested,
@@ -116,6 +120,7 @@ from .protocol.requests import (
     Peer,
     Rehearse,
     Request,
+    SaveCut,
     Send,
     Timer,
     Warn,
@@ -143,7 +148,10 @@ MOST_WARNINGS = 100
         "reconfigurations _early _turns"
     ),
     history="cut_off endings faults board waits time_ledger",
-    fixed=("placement _workers _shards _slicing _overlap _read_sync _shortage _recorder _first _ticks_per_s"),
+    fixed=(
+        "resumed placement _seed _workers _shards _slicing _overlap _read_sync _shortage _recorder _first "
+        "_ticks_per_s"
+    ),
     about={"main": "scripts", "_connected": "connections"},
 )
 class Coordinator:
@@ -171,8 +179,11 @@ class Coordinator:
         relaxes: False if `auto` chooses no model with stale gradients, because hyper-parameters are not translated.
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
         guard: judges what the workers report of their pushes. Default: one that says only what is always said.
+        resumed: the cut with which the run begins; None to begin with the initial weights of a worker. The servers'
+            hosts then have the weights of the cut.
 
     Attributes:
+        resumed: the cut with which the run has begun; None for none.
         model: the model to train, including the parameters added so far; None until the shards are created.
         slices: the slices of the parameters; empty until the shards are created.
         addresses: for each shard, the address of its server; empty until the shards are created.
@@ -220,7 +231,9 @@ class Coordinator:
         relaxes: bool = True,
         ticks_per_s: int = TICKS_PER_S,
         guard: Guard | None = None,
+        resumed: JobCut | None = None,
     ) -> None:
+        self.resumed = resumed
         self.model: ModelSpec | None = None
         self.slices: tuple[ShardSlice, ...] = ()
         self.addresses: tuple[str, ...] = ()
@@ -237,14 +250,14 @@ class Coordinator:
         self.faults: list[str] = []
         self.board: dict[int, Status] = {}
         self.waits: dict[int, Waits] = {}
-        self.data = DataLedger()
+        self.data = DataLedger(() if resumed is None else resumed.loaders)
         self.collectives = Collectives(self._extend)
         self.time_ledger = TimeLedger()
         self.oversight = Oversight(guard or Guard())
         self.history = History()
         self._metrics = MetricIntake(self.history)
         self.auto = Auto(self._may_use, stale=relaxes) if schedule.auto else None
-        self.loops = LoopPositions()
+        self.loops = LoopPositions(LoopCut() if resumed is None else resumed.loop, ticks_per_s)
         self._workers = workers
         self._shards = shards
         self._slicing = slicing
@@ -256,6 +269,8 @@ class Coordinator:
         self._first = notation(schedule.first)
         self._sync = JobSync(self._first, seed, ticks_per_s)
         self.reconfigurations = Reconfigurations(self.placement, self._sync)
+        self.reconfigurations.cuts = 0 if resumed is None else resumed.number
+        self._seed = seed
         self._ticks_per_s = ticks_per_s
         self._connected: set[int] = set()  # workers
         # Worker that has registered and has not left -> its message.
@@ -478,6 +493,14 @@ class Coordinator:
             )
         ]
 
+    def cut(self) -> list[Request]:
+        """Cut the job, so that a later run can resume it. `SaveCut` follows when all shards have been cut.
+
+        If a cut is in progress already, it is the one that is wanted. See `paceline.core.changes.cut`.
+        """
+        self.reconfigurations.wants_cut = True
+        return self._join_next()
+
     def validate(self) -> None:
         """Check that the collections of workers are consistent; raise `InternalError` if they are not."""
         self._sync.validate()
@@ -582,6 +605,10 @@ class Coordinator:
                 return self._welcome(sender.index, message, now_ticks)
             case PushesReported():
                 return self._report(sender.index, message)
+            case CutOffered():
+                return self.reconfigurations.offered_cut(sender.index, message)
+            case CutTaken():
+                return self._take_cut(message, now_ticks)
             case MeanMeasured():
                 return self._norms.measured(message)
             case MeanMissing():
@@ -633,6 +660,7 @@ class Coordinator:
         self.model, self.slices, self.initializer = model, slices, initializer
         servers = sorted(self.servers.addresses)
         self.addresses = tuple(self.servers.addresses[server] for server in self.placement.server_of)
+        states = () if self.resumed is None else self.resumed.states_of(self._shards)
         requests: list[Request] = [
             Send(
                 server_peer(server),
@@ -649,6 +677,9 @@ class Coordinator:
                         if worker in self.members.incarnations
                     ),
                     self.auto is not None,
+                    tuple(states[bounds.index] for bounds in self.placement.held_by(server, slices))
+                    if states
+                    else (),
                 ),
             )
             for server in servers
@@ -660,12 +691,14 @@ class Coordinator:
 
     def _start(self) -> list[Request]:
         assert self.model is not None
+        resumed = 0 if self.resumed is None else self.resumed.number
         started = Started(
             self.slices,
             self.addresses,
-            self.initializer,
+            -1 if resumed else self.initializer,
             main_worker=self.main.worker,
             digests=self.model.digests,
+            resumed=resumed,
         )
         # A worker that has been invited since the shards were created is not present: it joins the run afterwards.
         return [Send(worker_peer(worker), started) for worker in sorted(self.members.present)]
@@ -685,6 +718,7 @@ class Coordinator:
         model = models[first]
         if reason := self._shortage(model, len(models)):
             return self._refuse(list(models), reason, "the run")
+        self._give_up_cut()
         return self.reconfigurations.extend(model.layout.sliced(self._shards, self._slicing), models)
 
     def _complete_extension(self, server: int, message: ExtensionReady, now_ticks: int) -> list[Request]:
@@ -724,7 +758,60 @@ class Coordinator:
         return self.admit(worker, now_ticks)
 
     def _join_next(self) -> list[Request]:
-        return self.reconfigurations.begin_join(self.members)
+        """Begin the next join or, if no worker is to join, a cut that is to be made."""
+        requests = self.reconfigurations.begin_join(self.members)
+        return requests + self._begin_cut() if self.reconfigurations.wants_cut else requests
+
+    # -- cuts ---------------------------------------------------------------------------------------------
+
+    def _begin_cut(self) -> list[Request]:
+        """Begin a cut, unless it has to wait, or give up one that has begun too early."""
+        if self.model is None or self.losses.open:
+            self.reconfigurations.give_up_cut()
+            requests: list[Request] = []
+        else:
+            lockstep = _is_lockstep(self._sync.sync)
+            requests = self.reconfigurations.begin_cut(self.members, lockstep=lockstep)
+        self.data.keeps = self.reconfigurations.cut is not None
+        return requests
+
+    def _take_cut(self, message: CutTaken, now_ticks: int) -> list[Request]:
+        """Handle a shard that has been cut. When all shards have been cut, request that the cut is saved."""
+        cut = self.reconfigurations.cut
+        if cut is None or not cut.take(message):
+            return []
+        last = cut.last_pushes()
+        if any(pushes.keys() != self.members.present for pushes in last):
+            # A server has noticed a loss that has not been reported yet. The cut begins again afterwards.
+            self._give_up_cut()
+            return []
+        labels, drawn, torn = cut_pushes(last)
+        assert self.model is not None
+        before = self.resumed
+        pushes = cut.taken[0].pushes
+        saved = JobCut(
+            number=cut.number,
+            elapsed_s=now_ticks / self._ticks_per_s + (0.0 if before is None else before.elapsed_s),
+            seed=self._seed,
+            sync=self._sync.sync,
+            model=self.model,
+            slices=self.slices,
+            shards=tuple(cut.taken[shard].state for shard in sorted(cut.taken)),
+            pushes=pushes if before is None else before.pushes.plus(pushes),
+            torn=torn + self.losses.torn + (0 if before is None else before.torn),
+            workers=tuple(
+                WorkerCut(worker, self.members.incarnation(worker), label) for worker, label in labels.items()
+            ),
+            loaders=self.data.cut(drawn),
+            loop=self.loops.cut(now_ticks, self._ticks_per_s),
+        )
+        self.reconfigurations.wants_cut = False
+        self._give_up_cut()
+        return [SaveCut(saved)]
+
+    def _give_up_cut(self) -> None:
+        self.reconfigurations.give_up_cut()
+        self.data.keeps = False
 
     def _welcome(self, server: int, message: WorkerWelcomed, now_ticks: int) -> list[Request]:
         """Handle a server's acknowledgment of a joining worker. The last acknowledgment starts the worker."""
@@ -804,6 +891,7 @@ class Coordinator:
             self.data.leave(worker, (), members.live, early=True)
             return []
         present = worker in members.present
+        self._give_up_cut()
         self.time_ledger.leave(worker, now_ticks, lost=kind is WorkerLost)
         members.leave(worker, "lost" if kind is WorkerLost else "left" if early else "finished")
         self._registered.pop(worker, None)
@@ -941,16 +1029,18 @@ class Coordinator:
     def _enter(self, message: EntryRequested, now_ticks: int) -> LoopEntered:
         """Return the answer to a worker that begins a training loop and has not trained yet."""
         self.loops.begun(message.loop, now_ticks, message.limits)
-        if self.model is None:
+        if self.model is None and self.resumed is None:
             return LoopEntered()
-        return self.loops.entry(message.loop, self.addresses[0], now_ticks, self._ticks_per_s)
+        address = self.addresses[0] if self.addresses else ""
+        return self.loops.entry(message.loop, address, now_ticks, self._ticks_per_s)
 
     def _report(self, server: int, message: PushesReported) -> list[Request]:
         """Handle a server's report of a lost worker's pushes. After the last report, take back the unused data."""
         requests, drawn = self.losses.reported(server, message)
-        if drawn is not None:
-            self.data.leave(message.worker, drawn, self.members.live, early=True)
-        return requests
+        if drawn is None:
+            return requests
+        self.data.leave(message.worker, drawn, self.members.live, early=True)
+        return requests + self._join_next() if self.reconfigurations.wants_cut else requests
 
     # -- the sync model -----------------------------------------------------------------------------------
 
@@ -1039,7 +1129,7 @@ class Coordinator:
             blame(self._sync.model, "the coordinator", event, error)
         if self._recorder is not None:
             self._recorder.record(Entry(event, list(actions)))
-        return requests + self._join_next() if self.reconfigurations.joining else requests
+        return requests + self._join_next() if self.reconfigurations.waiting else requests
 
 
 @cache

@@ -37,11 +37,13 @@ from ..sync.notation import parse_shards
 from ..sync.ticks import TICKS_PER_S
 from .protocol import messages
 from .protocol.entry import EntryRecorder
-from .protocol.lease import PackedPushed
 from .protocol.messages import (
     Commit,
     Committed,
     CreateShards,
+    CutAgreed,
+    CutOffered,
+    CutProposed,
     ExtendShards,
     ExtensionReady,
     FetchSnapshot,
@@ -55,13 +57,14 @@ from .protocol.messages import (
     ModelExtended,
     PushesReported,
     Ready,
+    ShardState,
     ShardWaits,
     Snapshot,
     Waits,
     WorkerWelcomed,
 )
 from .protocol.requests import COORDINATOR, Peer, Request, Send, Timer, worker_peer
-from .shard import Shard
+from .shard import BEGINNING, Shard
 from .sync.paces import PaceMeter
 
 __all__ = ["Server"]
@@ -73,7 +76,7 @@ RecorderOf = Callable[[int], EntryRecorder | None]
 @stateful(
     decides=(
         "expected initializer extension ending _models _usual_samples _next _to_begin _connected "
-        "_observes _fetches _proposed _fenced _incarnations _drawn _readers shards _paces"
+        "_observes _fetches _proposed _cut _fenced _incarnations _readers shards _paces _states"
     ),
     fixed="_seed _read_sync _recorder_of _ticks_per_s _translated _term",
     about={"_connected": "connections"},
@@ -133,8 +136,9 @@ class Server:
         self._fenced: set[int] = set()
         # worker -> its incarnation; 0 for workers that are not in this mapping
         self._incarnations: dict[int, int] = {}
-        # worker -> shard -> `drawn` of the worker's last push
-        self._drawn: dict[int, dict[int, tuple[PackedPushed, ...]]] = {}
+        # the cut that is to be made, until this server has noticed all departures before it
+        self._cut: CutProposed | CutAgreed | None = None
+        self._states: dict[int, ShardState] = {}  # how far the shards have come with which the server begins
         self._readers: set[int] = set()  # connected workers that can read the weights directly from memory
 
     @property
@@ -259,12 +263,17 @@ class Server:
                     self._next = self.extension
                     self._to_begin.clear()
                 return self._answer_coordinator()
+            case CutProposed() | CutAgreed():
+                self._cut = message
+                for shard in self.shards.values():
+                    shard.give_up_cut()
+                return self._answer_coordinator()
             case LossSettled():
                 return self._settle(message, now_ticks)
             case messages.WorkerJoined():
                 return self._join(message, now_ticks)
             case CreateShards():
-                return self._create(message)
+                return self._create(message, now_ticks)
             case ExtendShards():
                 return self._extend(message)
             case ModelExtended():
@@ -307,7 +316,7 @@ class Server:
                 f"disconnect, but only {set(connected)} are connected"
             )
 
-    def _create(self, message: CreateShards) -> list[Request]:
+    def _create(self, message: CreateShards, now_ticks: int) -> list[Request]:
         self.expected = set(message.workers)
         self._observes = message.observes
         self._incarnations.update(message.incarnations)
@@ -317,6 +326,11 @@ class Server:
         # This number is used only for SGD: the steps of other optimizers hardly depend on the scale of the gradients.
         if all(optimizer.name == "SGD" for optimizer in message.model.optimizers):
             self._usual_samples = message.usual_samples
+        if message.resumed:
+            indices = [bounds.index for bounds in message.shards]
+            self._states = dict(zip(indices, message.resumed, strict=True))
+            for index in indices:
+                self._begin(message.initializer, index, now_ticks)
         return [Send(COORDINATOR, Ready())]
 
     def _begin(self, worker: int, index: int, now_ticks: int) -> list[Request]:
@@ -349,6 +363,7 @@ class Server:
             self._ticks_per_s,
             self._translated,
             self._term,
+            self._states.get(index, BEGINNING),
         )
 
     def _welcome(self, shard: Shard, worker: int, now_ticks: int) -> list[Request]:
@@ -410,12 +425,11 @@ class Server:
                 repeated=commit.repeated,
                 warm_up=commit.warm_up,
                 edit=commit.edit,
-            )
+            ),
+            commit.drawn,
         )
         if self._paces is not None and commit.shard == 0 and (report := self._paces.report()) is not None:
             requests.append(Send(COORDINATOR, report))
-        if commit.drawn:
-            self._drawn.setdefault(worker, {})[commit.shard] = commit.drawn
         if commit.pulls:
             return requests + shard.handle(
                 PullRequested(now_ticks=now_ticks, worker=worker, iteration=commit.iteration)
@@ -439,7 +453,7 @@ class Server:
             pulls=True,
         )
         self.expected.add(worker)
-        self._drawn.pop(worker, None)
+        self._forget_drawn(worker)
         self._incarnations[worker] = message.incarnation
         requests += [request for shard in self.shards.values() for request in shard.handle(event)]
         return [*requests, Send(COORDINATOR, WorkerWelcomed(worker, message.incarnation, count))]
@@ -460,16 +474,20 @@ class Server:
             return []
         worker = message.worker
         requests = self._fence(worker, now_ticks)
-        drawn = self._drawn.pop(worker, {})
         shards = sorted(self.shards.items())
         report = PushesReported(
             worker,
             message.incarnation,
             tuple(shard.sync.order.last_label(worker) for _, shard in shards),
             tuple(worker in self._fenced and shard.sync.holds(worker) for _, shard in shards),
-            tuple(drawn.get(index, ()) for index, _ in shards),
+            tuple(shard.drawn.last(worker) for _, shard in shards),
         )
+        self._forget_drawn(worker)
         return [*requests, Send(COORDINATOR, report)]
+
+    def _forget_drawn(self, worker: int) -> None:
+        for shard in self.shards.values():
+            shard.drawn.forget(worker)
 
     def _fence(self, worker: int, now_ticks: int) -> list[Request]:
         """Handle a lost worker, which sends nothing more. If no shard holds one of its pushes, it leaves at once."""
@@ -513,4 +531,16 @@ class Server:
         ):
             self._proposed = None
             answers.append(self._offer(join.worker, join.incarnation))
-        return answers
+        return answers + self._make_cut() if self._cut is not None else answers
+
+    def _make_cut(self) -> list[Request]:
+        """Make the cut that the coordinator has asked for, or say when it can be made."""
+        cut = self._cut
+        assert cut is not None
+        if not self.expected.isdisjoint(cut.left) or self._to_begin:
+            return []
+        self._cut = None
+        furthest = max(shard.round for shard in self.shards.values())
+        if isinstance(cut, CutProposed) or (cut.round is not None and furthest > cut.round):
+            return [Send(COORDINATOR, CutOffered(cut.number, furthest))]
+        return [request for shard in self.shards.values() for request in shard.cut(cut)]

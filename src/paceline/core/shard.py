@@ -28,15 +28,27 @@ from ..sync.model import agree_on_means
 from ..sync.ticks import TICKS_PER_S
 from ..sync.translation import Standing
 from .changes.edits import Edits
+from .data.drawn_at_shard import DrawnAtShard
 from .protocol.entry import Entry, EntryRecorder
-from .protocol.messages import Answer, FaultReported, MeanMissing
-from .protocol.requests import COORDINATOR, Apply, Discard, Preserve, Request, Send, Timer, worker_peer
+from .protocol.lease import PackedPushed
+from .protocol.messages import Answer, CutAgreed, CutTaken, FaultReported, LastPush, MeanMissing, ShardState
+from .protocol.requests import (
+    COORDINATOR,
+    Apply,
+    Discard,
+    Preserve,
+    Request,
+    Send,
+    TakeCut,
+    Timer,
+    worker_peer,
+)
 from .sync.clipped_means import ClippedMeans
 from .sync.shard_sync import ShardSync
 from .sync.standing import StandingEstimator
 from .sync.versions import Versions
 
-__all__ = ["Shard"]
+__all__ = ["BEGINNING", "Shard"]
 
 INFINITE = float("inf")
 
@@ -60,6 +72,9 @@ class Details(NamedTuple):
 
 UNKNOWN = Details(None, False, None)
 
+BEGINNING = ShardState()
+"""The state of a shard whose weights are the initial ones."""
+
 WHOLE_UPDATE = Standing(1.0)
 """The standing of an update that uses its hyper-parameters as they are."""
 
@@ -81,9 +96,16 @@ class Outcome(NamedTuple):
 
 
 @stateful(
-    decides="sync samples clipped standing _versions _held _details _edits _asked",
+    decides="sync samples clipped standing drawn _versions _held _details _edits _asked _cut _to_mark _orphans",
     fixed="index _term _first _readers _recorder _usual_samples",
-    about={"samples": "staleness", "_versions": "staleness"},
+    about={
+        "samples": "staleness",
+        "_versions": "staleness",
+        "drawn": "cuts",
+        "_cut": "cuts",
+        "_to_mark": "cuts",
+        "_orphans": "cuts",
+    },
 )
 class Shard:
     """The core of one shard: it runs the sync model and turns the events at the shard into requests to the host.
@@ -100,6 +122,7 @@ class Shard:
         translated: True to translate the hyper-parameters of each update (see `paceline.sync.translation`). The
             gradients are then not scaled by their numbers of samples, because the share of the update contains them.
         term: the term of the server, which answers carry.
+        state: how far the weights have come with which the shard begins.
 
     Attributes:
         index: index of the shard.
@@ -108,6 +131,7 @@ class Shard:
             of samples are not counted.
         clipped: holds back requests until means can be clipped.
         standing: estimates the standing of each update; None if hyper-parameters are not translated.
+        drawn: what the workers had drawn before their pushes.
     """
 
     def __init__(
@@ -121,15 +145,17 @@ class Shard:
         ticks_per_s: int = TICKS_PER_S,
         translated: bool = False,
         term: int = 0,
+        state: ShardState = BEGINNING,
     ) -> None:
         self.index = index
         self.sync = ShardSync(models[index if len(models) > 1 else 0], seed, index, ticks_per_s)
-        self.samples = 0
+        self.samples = state.samples
+        self.drawn = DrawnAtShard()
         self._term = term
         self._first = models
         self._readers = readers
         self._recorder = recorder
-        self._versions = Versions()
+        self._versions = Versions(state.version)
         self._held: set[Key] = set()  # held pushes whose gradients have not been copied
         self._usual_samples = usual_samples
         # details of the pushes that are neither applied nor dropped yet, except for those without any
@@ -139,6 +165,9 @@ class Shard:
         self._edits = Edits(index)
         # pushes that other shards have measured in a mean, of which the coordinator asks whether they are in one here
         self._asked: list[tuple[Key, ...]] = []
+        self._cut: CutAgreed | None = None  # the cut that is yet to be made here
+        self._orphans: set[Key] = set()  # pushes that were held when their workers left
+        self._to_mark: dict[int, int] = {}  # worker -> number of a cut of which its next answer tells it
 
     @property
     def version(self) -> int:
@@ -150,12 +179,21 @@ class Shard:
         norm = "the norms that the other shards compute in order to clip the joint gradient"
         return dict.fromkeys(self.clipped.kept_answers, norm) | self.sync.waits()
 
+    @property
+    def round(self) -> int:
+        """Number of rounds that all live workers have completed."""
+        return self.sync.counts.slowest
+
     def staleness(self) -> tuple[tuple[int, int], ...]:
         """Return (worker, number of updates since it has received the weights) of each live worker."""
         return tuple((worker, self._versions.missed(worker)) for worker in sorted(self._versions.workers))
 
-    def handle(self, event: RecordedEvent) -> list[Request]:
+    def handle(self, event: RecordedEvent, drawn: tuple[PackedPushed, ...] = ()) -> list[Request]:
         """Process one event and return the requests to the host.
+
+        Args:
+            event: the event.
+            drawn: what the worker had drawn before this push. See `Commit`.
 
         Raises:
             InvalidEventError: the event is not allowed. The state is unchanged, and the refusal is recorded.
@@ -166,11 +204,11 @@ class Shard:
         if isinstance(event, RateTempered):
             return self._temper(event)
         try:
-            return self._decide(event)
+            return self._decide(event, drawn)
         except Exception as error:
             blame(self.sync.sync, f"shard {self.index}", event, error)
 
-    def _decide(self, event: AnyEvent) -> list[Request]:
+    def _decide(self, event: AnyEvent, drawn: tuple[PackedPushed, ...]) -> list[Request]:
         """Let the sync model decide about an event, and return the requests that carry out its actions."""
         try:
             if self.clipped.measured:
@@ -184,6 +222,8 @@ class Shard:
             raise
         if type(event) is not PullRequested:
             self._note(event)
+        if drawn and type(event) is PushReceived:
+            self.drawn.received(event.worker, event.iteration, drawn, self._versions.unapplied)
         edits = (
             type(event) is PullRepeated
             and event.edit is not None
@@ -193,6 +233,8 @@ class Shard:
         gap = 0
         for action in actions:
             if type(action) is AnswerPull:
+                if self._cut is not None:
+                    self._cut_if_due(requests)
                 if (ahead := self.sync.counts.gap(action.worker)) > gap:
                     gap = ahead
                 self._answer_pull(action, edits, requests)
@@ -211,6 +253,8 @@ class Shard:
                 requests.append(Send(COORDINATOR, faulted))
             else:
                 raise InternalError(f"a shard cannot carry out {action}", (event,))
+        if self._cut is not None:
+            self._cut_if_due(requests)
         standings = outcome.standings if any(outcome.standings) else []
         self._record(Entry(event, actions, None, self._versions.version, outcome.staleness, gap, standings))
         if self.clipped.measured:
@@ -218,6 +262,17 @@ class Shard:
                 self.clipped.leave(event.worker)
             requests = self.clipped.pass_on(requests)
         return requests + self._replies() if self._asked else requests
+
+    def cut(self, cut: CutAgreed) -> list[Request]:
+        """Cut the shard as soon as it has completed the round of the cut, or soon if the cut has no round."""
+        requests: list[Request] = []
+        self._cut = cut
+        self._cut_if_due(requests)
+        return self.clipped.pass_on(requests) if self.clipped.measured else requests
+
+    def give_up_cut(self) -> None:
+        """Make no cut, unless it has been made already."""
+        self._cut = None
 
     def ask(self, pushes: tuple[Key, ...]) -> list[Request]:
         """Reply with a `MeanMissing`, now or later, if this shard will not measure a mean with any of the pushes."""
@@ -232,6 +287,39 @@ class Shard:
     def welcome(self, worker: int) -> Send:
         """Return the request that sends a worker its first weights."""
         return Send(worker_peer(worker), self._answer(worker, -1, None))
+
+    def _cut_if_due(self, requests: list[Request]) -> None:
+        """Add the requests that cut the shard, if the time has come.
+
+        In lockstep, all shards have made the same updates after the same round. If no worker is live, none of them
+        makes a further update. A held push of a worker that has left counts as used already, or will be settled.
+        """
+        cut, versions = self._cut, self._versions
+        assert cut is not None
+        labels = self.sync.order.label
+        if self.sync.machine.frozen or any(map(versions.is_unapplied, self._orphans)):
+            return
+        if cut.round is not None and labels and self.round < cut.round:
+            return
+        self._cut = None
+        held: dict[int, int] = {}  # worker -> label of its first push that is held
+        samples = self.samples
+        for worker, iteration in versions.unapplied:
+            held[worker] = min(iteration, held.get(worker, iteration))
+            details = self._details.get((worker, iteration), UNKNOWN)
+            if details.samples is not None and not details.repeated:
+                samples -= details.samples
+        last = {worker: held.get(worker, label) - 1 for worker, label in sorted(labels.items())}
+        taken = CutTaken(
+            cut.number,
+            self.index,
+            ShardState(versions.version, samples),
+            versions.pushes(),
+            tuple(LastPush(worker, label, self.drawn.until(worker, label)) for worker, label in last.items()),
+        )
+        requests += [TakeCut(self.index, cut.number), Send(COORDINATOR, taken)]
+        if self.index == 0:
+            self._to_mark = dict.fromkeys(last, cut.number)
 
     def _note(self, event: AnyEvent) -> None:
         """Record what an event other than a pull says about a push, or about a worker that leaves."""
@@ -248,6 +336,9 @@ class Shard:
                 self._edits.receive((event.worker, event.iteration), event.edit)
         elif type(event) is WorkerLost or type(event) is WorkerFinished:
             self._edits.leave(event.worker)
+            self._to_mark.pop(event.worker, None)
+            held = {push for push in self._versions.unapplied if push[0] == event.worker}
+            self._orphans = {push for push in self._orphans if self._versions.is_unapplied(push)} | held
 
     def _answer_pull(self, action: AnswerPull, edits: bool, requests: list[Request]) -> None:
         worker, iteration = action.worker, action.iteration
@@ -300,6 +391,7 @@ class Shard:
     def _drop_push(self, action: DropPush, requests: list[Request], *, torn: bool) -> None:
         """Discard a push. An edit is carried out instead, unless it is `torn`: some shards have not received it."""
         key = action.worker, action.iteration
+        self._versions.lost += torn
         self._forget(key, counts=not torn and key not in self._edits.pending)
         self._held.discard(key)
         if key in self._edits.pending:
@@ -332,7 +424,10 @@ class Shard:
     def _answer(self, worker: int, iteration: int, v_train: int | None, *, edits: bool = False) -> Answer:
         in_place = worker in self._readers and self._lockstep
         version = self._versions.version
-        return Answer(self.index, iteration, version, v_train, in_place, self.samples, edits, term=self._term)
+        cut = self._to_mark.pop(worker, 0) if self._to_mark else 0
+        return Answer(
+            self.index, iteration, version, v_train, in_place, self.samples, edits, term=self._term, cut=cut
+        )
 
     def _require_answered(self, event: AnyEvent) -> None:
         """Raise `InvalidEventError` if a worker pushes or pulls although its last answer is kept.

@@ -88,7 +88,7 @@ NO_RESTART = (-1, -1)
 @stateful(
     decides=(
         "iteration waiting_for left _paused in_place described main_worker asks_for_main started data "
-        "updates samples combined extended extension needs_significance may_restart lockstep _awaited "
+        "updates samples combined extended extension cut needs_significance may_restart lockstep _awaited "
         "_first _pulls_again _steps _epoch _wanted _calls _asked _early _change _flagged _plan _uneven "
         "_restart _attempt _progress _clips _edit _batch_samples _edits_begun _observed _unsent _relaxed "
         "_models _notifies _independent"
@@ -128,6 +128,8 @@ class Worker:
         combined: the result of the worker's last barrier or reduction; None if it has not arrived.
         extended: the message that ends the worker's last extension; None if it has not arrived.
         extension: number of the last extension of the model that the worker has been told of; 0 if there is none.
+        cut: number of the last cut that was made before the worker's weights, or 0. The host sets 0 when it has taken
+            the state of the script for this cut.
         placement: the servers of the shards.
     """
 
@@ -148,6 +150,7 @@ class Worker:
         self.combined: Combined | None = None
         self.extended: ModelExtended | None = None
         self.extension = 0
+        self.cut = 0
         self._schedule = schedule
         self._workers = workers
         self._shards = shards
@@ -191,7 +194,17 @@ class Worker:
     @property
     def joined_late(self) -> bool:
         """True if the worker has joined a run in progress, in which nobody waits for initial weights."""
+        return self.holds_job_weights and not self.resumed
+
+    @property
+    def holds_job_weights(self) -> bool:
+        """True if the worker's first weights are those of the job, and not the initial weights of a worker."""
         return self.started is not None and self.started.initializer < 0
+
+    @property
+    def resumed(self) -> int:
+        """Number of the cut with which the run has begun, with this worker; 0 if there is none."""
+        return 0 if self.started is None else self.started.resumed
 
     @property
     def paused(self) -> bool:
@@ -543,6 +556,8 @@ class Worker:
                     self._edit = Edit(number=self._edits_begun - 1, sole=True)
                 if message.shard == 0:
                     self.updates, self.samples = message.version, message.samples
+                    if message.cut:
+                        self.cut = message.cut
                 return self._answered() if self._has_come(message.shard, "answers") else []
             case Committed():
                 if not self._has_come(message.shard, "commits"):

@@ -20,11 +20,12 @@ not contradict themselves. `Network.check_end` checks that nobody waits when no 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 from ..core.coordinator import Coordinator
+from ..core.protocol.job_cut import JobCut
 from ..core.protocol.lease import Batch
 from ..core.protocol.messages import Hello, Message
 from ..core.protocol.requests import Timer
@@ -58,6 +59,8 @@ class Network:
         servers: number of servers.
         shards: number of shards. Default: one for each server.
         most: maximum number of workers. Default: `workers`.
+        resumed: the cut with which the run begins; None for none.
+        used: (epoch, position) -> how often earlier runs have used the position, according to this cut.
         script: what each worker does, one verb after another: see `WorkerProcess.VERBS`. "epoch N" is repeated until
             the epoch has ended.
         options: further arguments of the coordinator.
@@ -73,6 +76,7 @@ class Network:
         faulty: names of the processes that have ended, hang, were taken out or have lost a connection.
         hanging: names of the processes that hang. Each is taken out at some time.
         batches: (worker, iteration) -> the batches of data in this push.
+        cuts: the cuts of the run. For each cut, the pushes that all shards contain, and those that some contain.
         over: why the run has ended; "" while it goes on.
     """
 
@@ -85,6 +89,8 @@ class Network:
         shards: int = 0,
         most: int = 0,
         script: Sequence[str] = (),
+        resumed: JobCut | None = None,
+        used: Mapping[tuple[int, int], int] = {},
         **options: Any,
     ) -> None:
         schedule = read_schedule(sync)
@@ -99,12 +105,16 @@ class Network:
         self.faulty: set[str] = set()
         self.hanging: set[str] = set()
         self.batches: dict[tuple[int, int], list[Batch]] = {}
+        self.cuts: list[tuple[JobCut, set[tuple[int, int]], set[tuple[int, int]]]] = []
         self.over = ""
+        self._used = used
         self._sent = 0
         self._script = script
         self._make_worker = partial(Worker, schedule, workers=most, shards=shards, servers=servers)
         late = range(workers, most)
-        core = Coordinator(schedule, workers=most, servers=servers, shards=shards, late=late, **options)
+        core = Coordinator(
+            schedule, workers=most, servers=servers, shards=shards, late=late, resumed=resumed, **options
+        )
         self.coordinator = core
         self.hub = CoordinatorProcess(self, core)
         self.servers = [
@@ -230,18 +240,22 @@ class Network:
         """Check that every position is used once, and that the ledger of the coordinator says the same."""
         stores = [store for server in self.servers for store in server.stores.values()]
         complete = set.intersection(*(store.received for store in stores)) if stores else set()
-        used = Counter(
-            (batch.epoch, position)
-            for label, batches in self.batches.items()
-            if label in complete
-            for batch in batches
-            for position in range(batch.start, batch.start + batch.size)
-        )
+        used = self.used_by(complete)
         twice = [position for position, count in used.items() if count > 1]
         assert not twice, f"the positions {twice} (epoch, position) are used twice"
         for counts in self.coordinator.data.counts().values():
             assert counts.leased == 0, f"workers have left with {counts.leased} positions"
             assert counts.used == used.total(), f"{used.total()} positions are used, but {counts}"
+
+    def used_by(self, pushes: Collection[tuple[int, int]]) -> Counter[tuple[int, int]]:
+        """Return how often earlier runs, and some pushes of this run, have used each (epoch, position)."""
+        return Counter(self._used) + Counter(
+            (batch.epoch, position)
+            for label, batches in self.batches.items()
+            if label in pushes
+            for batch in batches
+            for position in range(batch.start, batch.start + batch.size)
+        )
 
     # -- steps --------------------------------------------------------------------------------------------
 
@@ -307,6 +321,10 @@ class Network:
             return
         self._start(worker, incarnation)
 
+    def cut(self) -> None:
+        """Let the coordinator begin a cut of the job."""
+        self.hub.carry_out(self.coordinator.cut())
+
     def lose_server(self, name: str) -> None:
         """Let the process of a server end."""
         self.faulty |= {name, *self.workers}
@@ -331,6 +349,7 @@ class Network:
         "take-out": take_out,
         "drop": drop,
         "join": join,
+        "cut": cut,
         "lose": lose_server,
     }
     """What can happen, and the method that lets it happen. All other verbs are in `WorkerProcess.VERBS`."""

@@ -39,6 +39,8 @@ from ..core.protocol.requests import (
     Peer,
     Proceed,
     Request,
+    SaveCut,
+    TakeCut,
     TakeOut,
     Timer,
     Warn,
@@ -225,6 +227,13 @@ class CoordinatorProcess(Process):
     def take_out(self, request: TakeOut) -> None:
         self.take_out_worker(self.names[worker_peer(request.worker)])
 
+    def save_cut(self, request: SaveCut) -> None:
+        cut, network = request.cut, self.network
+        settled = [server.copies[shard, cut.number] for server in network.servers for shard in server.stores]
+        versions = " and ".join(str(shard.version) for shard in cut.shards)
+        network.tell(f"    cut {cut.number} is complete, with versions {versions}")
+        network.cuts.append((cut, set.intersection(*settled), set.union(*settled)))
+
     def end_run(self, failure: Fail) -> None:
         self.network.over = f"{failure.where}: {failure.reason}"
         self.network.tell(f"    the run ends: {self.network.over}")
@@ -239,6 +248,7 @@ class ServerProcess(Process):
     Attributes:
         stores: shard -> its store.
         origins: shard -> the workers from which its initial weights, and those of each extension, have come.
+        copies: (shard, number of a cut) -> the pushes that were neither unused nor yet to be received at the cut.
     """
 
     def __init__(self, network: Network, index: int, core: Server) -> None:
@@ -247,6 +257,7 @@ class ServerProcess(Process):
         self.core: Server = core
         self.stores: dict[int, Pushes] = {}
         self.origins: dict[int, list[int]] = {}
+        self.copies: dict[tuple[int, int], set[tuple[int, int]]] = {}
         self._connected: dict[int, tuple[str, str]] = {}  # worker -> name and number of its newest connection
         self._prepared = 0  # number of the last extension for which it has memory
         self._arrived: dict[
@@ -287,11 +298,16 @@ class ServerProcess(Process):
         self.network.tell(f"    shard {push.shard} drops {push.worker}:{push.iteration}")
         super().discard(push)
 
+    def take_cut(self, request: TakeCut) -> None:
+        store = self.stores[request.shard]
+        self.network.tell(f"    shard {request.shard} is copied for cut {request.number}")
+        self.copies[request.shard, request.number] = store.received - store.unused
+
     def _hear_coordinator(self, message: Message | str) -> None:
         match message:
-            case CreateShards(shards=shards):
+            case CreateShards(shards=shards, resumed=resumed):
                 self.stores = {shard.index: Pushes() for shard in shards}
-                self.origins = {shard: [] for shard in self.stores}
+                self.origins = {shard: [message.initializer] if resumed else [] for shard in self.stores}
             case ExtendShards(number=number):
                 self._prepared, self._arrived = number, {}
             case ModelExtended():

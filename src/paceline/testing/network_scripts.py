@@ -11,6 +11,7 @@ The form is that of `scripts`. The names of processes are those of `network`.
     > push WORKER | skip WORKER | again WORKER | finish WORKER
     > change WORKER SYNC | extend WORKER NUMBER | barrier WORKER | stand-in WORKER
     > join                         invite a worker
+    > cut                          cut the job, so that a later run can resume it
     > crash WORKER [RECEIVER:N]    end a process. N of its last messages to a receiver are lost
     > hang WORKER                  let a process be silent
     > take-out WORKER              let the coordinator continue without a worker

@@ -270,6 +270,7 @@ class SmallJob:
             "staleness": any(model.needs_staleness for step in all_models for model in step),
             # A server that is told of a loss answers at once only if the worker is not connected any longer.
             "connections": self._settles,
+            "cuts": False,
         }
         self._servers: Interned[Server] = Interned(
             tape, {subject for subject in matters if not matters[subject]}

@@ -1,6 +1,6 @@
 """What changes a run while it goes on: which reconfigurations are in progress, and which wait for them to end.
 
-There are three kinds of reconfigurations, and each goes through the same phases:
+There are three kinds of reconfigurations that change something, and each goes through the same phases:
 
     proposed   somebody has asked for the reconfiguration; its content is not fixed yet
     agreed     its content is fixed, and those whom it concerns are told
@@ -21,6 +21,9 @@ Two rules need no entry. All live workers take part in an extension, and a worke
 no extension begins before the worker has joined. And the next change waits for the current one in the queue of
 `JobSync`, because the events of a trace determine this queue. A change and an extension do not exclude each other: an
 extension is not an event of the sync model.
+
+A cut of the job (`cut`) changes nothing, so nothing waits for it. It waits for everything else, and also for open
+losses; if any of them begins, the cut begins again afterwards.
 """
 
 from __future__ import annotations
@@ -32,27 +35,36 @@ from ...errors import ProtocolError
 from ...state import stateful
 from ..machines.members import Members
 from ..protocol.layout import ShardSlice
-from ..protocol.messages import ExtensionReady, JoinOffered, SyncRequested, WorkerJoined, WorkerWelcomed
+from ..protocol.messages import (
+    CutOffered,
+    ExtensionReady,
+    JoinOffered,
+    SyncRequested,
+    WorkerJoined,
+    WorkerWelcomed,
+)
 from ..protocol.model_spec import ModelSpec, require_extension
 from ..protocol.placement import Placement
 from ..protocol.requests import Request
 from ..sync.job_sync import JobSync
+from .cut import Cut
 from .extension import Extension
 from .joining import Join
 
 __all__ = ["WAITS_FOR", "Kind", "Reconfigurations"]
 
-Kind = Literal["join", "change", "extension"]
+Kind = Literal["join", "change", "extension", "cut"]
 
 WAITS_FOR: Mapping[Kind, frozenset[Kind]] = {
     "join": frozenset({"join", "change", "extension"}),
     "change": frozenset({"join"}),
     "extension": frozenset({"extension"}),
+    "cut": frozenset({"join", "change", "extension"}),
 }
 """Kind of reconfiguration -> the kinds of which none may be in progress when it is agreed."""
 
 
-@stateful(decides="join extension extensions joining _postponed", fixed="_placement _sync")
+@stateful(decides="join extension extensions cut cuts wants_cut joining _postponed", fixed="_placement _sync")
 class Reconfigurations:
     """The reconfigurations of a run that are in progress, and those that wait.
 
@@ -64,6 +76,9 @@ class Reconfigurations:
         join: the join that is in progress, of the first worker in `joining`; None if there is none.
         extension: the extension that is in progress; None if there is none.
         extensions: number of extensions that have been in force.
+        cut: the cut that is in progress; None if there is none.
+        cuts: number of the last cut that has begun.
+        wants_cut: True if a cut is to be made, or is in progress.
         joining: the workers that have been admitted and have not joined yet. They join in this order.
     """
 
@@ -71,6 +86,9 @@ class Reconfigurations:
         self.join: Join | None = None
         self.extension: Extension | None = None
         self.extensions = 0
+        self.cut: Cut | None = None
+        self.cuts = 0
+        self.wants_cut = False
         self.joining: list[int] = []
         self._postponed: list[
             tuple[int, SyncRequested]
@@ -88,9 +106,38 @@ class Reconfigurations:
         }
         return frozenset(kind for kind, begun in kinds.items() if begun)
 
+    @property
+    def waiting(self) -> bool:
+        """True if a worker is to join, or a cut to be made."""
+        return self.wants_cut or bool(self.joining)
+
     def may_begin(self, kind: Kind) -> bool:
         """Return True if a reconfiguration of this kind need not wait."""
         return WAITS_FOR[kind].isdisjoint(self.in_progress)
+
+    # -- cuts ---------------------------------------------------------------------------------------------
+
+    def begin_cut(self, members: Members, *, lockstep: bool) -> list[Request]:
+        """Begin the cut that is to be made, unless it has to wait. Give it up if it would have to wait now."""
+        if not self.may_begin("cut"):
+            self.give_up_cut()
+        elif self.wants_cut and self.cut is None:
+            self.cuts += 1
+            self.cut = Cut(self.cuts, self._placement, members.gone)
+            return self.cut.begin(lockstep=lockstep)
+        return []
+
+    def offered_cut(self, server: int, offer: CutOffered) -> list[Request]:
+        """Handle a server's offer, unless the cut has been given up."""
+        if self.cut is None:
+            return []
+        requests = self.cut.offered(server, offer)
+        self.cuts = self.cut.number
+        return requests
+
+    def give_up_cut(self) -> None:
+        """Give up the cut that is in progress. It begins again."""
+        self.cut = None
 
     # -- joins --------------------------------------------------------------------------------------------
 

@@ -104,10 +104,9 @@ NEW = LoaderCut(name="")
 
 @stateful(
     decides=(
-        "_splits _closed _opened _order _accounts _returned _sizes _used _torn _total _left _left_out _rests "
+        "moved _splits _closed _opened _order _accounts _returned _sizes _used _torn _total _left _left_out _rests "
         "_resumed"
     ),
-    history="moved",
 )
 class LoaderLedger:
     """The ledger of one loader.

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ...state import stateful
+from ...sync.ticks import TICKS_PER_S
+from ..protocol.job_cut import LoopCut
 from ..protocol.messages import (
     EpochReached,
     LoopEntered,
@@ -26,10 +28,16 @@ from ..protocol.requests import Request, Send, worker_peer
 
 __all__ = ["LoopPositions"]
 
+AT_THE_BEGINNING = LoopCut()
 
-@stateful(decides="stopped _newest _begun _ended", history="limits start")
+
+@stateful(decides="limits start stopped _newest _begun _ended")
 class LoopPositions:
     """The position of the job, and the worker that keeps the states of tracked objects.
+
+    Args:
+        cut: where to begin, if the run resumes another one.
+        ticks_per_s: number of ticks per second.
 
     Attributes:
         limits: the limits of the last loop that has begun; None if they are unknown.
@@ -37,15 +45,15 @@ class LoopPositions:
         stopped: the loops that a worker has stopped.
     """
 
-    def __init__(self) -> None:
-        self.limits: LoopLimits | None = None
-        self.start = (0, 0)
-        self.stopped: set[int] = set()
-        self._newest: LoopPosition | None = None
+    def __init__(self, cut: LoopCut = AT_THE_BEGINNING, ticks_per_s: int = TICKS_PER_S) -> None:
+        self.limits: LoopLimits | None = cut.limits
+        self.start = cut.start
+        self.stopped = set(cut.stopped)
+        self._newest: LoopPosition | None = cut.position
         # number of the last loop that has begun, and the time at which it began, in ticks
-        self._begun = (-1, 0)
+        self._begun = (cut.begun, -round(cut.elapsed_s * ticks_per_s))
         # number of the last loop that has ended, and the worker whose states were sent last
-        self._ended = (-1, 0)
+        self._ended = cut.ended
 
     @property
     def loop(self) -> int:
@@ -56,6 +64,19 @@ class LoopPositions:
     def begun_ticks(self) -> int:
         """Time at which this loop began."""
         return self._begun[1]
+
+    def cut(self, now_ticks: int, ticks_per_s: int) -> LoopCut:
+        """Return the place of the job in its training loops."""
+        begun, begun_ticks = self._begun
+        return LoopCut(
+            position=self._newest,
+            begun=begun,
+            elapsed_s=(now_ticks - begun_ticks) / ticks_per_s if begun >= 0 else 0.0,
+            limits=self.limits,
+            start=self.start,
+            stopped=tuple(sorted(self.stopped)),
+            ended=self._ended,
+        )
 
     def begun(
         self, loop: int, now_ticks: int, limits: LoopLimits | None = None, start: tuple[int, int] = (0, 0)

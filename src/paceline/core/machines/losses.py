@@ -55,14 +55,14 @@ class Loss:
         self._received[server] = report
         if self._missing:
             return []
-        settled = LossSettled(self._worker, self._incarnation, self._kept)
+        settled = LossSettled(self._worker, self._incarnation, self.kept)
         return [Send(server_peer(each), settled) for each, sent in self._received.items() if any(sent.held)]
 
     @property
     def torn(self) -> bool:
         """True if some shards, but not all, have applied or dropped the worker's last push."""
         return any(
-            last > self._kept and not held
+            last > self.kept and not held
             for report in self._received.values()
             for last, held in zip(report.last, report.held, strict=True)
         )
@@ -85,7 +85,8 @@ class Loss:
         ]
 
     @property
-    def _kept(self) -> int:
+    def kept(self) -> int:
+        """The label of the last push of the worker that every shard has received; -1 if there is none."""
         return min((last for report in self._received.values() for last in report.last), default=-1)
 
 

@@ -29,7 +29,9 @@ from .requests import (
     Proceed,
     Rehearse,
     Request,
+    SaveCut,
     Send,
+    TakeCut,
     TakeOut,
     Timer,
     Warn,
@@ -66,6 +68,8 @@ METHODS: dict[type[Request], str] = {
     Overwrite: "overwrite",
     Discard: "discard",
     Preserve: "preserve",
+    TakeCut: "take_cut",
+    SaveCut: "save_cut",
     Proceed: "proceed",
     Abort: "abort",
     Rehearse: "rehearse",
@@ -150,10 +154,18 @@ class Host:
         """Copy the gradient of a held push."""
         self.stores[push.shard].preserve(push.worker, push.iteration)
 
+    def take_cut(self, request: TakeCut) -> None:
+        """Copy the state of a shard for a cut of the job."""
+        self._refuse(request)
+
     # -- for the coordinator ------------------------------------------------------------------------------
 
     def rehearse(self, request: Rehearse) -> None:
         """Simulate a run under several sync models, then call the core's `rehearsed`."""
+        self._refuse(request)
+
+    def save_cut(self, request: SaveCut) -> None:
+        """Write a cut of which every shard has been copied."""
         self._refuse(request)
 
     def warn(self, warning: Warn) -> None:

@@ -14,42 +14,10 @@ import msgspec
 
 from .layout import ShardSlice
 from .lease import Lease, Order
-from .messages import LoopLimits, LoopPosition
+from .messages import LoopLimits, LoopPosition, PushCounts, ShardState
 from .model_spec import ModelSpec
 
 __all__ = ["EpochCut", "JobCut", "LoaderCut", "LoopCut", "PushCounts", "ShardState", "WorkerCut"]
-
-
-class ShardState(msgspec.Struct, frozen=True):
-    """How far the weights of one shard have come.
-
-    Attributes:
-        version: number of updates that the weights include.
-        samples: number of samples in the pushes of these updates, as far as it is known.
-    """
-
-    version: int = 0
-    samples: int = 0
-
-
-class PushCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """What has become of the pushes that shard 0 has received, by number. Each push is counted once.
-
-    Attributes:
-        applied: pushes that were applied by themselves, and edits that were carried out.
-        averaged: pushes that were part of a mean.
-        dropped: pushes without a gradient, pushes that came too late, and edits that did not count.
-        lost: pushes of lost workers that were held and are not applied, because not every shard has received them,
-            and pushes that were held at a cut.
-        torn: pushes of lost workers that some shards have applied, and others have not received. They are among the
-            pushes above as well.
-    """
-
-    applied: int = 0
-    averaged: int = 0
-    dropped: int = 0
-    lost: int = 0
-    torn: int = 0
 
 
 class EpochCut(msgspec.Struct, frozen=True):
@@ -146,7 +114,8 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
         extensions: the earlier models, in order, if parameters were added after training had begun.
         slices: the slice of each shard, in order.
         shards: the state of each shard, in order. Under lockstep models, they are equal.
-        pushes: what has become of all pushes.
+        pushes: what has become of all pushes that shard 0 has received, over all runs of the job.
+        torn: number of pushes that are in the weights of some shards only.
         workers: the workers that took part, in ascending order.
         loaders: the ledger of each loader.
         loop: the place of the job in its training loops.
@@ -161,6 +130,7 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
     slices: tuple[ShardSlice, ...] = ()
     shards: tuple[ShardState, ...] = ()
     pushes: PushCounts = PushCounts()
+    torn: int = 0
     workers: tuple[WorkerCut, ...] = ()
     loaders: tuple[LoaderCut, ...] = ()
     loop: LoopCut = LoopCut()

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from ...sync.translation import Standing
+from .job_cut import JobCut
 from .lease import Split
 from .messages import MeanMeasured, Message
 
@@ -30,8 +31,10 @@ __all__ = [
     "Proceed",
     "Rehearse",
     "Request",
+    "SaveCut",
     "Send",
     "Situation",
+    "TakeCut",
     "TakeOut",
     "Timer",
     "Warn",
@@ -202,6 +205,26 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     pushes_per_batch: float = 1.0
 
 
+class TakeCut(msgspec.Struct, frozen=True, gc=False):
+    """Copy the weights, the optimizer state and the buffers of a shard as they are now, for a cut of the job.
+
+    A copy for a cut with a smaller number is no longer needed.
+
+    Attributes:
+        shard: index of the shard.
+        number: number of the cut.
+    """
+
+    shard: int
+    number: int
+
+
+class SaveCut(msgspec.Struct, frozen=True, gc=False):
+    """Write a cut: every shard has been copied. Its number is that of the `TakeCut`."""
+
+    cut: JobCut
+
+
 class Rehearse(msgspec.Struct, frozen=True, gc=False):
     """Simulate a run under several sync models, then call `Coordinator.rehearsed` with the results.
 
@@ -265,6 +288,8 @@ Request = (
     | Overwrite
     | Discard
     | Preserve
+    | TakeCut
+    | SaveCut
     | Proceed
     | Abort
     | Rehearse

@@ -17,6 +17,7 @@ from __future__ import annotations
 from .added_parameters import *
 from .connection import *
 from .contributions import *
+from .cuts import *
 from .data_requests import *
 from .ending import *
 from .iteration import *

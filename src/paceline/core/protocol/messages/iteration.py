@@ -176,6 +176,8 @@ class Answer(Message, frozen=True, tag=True, omit_defaults=True):
         edits: True if the worker, which begins an edit, is the one whose edit counts. Only shard 0 decides this.
         rounded: True if float32 weights in the payload are rounded to bfloat16. The host of the server decides this.
         term: the term of the shard's server. See `paceline.core.protocol.placement`.
+        cut: number of a cut that was made immediately before the answer, so that the weights are those of the cut; 0
+            if there is none. Only shard 0 says this.
     """
 
     shard: int
@@ -187,6 +189,7 @@ class Answer(Message, frozen=True, tag=True, omit_defaults=True):
     edits: bool = False
     rounded: bool = False
     term: int = 0
+    cut: int = 0
 
 
 @sent("worker", to="coordinator", during="training")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ....sync.events import Number
 from ..layout import ShardSlice
 from ..model_spec import ModelSpec
+from .cuts import ShardState
 from .protocol_table import Message, sent
 
 __all__ = [
@@ -55,6 +56,8 @@ class CreateShards(Message, frozen=True, tag=True):
         usual_samples: number of samples in the first push of the initializer; None if it is unknown.
         incarnations: (worker, its incarnation) for those of the workers whose index has been used before.
         observes: True if the server of shard 0 reports how fast the workers are (see `core.sync.paces`).
+        resumed: the state of each shard in `shards`, if a cut is resumed; else (). The server then has the weights,
+            and the initializer does not send any.
     """
 
     model: ModelSpec
@@ -65,6 +68,7 @@ class CreateShards(Message, frozen=True, tag=True):
     usual_samples: int | None = None
     incarnations: tuple[tuple[int, int], ...] = ()
     observes: bool = False
+    resumed: tuple[ShardState, ...] = ()
 
 
 @sent("server", to="coordinator", during="starting", then="serving")
@@ -85,6 +89,7 @@ class Started(Message, frozen=True, tag=True):
         extension: number of the extension of the model in force; 0 if the model has not been extended.
         main_worker: the main worker (see `core.machines.main_worker`).
         digests: the digests of the run's values of the frozen parameters, in the order of the model.
+        resumed: number of the cut that the run resumes; 0 if it resumes none, or is in progress already.
     """
 
     shards: tuple[ShardSlice, ...]
@@ -95,6 +100,7 @@ class Started(Message, frozen=True, tag=True):
     extension: int = 0
     main_worker: int = 0
     digests: tuple[str, ...] = ()
+    resumed: int = 0
 
 
 @sent("worker", to="coordinator")

@@ -1,0 +1,126 @@
+"""Messages with which a cut of a job is made. See `paceline.core.changes.cut`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..lease import PackedPushed
+from .protocol_table import Message, sent
+
+__all__ = ["CutAgreed", "CutOffered", "CutProposed", "CutTaken", "LastPush", "PushCounts", "ShardState"]
+
+
+class ShardState(msgspec.Struct, frozen=True):
+    """How far the weights of one shard have come.
+
+    Attributes:
+        version: number of updates that the weights include.
+        samples: number of samples in the pushes of these updates, as far as it is known.
+    """
+
+    version: int = 0
+    samples: int = 0
+
+
+class PushCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """What has become of the pushes that a shard has received, by number. Each push is counted once.
+
+    Attributes:
+        applied: pushes that were applied by themselves.
+        averaged: pushes that were part of a mean.
+        dropped: pushes that are in no update: those without a gradient, those that came too late, and edits.
+        lost: pushes of lost workers that are in no update, because not every shard has received them, and pushes that
+            were held at a cut.
+    """
+
+    applied: int = 0
+    averaged: int = 0
+    dropped: int = 0
+    lost: int = 0
+
+    def plus(self, other: PushCounts) -> PushCounts:
+        """Return the sums of both."""
+        return PushCounts(
+            applied=self.applied + other.applied,
+            averaged=self.averaged + other.averaged,
+            dropped=self.dropped + other.dropped,
+            lost=self.lost + other.lost,
+        )
+
+
+class LastPush(msgspec.Struct, frozen=True):
+    """The last push of a worker whose effect is in the weights of a shard.
+
+    Attributes:
+        worker: index of the worker.
+        iteration: label of the push; the label before its first one if there is none.
+        drawn: `drawn` of this push. See `Commit`.
+    """
+
+    worker: int
+    iteration: int
+    drawn: tuple[PackedPushed, ...] = ()
+
+
+@sent("coordinator", to="server", during="serving")
+class CutProposed(Message, frozen=True, tag=True):
+    """A cut is about to be made under a lockstep model, so each server must send a `CutOffered`.
+
+    Attributes:
+        number: number of the cut.
+        left: the workers that have left the run. The server answers when it has noticed each of these departures.
+    """
+
+    number: int
+    left: tuple[int, ...] = ()
+
+
+@sent("server", to="coordinator", during="serving")
+class CutOffered(Message, frozen=True, tag=True):
+    """A server says how many rounds its shards have completed.
+
+    It is the answer to `CutProposed` and, if a shard has already gone beyond the round in a `CutAgreed`, to that
+    message.
+
+    Attributes:
+        number: number of the cut.
+        round: the largest number of rounds that one of its shards has completed.
+    """
+
+    number: int
+    round: int
+
+
+@sent("coordinator", to="server", during="serving")
+class CutAgreed(Message, frozen=True, tag=True):
+    """Each shard must be cut. An earlier cut is given up, even if its shards have been cut already.
+
+    Attributes:
+        number: number of the cut.
+        round: number of rounds after which each shard is cut; None to cut it at once.
+        left: the workers that have left the run. The server cuts no shard before it has noticed each of these
+            departures.
+    """
+
+    number: int
+    round: int | None = None
+    left: tuple[int, ...] = ()
+
+
+@sent("server", to="coordinator", during="serving")
+class CutTaken(Message, frozen=True, tag=True):
+    """A shard was cut: its host has copied the weights.
+
+    Attributes:
+        number: number of the cut.
+        shard: index of the shard.
+        state: how far the shard has come.
+        pushes: what has become of the pushes that it has received. Held pushes count as lost.
+        workers: for each live worker, its last push that is part of the cut.
+    """
+
+    number: int
+    shard: int
+    state: ShardState
+    pushes: PushCounts
+    workers: tuple[LastPush, ...]

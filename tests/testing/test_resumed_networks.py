@@ -1,0 +1,95 @@
+"""Runs that are cut at a random event, and resumed with other workers, servers and models, on a hostile network.
+
+Every ledger closes, every position of the data is used once over all runs, and nobody waits for ever.
+
+PACELINE_NETWORK is the number of seeds.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from paceline.core.protocol.job_cut import JobCut
+from paceline.core.protocol.lease import positions
+from paceline.testing.choosers import Hostile
+from paceline.testing.network import Network, Step
+from tests.support.marks import thorough
+from tests.testing.test_network import MODELS
+
+SEEDS = int(os.environ.get("PACELINE_NETWORK", "10"))
+
+EPOCHS = ("epoch 0", "epoch 1", "epoch again", "finish")
+
+
+class Chooser(Hostile):
+    """Chooses at random, with faults, and cuts the job at random moments."""
+
+    def __init__(self, seed: object, moments: set[int]) -> None:
+        super().__init__(seed)
+        self._moments = moments
+
+    def __call__(self, network: Network, steps: Sequence[Step]) -> Step:
+        if len(network.taken) in self._moments:
+            return ("cut",)
+        return super().__call__(network, steps)
+
+
+def check(cut: JobCut, network: Network, whole: set[tuple[int, int]], some: set[tuple[int, int]]) -> None:
+    """Check that the ledger of a cut closes, and says what the copies of the shards contain."""
+    for loader in cut.loaders:
+        settled = loader.used + loader.torn + loader.left + loader.left_out
+        assert loader.total == settled + positions(loader.returned)
+        assert loader.total + sum(24 - rest.begin for rest in loader.epochs) == 24 * loader.opened
+        assert loader.used == network.used_by(whole).total()
+        assert loader.torn <= network.used_by(some).total() - loader.used + torn_before(network)
+    if cut.sync == "bsp" and network.coordinator.resumed is None and not network.coordinator.losses.torn:
+        assert len(set(cut.shards)) == 1
+        assert cut.torn == 0
+
+
+def torn_before(network: Network) -> int:
+    resumed = network.coordinator.resumed
+    return 0 if resumed is None else sum(loader.torn for loader in resumed.loaders)
+
+
+def resume_each_other(seed: int, runs: int = 4) -> int:
+    """Let runs resume each other. Return the number of cuts."""
+    draws = random.Random(seed)
+    cut: JobCut | None = None
+    used: Counter[tuple[int, int]] = Counter()
+    cuts = 0
+    for run in range(runs):
+        sync = draws.choice(MODELS)
+        workers = draws.randint(1, 3)
+        servers = 2 if "|" in sync else draws.randint(1, 2)
+        if "drop-stragglers" in sync:
+            workers = 3
+        network = Network(
+            sync, workers=workers, servers=servers, most=4, script=EPOCHS, resumed=cut, used=used, seed=seed
+        )
+        moments = {draws.randrange(40, 500) for _ in range(0 if run == runs - 1 else 3)}
+        network.run(Chooser(f"{seed} {run}", moments))
+        network.check_end()
+        network.coordinator.data.validate()
+        cuts += len(network.cuts)
+        for each, whole, some in network.cuts:
+            check(each, network, whole, some)
+        if network.cuts:
+            written, whole, _ = draws.choice(network.cuts)
+            used = network.used_by(whole)
+            cut = msgspec.json.decode(msgspec.json.encode(written), type=JobCut)
+        if network.cuts or run == runs - 1 or network.over:
+            continue
+        return cuts  # it has ended before it was cut
+    return cuts
+
+
+@pytest.mark.parametrize("first", [0, *thorough(*range(20 * SEEDS, 500 * SEEDS, 20 * SEEDS))])
+def test_runs_resume_each_other_on_a_hostile_network(first: int) -> None:
+    assert sum(map(resume_each_other, range(first, first + 20 * SEEDS))) > 10 * SEEDS
