@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from paceline.core.data.loader_ledger import PositionCounts
 from paceline.core.metrics.history import MetricHistory
@@ -37,6 +38,9 @@ from tests.support.live import mark, require_whole_times
 from tests.support.quick import LONG_FILES, QUICK, forbid_processes, is_quick
 
 __all__ = ["mark"]  # a fixture
+
+settings.register_profile("paceline", deadline=None)  # no test fails by the clock
+settings.load_profile("paceline")
 
 collect_ignore_glob = [
     "inspection/checked_scripts/*",

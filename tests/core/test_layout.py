@@ -14,7 +14,7 @@ from paceline.core.protocol.layout import ALIGNMENT_BYTES, ITEM_BYTES, Layout, P
 from paceline.errors import ConfigurationError
 
 # A busy machine is no failure.
-patiently = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+patiently = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple) | st.integers(0, 3000).map(lambda n: (n,))
 

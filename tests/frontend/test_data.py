@@ -130,7 +130,7 @@ def interleaved(parts: list[list[int]]) -> list[int]:
 # -- parts ------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     count=st.integers(1, 60),
     workers=st.integers(2, 7),

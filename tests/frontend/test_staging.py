@@ -369,7 +369,6 @@ def on_device(program: Program) -> list[Any]:
 
 PROGRAMS = settings(
     max_examples=EXAMPLES,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )

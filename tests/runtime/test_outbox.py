@@ -339,7 +339,7 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(STEPS, st.integers(1, 3), st.booleans(), st.booleans())
 def test_whatever_a_script_does_the_servers_have_the_gradient_as_it_was_committed(
     steps: list[tuple[str, int]], shards: int, early: bool, rounded: bool

@@ -206,7 +206,7 @@ def test_section_4_a_worker_that_fails_is_taken_out() -> None:
     assert {worker for worker, _ in job.barriers[-1][1].pushes} == {0, 2}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     history=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), min_size=1, max_size=4),
     lookahead=st.integers(1, 4),

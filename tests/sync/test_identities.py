@@ -26,7 +26,7 @@ from paceline.sync.events import Change, WorkerJoined
 from paceline.testing.checked_shard import CheckedShard
 
 # A busy machine is no failure.
-patiently = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+patiently = settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 
 CHOICES = st.lists(st.integers(0, 9999), min_size=60, max_size=120)
 

@@ -638,7 +638,6 @@ def test_every_legal_life_agrees_with_the_oracle(sync: SyncModel, oracle: Oracle
         settings=settings(
             max_examples=50 if LARGE else 20,
             stateful_step_count=40,
-            deadline=None,
             suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no failure
         ),
     )
@@ -1032,7 +1031,6 @@ def test_a_job_goes_on_through_all_changes_of_its_model() -> None:
             max_examples=100 if LARGE else 40,
             stateful_step_count=60,
             derandomize=True,
-            deadline=None,
             phases=[Phase.generate],  # what it finds is too long to be made short in any time
             report_multiple_bugs=False,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -96,7 +96,7 @@ def histories(
 
 
 # A busy machine is no failure.
-patiently = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+patiently = settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 
 
 @patiently
@@ -338,7 +338,6 @@ def test_every_life_of_the_coordinator_agrees_with_a_recount_of_the_full_log(syn
         settings=settings(
             max_examples=50,
             stateful_step_count=60,
-            deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
         ),
     )

@@ -98,7 +98,7 @@ def test_every_model_goes_on_from_a_keyframe(sync: str) -> None:
             assert replay(rest) == []
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sync=st.sampled_from(MODELS), seed=st.integers(0, 5), cuts=st.lists(st.floats(0, 1), max_size=4))
 def test_a_trace_may_be_cut_again_and_again(sync: str, seed: int, cuts: list[float]) -> None:
     for trace in traces_of(sync, seed):

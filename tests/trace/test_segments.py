@@ -175,7 +175,7 @@ def written(path: Path, lines: list[bytes], moves: set[int]) -> Iterator[None]:
             yield
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(moves=st.sets(st.integers(0, 19)), looks=st.lists(st.booleans(), min_size=80, max_size=80))
 def test_a_reader_sees_every_line_once_while_the_file_is_written(
     moves: set[int], looks: list[bool], tmp_path_factory: pytest.TempPathFactory
@@ -290,7 +290,7 @@ def measured(traces: list[Trace]) -> Measures:
     return measure(shards, coordinator)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(sync=st.sampled_from(SYNCS), seed=st.integers(0, 2**30), kept=st.integers(1, 3))
 def test_statistics_of_a_cut_run_are_those_of_the_whole_one(
     sync: str, seed: int, kept: int, tmp_path_factory: pytest.TempPathFactory

@@ -278,7 +278,7 @@ def test_the_coordinator_of_a_job_whose_shards_differ_has_a_trace_too(tmp_path: 
     assert replay(read(recorded(tmp_path / "trace.jsonl", header, entries))) == []
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(times=st.lists(st.integers(0, 2**100), max_size=20))
 def test_times_survive_exactly(times: list[int]) -> None:
     file = io.BytesIO()

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.protocol.messages import (
@@ -44,7 +44,6 @@ def pair() -> tuple[Ring, Ring]:
     return Ring(memory), Ring(memory)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_frames_come_out_as_they_went_in_whatever_their_sizes(data: st.DataObject) -> None:
     writer, reader = pair()

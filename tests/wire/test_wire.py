@@ -551,7 +551,7 @@ MESSAGES = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(MESSAGES, max_size=6), st.lists(st.integers(1, 40), max_size=40), st.booleans())
 def test_messages_arrive_whole_and_in_order_however_their_bytes_are_chunked(
     messages: list[tuple[Message, bytes]], chunks: list[int], trusted: bool
@@ -574,7 +574,7 @@ def test_messages_arrive_whole_and_in_order_however_their_bytes_are_chunked(
         assert [bytes(p) for p in end.payloads] == [p for m, p in messages if isinstance(m, Commit)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(MESSAGES, min_size=1, max_size=6), st.lists(st.integers(1, 60), max_size=30))
 def test_what_a_stream_sends_another_one_receives(
     messages: list[tuple[Message, bytes]], cuts: list[int]
@@ -663,7 +663,7 @@ def test_many_small_frames_may_come_in_one_segment(kind: str) -> None:
         assert_heard(end, heard, messages)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 3 * BUFFER_BYTES) | st.integers(0, 50), min_size=1, max_size=6),
     st.lists(st.integers(1, 2 * BUFFER_BYTES), max_size=8),
@@ -688,7 +688,7 @@ def test_what_is_left_of_a_segment_is_heard_without_another_one() -> None:
         assert_heard(end, [end.stream.wait(TIMEOUT_S) for _ in FEW], FEW)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.binary(min_size=1, max_size=200), st.booleans(), st.booleans())
 def test_noise_is_refused_or_waited_for_and_never_anything_else(
     noise: bytes, trusted: bool, framed: bool
@@ -697,7 +697,7 @@ def test_noise_is_refused_or_waited_for_and_never_anything_else(
         assert end.take(frame(noise) if framed else noise) == []
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.data())
 def test_a_damaged_frame_never_does_more_than_be_refused(data: st.DataObject) -> None:
     payload = b"0123456789"
@@ -909,7 +909,7 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(STEPS)
 def test_what_arrives_is_what_was_there_when_it_was_sent(steps: list[tuple[str, Hashable, int]]) -> None:
     memory = {lender: bytearray(bytes([i + 1]) * LENT_BYTES) for i, lender in enumerate(LENDERS)}

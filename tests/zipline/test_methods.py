@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -118,7 +118,6 @@ matrices = st.integers(1, 5).flatmap(
 
 
 @given(matrices)
-@settings(deadline=None)
 def test_the_exact_methods_agree_on_any_floats(times: list[list[float]]) -> None:
     expected = answer(solve(times, "zipline"))
     assert answer(solve(times, "zipline-opt")) == expected
@@ -130,7 +129,6 @@ def test_the_exact_methods_agree_on_any_floats(times: list[list[float]]) -> None
 
 
 @given(matrices)
-@settings(deadline=None)
 def test_wait_and_barrier_are_those_of_the_picked_times(times: list[list[float]]) -> None:
     for method in METHODS:
         if method != "naive":
@@ -140,7 +138,6 @@ def test_wait_and_barrier_are_those_of_the_picked_times(times: list[list[float]]
 
 
 @given(matrices, st.randoms(use_true_random=False))
-@settings(deadline=None)
 def test_the_order_of_the_workers_does_not_matter(times: list[list[float]], random: Any) -> None:
     order = list(range(len(times)))
     random.shuffle(order)
@@ -150,7 +147,6 @@ def test_the_order_of_the_workers_does_not_matter(times: list[list[float]], rand
 
 
 @given(matrices.filter(lambda times: len(times) > 1))
-@settings(deadline=None)
 def test_one_worker_less_or_one_end_time_more_never_waits_longer(times: list[list[float]]) -> None:
     wait = solve(times).wait
     assert solve(times[1:]).wait <= wait

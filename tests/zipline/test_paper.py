@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -112,7 +112,6 @@ def test_lemma_1_every_solution_has_one_end_time_of_each_worker(method: str) -> 
 
 
 @given(st.integers(2, 8), st.integers(1, 8), st.integers(0, 2**32 - 1))
-@settings(deadline=None)
 def test_lemma_2_no_other_set_is_narrower(n: int, lookahead: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
     times = np.sort(generator.uniform(0, 100, (n, lookahead)), axis=1)

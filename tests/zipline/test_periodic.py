@@ -35,7 +35,7 @@ intervals = st.sampled_from([0.1, 0.2, 0.3, 0.1 + 0.2, 0.7, 1 / 3, 1.0, 3.0, 1e-
 
 
 @given(st.lists(st.tuples(lasts, intervals), min_size=1, max_size=8), st.integers(1, 20))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_it_agrees_with_solve_where_end_times_nearly_meet(
     workers: list[tuple[float, float]], lookahead: int
 ) -> None:
