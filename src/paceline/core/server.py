@@ -541,6 +541,6 @@ class Server:
             return []
         self._cut = None
         furthest = max(shard.round for shard in self.shards.values())
-        if isinstance(cut, CutProposed) or (cut.round is not None and furthest > cut.round):
+        if isinstance(cut, CutProposed) or (cut.round is not None and furthest >= cut.round):
             return [Send(COORDINATOR, CutOffered(cut.number, furthest))]
         return [request for shard in self.shards.values() for request in shard.cut(cut)]

@@ -216,6 +216,8 @@ class Shard:
             if self.sync.needs_staleness and type(event) is PushReceived:
                 event = msgspec.structs.replace(event, staleness=self._versions.missed(event.worker))
             outcome = Outcome(self.sync.sync, [], [], [])
+            if self._cut is not None and drawn and drawn != self.drawn.last(event.worker):
+                self._cut_if_due(outcome.requests, asked=True)
             actions = self.sync.handle(event)
         except InvalidEventError as error:
             self._record(Entry(event, [], str(error), self.version))
@@ -288,18 +290,35 @@ class Shard:
         """Return the request that sends a worker its first weights."""
         return Send(worker_peer(worker), self._answer(worker, -1, None))
 
-    def _cut_if_due(self, requests: list[Request]) -> None:
+    @property
+    def _awaits_ask(self) -> bool:
+        """True if the shard is cut as soon as the scripts have asked for their next batches."""
+        return (
+            self._cut is not None
+            and self._cut.round is not None
+            and self.round >= self._cut.round
+            and self.drawn.known
+        )
+
+    def _cut_if_due(self, requests: list[Request], *, asked: bool = False) -> None:
         """Add the requests that cut the shard, if the time has come.
 
-        In lockstep, all shards have made the same updates after the same round. If no worker is live, none of them
-        makes a further update. A held push of a worker that has left counts as used already, or will be settled.
+        In lockstep, all shards have made the same updates after the same round. A script may push several times for
+        one batch, and only when it asks for its next one can its state be taken. So the shard waits for the first
+        push with data that was drawn later, and is cut before this push. Meanwhile, answers tell the workers of the
+        cut. If no worker is live, none of them makes a further update. A held push of a worker that has left counts
+        as used already, or will be settled.
+
+        Args:
+            requests: the requests to which those are added.
+            asked: True if the next push has newly drawn data.
         """
         cut, versions = self._cut, self._versions
         assert cut is not None
         labels = self.sync.order.label
         if self.sync.machine.frozen or any(map(versions.is_unapplied, self._orphans)):
             return
-        if cut.round is not None and labels and self.round < cut.round:
+        if cut.round is not None and labels and (self.round < cut.round or (self._awaits_ask and not asked)):
             return
         self._cut = None
         held: dict[int, int] = {}  # worker -> label of its first push that is held
@@ -318,7 +337,7 @@ class Shard:
             tuple(LastPush(worker, label, self.drawn.until(worker, label)) for worker, label in last.items()),
         )
         requests += [TakeCut(self.index, cut.number), Send(COORDINATOR, taken)]
-        if self.index == 0:
+        if self.index == 0 and not asked:
             self._to_mark = dict.fromkeys(last, cut.number)
 
     def _note(self, event: AnyEvent) -> None:
@@ -425,6 +444,8 @@ class Shard:
         in_place = worker in self._readers and self._lockstep
         version = self._versions.version
         cut = self._to_mark.pop(worker, 0) if self._to_mark else 0
+        if self._cut is not None and not self.index and self._awaits_ask:
+            cut = self._cut.number
         return Answer(
             self.index, iteration, version, v_train, in_place, self.samples, edits, term=self._term, cut=cut
         )

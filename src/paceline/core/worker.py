@@ -128,8 +128,7 @@ class Worker:
         combined: the result of the worker's last barrier or reduction; None if it has not arrived.
         extended: the message that ends the worker's last extension; None if it has not arrived.
         extension: number of the last extension of the model that the worker has been told of; 0 if there is none.
-        cut: number of the last cut that was made before the worker's weights, or 0. The host sets 0 when it has taken
-            the state of the script for this cut.
+        cut: number of the cut for which the state of the script is wanted, until the next push; 0 for none.
         placement: the servers of the shards.
     """
 
@@ -324,6 +323,7 @@ class Worker:
         requests = self._due() if self._steps else []
         iteration, plan = self.iteration, self._plan
         self._flagged, self._change = self._change, None
+        self.cut = 0
         stop = None
         if plan is not None and self._flagged is None and iteration >= plan[1]:
             stop, self._plan = plan[0], None

@@ -41,6 +41,11 @@ class DrawnAtShard:
         while len(entries) > 1 and (worker, entries[1][0]) not in unapplied:
             del entries[0]
 
+    @property
+    def known(self) -> bool:
+        """True if a live worker has drawn anything."""
+        return bool(self._entries)
+
     def last(self, worker: int) -> Drawn:
         """Return what a worker had drawn before its last push; () if there is none."""
         entries = self._entries.get(worker)
