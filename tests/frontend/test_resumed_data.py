@@ -35,7 +35,6 @@ class Servers:
 
     def keep_worker_state(self, number: int, state: Sequence[memoryview]) -> None:
         worker = self._worker
-        worker.cut = 0
         pushed = worker.data.pushed
         worker.made = b"".join(state), worker.ledger.cut({0: [(each, each) for each in pushed]})
 
@@ -52,12 +51,11 @@ class Worker:
         self.split, self.batch = "auto", "equal"
         self.device = torch.device("cpu")
         self.data = DataFeed()
-        self.core = SimpleNamespace(data=self.data, lockstep=True)
+        self.core = SimpleNamespace(data=self.data, lockstep=True, iteration=0)
         self.resumed = int(resumed is not None)
         self.ledger = DataLedger(() if resumed is None else resumed[1])
         self.servers = Servers(self, None if resumed is None else resumed[0])
         self.made: Cut | None = None
-        self.pushes = 0
 
     def exchange(self, ask: Callable[[], Sequence[Request]]) -> None:
         self._carry(ask())
@@ -87,9 +85,8 @@ class Worker:
         self.data.accumulate()
         self._carry(self.data.push())
         self.data.answered()
-        self.pushes += 1
-        if self.pushes == cut:
-            self.cut = 1
+        self.core.iteration += 1
+        self.cut = int(self.core.iteration == cut)
 
     def epoch_begins(self, epoch: int) -> None:
         pass

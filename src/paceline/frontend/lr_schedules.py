@@ -170,6 +170,11 @@ class JobScheduler:
         self._advance(reached)
 
     @property
+    def kind(self) -> str:
+        """Name of the class of the wrapped scheduler."""
+        return type(self._scheduler).__name__
+
+    @property
     def place(self) -> tuple[int, int | None]:
         """The number of steps that have been made for what is measured now, and the epoch in which the data began.
 

@@ -134,7 +134,7 @@ class Servers(ABC):
         Its memory may change after this call.
 
         Args:
-            number: number of the cut. The cut then no longer waits for this worker.
+            number: number of the cut.
             state: the bytes of the state. See `worker_state`.
         """
         raise NotImplementedError  # only a session whose job is cut needs it
@@ -231,8 +231,8 @@ class Session(ABC):
 
     @property
     def cut(self) -> int:
-        """Number of the cut of the job for which the state of this worker is wanted; 0 for none."""
-        return 0
+        """Number of the cut for which the state of this worker is wanted, until its next push; 0 for none."""
+        return self.core.cut
 
     @property
     def sends_early(self) -> bool:

@@ -25,12 +25,14 @@ import torch
 from ..errors import UsageError
 from ..shard.states import decode_states, encode_states
 from .generator_states import GeneratorStates, generators_lock
+from .loops import active_loop
 from .loss_scaling import scales_of
 from .lr_schedules import prepared_schedulers
 from .newcomer import untrained
 from .of_session import OfSession
 from .resumption import Place, resumption_of
 from .session import Session
+from .streams import streams_of
 from .tracked import (
     RESUMED,
     hyper_parameters,
@@ -83,7 +85,7 @@ def capture(
             "buffers": training.described_buffers() if training is not None else {},
             "optimizers": [hyper_parameters(optimizer) for optimizer in _optimizers(session)],
             "schedulers": [
-                _sendable(session, f"the state of {type(each).__name__}", state_of(each))
+                _sendable(session, f"the state of {each.kind}", state_of(each))
                 for each in prepared_schedulers(session)
             ],
             "scalers": scales_of(session).states(),
@@ -94,7 +96,10 @@ def capture(
 
 
 def keep(session: Session, place: Place, loader: Callable[[], Mapping[str, Any]] | None = None) -> None:
-    """If the job is cut and has yet to get the state of this worker, send what its script holds.
+    """If the job is cut, send what the script of a worker holds.
+
+    The state is wanted in which the script is when it computes its next gradient. So it is sent again if the script
+    asks for a batch at another place before.
 
     Args:
         session: the session of the worker.
@@ -103,6 +108,10 @@ def keep(session: Session, place: Place, loader: Callable[[], Mapping[str, Any]]
             none.
     """
     if number := session.cut:
+        kept, now = _kept(session), (number, session.core.iteration, place)
+        if kept.last == now:
+            return
+        kept.last = now
         tracked = session.worker == session.main_worker
         state = capture(session, place, loader() if loader is not None else None, tracked=tracked)
         session.servers.keep_worker_state(number, state)
@@ -120,7 +129,22 @@ def begin_resumed(session: Session) -> bool:
         resume_with(session, *session.servers.fetch_worker_states())
         if any(optimizer.state for optimizer in untrained(session)):
             log.warning("%s", NOT_USED)
+            if active_loop(session) is None:
+                _skip_finished_passes(session, resumption.state)
     return session.resumed > 0
+
+
+def _skip_finished_passes(session: Session, state: Mapping[str, Any] | None) -> None:
+    """Begin with the pass in which the earlier run was, because the script leaves out the earlier ones by itself.
+
+    A script that loads the state of an optimizer only in a resumed run begins its own loop with a later epoch. If it
+    tells the loader the number of this epoch, the loader needs no help.
+    """
+    if state is None or state["loaded"]:
+        return
+    place, streams = Place(*state["place"]), streams_of(session)
+    if not dict(streams.passes).get(place.stream):
+        streams.skip([(place.stream, place.epoch)])
 
 
 def resume_with(session: Session, own: bytes | bytearray | None, main: bytes | bytearray | None) -> None:
@@ -195,6 +219,16 @@ def _sendable(session: Session, name: str, state: Any) -> Any:
             log.warning("A checkpoint of the run does not contain %s: %s", name, error)
         return None
     return state
+
+
+class _Kept:
+    """What has been sent last: for which cut, before which iteration, and from which place."""
+
+    def __init__(self) -> None:
+        self.last: tuple[int, int, Place] | None = None
+
+
+_kept = OfSession(lambda _: _Kept())
 
 
 class _Names(set[str]):

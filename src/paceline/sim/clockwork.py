@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from ..core.protocol.job_cut import JobCut
 from ..core.protocol.lease import BatchSizing, Order, Split
 from ..errors import ConfigurationError, unknown_name
 from ..sync.schedule import Schedule
@@ -119,6 +120,12 @@ class Clockwork:
         pass
 
     def supplied(self, worker: int) -> None:
+        pass
+
+    def take_cut(self, shard: int, number: int) -> None:
+        pass  # there are no weights
+
+    def save_cut(self, cut: JobCut) -> None:
         pass
 
     def lost(self, worker: int) -> None:

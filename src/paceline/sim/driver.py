@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ..core.protocol.job_cut import JobCut
+
 __all__ = ["Driver"]
 
 
@@ -36,6 +38,12 @@ class Driver(Protocol):
 
     def sent(self, worker: int, shard: int, *, rounded: bool) -> None:
         """Called when a shard sends its current weights to the worker, rounded or as they are."""
+
+    def take_cut(self, shard: int, number: int) -> None:
+        """Called when a shard must be copied as it is now, for a cut of the job."""
+
+    def save_cut(self, cut: JobCut) -> None:
+        """Called when all shards have been copied for a cut."""
 
     def lost(self, worker: int) -> None:
         """Called when the worker is lost. The worker's later actions have no effect."""

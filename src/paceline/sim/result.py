@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..shard.snapshot import WeightsSnapshot
+    from .simulated_cuts import SimCut
 else:  # `help(SimResult)` resolves the types of its fields, but importing torch takes seconds
-    Tensor = WeightsSnapshot = Any
+    SimCut = Tensor = WeightsSnapshot = Any
 
 __all__ = ["Loss", "SimResult"]
 
@@ -83,6 +84,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         losses: the loss of each iteration, ordered by time; None without a training function.
         history: what the training function has logged (see `paceline.log`), as in the result of a live run.
         snapshots: pairs (virtual time, weights); empty if no snapshots were requested.
+        cuts: the cuts that were made, with which other simulations can begin; empty without a training function.
     """
 
     sync: str
@@ -110,6 +112,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     losses: list[Loss] | None = None
     history: MetricHistory = NO_METRICS
     snapshots: list[tuple[float, WeightsSnapshot]] = []
+    cuts: list[SimCut] = []
 
     @property
     def trace(self) -> list[Trace]:

@@ -37,6 +37,7 @@ from .simulated_job import VirtualJob
 
 if TYPE_CHECKING:
     from ..shard.snapshot import WeightsSnapshot
+    from .simulated_cuts import SimCut
 
 __all__ = ["simulate"]
 
@@ -72,6 +73,8 @@ def simulate(
     needs_losses: bool = False,
     record: bool = False,
     run_dir: str | Path | None = None,
+    cut_at_s: Sequence[float] = (),
+    resumed: SimCut | None = None,
 ) -> SimResult:
     """Simulate a run in virtual time, on a cluster that need not exist.
 
@@ -117,6 +120,9 @@ def simulate(
             the run, except for the losses and snapshots of a `train_fn`.
         run_dir: new directory for the same files as in a live run: traces and records, which are written during the
             run, and a summary. `SimResult.trace` and `.records` then read these files.
+        cut_at_s: virtual times, in seconds, at which the job is cut, as for a checkpoint. Only with `train_fn`.
+        resumed: one of the `SimResult.cuts` of an earlier simulation, from which this one goes on, with the same
+            seed. The cluster and the sync model may be others. Only with `train_fn`.
 
     Raises:
         ConfigurationError: an argument is not valid, or the run directory cannot be written. Nothing was computed.
@@ -151,6 +157,7 @@ def simulate(
     losses: list[Loss] = []
     snapshots: list[tuple[float, WeightsSnapshot]] = []
     final: WeightsSnapshot | None = None
+    cuts: list[SimCut] = []
     recorders = Recorders(
         schedule,
         cluster.workers,
@@ -209,6 +216,7 @@ def simulate(
                 batch=batch,
                 wire=wire_format,
                 observes=mode != "off",
+                resumed=resumed,
             )
             with training:
                 translated = hyperparameters == "translated"
@@ -226,6 +234,8 @@ def simulate(
                     planner=_planner,
                     relaxes=translated,
                     wire=wire_format,
+                    resumed=resumed.job if resumed is not None else None,
+                    cut_at_s=cut_at_s,
                 )
                 stores = training.make_stores(first)
                 sizes = [store.bounds.size_bytes for store in stores]
@@ -248,6 +258,7 @@ def simulate(
                         _save_good_weights(good.good, run_dir, error)
                     raise
                 final = training.snapshot()
+                cuts = training.cuts
     meter, kernel = recorders.meter, job.kernel
     most_used = job.coordinator.data.most_used_order()
     end_ticks = kernel.now_ticks if job.cut_off_ticks is None else job.cut_off_ticks
@@ -281,6 +292,7 @@ def simulate(
         losses=sorted(losses, key=lambda loss: (loss.time_s, loss.worker)) if final is not None else None,
         history=MetricHistory(job.coordinator.history.metrics()),
         snapshots=snapshots,
+        cuts=cuts,
     )
     recorders.summarize(result.summary)
     return result

@@ -20,6 +20,7 @@ from ..core.metrics.time_spent import Stopwatch
 from ..core.metrics.unsent_metrics import Settled
 from ..core.oversight.guard import Guard
 from ..core.protocol.host import Host, ShardStore
+from ..core.protocol.job_cut import JobCut
 from ..core.protocol.messages import (
     Activity,
     Answer,
@@ -46,7 +47,9 @@ from ..core.protocol.requests import (
     Proceed,
     Rehearse,
     Request,
+    SaveCut,
     Send,
+    TakeCut,
     TakeOut,
     Timer,
     Warn,
@@ -111,6 +114,8 @@ class VirtualJob:
         planner: simulates what the coordinator requests; needed if the schedule is `auto`.
         wire: the format in which gradients and weights travel.
         relaxes: False if `auto` chooses no model with stale gradients, because hyper-parameters are not translated.
+        resumed: the cut with which the run begins; None to begin with the initial weights of a worker.
+        cut_at_s: virtual times at which the job is cut.
 
     Attributes:
         kernel: the virtual clock and the pending events.
@@ -138,6 +143,8 @@ class VirtualJob:
         planner: Planner = lambda situation: (),
         relaxes: bool = True,
         wire: WireFormat = EXACT,
+        resumed: JobCut | None = None,
+        cut_at_s: Sequence[float] = (),
     ) -> None:
         count = shards
         ticks_per_s = recorders.ticks_per_s
@@ -159,6 +166,7 @@ class VirtualJob:
             relaxes=relaxes,
             ticks_per_s=ticks_per_s,
             guard=guard,
+            resumed=resumed,
         )
         recorders.history = self.coordinator.history
         self._cluster = cluster
@@ -169,6 +177,7 @@ class VirtualJob:
         self.shard_bytes: Sequence[int] = ()
         self.rounded_bytes: Sequence[int] = ()
         self._seed = seed
+        self._cut_at_s = cut_at_s
         self._overlap = overlap
         self._recorders = recorders
         self._servers = [
@@ -248,6 +257,8 @@ class VirtualJob:
             if worker not in self._first:
                 self._expect(self.kernel.in_ticks(self._cluster.presence[worker].joins_at_s), worker)
         self._begin(models)
+        for at_s in self._cut_at_s:
+            self.kernel.at(self.kernel.in_ticks(at_s), self._cut)
         for worker in self._first:
             self._plan_absence(worker)
         for worker in self._first:
@@ -469,10 +480,15 @@ class VirtualJob:
         for worker in self._first:
             self._at_once(worker_peer(worker), self.workers[worker].core.register(models(worker)))
         initializer = worker_peer(self.coordinator.initializer)
-        self._at_once(initializer, self.workers[initializer.index].core.initialize())
+        if self.coordinator.resumed is None:
+            self._at_once(initializer, self.workers[initializer.index].core.initialize())
         self._at_once(initializer, [Send(COORDINATOR, Status(0, None, "computing"))])
         for worker in self._first:
             self._connect(worker)
+
+    def _cut(self) -> None:
+        """Cut the job. If it has no model yet or loses a worker meanwhile, the cut is made later."""
+        self._coordinator_host.carry_out(self.coordinator.cut())
 
     def _expect(self, due_ticks: int, worker: int) -> None:
         self._to_come += 1
@@ -882,6 +898,9 @@ class _ServerHost(Host):
         job.bytes_sent[kind] += HEADER_BYTES + size_bytes
         state.from_server[self._server].send(size_bytes, job._at_worker, worker, state.life, message)
 
+    def take_cut(self, request: TakeCut) -> None:
+        self._job._driver.take_cut(request.shard, request.number)
+
     def set_timer(self, timer: Timer) -> None:
         self._job.kernel.at(timer.due_ticks, self._fire, timer, priority=TIMER)
 
@@ -919,6 +938,9 @@ class _CoordinatorHost(Host):
         # In a live run, this happens beside the run. Here, it takes no time.
         found = self._job._planner(request.situation)
         self.carry_out(self._job.coordinator.rehearsed(found, self._job.kernel.now_ticks))
+
+    def save_cut(self, request: SaveCut) -> None:
+        self._job._driver.save_cut(request.cut)
 
     def warn(self, warning: Warn) -> None:
         log.error("%s", warning.words)

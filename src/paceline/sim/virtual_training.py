@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -20,6 +21,7 @@ import torch
 
 from ..core.metrics.unsent_metrics import Noted, Settled
 from ..core.oversight.guard import DIVERGED
+from ..core.protocol.job_cut import JobCut
 from ..core.protocol.layout import ShardSlice, of_set
 from ..core.protocol.lease import BatchSizing
 from ..core.protocol.messages import Combined, Contributed, LoopPosition, Observation, Warned
@@ -49,6 +51,7 @@ from ..sync import SyncModel
 from ..sync.draws import uniform
 from ..sync.events import Clip
 from ..sync.schedule import Schedule, read_schedule
+from .simulated_cuts import CutShard, SimCut
 from .simulated_job import VirtualJob
 from .strand import Strand
 
@@ -73,8 +76,10 @@ class Training:
         shards: number of shards.
         batch: "equal" or "balanced". See `Session`.
         wire: the format in which gradients and weights travel.
+        resumed: the cut with which the run begins; None to begin with the initial weights of a worker.
 
     Attributes:
+        cuts: the cuts that have been made.
         job: the simulated job. Must be set before `VirtualJob.run` is called.
         model: description of the trained model. Set by `make_stores`.
         stores: the store of each shard. Set by `make_stores`.
@@ -95,8 +100,11 @@ class Training:
         shards: int,
         batch: BatchSizing,
         wire: WireFormat,
+        resumed: SimCut | None = None,
     ) -> None:
         self.workers = workers
+        self.resumed = resumed
+        self.cuts: list[SimCut] = []
         self.wire = wire
         self.batch = batch
         self.schedule = schedule
@@ -119,6 +127,11 @@ class Training:
         self._slots: BufferSlots  # set by `make_stores`
         self._frozen: dict[str, torch.Tensor] = {}  # the frozen parameters, by name
         self._initializer = -1
+        self._copies: dict[int, dict[int, CutShard]] = {}  # number of a cut -> shard -> its copy
+        self._copied: dict[str, torch.Tensor] = {}  # the buffers and frozen parameters of the last one
+        self._states_of: defaultdict[int, dict[int, bytes]] = defaultdict(
+            dict
+        )  # number of a cut -> by worker
         self._running: VirtualSession | None = None  # the session whose random generators are active
         self._outside: GeneratorStates | None = None  # states of the caller's random generators
 
@@ -161,6 +174,8 @@ class Training:
         Raises:
             RunFailedError: a function failed, or no function trains a model.
         """
+        if self.resumed is not None:
+            self._load(self.resumed)
         for worker in first:
             self._start(worker)
         self._end_calls()
@@ -170,6 +185,8 @@ class Training:
                 "the run",
                 "no worker ever called step() on a paceline.DistributedOptimizer, so nothing was trained",
             )
+        if self.resumed is not None:
+            return self.stores
         initializer = registered[0]
         model = self._sessions[initializer].model
         assert model is not None
@@ -231,6 +248,17 @@ class Training:
             weights = {d: vectors[d][start:stop].clone() for d, (start, stop) in bounds.bounds.items()}
             store = Store(bounds, weights, self.model.optimizers_over_layout)
             store.load_optimizer_state(state_of(bounds))
+            self.stores.append(store)
+
+    def _load(self, cut: SimCut) -> None:
+        """Create the stores from a cut."""
+        self.model = model = cut.job.model
+        self.slices = model.layout.sliced(self._count, self._slicing)
+        self._slots = BufferSlots(model.buffers, [cut.tensors[spec.name].clone() for spec in model.buffers])
+        self._frozen = {spec.name: cut.tensors[spec.name].clone() for spec in model.frozen}
+        for bounds in self.slices:
+            store = Store(bounds, cut.weights(bounds), model.optimizers_over_layout)
+            store.load_optimizer_state(cut.optimizer_state(bounds))
             self.stores.append(store)
 
     def model_of(self, worker: int) -> ModelSpec:
@@ -304,6 +332,22 @@ class Training:
                     if session.commits and (told := session.callbacks.on_arrived) is not None:
                         told(vector, start, stop)
 
+    def take_cut(self, shard: int, number: int) -> None:
+        store = self.stores[shard]
+        copy = CutShard(store.bounds, store.weights, store.optimizer_state())
+        self._copies = {number: self._copies.get(number, {}) | {shard: copy}}
+        if not shard:
+            self._copied = self.pooled_buffers() | {name: each.clone() for name, each in self._frozen.items()}
+
+    def save_cut(self, cut: JobCut) -> None:
+        copies = self._copies[cut.number]
+        shards = [copies[shard] for shard in sorted(copies)]
+        self.cuts.append(SimCut(cut, shards, self._copied, self._states_of[cut.number]))
+
+    def keep_worker_state(self, worker: int, number: int, state: bytes) -> None:
+        """Keep what a worker's script held at a cut."""
+        self._states_of[number][worker] = state
+
     def lost(self, worker: int) -> None:
         self._first_weights.pop(worker, None)
         session = self._sessions.pop(worker, None)
@@ -337,6 +381,10 @@ class Training:
 
     def snapshot(self) -> WeightsSnapshot:
         """Return the current weights and versions of all shards, the frozen parameters, and the pooled buffers."""
+        return WeightsSnapshot(self.state_dict(), self.job.versions)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the current weights of all shards, the frozen parameters, and the pooled buffers."""
         vectors = {
             dtype: torch.empty(size, dtype=torch_dtype(dtype))
             for dtype, size in self.model.layout.sizes.items()
@@ -346,9 +394,7 @@ class Training:
                 vectors[dtype][start:stop] = store.weights[dtype]
         state = named_weights(self.model.layout, vectors)
         state |= self.pooled_buffers()
-        state |= {name: tensor.clone() for name, tensor in self._frozen.items()}
-        versions = self.job.versions
-        return WeightsSnapshot(state, versions)
+        return state | {name: tensor.clone() for name, tensor in self._frozen.items()}
 
     # -- threads ------------------------------------------------------------------------------------------
 
@@ -418,8 +464,9 @@ class VirtualSession(Session):
             seed=training.seed,
             device="cpu",
             skips_nan=training.skips_nan,
+            resumed=training.resumed.job.number if training.resumed is not None else 0,
         )
-        self.servers = VirtualServers(training, core)
+        self.servers = VirtualServers(training, core, worker)
         self.strand: Strand
         self.model: ModelSpec | None = None
         # the initial weights, buffers and optimizer state of parameters that the script adds
@@ -732,12 +779,13 @@ class VirtualSession(Session):
 class VirtualServers(Servers):
     """What a simulated worker requests from the servers. See `paceline.frontend.session.Servers`."""
 
-    def __init__(self, training: Training, core: Worker) -> None:
+    def __init__(self, training: Training, core: Worker, worker: int) -> None:
         self._training = training
         self._core = core
+        self._worker = worker
 
     def fetch_model(self, digest: Callable[[FrozenSpec], str]) -> Mapping[str, torch.Tensor] | None:
-        return self._training.snapshot().state_dict if self._training.stores else None
+        return self._training.state_dict() if self._training.stores else None
 
     def fetch_buffers(self) -> Mapping[str, torch.Tensor]:
         return self._training.pooled_buffers()
@@ -745,7 +793,7 @@ class VirtualServers(Servers):
     def fetch_initial_buffers(
         self, specs: Sequence[BufferSpec], own: Sequence[torch.Tensor]
     ) -> Mapping[str, torch.Tensor]:
-        late = self._core.joined_late and self._core.extended is None
+        late = self._core.holds_job_weights and self._core.extended is None
         return self._training.pooled_buffers() if late else self._training.initial_buffers
 
     def fetch_frozen(self, specs: Sequence[FrozenSpec]) -> Mapping[str, torch.Tensor]:
@@ -756,6 +804,13 @@ class VirtualServers(Servers):
 
     def fetch_states(self, address: str) -> tuple[LoopPosition, bytes | bytearray] | None:
         return self._training.states
+
+    def keep_worker_state(self, number: int, state: Sequence[memoryview]) -> None:
+        self._training.keep_worker_state(self._worker, number, b"".join(state))
+
+    def fetch_worker_states(self) -> tuple[bytes | None, bytes | None]:
+        resumed = self._training.resumed
+        return (None, None) if resumed is None else resumed.states_for(self._worker)
 
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
         return [

@@ -1,0 +1,81 @@
+"""Cuts of simulated jobs, with which later simulations begin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..core.protocol.job_cut import JobCut
+from ..core.protocol.layout import ShardSlice
+from ..shard.optimizer_state import join_state, slice_state
+from ..shard.vectors import Vectors, torch_dtype
+
+__all__ = ["CutShard", "SimCut"]
+
+
+class CutShard:
+    """A copy of a shard.
+
+    Attributes:
+        bounds: the slice of the shard.
+        weights: its weights.
+        state: its optimizer state.
+    """
+
+    def __init__(self, bounds: ShardSlice, weights: Vectors, state: Vectors) -> None:
+        self.bounds = bounds
+        self.weights = {name: value.clone() for name, value in weights.items()}
+        self.state = {key: value.clone() for key, value in state.items()}
+
+
+class SimCut:
+    """A cut of a simulated job: what a simulation with a training function needs to go on from there.
+
+    Args:
+        job: the state of the job.
+        shards: a copy of each shard, in order.
+        tensors: the pooled buffers and the frozen parameters of the model, by name.
+        workers: worker -> what its script held at the cut. A script is asked for it when it asks for its next batch,
+            so the states arrive after the cut.
+
+    Attributes:
+        job: the state of the job.
+        tensors: the pooled buffers and the frozen parameters of the model, by name.
+        workers: worker -> what its script held at the cut.
+    """
+
+    def __init__(
+        self,
+        job: JobCut,
+        shards: list[CutShard],
+        tensors: Mapping[str, torch.Tensor],
+        workers: dict[int, bytes],
+    ) -> None:
+        self.job = job
+        self.tensors = tensors
+        self.workers = workers
+        self._shards = shards
+
+    def weights(self, bounds: ShardSlice) -> Vectors:
+        """Return the weights of a slice, which need not be that of one of the shards."""
+        sizes = self.job.model.layout.sizes
+        whole = {name: torch.empty(size, dtype=torch_dtype(name)) for name, size in sizes.items()}
+        for shard in self._shards:
+            for name, (start, stop) in shard.bounds.bounds.items():
+                whole[name][start:stop] = shard.weights[name]
+        return {name: whole[name][start:stop].clone() for name, (start, stop) in bounds.bounds.items()}
+
+    def optimizer_state(self, bounds: ShardSlice) -> Vectors:
+        """Return the optimizer state of a slice, which need not be that of one of the shards."""
+        layout = self.job.model.layout
+        parameters = [torch.empty(each.shape) for each in layout.parameters]
+        joined: dict[int, dict[str, Any]] = join_state(
+            layout, [(each.bounds, each.state) for each in self._shards]
+        )
+        return slice_state(bounds, parameters, {parameters[index]: each for index, each in joined.items()})
+
+    def states_for(self, worker: int) -> tuple[bytes | None, bytes | None]:
+        """Return what a worker of a later run gets back. See `Servers.fetch_worker_states`."""
+        return self.workers.get(worker), self.workers[min(self.workers)] if self.workers else None
