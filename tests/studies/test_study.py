@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from paceline.sim import Cluster, simulate
 from paceline.studies.description import Study, describe, read_file
 from paceline.studies.figures import figures_of
 from paceline.studies.pages import summary_md
+from paceline.studies.plan import tuning_cells
 from paceline.studies.results import StudyResult
 from paceline.studies.study import carry_out, write
 from paceline.studies.tables import table_tex
@@ -357,6 +359,18 @@ def test_a_changed_training_function_is_another_study(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(text.replace("4", "5"))
     with pytest.raises(ConfigurationError, match="the text of the training function or script differs"):
         carried_out(describe(entries, tmp_path), tmp_path / "out")
+
+
+def test_the_study_files_of_the_documentation_are_valid(tmp_path: Path) -> None:
+    first, second = re.findall(
+        r"```toml\n(.*?)```", (EXAMPLE.parents[2] / "docs" / "studies.md").read_text(), re.DOTALL
+    )
+    assert first == EXAMPLE.read_text()
+    study = read_file(EXAMPLE)
+    most = len(tuning_cells(study)) + len(study.contenders) * len(study.clusters) * len(study.seeds)
+    assert most == 357, "the number of runs is on the page"
+    (tmp_path / "study.toml").write_text(second)
+    assert [each.name for each in read_file(tmp_path / "study.toml").contenders] == ["bsp", "asp", "SSP(2)"]
 
 
 def smaller_example(folder: Path) -> Path:
