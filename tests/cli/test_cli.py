@@ -212,6 +212,7 @@ def test_the_commands_are_those_that_users_need(call: Call) -> None:
         "simulate",
         "advise",
         "study",
+        "replay",
         "sync",
     ]
 
@@ -523,8 +524,8 @@ def test_an_unknown_command_is_refused_with_the_nearest(call: Call) -> None:
 
     assert ended.code == 2
     assert ended.stderr == (
-        "error: unknown command 'rnu'; did you mean 'run'? Choices: advise, check, demo, join, report, run, serve, "
-        "simulate, status, sync.\n"
+        "error: unknown command 'rnu'; did you mean 'run'? Choices: advise, check, demo, join, replay, report, run, "
+        "serve, simulate, status, study, sync.\n"
     )
 
 
@@ -553,6 +554,7 @@ REQUIRED = {  # what each command needs besides the option
     "status": ["127.0.0.1:1"],
     "simulate": ["elastic-bsp"],
     "advise": ["."],
+    "replay": ["."],
     "study": ["study.toml"],
 }
 

@@ -47,14 +47,16 @@ def replay(
     from ..trace.replay import replay as replay_trace
 
     require_no_folder_of_runs(run_dir, "replay")
-    load_kept_models(run_dir)
+    load_kept_models(run_dir)  # --sync may name its models
+    load_named_models(sync or "", imports)
+    model = None if sync is None else parse(sync)
     traces = read_run(run_dir)
     if not traces:
         raise ConfigurationError(
             f"{run_dir} contains no traces. Give the directory of a run that was made without --traces off."
         )
     console = Console(quiet=as_json)
-    if sync is None:
+    if model is None:
         differences = {trace.header.recorded_by: replay_trace(trace) for trace in traces}
         entries = sum(len(trace.entries) for trace in traces)
         for host, found in differences.items():
@@ -73,8 +75,6 @@ def replay(
         if count:
             raise typer.Exit(1)
         return
-    load_named_models(sync, imports)
-    model = parse(sync)
     if model.needs_plans or model.at_coordinator() is not None:
         raise ConfigurationError(
             f"{sync} plans for the whole job, and another plan would have changed when workers push. Simulate it "

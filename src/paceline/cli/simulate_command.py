@@ -256,9 +256,6 @@ def advise(
     from ..rehearsal.ranking import read_syncs
     from ..trace.kept_models import load_kept_models
 
-    require_no_folder_of_runs(run_dir, "advise")
-    load_kept_models(run_dir)  # --sync may name its models
-    load_named_models(sync, imports)
     changes = Changes(
         workers=workers,
         servers=servers,
@@ -267,6 +264,9 @@ def advise(
         recorded_bandwidth=recorded_bandwidth,
     )
     wire = None if wire is None else str(WireFormat.read(wire))
+    require_no_folder_of_runs(run_dir, "advise")
+    load_kept_models(run_dir)  # --sync may name its models
+    load_named_models(sync, imports)
     with interruptible("all processes have ended"), counting() as tell:
         report = advice.advise(run_dir, read_syncs(sync), tell, changes, wire)
     if as_json:

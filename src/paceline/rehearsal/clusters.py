@@ -11,6 +11,7 @@ import msgspec
 
 from ..errors import ConfigurationError
 from ..sim import PRESETS, Cluster, Dataset
+from ..sim.what_if import read_bandwidth
 
 __all__ = ["NO_CHANGES", "Changes", "describe", "describe_data", "load_cluster"]
 
@@ -48,6 +49,9 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
         bandwidth: bandwidth of each machine, such as "1gbit".
         slow: workers and the factors of their compute times, such as "3:2,5:1.5".
         recorded_bandwidth: bandwidth of the network of the recorded run.
+
+    Raises:
+        ConfigurationError: a text cannot be read.
     """
 
     workers: int | None = None
@@ -55,6 +59,13 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
     bandwidth: str | None = None
     slow: str | None = None
     recorded_bandwidth: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "recorded_bandwidth"):
+            if (value := getattr(self, name)) is not None:
+                read_bandwidth(value, name)
+        if self.slow is not None:
+            _factors(self.slow)
 
     def made(self, cluster: Cluster) -> Cluster:
         """Return the changed cluster.

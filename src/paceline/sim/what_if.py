@@ -23,8 +23,8 @@ Together = TypeVar("Together", Pause, Uplink)
 __all__ = ["changed", "read_bandwidth"]
 
 
-def read_bandwidth(bandwidth: float | str) -> float:
-    """Return a bandwidth in bits per second.
+def read_bandwidth(bandwidth: float | str, name: str = "bandwidth") -> float:
+    """Return a bandwidth in bits per second. `name` is what an error calls it.
 
     >>> read_bandwidth("1gbit"), read_bandwidth("100 MB/s")
     (1000000000.0, 800000000.0)
@@ -32,9 +32,9 @@ def read_bandwidth(bandwidth: float | str) -> float:
     Raises:
         ConfigurationError: it is not a number of bits per second > 0, or a string with a unit.
     """
-    value = bandwidth if bandwidth == math.inf else quantity(bandwidth, RATES, "bandwidth")
+    value = bandwidth if bandwidth == math.inf else quantity(bandwidth, RATES, name)
     if not value > 0:
-        raise ConfigurationError(f"bandwidth is {bandwidth!r}, expected more than 0, for example '1 Gbit/s'.")
+        raise ConfigurationError(f"{name} is {bandwidth!r}, expected more than 0, for example '1 Gbit/s'.")
     return float(value)
 
 
