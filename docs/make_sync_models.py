@@ -10,6 +10,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pseudo_code
+
 from paceline.report.canvas import save
 from paceline.report.models import Page, flowing, pages
 from paceline.report.picture import timeline_picture
@@ -204,7 +206,9 @@ def text() -> str:
     """Return the whole page."""
     headings, *rows = (f"| {' | '.join(row)} |\n" for row in CHOICES)
     table = "".join([headings, "|---" * len(CHOICES[0]), "|\n", *rows])
-    return f"{INTRODUCTION}{WHICH}{table}\n{WHICH_IN_DETAIL}" + "\n".join(section(page) for page in pages())
+    return f"{INTRODUCTION}{WHICH}{table}\n{WHICH_IN_DETAIL}" + "\n".join(
+        [*(section(page) for page in pages()), pseudo_code.section()]
+    )
 
 
 def main() -> int:
