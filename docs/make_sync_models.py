@@ -10,7 +10,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pseudo_code
+import pseudo_code  # type: ignore[import-not-found]
 
 from paceline.report.canvas import save
 from paceline.report.models import Page, flowing, pages

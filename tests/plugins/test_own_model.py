@@ -213,3 +213,38 @@ def test_a_model_of_the_script_itself_cannot_reach_the_servers() -> None:
 def test_a_module_that_cannot_be_imported_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigurationError, match="the module 'no_such_module_at_all' cannot be imported"):
         load_models("bsp", ["no_such_module_at_all"])
+
+
+@pytest.mark.parametrize("name", ["buffered", "median_bound", "merge_late"])
+def test_the_page_shows_the_code_of_the_examples(name: str) -> None:
+    page = (ROOT / "docs" / "your-own-model.md").read_text()
+    code = (ROOT / "examples" / f"{name}.py").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    methods = [part.strip("\n") for block in blocks for part in re.split(r"\n\n(?=    def )", block)]
+    assert sum(part in code for part in methods) >= 2 - (name == "merge_late")
+    assert f"(../examples/{name}.py)" in page
+
+
+@pytest.mark.parametrize("sync", ["median-bound:ahead=1", "merge-late:late=2,most=2,wait_s=3"])
+def test_the_worked_examples_train(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one slow worker of four, the median holds nobody up, and late pushes of the slow worker are merged."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    name = sync.partition(":")[0]
+    load_models("", [name.replace("-", "_")])
+    try:
+        cluster = Cluster([1.0, 1.0, 1.0, 4.0])
+        result = simulate(cluster, sync, None, until_s=80.0, record=True)
+        assert result.measures.unapplied == 0
+        assert result.waiting_share == 0.0
+        for trace in result.trace:
+            assert replay(trace) == []
+        merged = [
+            action
+            for entry in result.trace[0].entries
+            for action in entry.actions
+            if type(action).__name__ == "ApplyMean"
+        ]
+        assert bool(merged) == (name == "merge-late")
+    finally:
+        del MODELS[name], sys.modules[name.replace("-", "_")]
+        parse.cache_clear()

@@ -58,9 +58,7 @@ def describe(name: str) -> Page:
         raise unknown_name("sync model", name, MODELS)
     model = MODELS[name]
     ours = model.__module__.startswith("paceline.")
-    # A module of the user may define several models, and much else.
-    own = "" if ours else (model.__doc__ or "").partition("Attributes:\n")[0]
-    head = inspect.cleandoc(own or import_module(model.__module__).__doc__ or "")
+    head = inspect.cleandoc(import_module(model.__module__).__doc__ or model.__doc__ or "")
     text, arrow, example = head.partition("\n>>> ")
     found = re.split(rf"^({'|'.join(LABELS)}): ", text, flags=re.MULTILINE)
     opening, labelled = found[0], found[1:]

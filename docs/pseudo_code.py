@@ -1,0 +1,135 @@
+"""The lines of the papers' pseudo-code, each with the function that does the same, for `docs/sync-models.md`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import NamedTuple
+
+__all__ = ["section"]
+
+
+class Line(NamedTuple):
+    """Some lines of an algorithm.
+
+    Attributes:
+        lines: their numbers.
+        what: what they do, in our words.
+        where: the function that does so, as "module:Class.method".
+        deviation: how it differs; "" if it does not.
+    """
+
+    lines: str
+    what: str
+    where: str
+    deviation: str = ""
+
+
+ALGORITHMS: dict[str, list[Line]] = {
+    "FluentPS, Algorithm 1, worker (all models)": [
+        Line("2-4", "compute a gradient, and push it to each shard", "core.worker:Worker.push"),
+        Line(
+            "5",
+            "pull, and wait for the weights of all shards",
+            "core.worker:Worker.handle",
+            "The push and the pull are one message.",
+        ),
+    ],
+    "FluentPS, Algorithm 1, server (`ssp`, `dsps`, `pssp`, `dynamic-pssp`, `drop-stragglers`, `conditions`)": [
+        Line("1", "begin with round 0", "sync.conditions:ConditionMachine.__init__"),
+        Line(
+            "2-5",
+            "answer a pull if the pull condition holds on its arrival",
+            "sync.conditions:ConditionMachine.pulled",
+        ),
+        Line(
+            "6-11",
+            "else file the pull under a round",
+            "sync.conditions:ConditionMachine.pulled",
+            "The paper files it under the worker's progress (`execution=lazy`, where the round is at least V_train). "
+            "The default files it under V_train, because only then does a worker start exactly when SSP lets it.",
+        ),
+        Line(
+            "14",
+            "add a part of the gradient to the weights",
+            "sync.conditions:ConditionMachine._receive",
+            "The paper adds 1/N of it (`push_scale=1/n`). The default hands the whole gradient to the optimizer.",
+        ),
+        Line("15", "count the push", "sync.counts:Counts.pushed"),
+        Line(
+            "16-22",
+            "if the push condition holds, answer what is filed under the round, and begin the next one",
+            "sync.conditions:ConditionMachine._close_rounds",
+            "The condition is tested again until it fails, because the loss of a worker can complete several rounds. "
+            "A worker that has left counts no more.",
+        ),
+    ],
+    "SpecSync, Algorithm 2 (`spec-sync`)": [
+        Line(
+            "worker 4-7",
+            "drop the computation, and begin it again on new weights",
+            "core.worker:Worker.pull_again",
+        ),
+        Line(
+            "scheduler 4-6",
+            "on a notification, note the push, and test later",
+            "sync.spec_sync:Speculator.started",
+            "The time begins with the worker's next computation, which may have to wait first (over `ssp`).",
+        ),
+        Line(
+            "scheduler 7-10",
+            "order a restart if more pushes of others came in than the rate allows",
+            "sync.spec_sync:Speculator.timer_fired",
+            "An iteration is restarted at most once.",
+        ),
+    ],
+    "SpecSync, Algorithm 1 (`spec-sync` without fixed parameters)": [
+        Line(
+            "2-8",
+            "try each difference of times, and keep the one with the largest gain",
+            "sync.spec_sync:tune",
+            "Candidates are differences between pushes and starts, up to the mean iteration time. Nothing is aborted "
+            "if no candidate gains anything.",
+        ),
+    ],
+    "ElasticBSP, Algorithm 2, ZipLine (`elastic-bsp`)": [
+        Line("2-3", "merge and sort the predicted end times", "zipline.zipline:timeline"),
+        Line(
+            "4-24",
+            "move over them with one end time of each worker, and keep the set with the least difference",
+            "zipline.zipline:zipline",
+            "Of sets with the same difference, the earliest is kept.",
+        ),
+    ],
+}
+
+BETWEEN_THE_LINES = """
+What the pseudo-code does not show, or what is not its own:
+
+- `bsp`: Table III of FluentPS describes it with conditions, and applies N gradients one by one. Here, a shard
+  applies their mean once, so that momentum and Adam see one gradient per round, as in one process.
+- `ssp`: Ho and others (2013) let a worker read from its own cache, which may be up to s iterations old. Here, each
+  pull gets the newest weights, as in FluentPS. So weights are never older than SSP permits, and usually newer.
+- `dsps`, `dssp`: the papers leave open how intervals are measured. Here, an interval lasts from the answer to a pull
+  until the next push, without waiting.
+- `pssp`, `dynamic-pssp`: the paper draws at each shard. Here, all shards draw the same number for an iteration, so
+  the number of shards does not change the model.
+- `rennala`, `ringmaster`, `naive-waiting`: each is one rule, which its section states.
+"""
+
+
+def section() -> str:
+    """Return the section. Raise `AttributeError` or `ImportError` if a function does not exist."""
+    parts = [
+        "## The papers' pseudo-code, line by line\n\nThe functions are named within `src/paceline`. The sections "
+        "above state the other deviations of each model.\n"
+    ]
+    for title, lines in ALGORITHMS.items():
+        rows = ["| lines | what they do | where | how it differs |\n|---|---|---|---|"]
+        for each in lines:
+            module, _, path = each.where.partition(":")
+            found: object = import_module(f"paceline.{module}")
+            for name in path.split("."):
+                found = getattr(found, name)
+            rows.append(f"| {each.lines} | {each.what} | `{module}`, `{path}` | {each.deviation} |")
+        parts.append(f"**{title}**\n\n" + "\n".join(rows) + "\n")
+    return "\n".join(parts) + BETWEEN_THE_LINES
