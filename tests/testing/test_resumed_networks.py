@@ -17,14 +17,19 @@ import pytest
 
 from paceline.core.protocol.job_cut import JobCut
 from paceline.core.protocol.lease import positions
-from paceline.testing.choosers import Hostile
+from paceline.testing import network_processes
+from paceline.testing.choosers import Hostile, Random
 from paceline.testing.network import Network, Step
 from tests.support.marks import thorough
 from tests.testing.test_network import MODELS
 
 SEEDS = int(os.environ.get("PACELINE_NETWORK", "10"))
 
-EPOCHS = ("epoch 0", "epoch 1", "epoch again", "finish")
+SCRIPTS = (
+    ("epoch 0", "epoch 1", "epoch again", "finish"),
+    ("epoch 0", "extend 1", "epoch 1", "extend 2", "epoch again", "finish"),
+)
+"""What the workers of all runs of a job do."""
 
 
 class Chooser(Hostile):
@@ -64,6 +69,7 @@ def resume_each_other(seed: int, runs: int = 4) -> int:
     cut: JobCut | None = None
     used: Counter[tuple[int, int]] = Counter()
     cuts = 0
+    script = SCRIPTS[seed % 3 == 0]
     for run in range(runs):
         sync = draws.choice(MODELS)
         workers = draws.randint(1, 3)
@@ -71,7 +77,7 @@ def resume_each_other(seed: int, runs: int = 4) -> int:
         if "drop-stragglers" in sync:
             workers = 3
         network = Network(
-            sync, workers=workers, servers=servers, most=4, script=EPOCHS, resumed=cut, used=used, seed=seed
+            sync, workers=workers, servers=servers, most=4, script=script, resumed=cut, used=used, seed=seed
         )
         moments = {draws.randrange(40, 500) for _ in range(0 if run == runs - 1 else 3)}
         network.run(Chooser(f"{seed} {run}", moments))
@@ -93,3 +99,38 @@ def resume_each_other(seed: int, runs: int = 4) -> int:
 @pytest.mark.parametrize("first", [0, *thorough(*range(20 * SEEDS, 500 * SEEDS, 20 * SEEDS))])
 def test_runs_resume_each_other_on_a_hostile_network(first: int) -> None:
     assert sum(map(resume_each_other, range(first, first + 20 * SEEDS))) > 10 * SEEDS
+
+
+def cut_after(network: Network, count: int) -> JobCut:
+    """Cut a run after a number of steps, and return the cut."""
+    choose = Random(count)
+    for _ in range(count):
+        network.take(choose(network, network.steps()))
+    network.take(("cut",))
+    while not network.cuts:
+        network.take(choose(network, network.steps()))
+    return network.cuts[0][0]
+
+
+def test_parameters_that_an_earlier_run_has_added_come_from_the_cut() -> None:
+    script = ("push", "extend 1", "push", "extend 2", *["push"] * 9, "finish")
+    cut = cut_after(Network("bsp", workers=2, servers=2, script=script), 150)
+    assert cut.models == tuple(network_processes.MODELS)
+    network = Network("asp", workers=1, servers=1, script=script, resumed=cut)
+    again = cut_after(network, 60)
+    assert again.models == tuple(network_processes.MODELS)
+    assert again.number > cut.number
+    network.run(Random(0))
+    network.check_end()
+    assert not any("InitialWeights" in sentence for sentence in network.told)
+
+
+def test_a_changed_model_is_refused_with_the_first_difference() -> None:
+    cut = cut_after(Network("bsp", workers=1, script=(*["push"] * 9, "finish")), 20)
+    network = Network(
+        "bsp", workers=2, resumed=msgspec.structs.replace(cut, model=network_processes.MODELS[1])
+    )
+    network.run(Random(0))
+    assert network.over == (
+        "the run: its model differs from the model of the run that is resumed: 1 parameters instead of 2"
+    )

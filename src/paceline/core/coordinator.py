@@ -145,7 +145,7 @@ MOST_WARNINGS = 100
     decides=(
         "model slices addresses initializer started servers members main quorum losses data loops "
         "collectives oversight history auto _metrics _norms _sync _connected _registered "
-        "reconfigurations _early _turns"
+        "reconfigurations _early _turns _earlier_models"
     ),
     history="cut_off endings faults board waits time_ledger",
     fixed=(
@@ -278,6 +278,7 @@ class Coordinator:
         # Requests for data that have arrived while the run had too few workers to begin: (worker, loader) -> message.
         self._early: dict[tuple[int, int], DataRequested] = {}
         self._turns = Turns()
+        self._earlier_models: list[ModelSpec] = []  # the model before each extension
 
     @property
     def shards(self) -> list[tuple[ShardSlice, str]]:
@@ -333,6 +334,11 @@ class Coordinator:
         if not self.quorum.paused:
             return ""
         return f"{len(self.members.present)} of at least {self.quorum.pause_below} workers"
+
+    @property
+    def _resumes(self) -> int:
+        """Number of the cut with which the run has begun; 0 for none."""
+        return 0 if self.resumed is None else self.resumed.number
 
     @property
     def _is_too_small(self) -> bool:
@@ -653,6 +659,11 @@ class Coordinator:
             slices = model.layout.sliced(self._shards, self._slicing)
         except ConfigurationError as error:
             return self._refuse([initializer], str(error), f"worker {initializer}")
+        if self.resumed is not None and not self.resumed.contains(model):
+            difference = first_difference(self.resumed.models[0], model)
+            reason = f"its model differs from the model of the run that is resumed: {difference}"
+            self._registered.clear()
+            return self._refuse(list(models), reason, "the run")
         if reason := self._shortage(model, len(models)):
             # Refuse all workers: otherwise, the other workers would begin once the refused workers had left.
             self._registered.clear()
@@ -691,7 +702,7 @@ class Coordinator:
 
     def _start(self) -> list[Request]:
         assert self.model is not None
-        resumed = 0 if self.resumed is None else self.resumed.number
+        resumed = self._resumes
         started = Started(
             self.slices,
             self.addresses,
@@ -719,7 +730,9 @@ class Coordinator:
         if reason := self._shortage(model, len(models)):
             return self._refuse(list(models), reason, "the run")
         self._give_up_cut()
-        return self.reconfigurations.extend(model.layout.sliced(self._shards, self._slicing), models)
+        slices = model.layout.sliced(self._shards, self._slicing)
+        known = self.resumed is not None and self.resumed.contains(model)
+        return self.reconfigurations.extend(slices, models, self._resumes if known else 0)
 
     def _complete_extension(self, server: int, message: ExtensionReady, now_ticks: int) -> list[Request]:
         """Handle a server's report. After the last report, the extended model is the model of the run.
@@ -729,6 +742,8 @@ class Coordinator:
         requests, extension = self.reconfigurations.extended(server, message)
         if extension is None:
             return requests
+        assert self.model is not None
+        self._earlier_models.append(self.model)
         self.model, self.slices = extension.model, extension.slices
         for worker in list(self.reconfigurations.joining):
             registered = self._registered.get(worker)
@@ -795,6 +810,7 @@ class Coordinator:
             seed=self._seed,
             sync=self._sync.sync,
             model=self.model,
+            extensions=tuple(self._earlier_models),
             slices=self.slices,
             shards=tuple(cut.taken[shard].state for shard in sorted(cut.taken)),
             pushes=pushes if before is None else before.pushes.plus(pushes),

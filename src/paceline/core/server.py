@@ -376,7 +376,7 @@ class Server:
     def _extend(self, message: ExtendShards) -> list[Request]:
         """Request the initial weights of the new parameters. If they are requested again, earlier ones are unused."""
         self.initializer, self._next = message.initializer, message.number
-        self._to_begin = {bounds.index for bounds in message.shards}
+        self._to_begin = set() if message.resumed else {bounds.index for bounds in message.shards}
         initializer = worker_peer(message.initializer)
         requested = [Send(initializer, InitialWeightsRequested(shard)) for shard in sorted(self._to_begin)]
         return [*requested, *self._report_if_ready()]

@@ -308,8 +308,9 @@ class ServerProcess(Process):
             case CreateShards(shards=shards, resumed=resumed):
                 self.stores = {shard.index: Pushes() for shard in shards}
                 self.origins = {shard: [message.initializer] if resumed else [] for shard in self.stores}
-            case ExtendShards(number=number):
-                self._prepared, self._arrived = number, {}
+            case ExtendShards(number=number, resumed=resumed):
+                arrived = dict.fromkeys(self.stores, message.initializer) if resumed else {}
+                self._prepared, self._arrived = number, arrived
             case ModelExtended():
                 self._extend()
             case WorkerLost(at_once=True):

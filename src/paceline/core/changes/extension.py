@@ -37,6 +37,9 @@ connection as lost.
 Of its earlier parameters, a worker keeps the weights that it has pulled: in `encoder(x)` and then `new_head(...)`,
 the graph already holds those of the encoder. It takes the new ones only if it has made empty pushes while it waited,
 and has called no module with trained parameters before.
+
+In a run that resumes a cut, the scripts add parameters again that the earlier run had added. The servers then take
+their values from the cut.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ from ..protocol.requests import Request, Send, server_peer, worker_peer
 __all__ = ["Extension"]
 
 
-@stateful(decides="slices phase _models _workers _placement _number _ready")
+@stateful(decides="slices phase _models _workers _placement _number _resumed _ready")
 class Extension:
     """The coordinator's part of an extension that is in progress.
 
@@ -63,6 +66,7 @@ class Extension:
         models: the extended model of each worker that waits for the extension.
         placement: the servers of the shards.
         number: number of the extension.
+        resumed: number of the cut that contains the new parameters; 0 if they are new.
 
     Attributes:
         slices: the slices of the extended model.
@@ -76,6 +80,7 @@ class Extension:
         models: Mapping[int, ModelSpec],
         placement: Placement,
         number: int,
+        resumed: int = 0,
     ) -> None:
         self.slices = tuple(slices)
         self.phase: Literal["agreed", "in force"] = "agreed"
@@ -83,6 +88,7 @@ class Extension:
         self._workers = sorted(models)
         self._placement = placement
         self._number = number
+        self._resumed = resumed
         self._ready: set[int] = set()  # servers that have received the initial weights
 
     @property
@@ -106,6 +112,7 @@ class Extension:
                     self._placement.held_by(server, self.slices),
                     self._workers[0],
                     self._number,
+                    self._resumed,
                 ),
             )
             for server in self._placement.servers

@@ -195,9 +195,11 @@ class Reconfigurations:
             raise ProtocolError("the model cannot be extended now")
         require_extension(before, model)
 
-    def extend(self, slices: Sequence[ShardSlice], models: Mapping[int, ModelSpec]) -> list[Request]:
+    def extend(
+        self, slices: Sequence[ShardSlice], models: Mapping[int, ModelSpec], resumed: int = 0
+    ) -> list[Request]:
         """Begin an extension on which all live workers have agreed. See `Extension`."""
-        self.extension = Extension(slices, models, self._placement, self.extensions + 1)
+        self.extension = Extension(slices, models, self._placement, self.extensions + 1, resumed)
         return self.extension.begin()
 
     def leave_extension(self, worker: int) -> list[Request]:

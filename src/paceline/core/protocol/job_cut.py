@@ -15,7 +15,7 @@ import msgspec
 from .layout import ShardSlice
 from .lease import Lease, Order
 from .messages import LoopLimits, LoopPosition, PushCounts, ShardState
-from .model_spec import ModelSpec
+from .model_spec import ModelSpec, first_difference
 
 __all__ = ["EpochCut", "JobCut", "LoaderCut", "LoopCut", "PushCounts", "ShardState", "WorkerCut"]
 
@@ -134,6 +134,15 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[WorkerCut, ...] = ()
     loaders: tuple[LoaderCut, ...] = ()
     loop: LoopCut = LoopCut()
+
+    @property
+    def models(self) -> tuple[ModelSpec, ...]:
+        """The model at the beginning of training, and after each addition of parameters."""
+        return (*self.extensions, self.model)
+
+    def contains(self, model: ModelSpec) -> bool:
+        """Return True if the job has trained this model before or at the cut."""
+        return any(not first_difference(known, model) for known in self.models)
 
     def states_of(self, shards: int) -> tuple[ShardState, ...]:
         """Return the state with which each shard begins if a run resumes this cut with a number of shards.

@@ -26,12 +26,15 @@ class ExtendShards(Message, frozen=True, tag=True):
         shards: the slices that this server will hold.
         initializer: the worker that sends the initial weights of the new parameters.
         number: number of the extension. The extensions of a run are numbered from 1.
+        resumed: number of the cut that contains the new parameters, because an earlier run had added them. The server
+            then has their weights, and the initializer does not send any. 0 if they are new.
     """
 
     model: ModelSpec
     shards: tuple[ShardSlice, ...]
     initializer: int
     number: int
+    resumed: int = 0
 
 
 @sent("server", to="worker")
