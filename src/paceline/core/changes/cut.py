@@ -9,17 +9,18 @@ weights contain:
     CutAgreed     to each server: cut each shard after this round or, under other models, at once
     CutTaken      for each shard: it has been cut
 
-In lockstep, the updates of a round are the same at all shards, so no push is torn. A shard that has gone beyond the
-round makes another offer; the coordinator then agrees on another cut, with twice as many rounds in between. Under
-other models, each shard is cut at a version of its own, so the last pushes of some workers may be torn. They count as
-torn, and their data is not used again. Held pushes are returned with their data.
+In lockstep, the updates of a round are the same at all shards, so no push is torn. A shard is cut when the scripts
+ask for their next batches: just before the first push after the round that has newly drawn data. A shard that has
+already completed the round makes another offer; the coordinator then agrees on another cut, with twice as many rounds
+in between. Under other models, each shard is cut at a version of its own, so the last pushes of some workers may be
+torn. They count as torn, and their data is not used again. Held pushes are returned with their data.
 
 Nothing waits for a cut, and a cut waits for everything else: it begins when no reconfiguration is in progress and no
 loss is open, and begins again with the next number if one of them begins before all shards have been cut. From the
 beginning of a cut to its end, the ledger settles nothing, so it still knows what every worker has received.
 
 What has been cut is copied by the hosts of the shards (`TakeCut`), and written by the host of the coordinator
-(`SaveCut`). A worker learns of a cut from its next answer.
+(`SaveCut`). A worker learns of a cut from its answers.
 """
 
 from __future__ import annotations
