@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..report.canvas import Dashes, new_figure
+from ..report.canvas import new_figure
 from ..report.colors_of_time import COLOR_OF
 from ..report.styles_of_models import Style, styles_of
 from .cells import UNITS, Outcome
@@ -137,13 +137,13 @@ def _over(result: StudyResult, look: Look, unit: str) -> Figure:
                 linewidth=0,
             )
         _scale(axes, means, look)
-        _target_line(axes, result.of_cluster(cluster)[0].target)
+        target = _target_line(axes, result.of_cluster(cluster)[0].target)
         axes.set_xlim(left=0)
         axes.set_xlabel(AXES[unit], fontsize=SMALL)
         axes.grid(alpha=0.25, linewidth=0.6)
     _label_first(panels, look.metric)
     ordered = [each.name for each in result.study.contenders if each.name in handles]
-    _legend(figure, [handles[name] for name in ordered], ordered)
+    _legend(figure, [*(handles[name] for name in ordered), target], [*ordered, "target"])
     seeds = len(result.study.seeds)
     if seeds > 1:
         figure.suptitle(f"mean over {seeds} seeds, with its {CONFIDENCE:.0%} interval", fontsize=9)
@@ -165,19 +165,9 @@ def _scale(axes: Axes, means: Sequence[float], look: Look) -> None:
     axes.set_ylim(low - margin, high + margin)
 
 
-def _target_line(axes: Axes, target: float, dashes: Dashes = "--") -> None:
-    if math.isfinite(target):
-        axes.axhline(target, color="#555555", linewidth=0.9, linestyle=dashes, zorder=1)
-        axes.annotate(
-            "target",
-            (1.0, target),
-            xycoords=("axes fraction", "data"),
-            xytext=(-3, 2),
-            textcoords="offset points",
-            ha="right",
-            fontsize=TINY,
-            color="#555555",
-        )
+def _target_line(axes: Axes, target: float) -> Any:
+    """Draw the target, and return its line for the legend."""
+    return axes.axhline(target, color="#555555", linewidth=1.0, linestyle=":", zorder=1)
 
 
 def _label_first(panels: Mapping[str, Axes], label: str) -> None:
@@ -307,7 +297,7 @@ def _front(result: StudyResult, look: Look) -> Figure:
             drawstyle="steps-post",
             zorder=1,
         )
-        _target_line(axes, rows[0].target, ":")
+        target = _target_line(axes, rows[0].target)
         axes.set_xlim(0, right)
         axes.set_xlabel("virtual seconds to the target", fontsize=SMALL)
         axes.grid(alpha=0.25, linewidth=0.6)
@@ -318,7 +308,7 @@ def _front(result: StudyResult, look: Look) -> Figure:
     ]
     labels = [each.name for each in result.study.contenders]
     handles.append(Line2D([], [], color="#555555", linewidth=0.9, linestyle=(0, (4, 3))))
-    _legend(figure, handles, [*labels, "not dominated (filled)"])
+    _legend(figure, [*handles, target], [*labels, "not dominated (filled)", "target"])
     return figure
 
 
