@@ -87,7 +87,6 @@ ROW = Setting(
     doc="number of the newest files that are kept.",
     help="Number of the newest files that are kept.",
     check=whole(least=1),
-    field="newest",
 )
 
 
@@ -97,8 +96,8 @@ class LongerJob(Job, frozen=True, kw_only=True):
 
 @pytest.fixture
 def with_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(table.SETTINGS, "keep", ROW.named("keep"))
-    monkeypatch.setitem(table.TYPES, "keep", int)
+    monkeypatch.setitem(table.SETTINGS, "newest", ROW.named("newest"))
+    monkeypatch.setitem(table.TYPES, "newest", int)
     monkeypatch.setattr(job_options, "Job", LongerJob)
 
 
@@ -108,13 +107,13 @@ def made(**settings: Any) -> Job:
 
 @pytest.mark.usefixtures("with_a_row")
 def test_a_new_row_reaches_the_processes_of_a_run_and_its_report() -> None:
-    job = made(keep=5)
+    job = made(newest=5)
     received = msgspec.json.decode(encode_job(job), type=LongerJob)
     assert (received.newest, made().newest) == (5, 3)  # type: ignore[attr-defined]
     told = {setting.name: (setting.value, setting.default) for setting in description_of(job, []).settings}
-    assert told["--keep"] == ("5", False)
-    with pytest.raises(ConfigurationError, match="keep is 0, expected a whole number >= 1"):
-        made(keep=0)
+    assert told["--newest"] == ("5", False)
+    with pytest.raises(ConfigurationError, match="newest is 0, expected a whole number >= 1"):
+        made(newest=0)
 
 
 @pytest.mark.usefixtures("with_a_row")
@@ -130,8 +129,8 @@ def test_a_new_row_is_an_option_of_the_commands_and_an_argument_in_python(
     app = typer.Typer()
     app.command()(command)
     monkeypatch.setenv("COLUMNS", "120")
-    assert "--keep" in CliRunner().invoke(app, ["--help"]).output
-    assert CliRunner().invoke(app, ["--keep", "7"]).exit_code == 0
+    assert "--newest" in CliRunner().invoke(app, ["--help"]).output
+    assert CliRunner().invoke(app, ["--newest", "7"]).exit_code == 0
     assert made(**given).newest == 7  # type: ignore[attr-defined]
 
     @shows_settings
@@ -145,8 +144,8 @@ def test_a_new_row_is_an_option_of_the_commands_and_an_argument_in_python(
             ValueError: never.
         """
 
-    assert inspect.signature(function).parameters["keep"].default == 3
-    assert "    keep: number of the newest files that are kept.\n\nRaises:" in (
+    assert inspect.signature(function).parameters["newest"].default == 3
+    assert "    newest: number of the newest files that are kept.\n\nRaises:" in (
         inspect.getdoc(function) or ""
     )
 
@@ -157,7 +156,7 @@ def test_the_command_run_takes_each_of_its_settings() -> None:
 
 
 NEW_ROW = """
-    keep: Annotated[
+    newest: Annotated[
         int,
         Setting(
             default=3,
@@ -177,7 +176,7 @@ model = torch.nn.Linear(1, 1)
 optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 model(torch.ones(1)).sum().backward()
 optimizer.step()
-print("kept:", current()._job.keep)
+print("kept:", current()._job.newest)
 """
 
 
@@ -187,15 +186,15 @@ def test_a_setting_that_is_added_in_two_places_of_the_source_reaches_a_worker(tm
     shutil.copytree(Path(paceline.__file__).parent, source)
     for file, before, added in (
         ("settings/table.py", "\n\nTYPES: ", NEW_ROW),
-        ("runtime/job.py", "\n    def __repr__", "    keep: int\n"),
+        ("runtime/job.py", "\n    def __repr__", "    newest: int\n"),
     ):
         head, found, rest = (source / file).read_text().partition(before)
         assert found
         (source / file).write_text(f"{head.rstrip()}\n{added}{found}{rest}")
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "paceline", "run", "-n", "1", "--keep", "7", "script.py"]
+    command = [sys.executable, "-m", "paceline", "run", "-n", "1", "--newest", "7", "script.py"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert "kept: 7" in ended.stdout, ended.stderr
     described = json.loads(next(tmp_path.glob("runs/*/run.json")).read_text())
-    assert {"name": "--keep", "value": "7", "default": False} in described["settings"]
+    assert {"name": "--newest", "value": "7", "default": False} in described["settings"]

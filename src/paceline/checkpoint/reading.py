@@ -29,6 +29,7 @@ class Checkpoint:
     Args:
         path: directory of the checkpoint.
         pace: rate at which the files are read to check them; None for no limit.
+        checked: False if the files have been checked before.
 
     Attributes:
         path: directory of the checkpoint.
@@ -38,10 +39,11 @@ class Checkpoint:
         CheckpointError: the checkpoint is not complete, it is damaged, or another version has written it.
     """
 
-    def __init__(self, path: Path, pace: Pace | None = None) -> None:
+    def __init__(self, path: Path, pace: Pace | None = None, *, checked: bool = True) -> None:
         self.path = path
         self.manifest: Manifest = read_manifest(path)
-        require_whole(path, self.manifest, pace or Pace())
+        if checked:
+            require_whole(path, self.manifest, pace or Pace())
 
     @property
     def job(self) -> bytes:

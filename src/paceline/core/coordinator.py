@@ -655,6 +655,11 @@ class Coordinator:
             if difference := first_difference(model, other):
                 reason = f"its model differs from the model of worker {initializer}: {difference}"
                 return self._refuse([worker], reason, f"worker {worker}")
+        if self.resumed is not None:
+            before = next(iter(self.resumed.extensions), self.resumed.model)
+            if difference := first_difference(before, model):
+                reason = f"its model differs from the model of the run that is resumed: {difference}"
+                return self._refuse(list(models), reason, f"worker {initializer}")
         try:
             slices = model.layout.sliced(self._shards, self._slicing)
         except ConfigurationError as error:

@@ -11,11 +11,64 @@ import msgspec
 
 from ..files import write_json
 from .run_report import Setting
+from .words import counted
 
-__all__ = ["RunFile", "read_run_file", "write_run_file"]
+__all__ = ["NAME", "Resumption", "RunFile", "read_run_file", "write_run_file"]
 
 FORMAT = 1
 NAME = "run.json"
+
+
+class Resumption(msgspec.Struct, frozen=True, kw_only=True):
+    """An interruption of a run, after which it has gone on from a checkpoint.
+
+    Attributes:
+        why: why the run was interrupted, as a sentence; "" if a user has resumed it.
+        begun_at: date and time at which it went on, in ISO 8601 with the offset from UTC.
+        checkpoint: the directory of the checkpoint.
+        updates: number of updates that the job had made at the checkpoint.
+        samples: number of samples that they include, as far as it is known.
+        elapsed_s: time for which the job had run at the checkpoint, in seconds.
+        lost_updates: number of updates that the run had made after the checkpoint; None if it is unknown.
+        lost_samples: number of samples that they include; None if it is unknown.
+        lost_s: time between the checkpoint and the end, in seconds; None if it is unknown.
+        changes: the settings that were changed, such as "--workers 3 -> 2".
+        faults: a sentence for each newer checkpoint, which says why it is not used.
+    """
+
+    why: str = ""
+    begun_at: str
+    checkpoint: str
+    updates: int
+    samples: int
+    elapsed_s: float
+    lost_updates: int | None = None
+    lost_samples: int | None = None
+    lost_s: float | None = None
+    changes: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """What happened, in sentences."""
+        name = Path(self.checkpoint).name
+        if self.lost_updates is None:
+            lost = "What the run had done after it is lost; its traces do not say how much this is."
+        elif not self.lost_updates:
+            lost = "Nothing is lost."
+        else:
+            lost = (
+                f"What the run had done after it is lost: {counted(self.lost_updates, 'update')}, "
+                f"{counted(self.lost_samples or 0, 'sample')} and {self.lost_s or 0.0:.1f} s."
+            )
+        said = [
+            self.why,
+            *self.faults,
+            f"The run goes on from checkpoint {name} (update {self.updates}). {lost}",
+        ]
+        if self.changes:
+            said.append(f"Changed: {', '.join(self.changes)}.")
+        return " ".join(filter(None, said))
 
 
 class RunFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +88,7 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
         shards: number of shards.
         joined: True if machines join the run. They keep the records of their workers.
         emulated: how unequal machines are emulated; "" if they are not.
+        resumptions: the interruptions of the run, in order.
     """
 
     format: int = FORMAT
@@ -50,6 +104,11 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
     shards: int
     joined: bool = False
     emulated: str = ""
+    resumptions: tuple[Resumption, ...] = ()
+
+    def value_of(self, option: str) -> str:
+        """Return the value of a setting, given the name of its option; "" if the setting is not here."""
+        return next((setting.value for setting in self.settings if setting.name == option), "")
 
 
 def write_run_file(file: RunFile, run_dir: Path) -> None:

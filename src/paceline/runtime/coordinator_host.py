@@ -27,9 +27,12 @@ from ..core.protocol.messages import (
     Bell,
     Contributed,
     CreateShards,
+    CutCopied,
+    CutWritten,
     ExtendShards,
     FetchWaits,
     Hello,
+    KeepWorkerState,
     Message,
     ModelExtended,
     Register,
@@ -48,6 +51,7 @@ from ..core.protocol.requests import (
     Peer,
     Rehearse,
     Request,
+    SaveCut,
     Situation,
     TakeOut,
     Timer,
@@ -67,6 +71,7 @@ from ..wire.passing import Source
 from ..wire.patience import Patience
 from ..wire.stream import Stream, no_payload
 from .agents import Agents
+from .checkpoints import Checkpoints
 from .collection import Collection
 from .compute_devices import CPU
 from .footprint import available_bytes, footprint, served_shortage, shortage, vectors_of
@@ -76,6 +81,7 @@ from .job_watch import JobWatch
 from .machines import Machines
 from .metrics_writer import MetricsWriter
 from .registration import require_sound
+from .resuming import cut_of
 from .segmented import TEND_S, TEND_TICKS, SegmentedFile, segmenting
 from .shared_weights import SharedWeights
 from .timers import Timers
@@ -120,6 +126,7 @@ class CoordinatorHost(Host):
         machines: the machines that have joined the run.
         agents: handles what the agents of these machines report.
         watch: what is known of the processes.
+        checkpoints: what writes the checkpoints.
         status: the state of the job when it was computed last for `refresh`; None before.
     """
 
@@ -169,6 +176,7 @@ class CoordinatorHost(Host):
             recorder=self._recorder,
             guard=Guard(job.guard, skips_nan=job.on_nan == "skip"),
             relaxes=job.translated,
+            resumed=None if job.resumed is None else cut_of(job.resumed),
         )
         self._metrics = MetricsWriter(self.core.history, Path(job.run_dir), self.core.faults.append)
         self._members: dict[tuple[str, int], Caller] = {}  # (role, index) -> its connection
@@ -179,6 +187,12 @@ class CoordinatorHost(Host):
         # the traces of servers on other machines
         self._traces = TraceFiles(
             Path(job.run_dir), self.core.placement, lambda text: self.core.faults.append(text)
+        )
+        self.checkpoints = Checkpoints(
+            job,
+            lambda server, message: self.send(server_peer(server), message),
+            self._call,
+            lambda text: self.core.faults.append(text),
         )
         self._collection: Collection | None = None  # None except while the final weights are collected
         # Server from which data is awaited at the end of the run -> for how long it may be silent.
@@ -372,6 +386,7 @@ class CoordinatorHost(Host):
         finally:
             if self._recorder is not None:
                 self._recorder.close()
+            self.checkpoints.close()
             self._metrics.close()
             self.agents.close()
             self._traces.close()
@@ -388,6 +403,8 @@ class CoordinatorHost(Host):
         if not self._stopping:
             self.agents.look()
         now_ticks = self.job.now_ticks()
+        if self.started.is_set() and not self._stopping and self.checkpoints.due(self.job.now_s()):
+            self._perform(self.core.cut())
         for timer in self._timers.take_due(now_ticks):
             self._perform(self.core.fire(timer, self.job.now_ticks()))
         self._tend_trace(now_ticks)
@@ -414,6 +431,8 @@ class CoordinatorHost(Host):
         limits_s = [] if self._trace is None else [TEND_S]
         if (left_s := self._timers.left_s(now_ticks)) is not None:
             limits_s.append(left_s)
+        if self.started.is_set() and (next_s := self.checkpoints.next_s) is not None:
+            limits_s.append(max(0.0, next_s - self.job.now_s()))
         limits_s += [patience.wait_s for patience in self._awaited.values()]
         if (look_ticks := self.machines.liveness.next_ticks) is not None:
             limits_s.append(max(0.0, (look_ticks - now_ticks) / TICKS_PER_S))
@@ -460,6 +479,8 @@ class CoordinatorHost(Host):
     def payload_targets(self, peer: Caller, message: Message, size_bytes: int) -> Sequence[memoryview]:
         if isinstance(message, Snapshot) and self._collection is not None:
             return self._collection.targets(message, peer.index)
+        if isinstance(message, CutCopied | KeepWorkerState) and self.core.model is not None:
+            return self.checkpoints.targets(message, size_bytes, self.core.model)
         if isinstance(message, TracePart) and self._stopping:
             return self._traces.targets(message, peer.index, size_bytes)
         return no_payload(message, size_bytes)
@@ -477,6 +498,7 @@ class CoordinatorHost(Host):
         if peer.role != "server":
             return
         self._awaited.pop(peer.index, None)
+        self.checkpoints.server_gone(peer.index)
         if not self._stopping:
             if self.core.model is None and peer.index >= self.job.local_servers:
                 for agent in self.machines.agents_of("server", peer.index):
@@ -505,8 +527,15 @@ class CoordinatorHost(Host):
         if isinstance(message, TracePart) and self._stopping:
             self._traces.arrived(message)
             return
-        if isinstance(message, Bell):
-            return
+        match message:
+            case Bell():
+                return
+            case CutCopied():
+                return self.checkpoints.copied(message)
+            case CutWritten():
+                return self.checkpoints.written(message)
+            case KeepWorkerState():
+                return self.checkpoints.keep(peer.index, message)
         party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)
         if isinstance(message, Waits):
             self.watch.note_traffic_of(peer.index, message)
@@ -577,6 +606,9 @@ class CoordinatorHost(Host):
     def rehearse(self, request: Rehearse) -> None:
         if self._rehearse is not None:
             self._rehearse(request.situation, self._take_prospects)
+
+    def save_cut(self, request: SaveCut) -> None:
+        self.checkpoints.save(request.cut, lambda worker: bool(self.core.members.fate(worker)))
 
     def warn(self, warning: Warn) -> None:
         log.error("%s", warning.words)

@@ -9,11 +9,15 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import safetensors.torch
 import torch
 
+from ..checkpoint.reading import Checkpoint
+from ..core.protocol.job_cut import JobCut
 from ..core.protocol.layout import ShardSlice
 from ..core.protocol.messages import (
     FetchBuffers,
@@ -23,6 +27,7 @@ from ..core.protocol.messages import (
     FrozenTensors,
     InitialBuffers,
     KeepStates,
+    KeepWorkerState,
     LoopPosition,
     Message,
     OptimizerState,
@@ -90,7 +95,16 @@ class Fetches(Servers):
     # -- as a reader --------------------------------------------------------------------------------------
 
     def fetch_model(self, digest: Callable[[FrozenSpec], str]) -> Mapping[str, torch.Tensor] | None:
+        if (checkpoint := self._checkpoint()) is not None and self.links.core.started is None:
+            return checkpoint.state_dict
         return self._read(partial(_read_model, digest))
+
+    def _checkpoint(self) -> Checkpoint | None:
+        """Return the checkpoint with which this worker begins; None if it begins anew, or joins a run in progress."""
+        resumed = self._place.job.resumed
+        if resumed is None or self._place.incarnation:
+            return None
+        return Checkpoint(Path(resumed.path), checked=False)
 
     @exclusive
     def _read(self, read: Callable[[Reader], Found]) -> Found | None:
@@ -138,6 +152,10 @@ class Fetches(Servers):
     @exclusive
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
         if self.links.core.started is None:
+            if (checkpoint := self._checkpoint()) is not None:
+                model = msgspec.json.decode(checkpoint.job, type=JobCut).model
+                (bounds,) = model.layout.sliced(1, "even")
+                return [(bounds, checkpoint.optimizer_state(model, bounds))]
             return self._read(Reader.read_optimizer_state) or []
         # Fetch one state at a time, because a server sends each peer only one bulk message at a time.
         for shard in self.shards:
@@ -236,6 +254,25 @@ class Fetches(Servers):
         stream = self.links.servers[0]
         # The memory of the states may change when this method has returned.
         self.links.wait_while(lambda: stream.backlog)
+
+    @exclusive
+    def keep_worker_state(self, number: int, state: Sequence[memoryview]) -> None:
+        links = self.links
+        last = links.core.last_commit
+        message = KeepWorkerState(number, -1 if last is None else last.iteration)
+        links.post(links.coordinator, message, state)
+        # The memory of the state may change when this method has returned.
+        links.wait_while(lambda: links.coordinator.backlog)
+
+    def fetch_worker_states(self) -> tuple[bytes | None, bytes | None]:
+        if (checkpoint := self._checkpoint()) is None:
+            return None, None
+        files = checkpoint.workers
+        own = files.get(self._place.index)
+        return (
+            None if own is None else own.read_bytes(),
+            files[min(files)].read_bytes() if files else None,
+        )
 
 
 def _read_model(digest: Callable[[FrozenSpec], str], reader: Reader) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -29,9 +30,11 @@ from ..wire.transport import Transport
 from .compute_devices import CPU, Device
 
 __all__ = [
+    "CHECKPOINTS",
     "LOOPBACK",
     "Assignment",
     "Job",
+    "Resumed",
     "claim_run_dir",
     "decode_job",
     "encode_job",
@@ -40,7 +43,27 @@ __all__ = [
 LOOPBACK = "127.0.0.1"
 """The default address on which processes listen for TCP connections."""
 
+CHECKPOINTS = "checkpoints"
+"""The usual directory of the checkpoints, in the run directory."""
+
 LONGEST_MODEL = 1000  # maximum number of characters in the notation of a sync model that a peer sends
+
+
+class Resumed(msgspec.Struct, frozen=True):
+    """The checkpoint with which a run begins.
+
+    Attributes:
+        path: its directory, on the machine of the coordinator.
+        faults: a sentence for each newer checkpoint, which says why it is not used.
+    """
+
+    path: str
+    faults: tuple[str, ...] = ()
+
+    @property
+    def number(self) -> int:
+        """The number of the checkpoint."""
+        return int(Path(self.path).name)
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +99,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             update are translated (see `paceline.sync.translation`), or "raw" if each update uses them as they are.
         run_dir: directory of the logs, traces and results; "" if a new directory is to be created.
         guard: what happens if training diverges; see `paceline.core.oversight.guard`.
+        checkpoint_every_s: time between two checkpoints, in seconds; 0 for no checkpoints.
+        keep: number of the newest checkpoints that are kept.
+        checkpoint_dir: directory of the checkpoints; None for the usual one. See `checkpoints`.
+        on_server_loss: "resume" if the run goes on from its last checkpoint when a server is lost, or "stop" if it
+            ends.
         stall_timeout_s: seconds after which a silent process is killed if others wait for it; None for no limit.
         port: TCP port of the coordinator; 0 for any free port.
         torchrun_port: MASTER_PORT in the environment of the workers, which is then as under torchrun; 0 to leave the
@@ -89,6 +117,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         wire: the format in which float32 gradients and weights travel between processes.
         optimizers: the places from which processes may take the classes of optimizers that are not torch's.
         devices: the device of each worker that the launcher starts; () if none is assigned.
+        resumed: the checkpoint with which the run begins; None if it begins anew.
     """
 
     workers: int
@@ -112,6 +141,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     hyperparameters: Literal["raw", "translated"]
     run_dir: str
     guard: GuardMode
+    checkpoint_every_s: float
+    keep: int
+    checkpoint_dir: str | None
+    on_server_loss: Literal["resume", "stop"]
     stall_timeout_s: float | None
     port: int
     torchrun_port: int
@@ -125,10 +158,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     wire: WireFormat = EXACT
     optimizers: OptimizerSources = OptimizerSources()
     devices: tuple[Device, ...] = ()
+    resumed: Resumed | None = None
 
     def __repr__(self) -> str:
         """Return a description without the token, which must not appear in a log."""
         return f"Job({self.workers} workers, {self.servers} servers, {self.sync!r}, {self.run_dir!r})"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The directory of the run's checkpoints."""
+        return Path(self.checkpoint_dir or Path(self.run_dir, CHECKPOINTS))
 
     @property
     def carrier(self) -> Transport:

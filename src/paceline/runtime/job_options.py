@@ -29,6 +29,7 @@ from .footprint import (
     process_shortage,
 )
 from .job import Job, claim_run_dir
+from .resuming import cut_of, earlier_run, find_resumed
 
 __all__ = ["make_job", "require_script"]
 
@@ -65,6 +66,18 @@ def make_job(
         values["pace"] or (),
         values["jitter"],
     )
+    resumed = None
+    if (run_dir := values["resume"]) is not None:
+        if values["run_dir"]:
+            raise ConfigurationError(
+                f"run_dir is {values['run_dir']!r} and resume is {run_dir!r}, but a resumed run goes on in its own "
+                "directory; omit run_dir."
+            )
+        file = earlier_run(Path(run_dir))
+        checkpoint_dir = values["checkpoint_dir"] or file.value_of("--checkpoint-dir") or None
+        resumed = find_resumed(file, Path(run_dir), checkpoint_dir)
+        # The orders of the epochs follow from the seed, so it stays as it is.
+        values |= {"run_dir": run_dir, "checkpoint_dir": checkpoint_dir, "seed": cut_of(resumed).seed}
     carrier = _carrier(values["transport"], values["port"])
     _require_per_worker("pace", [sum(parts) for parts in pace], workers, least=0.0)
     for parts in zip(*pace, strict=True):
@@ -135,6 +148,7 @@ def make_job(
         epoch_ns=time.monotonic_ns(),
         optimizers=OptimizerSources(packages=values["imports"]),
         devices=tuple(devices),
+        resumed=resumed,
         **{row.field: values[name] for name, row in SETTINGS.items() if row.field is not None},
     )
     return job if dry_run else claim_run_dir(job)

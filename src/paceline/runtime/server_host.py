@@ -18,6 +18,7 @@ from typing import IO, Any, ClassVar, NamedTuple, cast
 import msgspec
 import torch
 
+from ..checkpoint.reading import Checkpoint
 from ..core import server as core
 from ..core.protocol.host import Host
 from ..core.protocol.layout import Layout, ShardSlice, of_set
@@ -27,6 +28,8 @@ from ..core.protocol.messages import (
     Commit,
     ConnectionTraffic,
     CreateShards,
+    CutCopied,
+    CutWritten,
     ExtendShards,
     Failed,
     FetchBuffers,
@@ -57,10 +60,11 @@ from ..core.protocol.messages import (
     TracePart,
     Warned,
     WorkerLost,
+    WriteCut,
     first_phase,
 )
 from ..core.protocol.model_spec import ModelSpec
-from ..core.protocol.requests import COORDINATOR, Peer, Timer, worker_peer
+from ..core.protocol.requests import COORDINATOR, Peer, TakeCut, Timer, worker_peer
 from ..core.protocol.rounded_messages import rounds_answer, rounds_push
 from ..errors import (
     ConfigurationError,
@@ -87,6 +91,7 @@ from .hub import Caller, Hub
 from .job import Assignment
 from .segmented import TEND_S, TEND_TICKS, SegmentedFile, segmenting
 from .server_memory import ServerMemory
+from .shard_copies import ShardCopies
 from .timers import Timers
 from .traces import parts_of, trace_path
 
@@ -164,6 +169,7 @@ class ServerHost(Host):
         )
         self._memory: ServerMemory | None = None  # None until training begins
         self._frozen: FrozenValues[ServerCaller] = FrozenValues()  # empty unless this server holds shard 0
+        self._copies = ShardCopies()
         self._timers: Timers[Timer] = Timers()
         self._running = True
         self._told_to_end = False  # True once `Shutdown` has arrived
@@ -178,6 +184,7 @@ class ServerHost(Host):
             place.index,
         )
         self._hub.adopt(self._coordinator)
+        self._hub.watch(self._copies.bell, self._tell_written)
 
     @classmethod
     def connect(cls, place: Assignment, passed: socket.socket | None = None) -> ServerHost:
@@ -234,6 +241,7 @@ class ServerHost(Host):
                 recorder.close()
             self._hub.drain(self._coordinator)
             self._hub.close()
+            self._copies.close()
 
     # -- called by the hub --------------------------------------------------------------------------------
 
@@ -388,6 +396,8 @@ class ServerHost(Host):
                     model, shards, self._job.servers, master, self._keep, self._job.wire
                 )
                 self.stores = self._memory.stores
+                if message.resumed:
+                    self._load(shards)
                 self._pass_on(self._coordinator, message)
             case ExtendShards(model, shards):
                 _load_classes(model)
@@ -416,6 +426,8 @@ class ServerHost(Host):
                 moved = tuple((w, self._job.ticks_of(peer.moved_s)) for w, peer in self._workers.items())
                 waits = msgspec.structs.replace(waits, traffic=self._traffic(), moved_ticks=moved)
                 self._hub.send(self._coordinator, waits)
+            case WriteCut():
+                self._copies.write(message)
             case Shutdown():
                 self._running, self._told_to_end = False, True
                 self._save_states()
@@ -472,6 +484,17 @@ class ServerHost(Host):
 
     def set_timer(self, timer: Timer) -> None:
         self._timers.set(timer.due_ticks, timer)
+
+    def take_cut(self, request: TakeCut) -> None:
+        memory = self._require_memory()
+        entries = self._copies.take(request, memory.stores[request.shard])
+        buffers = memory.pooled_buffers() if request.shard == 0 else []
+        self._hub.send(self._coordinator, CutCopied(request.number, request.shard, entries), buffers)
+
+    def _tell_written(self) -> None:
+        """Tell the coordinator which copies have been written."""
+        for number, fault in self._copies.take_written():
+            self._hub.send(self._coordinator, CutWritten(number, fault))
 
     def _answer(self, to: Peer, answer: Answer) -> None:
         """Send the current weights of a shard to a worker."""
@@ -550,6 +573,13 @@ class ServerHost(Host):
         self._hub.send(self._coordinator, Warned(text))
 
     # -- start of training --------------------------------------------------------------------------------
+
+    def _load(self, shards: Sequence[ShardSlice]) -> None:
+        """Load the weights and the optimizer state of shards from the checkpoint with which the run begins."""
+        assert self._job.resumed is not None
+        checkpoint = Checkpoint(Path(self._job.resumed.path), checked=False)
+        for bounds in shards:
+            self._require_memory().load(bounds.index, checkpoint)
 
     def _recorder_of(self, shard: int) -> Recorder | None:
         job = self._job

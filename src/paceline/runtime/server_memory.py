@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import safetensors.torch
 
+from ..checkpoint.reading import Checkpoint
 from ..core.protocol.layout import ShardSlice, item_bytes, of_set
 from ..core.protocol.messages import (
     MOST_STATES_BYTES,
@@ -203,6 +204,18 @@ class ServerMemory:
             self._place_weights(index, payload)
             return
         self._put(index, payload)
+
+    def load(self, index: int, checkpoint: Checkpoint) -> None:
+        """Create the store of a shard from a checkpoint, which may be of another number of shards."""
+        plan = self._plan
+        bounds = plan.slices[index]
+        weights = checkpoint.weights(plan.model.layout, bounds)
+        parts: list[memoryview] = [bytes_of(weights[vector]) for vector in self._new_vectors(index)]
+        if index == 0:
+            parts += pack([checkpoint.state_dict[spec.name] for spec in plan.model.buffers])
+        self._states[index] = checkpoint.optimizer_state(plan.model, bounds)
+        self._put(index, [bytearray(part) for part in parts])
+        self.stores[index].load_counters(checkpoint.counters(plan.model))
 
     def prepare(self, model: ModelSpec, slices: Sequence[ShardSlice], master: Region | None) -> None:
         """Prepare to store an extended model. If this method is called again, what has arrived since is forgotten."""

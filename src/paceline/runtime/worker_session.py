@@ -100,6 +100,7 @@ class WorkerSession(Session):
             seed=job.seed,
             device="cpu" if place.device is None else place.device.own_name,
             skips_nan=job.on_nan == "skip",
+            resumed=0 if job.resumed is None or place.incarnation else job.resumed.number,
         )
         self._job = job
         self._place = place

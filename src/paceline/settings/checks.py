@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -10,9 +12,24 @@ from ..errors import ConfigurationError, unknown_name
 from ..trace.run_dir import require_usable
 from .setting import Check
 
-__all__ = ["number", "numbers", "one_of", "paces", "port", "run_dir", "whole", "written_paces"]
+__all__ = [
+    "directory",
+    "duration",
+    "number",
+    "numbers",
+    "one_of",
+    "paces",
+    "port",
+    "run_dir",
+    "whole",
+    "written_duration",
+    "written_paces",
+]
 
 Pace = tuple[float, float]
+
+UNITS_S = {"h": 3600, "min": 60, "s?": 1}
+DURATION = re.compile(r"(?=.)" + "".join(rf"(?:(\d+(?:\.\d+)?) *{unit} *)?" for unit in UNITS_S))
 
 
 def one_of(choices: Collection[str], *others: str) -> Check:
@@ -59,6 +76,50 @@ def run_dir(name: str, value: str | os.PathLike[str]) -> str:
     """Accept a directory that can be written and contains no run."""
     require_usable(value)
     return str(value)
+
+
+def directory(name: str, value: str | os.PathLike[str]) -> str:
+    """Accept the name of a directory, which may not exist yet. Return its absolute path."""
+    if not os.fspath(value):
+        raise ConfigurationError(f"{name} is empty, expected the name of a directory.")
+    return os.path.abspath(value)
+
+
+def duration(name: str, value: str | float) -> float:
+    """Accept a number of seconds, a text such as 5min, or "off", which means 0.
+
+    Returns:
+        the duration in seconds.
+
+    >>> duration("checkpoint_every", "1h30min")
+    5400.0
+    """
+    if value == "off":
+        return 0.0
+    found = DURATION.fullmatch(value) if isinstance(value, str) else None
+    if found is not None:
+        seconds = sum(
+            float(part or 0) * unit_s for part, unit_s in zip(found.groups(), UNITS_S.values(), strict=True)
+        )
+    else:
+        seconds = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigurationError(
+            f'{name} is {value!r}, expected a time such as 30s, 5min or 1h30min, a number of seconds > 0, or "off".'
+        )
+    return float(seconds)
+
+
+def written_duration(seconds: float) -> str:
+    """Return a duration as it is written on the command line.
+
+    >>> [written_duration(seconds) for seconds in (0, 90, 0.5, 7200)]
+    ['off', '1min30s', '0.5s', '2h']
+    """
+    hours, rest_s = divmod(seconds, UNITS_S["h"])
+    minutes, rest_s = divmod(rest_s, UNITS_S["min"])
+    parts = zip((hours, minutes, rest_s), ("h", "min", "s"), strict=True)
+    return "".join(f"{count:g}{unit}" for count, unit in parts if count) or "off"
 
 
 def numbers(name: str, value: str | Sequence[float]) -> tuple[float, ...]:

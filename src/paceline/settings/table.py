@@ -24,13 +24,28 @@ from ..sync.schedule import OVERLAPS, Schedule
 from ..sync.translation import HYPERPARAMETERS
 from ..trace.kept_traces import KeptTraces
 from ..wire.addresses import TRANSPORTS
-from .checks import number, numbers, one_of, paces, port, run_dir, whole, written_paces
+from .checks import (
+    directory,
+    duration,
+    number,
+    numbers,
+    one_of,
+    paces,
+    port,
+    run_dir,
+    whole,
+    written_duration,
+    written_paces,
+)
 from .setting import RUN, SERVE, Setting
 
 __all__ = ["SETTINGS", "Settings", "checked"]
 
 EMULATION = "Emulating unequal machines"
 LOOKING = "Looking at the run"
+RESUMING = "Checkpoints"
+
+ON_SERVER_LOSS = ("resume", "stop")
 
 
 class Settings(TypedDict, total=False):
@@ -276,6 +291,82 @@ class Settings(TypedDict, total=False):
             "torchrun does, for scripts and loggers that read them.",
             commands=(RUN,),
             field=None,
+        ),
+    ]
+    checkpoint_every: Annotated[
+        str | float,
+        Setting(
+            default="5min",
+            doc='time between two checkpoints, such as "30s", "5min" or a number of seconds; "off" for none. '
+            "Training does not wait for them. A run that ends earlier writes none.",
+            help="Time between two checkpoints, such as 30s, 5min or 1h; off for none. Training does not wait for "
+            "them. A run that ends earlier writes none.",
+            metavar="TIME|off",
+            panel=RESUMING,
+            check=duration,
+            field="checkpoint_every_s",
+            written=written_duration,
+        ),
+    ]
+    keep: Annotated[
+        int,
+        Setting(
+            default=3,
+            doc="number of the newest checkpoints that are kept.",
+            help="Number of the newest checkpoints that are kept.",
+            panel=RESUMING,
+            check=whole(least=1),
+        ),
+    ]
+    checkpoint_dir: Annotated[
+        str | os.PathLike[str] | None,
+        Setting(
+            default=None,
+            doc="directory of the run's checkpoints, for example on shared storage. Default: `checkpoints` in the "
+            "run directory.",
+            help="Directory of the run's checkpoints, for example on shared storage. Default: checkpoints in the "
+            "run directory.",
+            metavar="DIR",
+            panel=RESUMING,
+            check=directory,
+        ),
+    ]
+    resume: Annotated[
+        str | os.PathLike[str] | None,
+        Setting(
+            default=None,
+            doc="directory of a run that has ended before its end. The job goes on in this directory, from its "
+            "newest whole checkpoint.",
+            help="Go on with the run in this directory, from its newest whole checkpoint. The command and the "
+            "settings are those of the run, unless they are given anew.",
+            metavar="RUN_DIR",
+            panel=RESUMING,
+            commands=(RUN, SERVE),
+            check=directory,
+            field=None,
+        ),
+    ]
+    accept_changes: Annotated[
+        bool,
+        Setting(
+            default=False,
+            doc="True to resume although the script has changed since the run began.",
+            help="Resume although the script has changed since the run began.",
+            panel=RESUMING,
+            commands=(RUN,),
+            field=None,
+        ),
+    ]
+    on_server_loss: Annotated[
+        str,
+        Setting(
+            default="resume",
+            doc='"resume" if the run goes on from its last checkpoint when a server is lost, or "stop" to end it.',
+            help="resume: if a server is lost, the run goes on from its last checkpoint, with all processes started "
+            "again. stop: the run ends, and its weights are saved.",
+            metavar="<resume|stop>",
+            panel=RESUMING,
+            check=one_of(ON_SERVER_LOSS),
         ),
     ]
     dashboard: Annotated[

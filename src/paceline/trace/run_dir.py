@@ -7,13 +7,17 @@ import itertools
 import os
 import secrets
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
 
 from ..errors import ConfigurationError
 
-__all__ = ["make_run_dir", "require_usable"]
+__all__ = ["make_run_dir", "require_usable", "set_aside"]
+
+BEFORE = "before"
+"""The folder in a run directory with what the run has written before it was resumed."""
 
 
 def require_usable(path: str | os.PathLike[str]) -> None:
@@ -43,6 +47,37 @@ def _has_ended(summary: Path) -> bool:
         return True
     measured = "duration_s" in ended or ended.get("traces") == "off"
     return ended.get("ended") not in ("failed", "interrupted") or measured
+
+
+def set_aside(run_dir: Path, name: str, stays: Collection[str]) -> Path:
+    """Move what a run has written to its directory into a new folder in it, because the run begins again there.
+
+    Args:
+        run_dir: the directory of the run.
+        name: name of the folder in `before`. A number is added if there is such a folder.
+        stays: names of files and folders that stay.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigurationError: the directory cannot be written.
+    """
+    folder = run_dir / BEFORE / name
+    for number in itertools.count(2):
+        if not folder.exists():
+            break
+        folder = folder.with_name(f"{name}-{number}")
+    try:
+        folder.mkdir(parents=True)
+        for path in sorted(run_dir.iterdir()):
+            if path.name not in (BEFORE, *stays):
+                path.rename(folder / path.name)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the run directory {run_dir} cannot be written: {error.strerror}. Free space there, or allow writing."
+        ) from error
+    return folder
 
 
 def make_run_dir(path: str | os.PathLike[str] | None) -> Path:

@@ -5,9 +5,22 @@ from __future__ import annotations
 import msgspec
 
 from ..lease import PackedPushed
+from ..state_entries import StateEntries
 from .protocol_table import Message, sent
 
-__all__ = ["CutAgreed", "CutOffered", "CutProposed", "CutTaken", "LastPush", "PushCounts", "ShardState"]
+__all__ = [
+    "CutAgreed",
+    "CutCopied",
+    "CutOffered",
+    "CutProposed",
+    "CutTaken",
+    "CutWritten",
+    "KeepWorkerState",
+    "LastPush",
+    "PushCounts",
+    "ShardState",
+    "WriteCut",
+]
 
 
 class ShardState(msgspec.Struct, frozen=True):
@@ -124,3 +137,61 @@ class CutTaken(Message, frozen=True, tag=True):
     state: ShardState
     pushes: PushCounts
     workers: tuple[LastPush, ...]
+
+
+@sent("server", to="coordinator", during="serving", forwarded=False)
+class CutCopied(Message, frozen=True, tag=True):
+    """The host of a server has copied a shard for a cut, just before `CutTaken`.
+
+    The payload of shard 0 contains the model's buffers, pooled over the workers, in the order of the model.
+
+    Attributes:
+        number: number of the cut.
+        shard: index of the shard.
+        entries: the entries of the copied optimizer state.
+    """
+
+    number: int
+    shard: int
+    entries: StateEntries
+
+
+@sent("coordinator", to="server", during="serving", forwarded=False)
+class WriteCut(Message, frozen=True, tag=True):
+    """The server must write its copies to their places in the files of a checkpoint, and then answer `CutWritten`.
+
+    Attributes:
+        number: number of the cut.
+        path: the directory of the files.
+    """
+
+    number: int
+    path: str
+
+
+@sent("server", to="coordinator", during="serving", forwarded=False)
+class CutWritten(Message, frozen=True, tag=True):
+    """A server has written its copies, or could not.
+
+    Attributes:
+        number: number of the cut.
+        fault: why the copies could not be written; "" if they were.
+    """
+
+    number: int
+    fault: str = ""
+
+
+@sent("worker", to="coordinator", during="training", forwarded=False)
+class KeepWorkerState(Message, frozen=True, tag=True):
+    """What the script of a worker holds, for a cut. The payload is in the format of `shard.states`.
+
+    A later message for the same cut replaces an earlier one.
+
+    Attributes:
+        number: number of the cut.
+        iteration: label of the last push of the worker; -1 if there is none.
+    """
+
+    number: int
+    iteration: int

@@ -1,0 +1,237 @@
+"""The checkpoints that the coordinator writes with the servers and the workers, while training goes on.
+
+When the job is cut, each server copies its shards, and says what they consist of. A thread of the coordinator's
+process then lays out the files, the servers write their copies into them, and the thread completes the checkpoint.
+Training waits for none of this. If anything fails, there is no such checkpoint, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from ..checkpoint.pace import Pace
+from ..checkpoint.writing import Draft
+from ..core.protocol.job_cut import JobCut
+from ..core.protocol.messages import MOST_STATES_BYTES, CutCopied, CutWritten, KeepWorkerState, WriteCut
+from ..core.protocol.model_spec import ModelSpec
+from ..core.protocol.state_entries import StateEntries
+from ..errors import CheckpointError, ProtocolError
+from ..shard.buffer_bytes import packed_bytes, unpack
+from .job import Job
+
+__all__ = ["BYTES_PER_S", "Checkpoints", "Saved"]
+
+BYTES_PER_S = 200e6
+"""Rate at which a process reads and writes the files of a checkpoint."""
+
+STATES_S = 10.0
+"""Time for which a complete checkpoint waits for what the scripts hold. A script without data never sends it."""
+
+POLL_S = 0.02
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """A checkpoint that was written.
+
+    Attributes:
+        path: its directory.
+        cut: the state of the job.
+        at_s: time of the cut, in seconds since the run began.
+        took_s: time that it took to write the checkpoint, in seconds.
+    """
+
+    path: Path
+    cut: JobCut
+    at_s: float
+    took_s: float
+
+
+class Checkpoints:
+    """Writes the checkpoints of a run. All methods are called on the thread of the coordinator's event loop.
+
+    Args:
+        job: the configuration of the run.
+        tell: sends a message to a server.
+        call: schedules a function call on this thread.
+        warn: called with a sentence if a checkpoint was not written.
+
+    Attributes:
+        saved: the newest checkpoint that this run has written; None before the first one.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        tell: Callable[[int, WriteCut], None],
+        call: Callable[[Callable[[], None]], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self.saved: Saved | None = None
+        self._job = job
+        self._tell = tell
+        self._call = call
+        self._warn = warn
+        self._copied: dict[int, dict[int, StateEntries]] = {}  # number of a cut -> shard -> its entries
+        self._buffers: list[bytearray] = []  # the buffers that were copied last
+        self._incoming = bytearray()  # the state of a worker that is being received
+        # number of a cut -> worker -> label of its last push, and its state
+        self._states: dict[int, dict[int, tuple[int, bytearray]]] = {}
+        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()  # the faults of the servers, or ""
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+        self._due_s = job.checkpoint_every_s
+
+    def due(self, now_s: float) -> bool:
+        """Return True if the job is to be cut now, given the time since the run began, and count from now."""
+        if not self._job.checkpoint_every_s or now_s < self._due_s or self._thread is not None:
+            return False
+        self._due_s = now_s + self._job.checkpoint_every_s
+        return True
+
+    @property
+    def next_s(self) -> float | None:
+        """The time at which the job is cut next; None if it is not known."""
+        return self._due_s if self._job.checkpoint_every_s and self._thread is None else None
+
+    def targets(
+        self, message: CutCopied | KeepWorkerState, size_bytes: int, model: ModelSpec
+    ) -> Sequence[memoryview]:
+        """Return the memory into which the payload of a message is received."""
+        if size_bytes > MOST_STATES_BYTES:
+            raise ProtocolError(f"a state has {size_bytes} bytes, expected at most {MOST_STATES_BYTES}")
+        if isinstance(message, KeepWorkerState):
+            self._incoming = bytearray(size_bytes)
+            return [memoryview(self._incoming)]
+        if message.shard or not size_bytes:
+            return []
+        self._buffers = [bytearray(packed_bytes(spec)) for spec in model.buffers]
+        return [memoryview(part) for part in self._buffers]
+
+    def copied(self, message: CutCopied) -> None:
+        """Handle a server's report that it has copied a shard."""
+        if message.number not in self._copied:
+            self._copied = {message.number: {}}
+        self._copied[message.number][message.shard] = message.entries
+
+    def keep(self, worker: int, message: KeepWorkerState) -> None:
+        """Keep what the script of a worker holds."""
+        self._states.setdefault(message.number, {})[worker] = message.iteration, self._incoming
+        for number in sorted(self._states)[:-2]:  # they belong to cuts that were given up
+            del self._states[number]
+
+    def written(self, message: CutWritten) -> None:
+        """Handle a server's report that it has written its copies, or could not."""
+        self._answers.put(message.fault)
+
+    def server_gone(self, server: int) -> None:
+        """Handle the loss of a server."""
+        if self._thread is not None:
+            self._answers.put(f"server {server} was lost")
+
+    def save(self, cut: JobCut, left: Callable[[int], bool]) -> None:
+        """Begin to write a checkpoint, unless one is still being written.
+
+        Args:
+            cut: the state of the job.
+            left: returns True if a worker has left the run.
+        """
+        if self._thread is not None:
+            return
+        entries, buffers = self._copied.pop(cut.number), self._buffers
+        self._answers = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._write,
+            args=(cut, [entries[shard] for shard in sorted(entries)], buffers, self._answers, left),
+            name="paceline-checkpoint",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Give up a checkpoint that is being written."""
+        self._closed.set()
+        self._answers.put("the run has ended")
+        if self._thread is not None:
+            self._thread.join()
+
+    # -- on the thread of a checkpoint --------------------------------------------------------------------
+
+    def _write(
+        self,
+        cut: JobCut,
+        entries: Sequence[StateEntries],
+        buffers: Sequence[bytearray],
+        answers: queue.SimpleQueue[str],
+        left: Callable[[int], bool],
+    ) -> None:
+        began_s, at_s = time.monotonic(), self._job.now_s()
+        fault, saved = "", None
+        try:
+            path = self._complete(cut, entries, buffers, answers, left)
+            saved = Saved(path, cut, at_s, time.monotonic() - began_s)
+        except CheckpointError as error:
+            fault = str(error)
+
+        def done() -> None:
+            self._thread = None
+            self._states.pop(cut.number, None)
+            self.saved = saved or self.saved
+            if fault and not self._closed.is_set():
+                self._warn(fault)
+
+        self._call(done)
+
+    def _complete(
+        self,
+        cut: JobCut,
+        entries: Sequence[StateEntries],
+        buffers: Sequence[bytearray],
+        answers: queue.SimpleQueue[str],
+        left: Callable[[int], bool],
+    ) -> Path:
+        tensors = {
+            spec.name: unpack(spec, part) for spec, part in zip(cut.model.buffers, buffers, strict=True)
+        }
+        pace = Pace(BYTES_PER_S)
+        draft = Draft.begin(
+            self._job.checkpoints, cut.number, cut.model, cut.slices, entries, tensors=tensors
+        )
+        try:
+            message = WriteCut(cut.number, str(draft.path))
+            servers = self._job.placement.servers
+
+            def ask() -> None:
+                for server in servers:
+                    self._tell(server, message)
+
+            self._call(ask)
+            for _ in servers:
+                if fault := answers.get():
+                    raise CheckpointError(f"Checkpoint {cut.number} was not written: {fault}.")
+            until_s = time.monotonic() + STATES_S
+            while not self._closed.is_set() and time.monotonic() < until_s and self._awaits_state(cut, left):
+                time.sleep(POLL_S)
+            kept = self._states.get(cut.number, {}).copy()
+        except CheckpointError:
+            draft.discard()
+            raise
+        return draft.finish(
+            msgspec.json.encode(cut),
+            {worker: bytes(state) for worker, (_, state) in kept.items()},
+            versions=[shard.version for shard in cut.shards],
+            keep=self._job.keep,
+            pace=pace,
+        )
+
+    def _awaits_state(self, cut: JobCut, left: Callable[[int], bool]) -> bool:
+        """Return True if a script has not sent yet what it held after its last push of the cut."""
+        kept = self._states.get(cut.number, {}).copy()
+        return any(
+            kept.get(each.worker, (-2,))[0] < each.iteration and not left(each.worker) for each in cut.workers
+        )

@@ -1,0 +1,128 @@
+"""What a run that resumes an earlier one begins with: the newest whole checkpoint in the directory of that run."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from pathlib import Path
+
+import msgspec
+
+from ..core.protocol.job_cut import JobCut
+from ..errors import ConfigurationError, PacelineError
+from ..files import Unfinished
+from ..report.run_file import RunFile, read_run_file
+from .in_progress import run_in
+from .job import CHECKPOINTS, Resumed
+
+__all__ = ["cut_of", "earlier_run", "find_resumed", "keep_script", "require_same_script"]
+
+SCRIPT = "script.py"
+"""Name of the copy of the script in a run directory."""
+
+
+def earlier_run(run_dir: Path) -> RunFile:
+    """Return the description of the run that is to be resumed.
+
+    Raises:
+        ConfigurationError: the directory contains no run, or the run is still in progress.
+    """
+    if not run_dir.is_dir():
+        raise ConfigurationError(
+            f"resume is {str(run_dir)!r}, but there is no such directory; name the directory of a run, such as "
+            "runs/NAME."
+        )
+    try:
+        file = read_run_file(run_dir)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigurationError(
+            f"the run in {run_dir} cannot be resumed: run.json cannot be read: {error}."
+        ) from None
+    if file is None:
+        raise ConfigurationError(
+            f"resume is {str(run_dir)!r}, which is not the directory of a run; name a directory that a run has made, "
+            "such as runs/NAME."
+        )
+    try:
+        run_in(run_dir)
+    except PacelineError:
+        return file  # it has ended, or its machine is another one
+    raise ConfigurationError(
+        f"the run in {run_dir} is still in progress; wait until it has ended, or end it with Ctrl-C."
+    )
+
+
+def find_resumed(earlier: RunFile, run_dir: Path, checkpoint_dir: str | None) -> Resumed:
+    """Return the checkpoint with which a run begins that resumes another one.
+
+    Args:
+        earlier: the description of the run that is resumed.
+        run_dir: its directory.
+        checkpoint_dir: directory of its checkpoints, or another one for the next ones; None for the usual one.
+
+    Raises:
+        ConfigurationError: there is no whole checkpoint.
+    """
+    from ..checkpoint.reading import newest_whole  # imports torch
+
+    usual = str(run_dir / CHECKPOINTS)
+    places = dict.fromkeys(filter(None, [checkpoint_dir, earlier.value_of("--checkpoint-dir") or usual]))
+    faults: list[str] = []
+    for place in places:
+        found = newest_whole(Path(place))
+        if found.checkpoint is not None:
+            return Resumed(str(found.checkpoint.path), found.faults)
+        faults += found.faults
+    every = earlier.value_of("--checkpoint-every") or "off"
+    why = " ".join(faults) or f"It had --checkpoint-every {every}."
+    raise ConfigurationError(
+        f"the run in {run_dir} cannot be resumed, because there is no whole checkpoint in {' or '.join(places)}. "
+        f"{why} Start the run again without --resume."
+    )
+
+
+def cut_of(resumed: Resumed) -> JobCut:
+    """Return the state of the job in a checkpoint.
+
+    Raises:
+        ConfigurationError: this version of Paceline cannot read it.
+    """
+    path = Path(resumed.path, "job.json")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=JobCut)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"{path} cannot be read: {error}. Resume the run with the version of Paceline that has begun it."
+        ) from None
+
+
+def keep_script(script: Path, run_dir: Path) -> None:
+    """Copy the script of a run to its directory, with which a later one is compared.
+
+    Raises:
+        OSError: it cannot be copied.
+    """
+    with Unfinished(run_dir / SCRIPT) as place:
+        place.write_bytes(script.read_bytes())
+
+
+def require_same_script(script: Path, run_dir: Path) -> None:
+    """Raise `ConfigurationError`, which states the first difference, if a script has changed since the run began."""
+    try:
+        before = (run_dir / SCRIPT).read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return  # the run was started by `launch`, or by machines that joined it
+    now = script.read_text(errors="replace").splitlines()
+    for number, (old, new) in enumerate(zip_longest(before, now), start=1):
+        if old != new:
+            raise ConfigurationError(
+                f"the script {script} has changed since the run began: line {number} {_was(old)}, and {_is(new)}. "
+                "Restore the script, or add --accept-changes to resume with it as it is."
+            )
+
+
+def _was(line: str | None) -> str:
+    return "did not exist" if line is None else f"was {line.strip()!r}"
+
+
+def _is(line: str | None) -> str:
+    return "does not exist now" if line is None else f"is {line.strip()!r}"
