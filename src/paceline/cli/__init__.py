@@ -25,10 +25,10 @@ from ..errors import unknown_name
 from .check_command import check
 from .console import load_named_models, run_app
 from .join_command import join, serve
-from .optional_values import OptionalValues
 from .options import ModelImports
 from .replay_command import replay
 from .report_command import report
+from .resumable import Resumable
 from .run_command import RunCommand, demo, run
 from .scheduler_join import SLURM, scheduled_join
 from .simulate_command import advise, simulate
@@ -114,7 +114,7 @@ for with_script in (run, check):
         help=_help(with_script),
         context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
     )(with_script)
-app.command(cls=OptionalValues, help=_help(serve))(serve)
+app.command(cls=Resumable, help=_help(serve))(serve)
 for name, text, joining in (
     ("join", _help(join), join),
     ("join --slurm", SLURM, scheduled_join("slurm")),

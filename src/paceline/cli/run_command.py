@@ -21,8 +21,8 @@ from ..settings import Settings
 from ..settings.setting import RUN
 from .console import EXIT_NOT_ALL_WELL, interruptible
 from .numbers import whole_number_option
-from .optional_values import OptionalValues
 from .options import AsModule, DevicesOption, RunDir, ShowAll, Workers
+from .resumable import Resumable
 from .setting_options import takes_settings
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["RunCommand", "demo", "find_script", "report", "run"]
 
 
-class RunCommand(OptionalValues):
+class RunCommand(Resumable):
     """A command whose last arguments are a script and the script's own arguments.
 
     The command warns if an argument of the script looks like an option of the command.
@@ -86,6 +86,7 @@ def run(
         bool, typer.Option("--dry-run", help="Check the options, show what would be started, and exit.")
     ] = False,
     observer: Annotated[str, typer.Option("--observer", hidden=True)] = "",  # for `paceline check`
+    command: Annotated[str, typer.Option("--command", hidden=True)] = "",  # for `cli.resumable`
     **settings: Unpack[Settings],
 ) -> None:
     """Run a script in several worker processes. [bold]python script.py[/] runs the same script in one process.
@@ -97,20 +98,23 @@ def run(
         from ..outlets.wanted import open_outlets
         from ..runtime.job_description import describe
         from ..runtime.job_options import make_job
+        from ..runtime.resuming import require_same_script
 
         module = str(script) if as_module else ""
         script = find_script(script, as_module=as_module)
         masked = not settings["torchrun_env"]
         assigned = assign_devices(devices, workers, usual=2, imports=settings["imports"], masked=masked)
         job = make_job(workers=assigned.workers, devices=assigned.devices, dry_run=True, **settings)
+        if job.resumed is not None and not settings["accept_changes"]:
+            require_same_script(script, Path(job.run_dir))
         outlets = open_outlets(settings["dashboard"], settings["tensorboard"], settings["metrics_port"])
     console = Console(stderr=True)
     if warning := shared(job.devices):
         print_sentence(console, f"warning: {warning}")
     if dry_run:
         outlets.close()
-        command = [sys.executable, *(["-m", module] if module else [str(script)]), *(arguments or [])]
-        _print_pairs({**describe(job), "command": " ".join(command)})
+        words = [sys.executable, *(["-m", module] if module else [str(script)]), *(arguments or [])]
+        _print_pairs({**describe(job), "command": " ".join(words)})
         return
     from ..launcher.live_run.local import Placement
     from ..launcher.processes.interruption import Interrupted, Terminated
@@ -133,6 +137,7 @@ def run(
                 show_all=show_all,
                 observer=shlex.split(observer),
                 outlets=outlets,
+                command=command,
             )
         except (Interrupted, Terminated) as end:
             if end.summary:

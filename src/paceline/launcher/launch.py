@@ -126,6 +126,7 @@ def run_script(
     show_all: bool = False,
     observer: Sequence[str] = (),
     outlets: Outlets | None = None,
+    command: str = "",
 ) -> RunResult:
     """Run a script in every worker, as `python script arguments...` would.
 
@@ -140,6 +141,7 @@ def run_script(
         observer: a program and its first arguments. If given, the workers run this program, which is also given the
             script and its arguments, and runs them.
         outlets: where the run is shown while it goes on.
+        command: the command line that repeats the run. Default: that of this process.
     """
     path = [os.getcwd() if module else str(script.resolve().parent), *sys.path]
     packages = (*job.optimizers.packages, *imported_packages(script))
@@ -155,4 +157,5 @@ def run_script(
         starter=starter,
         streams=streams,
         outlets=outlets,
+        command=command,
     )

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from ..errors import ConfigurationError
 from ..wire.tcp import TCP
@@ -55,6 +56,21 @@ class Outlets(msgspec.Struct, frozen=True):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def opened_again(self) -> Outlets:
+        """Return the same outlets with new sockets, after another process has used those of this object.
+
+        Raises:
+            ConfigurationError: a port cannot be used.
+        """
+
+        def listening(before: Listening | None) -> Listening | None:
+            if before is None:
+                return None
+            sock, _ = TCP.listen(before.host, before.port)
+            return replace(before, sock=sock)
+
+        return replace(self, dashboard=listening(self.dashboard), metrics=listening(self.metrics))
 
     def close(self) -> None:
         """Close the sockets in this process."""

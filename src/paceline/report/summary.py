@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from msgspec import convert
+
 from ..trace.fairness import fairness, shares_of_updates
 from ..trace.measures import PushCounts
 from ..trace.unapplied import unapplied_pushes
+from .run_file import Resumption
 from .speed import speed_unit
 from .words import named_workers
 
@@ -33,6 +36,8 @@ def summary_rows(summary: Mapping[str, Any]) -> dict[str, str]:
         shown["chosen"] = " ".join(summary["choices"]) or "bsp until the end: no model saves 10 % of an epoch"
     if summary["ended"] != "finished":
         shown["ended"] = str(summary["ended"])
+    if resumptions := summary.get("resumptions"):
+        shown["resumed"] = convert(resumptions[-1], Resumption).words
     if measured:
         shown |= _figures(summary)
     if (main := summary.get("main_worker", 0)) > 0:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 
 from ...core.machines.main_worker import NOBODY
@@ -25,11 +27,12 @@ from ...core.oversight.guard import DIVERGED
 from ...errors import ConfigurationError, RunFailedError
 from ...outlets.wanted import Outlets
 from ...plugins.user_conditions import local_conditions
-from ...report.run_file import write_run_file
+from ...report.run_file import Resumption, RunFile, write_run_file
 from ...runtime.coordinator_host import CoordinatorHost
 from ...runtime.in_progress import published
 from ...runtime.job import Job, claim_run_dir
 from ...runtime.listener import Listener
+from ...runtime.resuming import keep_script
 from ...shard.frozen_files import remove_frozen
 from ...shard.snapshot import WeightsSnapshot
 from ...sync import Conditions
@@ -45,6 +48,8 @@ from ..terminal.channels import Channels, Streams
 from ..terminal.output import print_sentence
 from ..terminal.run_display import Progress
 from ..terminal.shared_terminal import Terminal
+from .earlier_life import Earlier, make_room
+from .lives import Lives, ServerLost
 from .local import LocalEngine, Placement
 from .reporting import REPORT, write_report
 from .run_description import description_of
@@ -111,51 +116,85 @@ def start(
     else:
         placement.require_for(job)
     server_payload = server_payload_of(job, path)
-    sock, address = CoordinatorHost.listen_for(job, placement.coordinator)
-    try:
-        job = claim_run_dir(job)
-    except ConfigurationError:
-        sock.close()
-        raise
-    _describe(job, worker_arguments, command)
-    listener = Listener(sock, bytes.fromhex(job.mark)) if job.secure else None
-    # Whoever knows the address may connect at once, so the listener must know the coordinator before it begins.
-    source = sock if listener is None else PassedSockets(listener.receiver(COORDINATOR))
-    listening(address, job)
-    streams = streams or Streams()
-    # Lines with the names of their processes cannot be drawn by one of them.
-    terminal = None if streams.show_all or job.joined else Terminal.here()
-    with (
-        Showing(outlets or Outlets(), job, address) as showing,
-        Interruption() as interruption,
-        published(Path(job.run_dir), address, job.token, showing.page),
-        terminal or contextlib.nullcontext(),
-        starter or Starter(placement.prefixes()) as starter,
-        listener or contextlib.nullcontext(),
-        Rehearsals() as rehearsals,
-    ):
-        run = LiveRun(
-            job,
-            CoordinatorHost(job, source, address, rehearsals),
-            placement,
-            starter,
-            console,
-            interruption,
-            snapshot_every_s,
-            streams,
-            terminal,
-            patience_s,
-            listener,
-        )
-        return run.carry_out(worker_arguments, worker_payload, server_payload)
+    lives = Lives()
+    interrupted = ""  # why the last life of the run has ended
+    while True:
+        sock, address = CoordinatorHost.listen_for(job, placement.coordinator)
+        try:
+            earlier = None if job.resumed is None else make_room(job)
+            job = claim_run_dir(job)
+        except ConfigurationError:
+            sock.close()
+            raise
+        described = _describe(job, worker_arguments, command, earlier, interrupted)
+        listener = Listener(sock, bytes.fromhex(job.mark)) if job.secure else None
+        # Whoever knows the address may connect at once, so the listener must know the coordinator before it begins.
+        source = sock if listener is None else PassedSockets(listener.receiver(COORDINATOR))
+        listening(address, job)
+        streams = streams or Streams()
+        # Lines with the names of their processes cannot be drawn by one of them.
+        terminal = None if streams.show_all or job.joined else Terminal.here()
+        with (
+            Showing(outlets or Outlets(), job, address) as showing,
+            Interruption() as interruption,
+            published(Path(job.run_dir), address, job.token, showing.page),
+            terminal or contextlib.nullcontext(),
+            starter or Starter(placement.prefixes()) as starter,
+            listener or contextlib.nullcontext(),
+            Rehearsals() as rehearsals,
+        ):
+            run = LiveRun(
+                job,
+                CoordinatorHost(job, source, address, rehearsals),
+                placement,
+                starter,
+                console,
+                interruption,
+                snapshot_every_s,
+                streams,
+                terminal,
+                patience_s,
+                listener,
+                lives,
+                described.resumptions,
+            )
+            try:
+                return run.carry_out(worker_arguments, worker_payload, server_payload)
+            except ServerLost as loss:
+                interrupted = loss.words
+                job = loss.next_life
+        starter = None
+        outlets = (outlets or Outlets()).opened_again()
 
 
-def _describe(job: Job, program: Sequence[str], command: str) -> None:
-    """Write `run.json`. A run whose directory cannot be written goes on."""
+def _describe(
+    job: Job, program: Sequence[str], command: str, earlier: Earlier | None, interrupted: str
+) -> RunFile:
+    """Write `run.json`, and a copy of the script. A run whose directory cannot be written goes on.
+
+    Args:
+        job: the configuration of the run.
+        program: what each worker runs; see `Order`.
+        command: see `start`.
+        earlier: what is known of the time before the run was resumed; None if it begins.
+        interrupted: why it was interrupted, as a sentence; "" if a user has resumed it.
+
+    Returns:
+        The content of `run.json`.
+    """
+    file = description_of(job, program, command)
+    if earlier is not None:
+        before = () if earlier.file is None else earlier.file.resumptions
+        file = replace(file, resumptions=(*before, earlier.resumption(file, interrupted)))
+        if earlier.file is not None and (interrupted or not file.command):
+            file = replace(file, command=earlier.file.command)
     try:
-        write_run_file(description_of(job, program, command), Path(job.run_dir))
+        write_run_file(file, Path(job.run_dir))
+        if program[:1] == ["script"]:
+            keep_script(Path(job.optimizers.script), Path(job.run_dir))
     except OSError as error:
         log.warning("run.json cannot be written to %s: %s", job.run_dir, error.strerror or error)
+    return file
 
 
 def server_payload_of(job: Job, path: Sequence[str]) -> bytes:
@@ -187,6 +226,8 @@ class LiveRun:
         terminal: the terminal that worker 0 uses, if any.
         patience_s: see `start`.
         listener: the listener of this machine, if its processes do not listen themselves.
+        lives: decides whether the run goes on after the loss of a server.
+        resumptions: the interruptions of the run, in order.
     """
 
     def __init__(
@@ -202,8 +243,12 @@ class LiveRun:
         terminal: Terminal | None,
         patience_s: float | None,
         listener: Listener | None,
+        lives: Lives,
+        resumptions: Sequence[Resumption],
     ) -> None:
         self._job = job
+        self._lives = lives
+        self._resumptions = resumptions
         self._run_dir = Path(job.run_dir)
         self._coordinator = coordinator
         self._placement = placement
@@ -240,11 +285,15 @@ class LiveRun:
             RunFailedError: a process has failed.
             Interrupted: Ctrl-C was pressed.
             Terminated: SIGTERM, SIGHUP or SIGQUIT was received.
+            ServerLost: a server was lost, and the run is to go on from a checkpoint.
         """
         engine, coordinator = self._engine, self._coordinator
         self._program = list(worker_arguments)
         coordinator.start()
         left = []
+        next_life: Job | None = None
+        if self._resumptions:
+            self._say(self._resumptions[-1].words)
         with self._progress:
             try:
                 try:
@@ -261,6 +310,8 @@ class LiveRun:
                     if thread is not None:
                         thread.start()
                 failure = self._await_end()
+                if not self._interruption.asked:
+                    next_life = self._lives.next(self._job, failure, coordinator.checkpoints.saved)
                 self._departures = tuple(coordinator.core.members.departures)
                 reason = "" if failure is None else _reason(failure)
                 if self._interruption.asked:
@@ -272,8 +323,9 @@ class LiveRun:
                 for thread in (self._sampler, self._keeper):
                     if thread is not None:
                         thread.stop(self._interruption.hurried)
-                self._keep_weights(failure)
-                coordinator.dismiss(reason or self._weights_fault(), saved=True)
+                if next_life is None:
+                    self._keep_weights(failure)
+                    coordinator.dismiss(reason or self._weights_fault(), saved=True)
             except BaseException:
                 early = True
                 raise
@@ -291,6 +343,8 @@ class LiveRun:
         remove_frozen(self._run_dir)
         for process in left:
             self._notes.append(f"{process.name} (process {process.id}) was killed, but has not ended yet")
+        if failure is not None and next_life is not None:
+            raise ServerLost(str(failure) if str(failure).endswith(".") else f"{failure}.", next_life)
         if failure is not None:
             raise self._failed(failure)
         if self._interruption.asked:
@@ -507,6 +561,7 @@ class LiveRun:
         summary = summarize(
             self._coordinator, faults, crashed, self._weights_path, ended, failure, self._program, hurried
         )
+        summary["resumptions"] = msgspec.to_builtins(self._resumptions)
         if problem := write_summary(summary, self._run_dir):
             self._notes.append(problem)
             summary["faults"].append(problem)
@@ -544,9 +599,26 @@ class LiveRun:
         log_path = self._run_dir / f"{failure.process.replace(' ', '-')}.log"
         where = f"the output of {failure.process} is in {log_path}"
         failure.add_note(where if log_path.exists() else f"the logs are in {self._run_dir}")
+        if hint := self._how_to_resume():
+            failure.add_note(hint)
+        elif failure.process.startswith("server ") and self._job.on_server_loss == "resume":
+            failure.add_note(
+                "the run could not go on by itself, because it had not written a checkpoint yet (--checkpoint-every)"
+            )
         if self._weights_path is not None:
             failure.add_note(f"{self._which} were saved to {self._weights_path}")
         return failure
+
+    def _how_to_resume(self) -> str:
+        """Return a clause that says from which checkpoint the run can be resumed; "" if there is none."""
+        saved, resumed = self._coordinator.checkpoints.saved, self._job.resumed
+        path = saved.path if saved is not None else None if resumed is None else Path(resumed.path)
+        if path is None:
+            return ""
+        command = "serve" if self._job.joined else "run"
+        return (
+            f"checkpoint {path.name} is whole; to go on from it: paceline {command} --resume {self._run_dir}"
+        )
 
     def _interrupted(self) -> BaseException:
         """Write the summary, and return the exception for the signal that ended the run."""
@@ -560,6 +632,8 @@ class LiveRun:
             self._say(f"note: {fault}")
         if self._weights_path is not None:
             self._say(f"the weights at the time of the signal were saved to {self._weights_path}")
+        if hint := self._how_to_resume():
+            self._say(hint)
         if (report := self._run_dir / REPORT).exists():
             self._say(f"the report of the run is {report}")
         alive = [p for p in self._engine.processes if p.exit_code is None]

@@ -162,6 +162,11 @@ def summarize(
                 auto=job.schedule.auto,
             )
             pushes = figures.pop("pushes")
+            if (before := coordinator.core.resumed) is not None:
+                # The versions of shards, which the traces count, go on.
+                made = figures["updates"] - before.shards[0].version
+                figures |= {"updates": made, "updates_per_s": made / (figures["duration_s"] or 1.0)}
+                pushes = {name: count + getattr(before.pushes, name, 0) for name, count in pushes.items()}
             spent = coordinator.core.time_ledger.totals(job.now_ticks())
             uses = time_use(meter.presences(), spent, TICKS_PER_S)
             figures["wasted_s"] = fsum(use.wasted_s for use in uses.values())

@@ -1,0 +1,109 @@
+"""Commands that resume a run: their options, and their script, are those of the run unless they are given anew."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigurationError
+from .optional_values import OptionalValues, completed
+
+__all__ = ["Resumable"]
+
+HIDDEN = "..."
+"""What stands for a secret in the description of a run."""
+
+NOT_REPEATED = ("--resume", "--run-dir", "--command", "--accept-changes")
+"""Options that concern only one start of a run. The last one has no value."""
+
+
+class Resumable(OptionalValues):
+    """A command which, with --resume, repeats the options and the script of the run that is resumed.
+
+    Options that are given anew follow the earlier ones. So they count.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        found, options = self._split(ctx, args)
+        # `launcher.scheduled` gives all options itself.
+        if (run_dir := found.get("resume")) and "announce_to" not in found:
+            args = self._with_earlier(ctx, options, _program(found), Path(run_dir))
+        return super().parse_args(ctx, args)
+
+    def _with_earlier(
+        self, ctx: Any, options: Sequence[str], program: Sequence[str], run_dir: Path
+    ) -> list[str]:
+        """Return the arguments after those of the earlier run, with its script if no `program` is given.
+
+        Raises:
+            ConfigurationError: the directory contains no run that has ended, or its command cannot be repeated.
+        """
+        from ..runtime.resuming import earlier_run
+
+        file = earlier_run(run_dir)
+        words = shlex.split(file.command)
+        if words[:2] != ["paceline", ctx.info_name]:
+            by = f"by {file.command!r}" if file.command else "in a notebook"
+            raise ConfigurationError(
+                f"the run in {run_dir} was started {by}, so `paceline {ctx.info_name}` cannot resume it. Start it "
+                "in the same way again, with this directory for `resume`."
+            )
+        found, before = self._split(ctx, words[2:])
+        if not program and (program := _program(found)):
+            if HIDDEN in " ".join(program):
+                raise ConfigurationError(
+                    f"an argument of the script was secret, so the run directory {run_dir} does not contain it. Give "
+                    f"the script with all of its arguments again: paceline {ctx.info_name} --resume {run_dir} "
+                    f"{program[0]} ..."
+                )
+            if Path(file.folder) != Path.cwd():
+                raise ConfigurationError(
+                    f"the run in {run_dir} was started in {file.folder}, and paths in its command refer to this "
+                    "directory. Resume it there, or give the script with its arguments."
+                )
+        kept = _repeated(before)
+        again = shlex.join([*words[:2], *kept, *_repeated(options), *program])
+        return [*kept, *_without_end(options), f"--command={again}", *(["--", *program] if program else [])]
+
+    def _split(self, ctx: Any, args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+        """Return the options and arguments by their names, and the arguments before any script.
+
+        Wrong options are found later, so they are no error here.
+        """
+        valued = {
+            name
+            for parameter in self.params
+            if parameter.param_type_name == "option" and not getattr(parameter, "is_flag", False)
+            for name in parameter.opts
+        }
+        args = completed(args, valued, mixed=ctx.allow_interspersed_args)
+        strict, ctx.resilient_parsing = ctx.resilient_parsing, True
+        found, _, _ = self.make_parser(ctx).parse_args(list(args))
+        ctx.resilient_parsing = strict
+        return found, list(args[: len(args) - len(_program(found))])
+
+
+def _program(found: Mapping[str, Any]) -> list[str]:
+    """Return the script and its arguments; [] if there is no script."""
+    return [found["script"], *(found.get("arguments") or ())] if found.get("script") else []
+
+
+def _without_end(options: Sequence[str]) -> list[str]:
+    """Return the options without a -- at their end."""
+    return list(options[:-1] if options[-1:] == ["--"] else options)
+
+
+def _repeated(options: Sequence[str]) -> list[str]:
+    """Return those options that a resumed run repeats."""
+    kept: list[str] = []
+    left = _without_end(options)
+    while left:
+        word = left.pop(0)
+        name, equals, _ = word.partition("=")
+        if name not in NOT_REPEATED:
+            kept.append(word)
+        elif not equals and name != NOT_REPEATED[-1] and left:
+            left.pop(0)
+    return kept

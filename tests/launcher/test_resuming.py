@@ -1,0 +1,238 @@
+"""Runs that go on from a checkpoint: after the launcher was killed, after Ctrl-C, and after the loss of a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from paceline.checkpoint.directory import numbers_in
+from tests.support.live import await_that, processes, run_program, start_program
+from tests.support.marks import thorough
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.usefixtures("mark"),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc"),
+]
+
+EPOCHS, SAMPLES = 12, 256
+
+# The script writes the numbers of its samples, which shows what is used in which epoch. Until there is the file "go",
+# it goes on slowly, so that whatever a test awaits happens before its end.
+SCRIPT = f"""
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import paceline
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+generator = torch.Generator().manual_seed(1)
+x, y = torch.randn({SAMPLES}, 4, generator=generator), torch.randint(0, 3, ({SAMPLES},), generator=generator)
+data = torch.utils.data.TensorDataset(torch.arange({SAMPLES}), x, y)
+loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+for epoch in paceline.epochs({EPOCHS}):
+    for numbers, x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if not Path("go").exists():
+            time.sleep(0.05)
+"""
+
+
+def options(*more: str) -> list[str]:
+    return ["-m", "paceline", "run", "--checkpoint-every", "0.3", "--run-dir", "run", *more]
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path: Path, mark: str) -> None:
+    Path("train.py").write_text(SCRIPT)
+
+
+def checkpoints() -> list[int]:
+    return numbers_in(Path("run", "checkpoints"))
+
+
+def await_checkpoints(least: int = 2) -> None:
+    await_that(lambda: checkpoints()[-1:] >= [least], "a checkpoint is whole")
+
+
+def started(*more: str) -> subprocess.Popen[str]:
+    """Start a run, and return its launcher when the run has written checkpoints."""
+    program = start_program(*options(*more), "train.py", stderr=subprocess.STDOUT)
+    await_checkpoints()
+    return program
+
+
+def killed(program: subprocess.Popen[str], mark: str) -> None:
+    """Kill all processes of a run, as a machine that loses its power does."""
+    program.kill()
+    for process_id in processes(mark).values():
+        os.kill(process_id, signal.SIGKILL)
+    program.communicate()
+    await_that(lambda: not processes(mark), "all processes have ended")
+
+
+def resumed(*more: str) -> subprocess.CompletedProcess[str]:
+    Path("go").touch()
+    ended = run_program("-m", "paceline", "run", "--resume", "run", *more)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended
+
+
+def summary() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path("run", "summary.json").read_text())
+    return found
+
+
+def require_closed(found: dict[str, Any]) -> None:
+    """Check that the ledger has each sample of each epoch once, and each push."""
+    assert sum(found["ledger"]["samples"].values()) == EPOCHS * SAMPLES
+    samples = found["ledger"]["samples"]
+    assert samples["returned"] == samples["left"] == samples["left_out"] == 0
+
+
+def final_weights() -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = safetensors.torch.load_file(Path("run", "weights.safetensors"))
+    return weights
+
+
+def test_a_killed_run_goes_on_with_the_same_bits_and_says_what_was_lost(mark: str) -> None:
+    killed(started("-n", "1", "--servers", "1"), mark)
+    before = checkpoints()[-1]
+    ended = resumed()
+    found = summary()
+    (resumption,) = found["resumptions"]
+    assert Path(resumption["checkpoint"]).name == f"{before:06d}"
+    assert resumption["lost_updates"] >= 0
+    assert f"The run goes on from checkpoint {before:06d} (update {resumption['updates']})." in ended.stderr
+    require_closed(found)
+    assert sum(found["ledger"]["pushes"].values()) == EPOCHS * SAMPLES / 8
+    assert (Path("run", "before") / f"{before:06d}" / "trace-shard-0.jsonl").exists()
+    weights = final_weights()
+    whole = run_program(
+        "-m", "paceline", "run", "-n", "1", "--servers", "1", "--run-dir", "whole", "train.py"
+    )
+    assert whole.returncode == 0
+    for name, tensor in safetensors.torch.load_file(Path("whole", "weights.safetensors")).items():
+        assert torch.equal(weights[name], tensor), name
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp", *thorough("ssp:staleness=2", "elastic-bsp:lookahead=5")])
+def test_a_run_goes_on_with_other_numbers_of_workers_and_servers_and_says_what_has_changed(
+    mark: str, sync: str
+) -> None:
+    killed(started("-n", "3", "--servers", "1", "--sync", sync), mark)
+    ended = resumed("-n", "2", "--servers", "2")
+    words = " ".join(ended.stderr.split())
+    assert "Changed: --workers 3 -> 2, --servers 1 -> 2, --shards 1 -> 2." in words
+    require_closed(summary())
+
+
+def test_a_run_can_be_interrupted_and_resumed_again_and_again(mark: str) -> None:
+    program = started("-n", "1", "--servers", "1")
+    for times in range(2):
+        program.send_signal(signal.SIGINT)
+        output, _ = program.communicate()
+        newest = checkpoints()[-1]
+        assert f"to go on from it: paceline run --resume {Path('run').absolute()}" in output.replace(
+            "\n", " "
+        )
+        assert len(summary()["resumptions"]) == times
+        program = start_program("-m", "paceline", "run", "--resume", "run", stderr=subprocess.STDOUT)
+        await_checkpoints(newest + 1)
+    Path("go").touch()
+    output, _ = program.communicate()
+    assert program.returncode == 0, output
+    require_closed(summary())
+    assert len(summary()["resumptions"]) == 2
+    assert json.loads(Path("run", "run.json").read_text())["command"].endswith("train.py")
+
+
+@pytest.mark.parametrize("victim", ["server 0", "server 1"])
+def test_a_lost_server_ends_nothing(mark: str, victim: str) -> None:
+    program = started("-n", "2", "--servers", "2")
+    os.kill(processes(mark)[victim], signal.SIGKILL)
+    await_that(lambda: Path("run", "before").exists(), "the run begins again")
+    Path("go").touch()
+    output, _ = program.communicate()
+    assert program.returncode == 0, output
+    found = summary()
+    (resumption,) = found["resumptions"]
+    assert resumption["why"] == f"{victim} failed: it was terminated by signal SIGKILL."
+    assert resumption["why"] in " ".join(output.split())
+    require_closed(found)
+    assert sum(found["ledger"]["pushes"].values()) == EPOCHS * SAMPLES / 8
+
+
+def test_a_lost_server_ends_the_run_if_the_user_wants_it_so(mark: str) -> None:
+    program = started("-n", "1", "--servers", "2", "--on-server-loss", "stop")
+    os.kill(processes(mark)["server 1"], signal.SIGKILL)
+    output, _ = program.communicate()
+    assert program.returncode == 1
+    assert "server 1 failed: it was terminated by signal SIGKILL" in output
+    assert "paceline run --resume" in output
+    require_closed_after = resumed("--on-server-loss", "resume")
+    assert require_closed_after.returncode == 0
+    require_closed(summary())
+
+
+def test_a_run_without_a_checkpoint_cannot_be_resumed_and_is_left_as_it_is(mark: str) -> None:
+    ended = run_program(
+        "-m", "paceline", "run", "-n", "1", "--checkpoint-every", "off", "--run-dir", "run", "--", "train.py"
+    )
+    assert ended.returncode == 0
+    before = sorted(Path("run").iterdir())
+    refused = run_program("-m", "paceline", "run", "--resume", "run")
+    assert refused.returncode == 2
+    words = " ".join(refused.stderr.split())
+    assert "cannot be resumed, because there is no whole checkpoint in" in words
+    assert "It had --checkpoint-every off. Start the run again without --resume." in words
+    assert sorted(Path("run").iterdir()) == before
+
+
+def test_a_damaged_checkpoint_is_not_used_and_the_run_says_so(mark: str) -> None:
+    killed(started("-n", "1", "--servers", "1"), mark)
+    *_, before, newest = checkpoints()
+    with Path("run", "checkpoints", f"{newest:06d}", "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+    ended = resumed()
+    words = " ".join(ended.stderr.split())
+    assert f"Checkpoint {newest} is not used: model.safetensors is damaged: its checksum is wrong." in words
+    assert f"The run goes on from checkpoint {before:06d}" in words
+    require_closed(summary())
+
+
+def test_a_changed_script_or_model_is_refused_with_the_first_difference(mark: str) -> None:
+    killed(started("-n", "1", "--servers", "1"), mark)
+    Path("train.py").write_text(SCRIPT.replace("lr=0.05", "lr=0.01"))
+    refused = run_program("-m", "paceline", "run", "--resume", "run")
+    words = " ".join(refused.stderr.split())
+    assert refused.returncode == 2
+    assert "train.py has changed since the run began: line" in words
+    assert "lr=0.01" in words
+    assert "add --accept-changes" in words
+    Path("train.py").write_text(SCRIPT.replace("nn.Linear(16, 3)", "nn.Linear(16, 4)"))
+    refused = run_program("-m", "paceline", "run", "--resume", "run", "--accept-changes")
+    assert refused.returncode == 1
+    words = " ".join(refused.stderr.split())
+    assert "its model differs from the model of the run that is resumed" in words
+    Path("train.py").write_text(SCRIPT.replace("lr=0.05", "lr=0.01"))
+    resumed("--accept-changes")
+    require_closed(summary())
