@@ -80,8 +80,8 @@ class Checkpoints:
         self._copied: dict[int, dict[int, StateEntries]] = {}  # number of a cut -> shard -> its entries
         self._buffers: list[bytearray] = []  # the buffers that were copied last
         self._incoming = bytearray()  # the state of a worker that is being received
-        # number of a cut -> worker -> label of its last push, and its state
-        self._states: dict[int, dict[int, tuple[int, bytearray]]] = {}
+        # number of a cut -> worker -> label of its last push -> its state
+        self._states: dict[int, dict[int, dict[int, bytearray]]] = {}
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()  # the faults of the servers, or ""
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
@@ -121,7 +121,7 @@ class Checkpoints:
 
     def keep(self, worker: int, message: KeepWorkerState) -> None:
         """Keep what the script of a worker holds."""
-        self._states.setdefault(message.number, {})[worker] = message.iteration, self._incoming
+        self._states.setdefault(message.number, {}).setdefault(worker, {})[message.iteration] = self._incoming
         for number in sorted(self._states)[:-2]:  # they belong to cuts that were given up
             del self._states[number]
 
@@ -217,13 +217,13 @@ class Checkpoints:
             until_s = time.monotonic() + STATES_S
             while not self._closed.is_set() and time.monotonic() < until_s and self._awaits_state(cut, left):
                 time.sleep(POLL_S)
-            kept = self._states.get(cut.number, {}).copy()
+            states = self._states_at(cut)
         except CheckpointError:
             draft.discard()
             raise
         return draft.finish(
             msgspec.json.encode(cut),
-            {worker: bytes(state) for worker, (_, state) in kept.items()},
+            {worker: bytes(state) for worker, state in states.items()},
             versions=[shard.version for shard in cut.shards],
             keep=self._job.keep,
             pace=pace,
@@ -231,7 +231,14 @@ class Checkpoints:
 
     def _awaits_state(self, cut: JobCut, left: Callable[[int], bool]) -> bool:
         """Return True if a script has not sent yet what it held after its last push of the cut."""
-        kept = self._states.get(cut.number, {}).copy()
-        return any(
-            kept.get(each.worker, (-2,))[0] < each.iteration and not left(each.worker) for each in cut.workers
-        )
+        states = self._states_at(cut)
+        return any(each.worker not in states and not left(each.worker) for each in cut.workers)
+
+    def _states_at(self, cut: JobCut) -> dict[int, bytearray]:
+        """Return for each worker the first state that it had after its last push of the cut, as far as it is there."""
+        found = {}
+        for each in cut.workers:
+            kept = self._states.get(cut.number, {}).get(each.worker, {}).copy()
+            if later := [label for label in kept if label >= each.iteration]:
+                found[each.worker] = kept[min(later)]
+        return found
