@@ -235,7 +235,7 @@ class Checkpoints:
         return any(each.worker not in states and not left(each.worker) for each in cut.workers)
 
     def _states_at(self, cut: JobCut) -> dict[int, bytearray]:
-        """Return for each worker the first state that it had after its last push of the cut, as far as it is there."""
+        """Return the first state that each script had after its last push of the cut, as far as it is there."""
         found = {}
         for each in cut.workers:
             kept = self._states.get(cut.number, {}).get(each.worker, {}).copy()
