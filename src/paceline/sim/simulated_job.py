@@ -206,10 +206,9 @@ class VirtualJob:
             (uplink, NetworkInterface(self.kernel, uplink.bandwidth_bps)) for uplink in cluster.uplinks
         ]
         apply_s = times_of(cluster.apply_s)
-        self._desks = [
-            None if apply_s == Constant(seconds=0.0) else _Desk(apply_s.sampler(seed, server, APPLYING))
-            for server in range(cluster.servers)
-        ]
+        self._desks = [_Desk(apply_s.sampler(seed, server, APPLYING)) for server in range(cluster.servers)]
+        # What handles a message that has arrived at a server.
+        self._at_server = self._served if apply_s == Constant(seconds=0.0) else self._queued
         self.workers = []
         for worker in range(cluster.workers):
             state = VirtualWorker(worker)
@@ -639,12 +638,9 @@ class VirtualJob:
 
     # -- arriving messages --------------------------------------------------------------------------------
 
-    def _at_server(self, server: int, worker: int, life: int, message: Message, push: object) -> None:
+    def _queued(self, server: int, worker: int, life: int, message: Message, push: object) -> None:
         """Let a server handle a message, after those that have arrived before."""
         desk = self._desks[server]
-        if desk is None:
-            self._served(server, worker, life, message, push)
-            return
         share = self._share(message.shard) if isinstance(message, Commit) and not message.empty else 0.0
         due_ticks = desk.next_ticks(self.kernel, share)
         self.kernel.at(due_ticks, self._served, server, worker, life, message, push)
