@@ -83,7 +83,7 @@ def work_off(
     done: int = 0,
     later: int = 0,
 ) -> list[Failure]:
-    """Carry out tasks, keep their results, and return those that have failed.
+    """Carry out tasks, keep their results, and return those that have failed, in the order of the tasks.
 
     Args:
         function: function that carries out one task.
@@ -97,7 +97,7 @@ def work_off(
         done: number of tasks that had ended before.
         later: number of tasks that follow in other calls.
     """
-    failures: list[Failure] = []
+    failures: dict[int, Failure] = {}
     costs = [cost_of(task) for task in tasks]
     paid, begun_s = 0.0, time.monotonic()
     of = done + len(tasks) + later
@@ -107,11 +107,11 @@ def work_off(
         if ended.error is None:
             keep(task, ended.result)  # type: ignore[arg-type]
         else:
-            failures.append(Failure(name_of(task), ended.error))
+            failures[ended.number] = Failure(name_of(task), ended.error)
         paid += costs[ended.number]
         left_s = (time.monotonic() - begun_s) / paid * (total - paid) if paid else 0.0
         tell(f"{done + count} of {of}: {name_of(task)}; {_left(left_s)}", (done + count) / of)
-    return failures
+    return [failures[number] for number in sorted(failures)]
 
 
 def _left(seconds: float) -> str:

@@ -1,0 +1,67 @@
+"""Work of many tasks: what is kept, what is told, and the order of what has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.rehearsal.process_pool import Ended
+from paceline.studies.description import describe
+from paceline.studies.study import carry_out
+from paceline.studies.work import in_processes, work_off
+
+
+def backwards(
+    function: Callable[[Any], Any], tasks: Sequence[Any], *, fresh: bool = False
+) -> Iterator[Ended[Any]]:
+    """A pool whose tasks end in the opposite order, of which the even ones fail."""
+    for number in reversed(range(len(tasks))):
+        error = None if number % 2 else ValueError(f"{tasks[number]} is even")
+        yield Ended(number, function(tasks[number]) if error is None else None, error)
+
+
+def test_failures_are_in_the_order_of_the_tasks_whichever_ends_first() -> None:
+    kept: dict[int, int] = {}
+    told: list[str] = []
+    failures = work_off(
+        lambda task: 10 * task,
+        range(5),
+        kept.__setitem__,
+        lambda what, share: told.append(f"{share:.2f} {what}"),
+        pool=backwards,
+        later=5,
+    )
+    assert kept == {1: 10, 3: 30}
+    assert [failure.name for failure in failures] == ["0", "2", "4"]
+    assert told[0].startswith("0.10 1 of 10: 4; ")
+    assert told[-1].startswith("0.50 5 of 10: 0; ")
+
+
+@pytest.mark.processes
+def test_on_ray_the_runs_are_those_of_processes(tmp_path: Path) -> None:
+    ray = pytest.importorskip("ray")
+    from paceline.studies.on_ray import on_ray
+
+    study = describe(
+        {
+            "problem": "quadratic",
+            "models": ["bsp", "asp"],
+            "clusters": {"jitter": {"kind": "jitter", "workers": 3}},
+            "seeds": 1,
+            "arguments": {"iterations": 6},
+            "target": {"metric": "loss", "value": 0.5},
+        },
+        Path.cwd(),
+    )
+    with on_ray() as pool:
+        carry_out(study, tmp_path / "ray", pool, lambda what, share: None)
+    assert not ray.is_initialized()
+    with in_processes(1) as pool:
+        carry_out(study, tmp_path / "local", pool, lambda what, share: None)
+    cells = sorted((tmp_path / "local" / "cells").iterdir())
+    assert len(cells) == 2
+    for cell in cells:
+        assert (tmp_path / "ray" / "cells" / cell.name).read_bytes() == cell.read_bytes()
