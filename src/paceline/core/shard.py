@@ -443,12 +443,17 @@ class Shard:
     def _answer(self, worker: int, iteration: int, v_train: int | None, *, edits: bool = False) -> Answer:
         in_place = worker in self._readers and self._lockstep
         version = self._versions.version
-        cut = self._to_mark.pop(worker, 0) if self._to_mark else 0
-        if self._cut is not None and not self.index and self._awaits_ask:
-            cut = self._cut.number
-        return Answer(
-            self.index, iteration, version, v_train, in_place, self.samples, edits, term=self._term, cut=cut
+        answer = Answer(
+            self.index, iteration, version, v_train, in_place, self.samples, edits, term=self._term
         )
+        return answer if self._cut is None and not self._to_mark else self._marked(answer, worker)
+
+    def _marked(self, answer: Answer, worker: int) -> Answer:
+        """Return an answer that tells its worker of the cut that is in progress, or was made last."""
+        number = self._to_mark.pop(worker, 0)
+        if self._cut is not None and not self.index and self._awaits_ask:
+            number = self._cut.number
+        return msgspec.structs.replace(answer, cut=number) if number else answer
 
     def _require_answered(self, event: AnyEvent) -> None:
         """Raise `InvalidEventError` if a worker pushes or pulls although its last answer is kept.

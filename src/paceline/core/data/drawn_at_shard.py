@@ -15,6 +15,9 @@ __all__ = ["DrawnAtShard"]
 
 Drawn = tuple[PackedPushed, ...]
 
+MOST_ENTRIES = 16
+"""Number of entries of a worker above which those are forgotten that are no longer needed."""
+
 
 @stateful(decides="_entries")
 class DrawnAtShard:
@@ -33,13 +36,14 @@ class DrawnAtShard:
     def received(
         self, worker: int, iteration: int, drawn: Drawn, unapplied: Collection[tuple[int, int]]
     ) -> None:
-        """Record a push. Of those that are not in `unapplied`, only the last one is kept."""
+        """Record a push. At times, forget those before the last one that is not in `unapplied`."""
         entries = self._entries.get(worker)
         if entries is None:
             entries = self._entries[worker] = []
         entries.append((iteration, drawn))
-        while len(entries) > 1 and (worker, entries[1][0]) not in unapplied:
-            del entries[0]
+        if len(entries) > MOST_ENTRIES:
+            while len(entries) > 1 and (worker, entries[1][0]) not in unapplied:
+                del entries[0]
 
     @property
     def known(self) -> bool:
