@@ -132,5 +132,5 @@ def test_a_changed_model_is_refused_with_the_first_difference() -> None:
     )
     network.run(Random(0))
     assert network.over == (
-        "the run: its model differs from the model of the run that is resumed: 1 parameters instead of 2"
+        "worker 0: its model differs from the model of the run that is resumed: 1 parameters instead of 2"
     )
