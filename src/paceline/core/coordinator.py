@@ -655,20 +655,14 @@ class Coordinator:
             if difference := first_difference(model, other):
                 reason = f"its model differs from the model of worker {initializer}: {difference}"
                 return self._refuse([worker], reason, f"worker {worker}")
-        if self.resumed is not None:
-            before = next(iter(self.resumed.extensions), self.resumed.model)
-            if difference := first_difference(before, model):
-                reason = f"its model differs from the model of the run that is resumed: {difference}"
-                return self._refuse(list(models), reason, f"worker {initializer}")
+        if self.resumed is not None and not self.resumed.contains(model):
+            difference = first_difference(self.resumed.models[0], model)
+            reason = f"its model differs from the model of the run that is resumed: {difference}"
+            return self._refuse(list(models), reason, f"worker {initializer}")
         try:
             slices = model.layout.sliced(self._shards, self._slicing)
         except ConfigurationError as error:
             return self._refuse([initializer], str(error), f"worker {initializer}")
-        if self.resumed is not None and not self.resumed.contains(model):
-            difference = first_difference(self.resumed.models[0], model)
-            reason = f"its model differs from the model of the run that is resumed: {difference}"
-            self._registered.clear()
-            return self._refuse(list(models), reason, "the run")
         if reason := self._shortage(model, len(models)):
             # Refuse all workers: otherwise, the other workers would begin once the refused workers had left.
             self._registered.clear()
