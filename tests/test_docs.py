@@ -61,3 +61,13 @@ def test_links_between_files_lead_somewhere(page: str) -> None:
     file = ROOT / page if page == "README.md" else ROOT / "docs" / page
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", file.read_text()):
         assert (file.parent / target).exists(), f"{page} links to {target}"
+
+
+def test_each_row_of_the_page_about_failures_names_a_test() -> None:
+    rows = [
+        line for line in (ROOT / "docs" / "failures.md").read_text().splitlines() if line.startswith("| ")
+    ][1:]
+    assert rows
+    for row in rows:
+        file, name = re.findall(r"`(tests/\S+\.py)::(\w+)` \|$", row)[0]
+        assert f"def {name}(" in (ROOT / file).read_text(), f"there is no test {name} in {file}"

@@ -305,6 +305,7 @@ ROLES = {
     "core/oversight/oversight.py": "coordinator",
     "core/machines/heartbeats.py": "coordinator agent",
     "wire/stream.py": "worker server",
+    "runtime/checkpoints.py": "coordinator",
     "runtime/coordinator_host.py": "coordinator",
     "runtime/agents.py": "coordinator",
     "runtime/reader.py": "reader",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 
 from paceline.checkpoint.directory import numbers_in
 from tests.support.live import await_that, processes, run_program, start_program
-from tests.support.marks import thorough
+from tests.support.marks import chaos, thorough
 
 pytestmark = [
     pytest.mark.processes,
@@ -235,4 +237,41 @@ def test_a_changed_script_or_model_is_refused_with_the_first_difference(mark: st
     assert "its model differs from the model of the run that is resumed" in words
     Path("train.py").write_text(SCRIPT.replace("lr=0.05", "lr=0.01"))
     resumed("--accept-changes")
+    require_closed(summary())
+
+
+def test_a_job_that_its_scheduler_starts_again_resumes_itself(mark: str) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "paceline.join"]
+    again = [*torchrun, *options()[3:], "train.py"]
+    program = start_program(*again, stderr=subprocess.STDOUT)
+    await_checkpoints()
+    killed(program, mark)
+    before = checkpoints()[-1]
+    Path("go").touch()
+    ended = run_program(*again)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (resumption,) = summary()["resumptions"]
+    assert Path(resumption["checkpoint"]).name == f"{before:06d}"
+    require_closed(summary())
+
+
+VICTIMS = ["launcher", "server 0", "server 1", "worker 0", "worker 1"]
+KILLS = int(os.environ.get("PACELINE_CHAOS", "0"))
+
+
+@pytest.mark.parametrize("seed", chaos(*range(KILLS)) if KILLS else [0])
+def test_whatever_is_killed_the_job_ends_with_its_ledger_closed(mark: str, seed: int) -> None:
+    """Some processes are killed one after the other. Then the job is resumed, unless it goes on by itself."""
+    chance = random.Random(seed)
+    sync = chance.choice(["bsp", "asp", "ssp:staleness=2"])
+    program = started("-n", "2", "--servers", "2", "--sync", sync)
+    for victim in chance.sample(VICTIMS, chance.randint(1, 2)):
+        if (process_id := processes(mark).get(victim)) is not None:
+            os.kill(process_id, signal.SIGKILL)
+        time.sleep(chance.random())
+    Path("go").touch()
+    program.communicate()
+    await_that(lambda: not processes(mark), "all processes have ended")
+    if program.returncode not in (0, 3):
+        resumed("-n", str(chance.randint(1, 3)), "--servers", str(chance.randint(1, 2)))
     require_closed(summary())

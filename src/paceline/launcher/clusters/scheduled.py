@@ -19,6 +19,7 @@ from rich.console import Console
 
 from ...errors import ConfigurationError, PeerLostError, RunFailedError
 from ...runtime.compute_devices import Device
+from ...runtime.resuming import can_resume
 from ...wire.addresses import seen_from
 from ...wire.secret import VARIABLE, read_secret
 from ...wire.tcp import interface_to, is_local
@@ -92,7 +93,8 @@ def join_job(
         version: version of Paceline on this machine.
         console: console for messages.
         patience_s: number of seconds for which the first process is awaited.
-        run_dir: run directory. Default: a new directory in ./runs.
+        run_dir: run directory. If it has the checkpoint of a run that has not finished, the job resumes this run.
+            Default: a new directory in ./runs.
         streams: what the user wants of the standard streams of the worker.
         device: the device of the worker; None if none is assigned.
 
@@ -137,7 +139,7 @@ def join_job(
     reached = listening_address(place, listen)
     where = [f"--listen={listen or reached}", f"--port={port}", f"--command={command_line()}"]
     if folder := run_dir or (None if place.store else f"runs/{place.name}"):
-        where.append(f"--run-dir={folder}")
+        where.append(f"--resume={folder}" if can_resume(Path(folder)) else f"--run-dir={folder}")
     with Serving([*serve_arguments, *where], {VARIABLE: token} if token else {}) as serving:
         store = None if place.store is None else _store(place.store, patience_s, serves=True)
         found = serving.announced()

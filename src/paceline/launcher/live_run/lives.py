@@ -47,6 +47,8 @@ class Lives:
         """
         if failure is None or not failure.process.startswith("server ") or failure.traceback:
             return None
+        if job.joined:  # machines that have joined a run do not join it again by themselves
+            return None
         path = str(saved.path) if saved is not None else "" if job.resumed is None else job.resumed.path
         self._in_vain = 0 if saved is not None else self._in_vain + 1
         if job.on_server_loss != "resume" or not path or self._in_vain > MOST_IN_VAIN:
