@@ -402,6 +402,8 @@ class ServerHost(Host):
             case ExtendShards(model, shards):
                 _load_classes(model)
                 self._require_memory().prepare(model, shards, self._attach_master(model.layout))
+                if message.resumed:
+                    self._load(shards)
                 self._pass_on(self._coordinator, message)
             case ModelExtended():
                 self._extend()

@@ -206,16 +206,22 @@ class ServerMemory:
         self._put(index, payload)
 
     def load(self, index: int, checkpoint: Checkpoint) -> None:
-        """Create the store of a shard from a checkpoint, which may be of another number of shards."""
-        plan = self._plan
+        """Create or extend the store of a shard from a checkpoint, which may be of another number of shards."""
+        plan = self._next or self._plan
         bounds = plan.slices[index]
         weights = checkpoint.weights(plan.model.layout, bounds)
         parts: list[memoryview] = [bytes_of(weights[vector]) for vector in self._new_vectors(index)]
         if index == 0:
-            parts += pack([checkpoint.state_dict[spec.name] for spec in plan.model.buffers])
-        self._states[index] = checkpoint.optimizer_state(plan.model, bounds)
-        self._put(index, [bytearray(part) for part in parts])
-        self.stores[index].load_counters(checkpoint.counters(plan.model))
+            parts += pack([checkpoint.state_dict[spec.name] for spec in self._new_buffers()])
+        known = len(self._plan.model.layout.parameters) if self._next is not None else 0
+        self._states[index] = {
+            name: value
+            for name, value in checkpoint.optimizer_state(plan.model, bounds).items()
+            if bounds.segments[int(name.partition("/")[0])].parameter >= known
+        }
+        self.begin(index, [bytearray(part) for part in parts])
+        if self._next is None:
+            self.stores[index].load_counters(checkpoint.counters(plan.model))
 
     def prepare(self, model: ModelSpec, slices: Sequence[ShardSlice], master: Region | None) -> None:
         """Prepare to store an extended model. If this method is called again, what has arrived since is forgotten."""
