@@ -275,3 +275,23 @@ def test_whatever_is_killed_the_job_ends_with_its_ledger_closed(mark: str, seed:
     if program.returncode not in (0, 3):
         resumed("-n", str(chance.randint(1, 3)), "--servers", str(chance.randint(1, 2)))
     require_closed(summary())
+
+
+def test_parameters_that_were_added_go_on_from_the_checkpoint(mark: str) -> None:
+    script = SCRIPT.replace("nn.Linear(16, 3))", "nn.Linear(16, 3), nn.Linear(3, 3))\nadded = []")
+    script = script.replace("SGD(model.parameters()", "SGD(model[:4].parameters()")
+    script = script.replace(
+        "    for numbers, x, y in loader:",
+        "    if not added and epoch >= 1:\n"
+        "        added += model[4].parameters()\n"
+        '        optimizer.add_param_group({"params": added})\n'
+        '    Path(f"epoch-{epoch}").touch()\n'
+        "    for numbers, x, y in loader:",
+    )
+    Path("train.py").write_text(script)
+    program = started("-n", "1", "--servers", "1")
+    await_that(lambda: Path("epoch-2").exists(), "parameters have been added")
+    await_checkpoints(checkpoints()[-1] + 2)
+    killed(program, mark)
+    resumed("--servers", "2")
+    require_closed(summary())

@@ -11,8 +11,9 @@ by themselves.
 from __future__ import annotations
 
 import msgspec
+from msgspec import structs
 
-from .layout import ShardSlice
+from .layout import Layout, ShardSlice
 from .lease import Lease, Order
 from .messages import LoopLimits, LoopPosition, PushCounts, ShardState
 from .model_spec import ModelSpec, first_difference
@@ -141,8 +142,11 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
         return (*self.extensions, self.model)
 
     def contains(self, model: ModelSpec) -> bool:
-        """Return True if the job has trained this model before or at the cut."""
-        return any(not first_difference(known, model) for known in self.models)
+        """Return True if the job has trained this model before or at the cut.
+
+        A script that goes on after it has added parameters may have all of them from the beginning.
+        """
+        return any(not first_difference(_in_one_part(known), _in_one_part(model)) for known in self.models)
 
     def states_of(self, shards: int) -> tuple[ShardState, ...]:
         """Return the state with which each shard begins if a run resumes this cut with a number of shards.
@@ -153,3 +157,9 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
         if shards == len(self.shards):
             return self.shards
         return (self.shards[0] if self.shards else ShardState(),) * shards
+
+
+def _in_one_part(model: ModelSpec) -> ModelSpec:
+    """Return a model as if all of its parameters had been there from the beginning."""
+    parameters = [structs.replace(parameter, part=0) for parameter in model.layout.parameters]
+    return structs.replace(model, layout=Layout.of(parameters))
