@@ -55,7 +55,7 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
         if self.lost_updates is None:
             lost = "What the run had done after it is lost; its traces do not say how much this is."
         elif not self.lost_updates:
-            lost = "Nothing is lost."
+            lost = "The traces show nothing after it."
         else:
             lost = (
                 f"What the run had done after it is lost: {counted(self.lost_updates, 'update')}, "

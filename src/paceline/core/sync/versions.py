@@ -96,6 +96,7 @@ class Versions:
         """Record one update; return (worker, iteration, staleness) for each of its pushes."""
         staleness = [(*key, self.version - self._computed_on.pop(key)) for key in pushes]
         self.version += 1
-        self._means += 1
-        self._averaged += len(staleness)
+        if len(staleness) > 1:  # the mean of a single push is the push itself
+            self._means += 1
+            self._averaged += len(staleness)
         return staleness
