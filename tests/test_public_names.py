@@ -20,6 +20,7 @@ def test_the_package_exports_these_names_and_no_others() -> None:
         "SimResult",
         "__version__",
         "barrier",
+        "checkpoint",
         "device",
         "distribute",
         "epochs",

@@ -27,7 +27,7 @@ ROOMS = [
     "trace",
     "report",
     "shard",
-    "checkpoint",
+    "checkpoints",
     "wire",
     "settings",
     "frontend",

@@ -17,6 +17,7 @@ _HOMES = {
     "RunResult": "launcher.launch",
     "SimResult": "sim",
     "barrier": "frontend.collectives",
+    "checkpoint": "frontend.saving",
     "device": "frontend.device",
     "distribute": "frontend.data",
     "epochs": "frontend.epochs",
@@ -44,6 +45,7 @@ __all__ = [
     "RunResult",
     "SimResult",
     "barrier",
+    "checkpoint",
     "device",
     "distribute",
     "epochs",
@@ -80,7 +82,7 @@ if TYPE_CHECKING:
     from .frontend.optimizer import DistributedOptimizer
     from .frontend.partition import partition
     from .frontend.prepare import prepare
-    from .frontend.saving import save
+    from .frontend.saving import checkpoint, save
     from .frontend.session import set_sync, worker_count, worker_index
     from .frontend.tracking import track
     from .launcher.launch import RunResult, launch

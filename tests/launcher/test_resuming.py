@@ -16,7 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from paceline.checkpoint.directory import numbers_in
+from paceline.checkpoints.directory import numbers_in
 from tests.support.live import await_that, processes, run_program, start_program
 from tests.support.marks import chaos, thorough
 
@@ -295,3 +295,29 @@ def test_parameters_that_were_added_go_on_from_the_checkpoint(mark: str) -> None
     killed(program, mark)
     resumed("--servers", "2")
     require_closed(summary())
+
+
+def test_a_script_asks_for_a_checkpoint() -> None:
+    """The requests of both workers are one request."""
+    loop = "    for numbers, x, y in loader:"
+    Path("train.py").write_text(
+        SCRIPT.replace(loop, "    paceline.checkpoint() if epoch == 1 else None\n" + loop)
+    )
+    arguments = [
+        "-m",
+        "paceline",
+        "run",
+        "-n",
+        "2",
+        "--checkpoint-every",
+        "off",
+        "--run-dir",
+        "run",
+        "train.py",
+    ]
+    program = start_program(*arguments, stderr=subprocess.STDOUT)
+    await_checkpoints(1)
+    Path("go").touch()
+    output, _ = program.communicate()
+    assert program.returncode == 0, output
+    assert len(checkpoints()) == 1

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from paceline.checkpoint.places import Settings
-from paceline.checkpoint.reading import Checkpoint
-from paceline.checkpoint.shard_writing import ShardWriter, shard_content
-from paceline.checkpoint.writing import Draft
+from paceline.checkpoints.places import Settings
+from paceline.checkpoints.reading import Checkpoint
+from paceline.checkpoints.shard_writing import ShardWriter, shard_content
+from paceline.checkpoints.writing import Draft
 from paceline.core.protocol.layout import Layout, Parameter
 from paceline.core.protocol.model_spec import BufferSpec, ModelSpec, OptimizerSpec
 from paceline.shard.optimizers import read_groups, require_elementwise

@@ -35,6 +35,7 @@ from .protocol.messages import (
     AllCommitted,
     Answer,
     ChangePublished,
+    CheckpointRequested,
     Combined,
     Commit,
     Committed,
@@ -91,7 +92,7 @@ NO_RESTART = (-1, -1)
         "updates samples combined extended extension cut needs_significance may_restart lockstep _awaited "
         "_first _pulls_again _steps _epoch _wanted _calls _asked _early _change _flagged _plan _uneven "
         "_restart _attempt _progress _clips _edit _batch_samples _edits_begun _observed _unsent _relaxed "
-        "_models _notifies _independent"
+        "_models _notifies _independent _checkpoints"
     ),
     history="last_commit",
     fixed="placement _schedule _workers _shards _servers _terms _last_first _every_shard _overlap",
@@ -168,6 +169,7 @@ class Worker:
         self._wanted = schedule.first  # models of all shards after all changes that the worker has requested
         self._calls = 0  # number of barriers and reductions that the script has called
         self._asked = 0  # number of changes that the script has requested
+        self._checkpoints = 0  # number of checkpoints that the script has requested
         self._early: list[Send] = []  # requests made before training began
         self._change: Change | None = None  # the flag that the next push must carry
         self._flagged: Change | None = None  # the flag of the push in flight
@@ -278,6 +280,11 @@ class Worker:
         """Ask which worker is the main worker now."""
         self.asks_for_main = True
         return [Send(COORDINATOR, MainRequested())]
+
+    def request_checkpoint(self) -> list[Request]:
+        """Ask for a checkpoint. The run goes on meanwhile."""
+        self._checkpoints += 1
+        return [Send(COORDINATOR, CheckpointRequested(self._checkpoints))]
 
     def request_model(self) -> list[Request]:
         """Ask for the model of the job before the script has trained. `described` is None until the answer."""

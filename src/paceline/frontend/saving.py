@@ -18,7 +18,7 @@ from .newcomer import hold_job_model
 from .session import current
 from .training import WorkerTraining, training_of
 
-__all__ = ["pool_buffers", "save"]
+__all__ = ["checkpoint", "pool_buffers", "save"]
 
 Key = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
@@ -64,6 +64,28 @@ def save(obj: object, path: str | os.PathLike[str]) -> None:
     elif pooled := _pooled_by_memory(training):
         obj = _replaced(obj, pooled)
     _write(obj, path, lambda: session is None or session.is_main_now())
+
+
+def checkpoint() -> None:
+    """Ask for a checkpoint of the whole job now, from which `paceline run --resume` can go on.
+
+    Every worker makes this call at the same place of its script; the n-th calls of all workers are one request. The
+    call does not wait: the checkpoint is made beside training, with what the job has when its shards are cut (see
+    docs/resuming.md). A request that comes while a checkpoint is being written is carried out after it. In a
+    simulation, the job is cut, and the cut is in `SimResult.cuts`. Outside a run, the call does nothing.
+
+    Raises:
+        PeerLostError: the run has ended.
+
+    Example:
+        >>> import paceline
+        >>> for epoch in paceline.epochs(2):
+        ...     pass  # train
+        ...     paceline.checkpoint()
+    """
+    session = current()
+    if session is not None:
+        session.request_checkpoint()
 
 
 def _write(obj: object, path: str | os.PathLike[str], is_valid: Callable[[], bool]) -> None:

@@ -368,6 +368,10 @@ class Session(ABC):
         """Request a change of the sync model. See `set_sync`."""
 
     @abstractmethod
+    def request_checkpoint(self) -> None:
+        """Ask for a checkpoint of the job, and do not wait for it. See `paceline.checkpoint`."""
+
+    @abstractmethod
     def commit(
         self,
         present: bytes,

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from ..checkpoint.pace import Pace
-from ..checkpoint.writing import Draft
+from ..checkpoints.pace import Pace
+from ..checkpoints.writing import Draft
 from ..core.protocol.job_cut import JobCut
 from ..core.protocol.messages import MOST_STATES_BYTES, CutCopied, CutWritten, KeepWorkerState, WriteCut
 from ..core.protocol.model_spec import ModelSpec
@@ -86,12 +86,20 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._due_s = job.checkpoint_every_s
+        self._requested = 0  # number of checkpoints that the scripts have requested
+        self._wanted = False  # True if a requested checkpoint has not begun
+
+    def request(self, number: int) -> None:
+        """Handle a script's request for a checkpoint, the n-th of its worker."""
+        if number > self._requested:
+            self._requested, self._wanted = number, True
 
     def due(self, now_s: float) -> bool:
         """Return True if the job is to be cut now, given the time since the run began, and count from now."""
-        if not self._job.checkpoint_every_s or now_s < self._due_s or self._thread is not None:
+        every_s = self._job.checkpoint_every_s
+        if self._thread is not None or not (self._wanted or (every_s and now_s >= self._due_s)):
             return False
-        self._due_s = now_s + self._job.checkpoint_every_s
+        self._due_s, self._wanted = now_s + every_s, False
         return True
 
     @property

@@ -25,6 +25,7 @@ from ..core.oversight.guard import Guard
 from ..core.protocol.host import Host
 from ..core.protocol.messages import (
     Bell,
+    CheckpointRequested,
     Contributed,
     CreateShards,
     CutCopied,
@@ -534,6 +535,8 @@ class CoordinatorHost(Host):
                 return self.checkpoints.copied(message)
             case CutWritten():
                 return self.checkpoints.written(message)
+            case CheckpointRequested():
+                return self.checkpoints.request(message.number)
             case KeepWorkerState():
                 return self.checkpoints.keep(peer.index, message)
         party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)

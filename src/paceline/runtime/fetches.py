@@ -16,7 +16,7 @@ import msgspec
 import safetensors.torch
 import torch
 
-from ..checkpoint.reading import Checkpoint
+from ..checkpoints.reading import Checkpoint
 from ..core.protocol.job_cut import JobCut
 from ..core.protocol.layout import ShardSlice
 from ..core.protocol.messages import (

@@ -62,7 +62,7 @@ def find_resumed(earlier: RunFile, run_dir: Path, checkpoint_dir: str | None) ->
     Raises:
         ConfigurationError: there is no whole checkpoint.
     """
-    from ..checkpoint.reading import newest_whole  # imports torch
+    from ..checkpoints.reading import newest_whole  # imports torch
 
     usual = str(run_dir / CHECKPOINTS)
     places = dict.fromkeys(filter(None, [checkpoint_dir, earlier.value_of("--checkpoint-dir") or usual]))

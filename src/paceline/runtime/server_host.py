@@ -18,7 +18,7 @@ from typing import IO, Any, ClassVar, NamedTuple, cast
 import msgspec
 import torch
 
-from ..checkpoint.reading import Checkpoint
+from ..checkpoints.reading import Checkpoint
 from ..core import server as core
 from ..core.protocol.host import Host
 from ..core.protocol.layout import Layout, ShardSlice, of_set

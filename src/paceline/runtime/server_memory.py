@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import safetensors.torch
 
-from ..checkpoint.reading import Checkpoint
+from ..checkpoints.reading import Checkpoint
 from ..core.protocol.layout import ShardSlice, item_bytes, of_set
 from ..core.protocol.messages import (
     MOST_STATES_BYTES,

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..checkpoint.pace import Pace
-from ..checkpoint.shard_writing import ShardWriter, shard_content
+from ..checkpoints.pace import Pace
+from ..checkpoints.shard_writing import ShardWriter, shard_content
 from ..core.protocol.layout import ShardSlice
 from ..core.protocol.messages import WriteCut
 from ..core.protocol.requests import TakeCut

@@ -534,6 +534,10 @@ class WorkerSession(Session):
         self._job.require_runnable(models)
         self.links.carry_out(self.core.request_sync(models, shard))
 
+    @exclusive
+    def request_checkpoint(self) -> None:
+        self.links.carry_out(self.core.request_checkpoint())
+
     # -- the end ------------------------------------------------------------------------------------------
 
     @exclusive

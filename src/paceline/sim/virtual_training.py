@@ -624,6 +624,9 @@ class VirtualSession(Session):
         else:
             self._requests.append((schedule.first, shard))
 
+    def request_checkpoint(self) -> None:
+        self._training.job.request_checkpoint(self.worker)
+
     def commit(
         self,
         present: bytes,

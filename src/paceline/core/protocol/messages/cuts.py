@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
+from ....sync.events import Number
 from ..lease import PackedPushed
 from ..state_entries import StateEntries
 from .protocol_table import Message, sent
 
 __all__ = [
+    "CheckpointRequested",
     "CutAgreed",
     "CutCopied",
     "CutOffered",
@@ -118,6 +120,17 @@ class CutAgreed(Message, frozen=True, tag=True):
     number: int
     round: int | None = None
     left: tuple[int, ...] = ()
+
+
+@sent("worker", to="coordinator", forwarded=False)
+class CheckpointRequested(Message, frozen=True, tag=True):
+    """A script asks for a checkpoint. The n-th requests of all workers are the same request.
+
+    Attributes:
+        number: number of the worker's request, counted from 1.
+    """
+
+    number: Number
 
 
 @sent("server", to="coordinator", during="serving")

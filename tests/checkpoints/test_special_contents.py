@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import paceline
-from paceline.checkpoint.reading import Checkpoint
+from paceline.checkpoints.reading import Checkpoint
 from paceline.core.protocol.layout import Layout, Parameter
 from paceline.core.protocol.model_spec import FrozenSpec
 from paceline.errors import CheckpointError

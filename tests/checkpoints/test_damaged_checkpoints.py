@@ -13,11 +13,11 @@ import msgspec
 import pytest
 import torch
 
-from paceline.checkpoint.directory import next_number, numbers_in
-from paceline.checkpoint.manifest import FORMAT, files_in, read_manifest
-from paceline.checkpoint.reading import Found, newest_whole
-from paceline.checkpoint.shard_writing import ShardWriter, shard_content
-from paceline.checkpoint.writing import Draft
+from paceline.checkpoints.directory import next_number, numbers_in
+from paceline.checkpoints.manifest import FORMAT, files_in, read_manifest
+from paceline.checkpoints.reading import Found, newest_whole
+from paceline.checkpoints.shard_writing import ShardWriter, shard_content
+from paceline.checkpoints.writing import Draft
 from paceline.errors import CheckpointError
 from tests.support.sharded import Net, Shards, model_of
 from tests.support.small_disk import fill, small_disk
@@ -206,9 +206,9 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written_leaves_the_earlier_o
 KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
-from paceline.checkpoint.reading import newest_whole
-from paceline.checkpoint.directory import next_number
-from tests.checkpoint.test_damaged_checkpoints import shards
+from paceline.checkpoints.reading import newest_whole
+from paceline.checkpoints.directory import next_number
+from tests.checkpoints.test_damaged_checkpoints import shards
 from tests.support.sharded import Shards
 
 directory, chance, made, last = Path(sys.argv[1]), random.Random(0), shards(), 0

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from paceline.checkpoint.buckets import newest_from, upload
-from paceline.checkpoint.export import export_distributed
+from paceline.checkpoints.buckets import newest_from, upload
+from paceline.checkpoints.export import export_distributed
 from paceline.errors import CheckpointError, ConfigurationError
 from tests.support.sharded import Shards, model_of
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from paceline.checkpoint.reading import newest_whole
+from paceline.checkpoints.reading import newest_whole
 from paceline.shard.optimizers import ELEMENTWISE
 from tests.support.sharded import Net, Shards, model_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.checkpoint.manifest import files_in
+from paceline.checkpoints.manifest import files_in
 from tests.support.sharded import Shards, model_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
