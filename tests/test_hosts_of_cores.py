@@ -36,7 +36,7 @@ CORES = {
             "trace/replay.py",
         },
     ),
-    "Shard": ("core.shard", {"core/server.py", "trace/replay.py"}),
+    "Shard": ("core.shard", {"core/server.py", "trace/replay.py", "trace/redecide.py"}),
     "ShardSync": ("core.sync.shard_sync", {"core/shard.py", "testing/small_job.py"}),
     "JobSync": ("core.sync.job_sync", {"core/coordinator.py"}),
     "PushReceived": ("sync.events", {"core/server.py"}),
