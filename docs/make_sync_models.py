@@ -10,8 +10,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pseudo_code  # type: ignore[import-not-found]
-
 from paceline.report.canvas import save
 from paceline.report.models import Page, flowing, pages
 from paceline.report.picture import timeline_picture
@@ -20,6 +18,10 @@ from paceline.sim import Cluster, Uniform, simulate
 from paceline.sync import Conditions
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))  # `docs` is not installed
+
+from docs import pseudo_code  # noqa: E402
+
 TARGET = HERE / "sync-models.md"
 PICTURES = HERE / "pictures"
 

@@ -127,6 +127,12 @@ def test_help_says_what_the_program_is_and_names_its_commands(call: Call) -> Non
 
 
 RUN_OPTIONS = {
+    "--checkpoint-every": "Time between two checkpoints, such as 30s, 5min or 1h",
+    "--keep": "Number of the newest checkpoints that are kept",
+    "--checkpoint-dir": "Directory of the run's checkpoints",
+    "--resume": "Go on with the run in this directory",
+    "--accept-changes": "Resume although the script has changed",
+    "--on-server-loss": "if a server is lost, the run goes on from its last checkpoint",
     "--workers": "Number of workers",
     "--devices": "Devices of the workers, one worker for each",
     "--servers": "Number of servers",
@@ -545,6 +551,7 @@ ANY_NAME = {
     "--observer",
     "--command",
     "--tensorboard",
+    "--checkpoint-dir",
 }  # options whose value may be any text
 REQUIRED = {  # what each command needs besides the option
     "run": ["--dry-run", "train.py"],

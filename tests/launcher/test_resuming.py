@@ -77,7 +77,7 @@ def await_checkpoints(least: int = 2) -> None:
 def started(*more: str) -> subprocess.Popen[str]:
     """Start a run, and return its launcher when the run has written checkpoints."""
     program = start_program(*options(*more), "train.py", stderr=subprocess.STDOUT)
-    await_checkpoints()
+    await_that(lambda: len(checkpoints()) >= 2, "two checkpoints are whole")
     return program
 
 

@@ -384,6 +384,7 @@ class Bench:
             for _, recorder in server._recorders.values():
                 recorder.close()
             server._hub.close()
+            server._copies.close()
         assert self.coordinator._recorder is not None
         self.coordinator._recorder.close()
         self.coordinator._hub.close()

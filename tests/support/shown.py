@@ -42,7 +42,7 @@ for epoch in paceline.epochs(100_000):
 # The process that shows the run has a low priority, so beside other tests it may take long to end.
 PROGRAM = f"""
 from paceline.cli import main
-from paceline.launcher import outlets
+from paceline.launcher.processes import outlets
 
 outlets.END_TIMEOUT_S = {DEADLINE_S}
 main()

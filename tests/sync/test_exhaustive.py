@@ -315,7 +315,7 @@ def test_no_interleaving_of_a_join_and_a_change_of_model_deadlocks(
 def test_the_search_finds_a_held_push_that_is_kept_though_a_shard_has_not_received_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Loss, "_kept", 1_000)
+    monkeypatch.setattr(Loss, "kept", 1_000)
     with pytest.raises(AssertionError, match="shards have averaged different pushes"):
         explore(cluster_of(name, workers=2, losses=1, shards=2, iterations=1 if name == "bsp" else 3))
 

@@ -8,6 +8,7 @@ shard. Two machines that receive the same events rarely differ because of a cloc
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import pickle
 import random
@@ -54,12 +55,15 @@ def forbidden() -> Iterator[None]:
         if why is not None:
             raise AssertionError(f"{getattr(called, '__qualname__', called)}() {why}")
 
-    profile = sys.getprofile()
+    profile, collects = sys.getprofile(), gc.isenabled()
+    gc.disable()  # callbacks of the garbage collector, which others have added, may read clocks
     sys.setprofile(watch)
     try:
         yield
     finally:
         sys.setprofile(profile)
+        if collects:
+            gc.enable()
     for name, state in _states().items():
         assert before.get(name) in (None, state), f"{name}: the model {CHANCE}"
 

@@ -561,7 +561,7 @@ class LiveRun:
         summary = summarize(
             self._coordinator, faults, crashed, self._weights_path, ended, failure, self._program, hurried
         )
-        summary["resumptions"] = msgspec.to_builtins(self._resumptions)
+        summary["resumptions"] = msgspec.to_builtins(list(self._resumptions))
         if problem := write_summary(summary, self._run_dir):
             self._notes.append(problem)
             summary["faults"].append(problem)
