@@ -137,7 +137,6 @@ def test_the_states_of_the_job_and_of_the_workers_are_as_they_were_given(tmp_pat
     assert checkpoint.path.name == "000012"
     assert checkpoint.manifest.versions == (12, 12)
     assert checkpoint.job == b'{"steps": 3}'
-    assert checkpoint.tracked == b"an average"
     assert {worker: path.read_bytes() for worker, path in checkpoint.workers.items()} == {
         0: b"zero",
         12: b"twelve",

@@ -23,7 +23,7 @@ from tests.support.sharded import Net, Shards, model_of
 from tests.support.small_disk import fill, small_disk
 
 FILES = [
-    *("model.safetensors", "optimizer-0.pt", "job.json", "tracked.bin", "workers/0.bin", "workers/12.bin"),
+    *("model.safetensors", "optimizer-0.pt", "job.json", "workers/0.bin", "workers/12.bin"),
     "manifest.json",
 ]
 

@@ -152,7 +152,7 @@ class Shards:
                     writer.write(part)
         versions = [number] * len(self.slices)
         workers = {0: b"zero", 12: b"twelve"}
-        return draft.finish(b'{"steps": 3}', workers, versions=versions, tracked=b"an average", keep=keep)
+        return draft.finish(b'{"steps": 3}', workers, versions=versions, keep=keep)
 
     def _zeros(self) -> dict[str, torch.Tensor]:
         sizes = self.model.layout.sizes.items()

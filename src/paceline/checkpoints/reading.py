@@ -56,12 +56,6 @@ class Checkpoint:
         files = sorted((self.path / "workers").glob("*.bin"), key=lambda path: int(path.stem))
         return {int(path.stem): path for path in files}
 
-    @property
-    def tracked(self) -> bytes | None:
-        """The states of the objects that the script tracks; None if there are none."""
-        path = self.path / "tracked.bin"
-        return path.read_bytes() if path.exists() else None
-
     @cached_property
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The parameters and buffers of the model, by their names in its `state_dict()`."""

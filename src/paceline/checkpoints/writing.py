@@ -121,7 +121,6 @@ class Draft:
         workers: Mapping[int, bytes],
         *,
         versions: Sequence[int],
-        tracked: bytes | None = None,
         keep: int = 3,
         pace: Pace | None = None,
     ) -> Path:
@@ -131,7 +130,6 @@ class Draft:
             job: the state of the job.
             workers: the state of each worker.
             versions: for each shard, the number of updates that its weights include.
-            tracked: the states of the objects that the script tracks; None if there are none.
             keep: number of checkpoints to keep.
             pace: rate at which the files are read for their checksums; None for no limit.
 
@@ -153,8 +151,6 @@ class Draft:
             (self.path / "workers").mkdir()
             for worker, state in workers.items():
                 (self.path / "workers" / f"{worker}.bin").write_bytes(state)
-            if tracked is not None:
-                (self.path / "tracked.bin").write_bytes(tracked)
             self._manifest(versions, pace or Pace()).write(self.path)
             for folder in (self.path / "workers", self.path):
                 sync(folder)
