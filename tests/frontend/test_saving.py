@@ -220,3 +220,20 @@ def test_a_whole_module_is_saved_without_the_hooks_of_the_run(
     with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.BatchNorm1d]):
         saved = torch.load(tmp_path / "model.pt", weights_only=True)
     assert [type(part) for part in saved] == [nn.Linear, nn.BatchNorm1d, nn.Linear]
+
+
+def test_requests_of_all_workers_cut_a_simulated_job_once_each_time() -> None:
+    def train() -> None:
+        model = nn.Linear(2, 1)
+        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(12):
+            if step in (3, 7):
+                paceline.checkpoint()
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    cluster = paceline.Cluster(compute_s=[1.0, 2.0], latency_s=0.01)
+    for sync in ("bsp", "asp"):
+        result = paceline.simulate(cluster, sync, train_fn=train)
+        assert len(result.cuts) == 2

@@ -128,8 +128,9 @@ class Servers(ABC):
             address: the address of the server of shard 0. The session need not be connected to it yet.
         """
 
+    @abstractmethod
     def keep_worker_state(self, number: int, state: Sequence[memoryview]) -> None:
-        """Send what the script of this worker holds to the server of shard 0, for a cut of the job.
+        """Send what the script of this worker holds to the coordinator, for a cut of the job.
 
         Its memory may change after this call.
 
@@ -137,8 +138,8 @@ class Servers(ABC):
             number: number of the cut.
             state: the bytes of the state. See `worker_state`.
         """
-        raise NotImplementedError  # only a session whose job is cut needs it
 
+    @abstractmethod
     def fetch_worker_states(self) -> tuple[bytes | bytearray | None, bytes | bytearray | None]:
         """Return what scripts held at the cut with which the run has begun, for a worker of a resumed run.
 
@@ -148,7 +149,6 @@ class Servers(ABC):
             The state of the worker with this index, and that of the lowest index; None for what is not known. The
             former is None as well if this index has been used in this run before.
         """
-        raise NotImplementedError  # only a session of a resumed run needs it
 
 
 class Session(ABC):

@@ -8,7 +8,7 @@ compute a gradient, or only let time pass.
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
@@ -24,6 +24,7 @@ from ..core.protocol.job_cut import JobCut
 from ..core.protocol.messages import (
     Activity,
     Answer,
+    CheckpointRequested,
     Combined,
     Commit,
     DataGranted,
@@ -178,10 +179,7 @@ class VirtualJob:
         self.rounded_bytes: Sequence[int] = ()
         self._seed = seed
         self._cut_at_s = cut_at_s
-        self._requested_cuts: Counter[int] = (
-            Counter()
-        )  # worker -> number of cuts that its script has requested
-        self._cuts_requested = 0  # the largest of these numbers
+        self._cuts_requested = 0  # number of cuts that the scripts have requested
         self._overlap = overlap
         self._recorders = recorders
         self._servers = [
@@ -453,10 +451,12 @@ class VirtualJob:
 
     def request_checkpoint(self, worker: int) -> None:
         """Handle a script's request for a checkpoint: cut the job, unless another worker has requested this cut."""
-        self._requested_cuts[worker] += 1
-        if self._requested_cuts[worker] > self._cuts_requested:
-            self._cuts_requested += 1
-            self._cut()
+        for request in self.workers[worker].core.request_checkpoint():
+            assert isinstance(request, Send)
+            assert isinstance(request.message, CheckpointRequested)
+            if request.message.number > self._cuts_requested:
+                self._cuts_requested = request.message.number
+                self._cut()
 
     def request_sync(self, worker: int, models: Sequence[SyncModel], shard: int | None) -> None:
         """Request a change of the sync model."""
