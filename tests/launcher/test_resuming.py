@@ -297,6 +297,16 @@ def test_parameters_that_were_added_go_on_from_the_checkpoint(mark: str) -> None
     require_closed(summary())
 
 
+def test_a_finished_run_is_not_resumed_unless_its_script_is_given_again() -> None:
+    Path("go").touch()
+    assert run_program(*options("-n", "1", "--servers", "1"), "train.py").returncode == 0
+    weights = Path("run", "weights.safetensors").read_bytes()
+    ended = run_program("-m", "paceline", "run", "--resume", "run")
+    assert ended.returncode == 2
+    assert "the run in run has finished, so nothing is left to resume" in ended.stderr
+    assert Path("run", "weights.safetensors").read_bytes() == weights
+
+
 def test_a_script_asks_for_a_checkpoint() -> None:
     """The requests of both workers are one request."""
     loop = "    for numbers, x, y in loader:"

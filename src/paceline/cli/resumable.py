@@ -40,9 +40,14 @@ class Resumable(OptionalValues):
         Raises:
             ConfigurationError: the directory contains no run that has ended, or its command cannot be repeated.
         """
-        from ..runtime.resuming import earlier_run
+        from ..runtime.resuming import earlier_run, has_finished
 
         file = earlier_run(run_dir)
+        if not program and has_finished(run_dir):
+            raise ConfigurationError(
+                f"the run in {run_dir} has finished, so nothing is left to resume. To train longer, give the script "
+                f"with other arguments: paceline {ctx.info_name} --resume {run_dir} SCRIPT ..."
+            )
         words = shlex.split(file.command)
         if words[:2] != ["paceline", ctx.info_name]:
             by = f"by {file.command!r}" if file.command else "in a notebook"

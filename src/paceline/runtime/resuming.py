@@ -14,7 +14,15 @@ from ..report.run_file import RunFile, read_run_file
 from .in_progress import run_in
 from .job import CHECKPOINTS, Resumed
 
-__all__ = ["can_resume", "cut_of", "earlier_run", "find_resumed", "keep_script", "require_same_script"]
+__all__ = [
+    "can_resume",
+    "cut_of",
+    "earlier_run",
+    "find_resumed",
+    "has_finished",
+    "keep_script",
+    "require_same_script",
+]
 
 SCRIPT = "script.py"
 """Name of the copy of the script in a run directory."""
@@ -83,14 +91,19 @@ def find_resumed(earlier: RunFile, run_dir: Path, checkpoint_dir: str | None) ->
 def can_resume(run_dir: Path) -> bool:
     """Return True if a directory has a whole checkpoint of a run that has not finished, and is not in progress."""
     try:
-        summary = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=_Summary)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        summary = _Summary()
-    try:
         find_resumed(earlier_run(run_dir), run_dir, None)
     except ConfigurationError:
         return False
-    return summary.ended != "finished"
+    return not has_finished(run_dir)
+
+
+def has_finished(run_dir: Path) -> bool:
+    """Return True if the scripts of a run have come to their ends."""
+    try:
+        summary = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=_Summary)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+    return summary.ended == "finished"
 
 
 class _Summary(msgspec.Struct):
