@@ -57,4 +57,4 @@ def test_the_page_names_all_files(run_dir: Path) -> None:
     path = run_dir / "checkpoints" / "000012"
     described = set(re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE))
     written = {str(file.relative_to(path)) for file in files_in(path)} - {"workers/12.bin"}
-    assert described == written | {"frozen.safetensors"}
+    assert described == written

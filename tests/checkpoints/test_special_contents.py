@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 import paceline
 from paceline.checkpoints.reading import Checkpoint
 from paceline.core.protocol.layout import Layout, Parameter
-from paceline.core.protocol.model_spec import FrozenSpec
 from paceline.errors import CheckpointError
 from paceline.frontend.tracked import hyper_parameters
 from tests.support.sharded import Net, Shards, model_of
@@ -27,28 +24,6 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer, shards: Shards, seed:
     for parameter in net.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
     shards.step(net, [optimizer])
-
-
-def test_frozen_parameters_are_written_once_for_all_checkpoints(tmp_path: Path) -> None:
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    shards = Shards(model_of(net, [optimizer]), 2, net)
-    base = {"base.weight": torch.arange(6.0).reshape(2, 3)}
-    shards.model = msgspec.structs.replace(
-        shards.model, frozen=(FrozenSpec("base.weight", (2, 3), "float32", "a" * 64),)
-    )
-    paths = [shards.write(tmp_path, number, frozen=base) for number in (1, 2)]
-    files = [path / "frozen.safetensors" for path in paths]
-    assert torch.equal(load_file(files[1])["base.weight"], base["base.weight"])
-    assert os.path.samefile(*files)
-
-    shards.model = msgspec.structs.replace(
-        shards.model, frozen=(FrozenSpec("base.weight", (2, 3), "float32", "b" * 64),)
-    )
-    changed = shards.write(tmp_path, 3, frozen={"base.weight": torch.ones(2, 3)})
-    assert torch.equal(load_file(changed / "frozen.safetensors")["base.weight"], torch.ones(2, 3))
-    files[1].write_bytes(b"damaged")
-    assert Checkpoint(paths[1]).manifest.frozen == {"base.weight": "a" * 64}  # a run does not need the file
 
 
 def test_settings_that_only_the_script_has_are_in_the_file_of_its_optimizer(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -122,7 +122,6 @@ class Shards:
         net: nn.Module | None = None,
         piece_bytes: int = 0,
         keep: int = 3,
-        frozen: Mapping[str, torch.Tensor] | None = None,
         settings: Sequence[Settings] = (),
     ) -> Path:
         """Write a checkpoint, the last shard first, in pieces of this size; 0 for one piece for each vector."""
@@ -136,7 +135,6 @@ class Shards:
             self.slices,
             entries,
             tensors=tensors,
-            frozen=frozen,
             settings=settings,
         )
         for bounds, store, state, of in reversed(

@@ -67,8 +67,6 @@ class Manifest(msgspec.Struct, frozen=True):
         number: number of the checkpoint in its run.
         versions: for each shard, the number of updates that its weights include.
         optimizers: the optimizers.
-        frozen: digests of the values in `frozen.safetensors`, by name; {} if there is no such file. A run does not
-            need this file to resume, because the workers load frozen parameters by themselves.
         files: all other files, by their paths in the directory of the checkpoint.
         sha256: checksum of this manifest with the checksum "".
     """
@@ -78,7 +76,6 @@ class Manifest(msgspec.Struct, frozen=True):
     number: int
     versions: tuple[int, ...]
     optimizers: tuple[OptimizerRecord, ...]
-    frozen: dict[str, str]
     files: dict[str, FileRecord]
     sha256: str = ""
 

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-import safetensors.torch
 import torch
 
 from .. import __version__
@@ -29,7 +28,7 @@ from ..errors import CheckpointError
 from ..shard.buffer_bytes import bytes_of
 from ..shard.vectors import torch_dtype
 from .directory import PARTIAL, name_of, numbers_in, sync
-from .manifest import FORMAT, FileRecord, Manifest, OptimizerRecord, files_in, read_manifest, record_of
+from .manifest import FORMAT, FileRecord, Manifest, OptimizerRecord, files_in, record_of
 from .pace import Pace
 from .places import MODEL, PLACES, Settings, lay_out
 from .shard_writing import mark_of
@@ -38,8 +37,6 @@ __all__ = ["Draft"]
 
 SPARE_BYTES = 16 * 2**20
 """Space that is left free on the disk, among others for the manifest."""
-
-FROZEN = "frozen.safetensors"
 
 
 class Draft:
@@ -60,7 +57,6 @@ class Draft:
         self._model = model
         self._entries = entries
         self._members: tuple[tuple[str, ...], ...] = ()
-        self._frozen: dict[str, str] = {}
 
     @classmethod
     def begin(
@@ -72,7 +68,6 @@ class Draft:
         entries: Sequence[StateEntries],
         *,
         tensors: Mapping[str, torch.Tensor] | None = None,
-        frozen: Mapping[str, torch.Tensor] | None = None,
         settings: Sequence[Settings] = (),
         further_bytes: int = 0,
     ) -> Draft:
@@ -85,8 +80,6 @@ class Draft:
             slices: the slices of all shards, in order.
             entries: the entries of each shard's optimizer state.
             tensors: values of the model's buffers, by name.
-            frozen: values of the model's frozen parameters, by name. They are written once: later checkpoints refer
-                to the same file.
             settings: the hyper-parameters in the groups of each of the script's optimizers. They add what servers do
                 not know, such as `initial_lr`, and the settings of `paceline.LARS`.
             further_bytes: size of the other files.
@@ -111,7 +104,6 @@ class Draft:
                 for name, tensor in (tensors or {}).items():
                     file.seek(places.tensors[name])
                     file.write(bytes_of(tensor.detach().contiguous().reshape(-1)))
-            draft._add_frozen(frozen or {})
             (draft.path / PLACES).write_bytes(msgspec.json.encode(places))
         return draft
 
@@ -169,30 +161,13 @@ class Draft:
         records: dict[str, FileRecord] = {}
         for path in files_in(self.path):
             sync(path)
-            if path.name != FROZEN:
-                records[str(path.relative_to(self.path))] = record_of(path, pace)
+            records[str(path.relative_to(self.path))] = record_of(path, pace)
         counters = self._entries[0].counters
         optimizers = tuple(
             OptimizerRecord(spec.name, spec.replaced, names, counters[index] if counters else ())
             for index, (spec, names) in enumerate(zip(self._model.optimizers, self._members, strict=True))
         )
-        return Manifest(FORMAT, __version__, self._number, tuple(versions), optimizers, self._frozen, records)
-
-    def _add_frozen(self, frozen: Mapping[str, torch.Tensor]) -> None:
-        """Write the frozen parameters, or refer to the file of the newest checkpoint if it has the same ones."""
-        self._frozen = {spec.name: spec.digest for spec in self._model.frozen if spec.name in frozen}
-        if not self._frozen:
-            return
-        for number in reversed(numbers_in(self._directory)):
-            earlier = self._directory / name_of(number)
-            with contextlib.suppress(CheckpointError, OSError):
-                if read_manifest(earlier).frozen == self._frozen:
-                    os.link(earlier / FROZEN, self.path / FROZEN)
-                    return
-        self._require_space(sum(tensor.nbytes for tensor in frozen.values()))
-        safetensors.torch.save_file(
-            {name: frozen[name].detach().contiguous() for name in self._frozen}, self.path / FROZEN
-        )
+        return Manifest(FORMAT, __version__, self._number, tuple(versions), optimizers, records)
 
     def _require_space(self, size_bytes: int) -> None:
         free_bytes = shutil.disk_usage(self._directory).free
@@ -225,7 +200,7 @@ def _size_bytes(
     entries: Sequence[StateEntries],
     tensors: Mapping[str, torch.Tensor],
 ) -> int:
-    """Return the size of all tensors of a checkpoint, without frozen parameters."""
+    """Return the size of all tensors of a checkpoint."""
     weights = sum(p.size * item_bytes(p.dtype) * len(p.names) for p in model.layout.parameters)
     state = 0
     for bounds, found in zip(slices, entries, strict=True):
