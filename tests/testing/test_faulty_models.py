@@ -32,6 +32,9 @@ from paceline.testing import check
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
+MOST_STATES = 50_000
+"""Number of states that are searched in about five seconds."""
+
 
 class Shard(ShardMachine):
     """A correct model, ASP, whose subclasses each have one fault."""
@@ -286,9 +289,9 @@ def test_a_faulty_model_is_refused(kind: type[Shard]) -> None:
 
 def test_the_model_without_a_fault_is_not_refused() -> None:
     KINDS["Shard"] = Shard
-    begun_s = time.process_time()
-    assert check(Faulty(kind="Shard")).promises == 12
-    assert time.process_time() - begun_s < 10.0
+    checked = check(Faulty(kind="Shard"))
+    assert checked.promises == 12
+    assert checked.states < MOST_STATES
 
 
 @pytest.mark.parametrize("kind", AT_RUN_TIME, ids=lambda kind: kind.__name__)
@@ -309,14 +312,12 @@ def test_a_comparison_goes_on_without_the_faulty_models(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("model", ["median-bound:ahead=1", "merge-late:late=1,most=2", "buffered:batch=2"])
-def test_an_ordinary_model_is_checked_within_ten_seconds(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ordinary_model_is_checked_in_a_few_seconds(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     name = model.partition(":")[0]
     load_models("", [name.replace("-", "_")])
     try:
-        begun_s = time.process_time()
-        assert check(parse(model)).states > 1_000
-        assert time.process_time() - begun_s < 10.0
+        assert 1_000 < check(parse(model)).states < MOST_STATES
     finally:
         del MODELS[name], sys.modules[name.replace("-", "_")]
 
