@@ -27,7 +27,7 @@ class Resumable(OptionalValues):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         found, options = self._split(ctx, args)
-        # `launcher.scheduled` gives all options itself.
+        # `launcher.clusters.scheduled` gives all options itself.
         if (run_dir := found.get("resume")) and "announce_to" not in found:
             args = self._with_earlier(ctx, options, _program(found), Path(run_dir))
         return super().parse_args(ctx, args)

@@ -1,11 +1,12 @@
 """The engines of `launch`: where the processes of a run are placed, and how the launcher hears of their end.
 
-The local engine starts all processes on this machine (see `local`). Any other engine places *programs* on machines:
-one that serves the run (see `run.start`), and one for each worker, which joins it (see `joining.join`). Each program
-starts the processes of its machine as the local engine does, and tells the coordinator how they end. So such an
-engine knows nothing of servers and workers; it only places its programs again if they end too early.
+The local engine starts all processes on this machine (see `live_run.local`). Any other engine places *programs* on
+machines: one that serves the run (see `live_run.run`), and one for each worker, which joins it (see
+`clusters.joined_machine`). Each program starts the processes of its machine as the local engine does, and tells the
+coordinator how they end. So such an engine knows nothing of servers and workers; it only places its programs again if
+they end too early.
 
-A scheduler that starts the programs by itself, such as Slurm, needs no engine (see `scheduled`).
+A scheduler that starts the programs by itself, such as Slurm, needs no engine (see `clusters.scheduled`).
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class Local(Engine):
 
 
 class OnRay(Engine):
-    """A Ray cluster places the workers, and the coordinator together with the servers. See `ray_run`."""
+    """A Ray cluster places the workers, and the coordinator together with the servers. See `clusters.ray_run`."""
 
     name = "ray"
 
