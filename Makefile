@@ -58,7 +58,7 @@ check-models: $(READY)  ## check every interleaving of 3 workers, 2 shards and 4
 
 stress: $(READY)  ## test 100,000 pulls during concurrent pushes on each transport, 10,000 scripts on the double of an accelerator, a million small steps, and the directory of a run of a million iterations; keep workers on a loaded machine for ten minutes (about an hour and a half)
 	PACELINE_STRESS=1 $(BIN)/python -m pytest -s tests/runtime/test_stress.py
-	PACELINE_STAGING_EXAMPLES=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/frontend/test_staging.py
+	PACELINE_STAGING_EXAMPLES=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/frontend/test_staging.py
 	PACELINE_STRESS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m chaos tests/launcher/test_patience.py
 
 chaos: $(READY)  ## test 50 runs in which a random process receives a random signal, 60 faults on emulated machines (root), and other ways in which runs end (about an hour)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import HealthCheck, Phase, example, given, seed, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
 
 EXAMPLES = int(os.environ.get("PACELINE_STAGING_EXAMPLES", "30"))
+EXAMPLES_PER_BLOCK = 100  # Hypothesis keeps all examples of a test, so thousands take ever more time
 CLUSTER = Cluster(compute_s=[1.0, 1.3, 3.1], servers=2, latency_s=0.01)
 LATE = Cluster(compute_s=[1.0, 1.3, 1.1], servers=2, latency_s=0.01, presence={2: Presence(joins_at_s=2.5)})
 
@@ -368,16 +369,20 @@ def on_device(program: Program) -> list[Any]:
 
 
 PROGRAMS = settings(
-    max_examples=EXAMPLES,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
 
 
-@PROGRAMS
-@given(programs | plain_programs)
-def test_a_device_computes_what_the_cpu_computes(program: Program) -> None:
-    assert on_device(program) == outcome_of(program)
+@pytest.mark.parametrize("block", range(-(-EXAMPLES // EXAMPLES_PER_BLOCK)))
+def test_a_device_computes_what_the_cpu_computes(block: int) -> None:
+    @seed(block)
+    @settings(PROGRAMS, max_examples=min(EXAMPLES, EXAMPLES_PER_BLOCK))
+    @given(programs | plain_programs)
+    def check(program: Program) -> None:
+        assert on_device(program) == outcome_of(program)
+
+    check()
 
 
 class Mutation(NamedTuple):
@@ -550,9 +555,9 @@ def test_weights_go_to_the_device_in_pieces_while_later_ones_still_travel(
         arrived(stager, name, start, stop)
 
     monkeypatch.setattr(Copying, "_weights_arrived", record)
-    for seed in range(5):
+    for number in range(5):
         pieces.clear()
-        assert_same(expected, train_on_the_double(run_on_threads, seed, wire))
+        assert_same(expected, train_on_the_double(run_on_threads, number, wire))
         whole = 2 * 2 * 4 * 2  # workers, servers, steps, vectors
         assert len(pieces) > whole if wire == "float32" else len(pieces) == whole
 
@@ -576,8 +581,8 @@ def test_a_part_of_the_weights_that_has_not_arrived_is_not_copied(
     expected = run_on_threads(train_wide, servers=2, transport="tcp").results
 
     def check() -> None:
-        for seed in range(20):
-            assert_same(expected, train_on_the_double(run_on_threads, seed, "float32"))
+        for number in range(20):
+            assert_same(expected, train_on_the_double(run_on_threads, number, "float32"))
 
     with pytest.raises(AssertionError):
         check()
