@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -32,12 +32,42 @@ __all__ = [
     "Callbacks",
     "Servers",
     "Session",
+    "Step",
     "current",
     "install",
     "set_sync",
     "worker_count",
     "worker_index",
 ]
+
+
+class Step(NamedTuple):
+    """What a step of the optimizer pushes besides the gradients.
+
+    Attributes:
+        present: one byte per parameter: 1 if the parameter has a gradient, else 0.
+        groups: hyper-parameters of the optimizer's parameter groups, encoded with msgpack.
+        empty: True to push without a gradient. The iteration still counts as progress.
+        significance: |g| / |w|: the L2 norm of the unscaled gradient divided by the L2 norm of the weights at which
+            it was computed; None if it is not needed.
+        buffers: index -> buffer, for the buffers that have changed since the last push.
+        logged: what the script has logged since the last push.
+        clip: set if the script clips the gradient that is applied.
+        clipped: True if the script has clipped this worker's own gradient.
+        set_index: the parameter set that is pushed and pulled; None for all sets.
+        observed: what was seen of the push, for the guard of the run.
+    """
+
+    present: bytes
+    groups: bytes
+    empty: bool
+    significance: float | None
+    buffers: Mapping[int, torch.Tensor]
+    logged: Settled
+    clip: Clip | None
+    clipped: bool
+    set_index: int | None
+    observed: Observation | None
 
 
 @dataclass(slots=True)
@@ -372,35 +402,8 @@ class Session(ABC):
         """Ask for a checkpoint of the job, and do not wait for it. See `paceline.checkpoint`."""
 
     @abstractmethod
-    def commit(
-        self,
-        present: bytes,
-        groups: bytes,
-        *,
-        empty: bool,
-        significance: float | None,
-        buffers: Mapping[int, torch.Tensor],
-        logged: Settled,
-        clip: Clip | None = None,
-        clipped: bool = False,
-        set_index: int | None = None,
-        observed: Observation | None = None,
-    ) -> None:
-        """Push `gradients` to every shard and pull the new weights. On return, `weights` holds the new weights.
-
-        Args:
-            present: one byte per parameter: 1 if the parameter has a gradient, else 0.
-            groups: hyper-parameters of the optimizer's parameter groups, encoded with msgpack.
-            empty: True to push without a gradient. The iteration still counts as progress.
-            significance: |g| / |w|: the L2 norm of the unscaled gradient divided by the L2 norm of the weights at
-                which it was computed; None if it is not needed.
-            buffers: index -> buffer, for the buffers that have changed since the last call.
-            logged: what the script has logged since the last push.
-            clip: set if the script clips the gradient that is applied.
-            clipped: True if the script has clipped this worker's own gradient.
-            set_index: the parameter set that is pushed and pulled; None for all sets.
-            observed: what was seen of the push, for the guard of the run.
-        """
+    def commit(self, step: Step) -> None:
+        """Push `gradients` to every shard and pull the new weights. On return, `weights` holds the new weights."""
 
     @abstractmethod
     def observe(self, observed: Observation, noted: Sequence[Noted] = ()) -> None:

@@ -36,7 +36,7 @@ from .metrics import MetricLog, metrics_of
 from .parameter_sets import ParameterSet, Trained
 from .restart import Restartable
 from .resumption import resumption_of
-from .session import Session
+from .session import Session, Step
 from .staging import Stager, stager_of
 from .trained_model import describe_parameter
 from .weights import Weights
@@ -390,18 +390,19 @@ class WorkerTraining:
                 clip = None
             scale_gradients()
             self._stager.deliver(selected)
-        session.commit(
+        step = Step(
             present,
             msgspec.msgpack.encode(groups),
-            empty=empty,
-            significance=significance,
-            buffers=self._trained.buffers.changed(),
-            logged=logged,
-            clip=clip,
-            clipped=take_clipped(session),
-            set_index=selected,
-            observed=observed,
+            empty,
+            significance,
+            self._trained.buffers.changed(),
+            logged,
+            clip,
+            take_clipped(session),
+            selected,
+            observed,
         )
+        session.commit(step)
         self._weights.mark_pulled(selected, self._trained.members[set_index])
         self._gradients.begin_next()
         self.graph_begun = False

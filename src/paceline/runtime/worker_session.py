@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 
 from ..core.metrics.time_spent import Stopwatch
-from ..core.metrics.unsent_metrics import Noted, Settled
+from ..core.metrics.unsent_metrics import Noted
 from ..core.protocol.layout import ShardSlice
 from ..core.protocol.messages import (
     MOST_LABEL,
@@ -39,10 +39,9 @@ from ..core.protocol.requests import Request
 from ..core.worker import Worker
 from ..errors import DeadlineError, PeerLostError
 from ..frontend.metrics import metrics_of
-from ..frontend.session import Session
+from ..frontend.session import Session, Step
 from ..shard.vectors import Vectors
 from ..sync import SyncModel
-from ..sync.events import Clip
 from ..sync.schedule import read_schedule
 from ..sync.ticks import TICKS_PER_S
 from ..wire.addresses import connect, is_here, seen_from
@@ -313,21 +312,8 @@ class WorkerSession(Session):
             self.memory.outbox.begin()
 
     @exclusive
-    def commit(
-        self,
-        present: bytes,
-        groups: bytes,
-        *,
-        empty: bool,
-        significance: float | None,
-        buffers: Mapping[int, torch.Tensor],
-        logged: Settled,
-        clip: Clip | None = None,
-        clipped: bool = False,
-        set_index: int | None = None,
-        observed: Observation | None = None,
-    ) -> None:
-        links, memory, core = self.links, self.memory, self.core
+    def commit(self, step: Step) -> None:
+        links, memory, core, logged = self.links, self.memory, self.core, step.logged
         assert memory is not None
         now_s = self._job.now_s()
         if now_s - self._heard_s > HEARING_INTERVAL_S:
@@ -342,24 +328,26 @@ class WorkerSession(Session):
         computing_s, busy_s = self.iterations.push(pushed_s)
         if self._slow_link is not None:
             self._watch_link(self._slow_link, computing_s)
-        contents, links.payloads = memory.contents(present, groups, buffers, empty=empty, set_index=set_index)
+        contents, links.payloads = memory.contents(
+            step.present, step.groups, step.buffers, empty=step.empty, set_index=step.set_index
+        )
         requests = core.push(
             contents,
-            empty=empty,
-            significance=significance,
+            empty=step.empty,
+            significance=step.significance,
             # The script computed the first gradient before the session began to measure the time.
             busy_s=None if core.last_commit is None else busy_s,
-            clip=clip,
-            clipped=clipped,
-            set_index=set_index,
+            clip=step.clip,
+            clipped=step.clipped,
+            set_index=step.set_index,
         )
-        memory.pulls = set_index
+        memory.pulls = step.set_index
         links.carry_out(requests)
-        if observed is not None:
+        if step.observed is not None:
             self._observed_s = pushed_s
-            due = pushed_s - self._reported_s >= REPORTING_INTERVAL_S or bool(observed.parameter)
+            due = pushed_s - self._reported_s >= REPORTING_INTERVAL_S or bool(step.observed.parameter)
             self._reported_s = pushed_s if due else self._reported_s
-            links.carry_out(core.observe(observed, report=due))
+            links.carry_out(core.observe(step.observed, report=due))
         due = pushed_s - self._logged_s >= LOGGING_INTERVAL_S
         self._logged_s = pushed_s if due else self._logged_s
         if due or logged.noted:

@@ -38,7 +38,7 @@ from ..frontend.clipping import unwatch_torch, watch_torch
 from ..frontend.generator_states import GeneratorStates
 from ..frontend.loss_scaling import unwatch_scalers, watch_scalers
 from ..frontend.metrics import metrics_of
-from ..frontend.session import Callbacks, Servers, Session, install
+from ..frontend.session import Callbacks, Servers, Session, Step, install
 from ..plugins.failures import script_traceback
 from ..shard.buffer_bytes import unpack
 from ..shard.groups import GroupsReader
@@ -49,7 +49,6 @@ from ..shard.store import Push, Store, Vectors
 from ..shard.vectors import sliced, torch_dtype
 from ..sync import SyncModel
 from ..sync.draws import uniform
-from ..sync.events import Clip
 from ..sync.schedule import Schedule, read_schedule
 from .simulated_cuts import CutShard, SimCut
 from .simulated_job import VirtualJob
@@ -627,41 +626,30 @@ class VirtualSession(Session):
     def request_checkpoint(self) -> None:
         self._training.job.request_checkpoint(self.worker)
 
-    def commit(
-        self,
-        present: bytes,
-        groups: bytes,
-        *,
-        empty: bool,
-        significance: float | None,
-        buffers: Mapping[int, torch.Tensor],
-        logged: Settled,
-        clip: Clip | None = None,
-        clipped: bool = False,
-        set_index: int | None = None,
-        observed: Observation | None = None,
-    ) -> None:
+    def commit(self, step: Step) -> None:
         training = self._training
-        pushes = [] if empty else self._pushes(present, self._groups.read(groups), set_index)
+        pushes: list[Push] = []
+        if not step.empty:
+            pushes = self._pushes(step.present, self._groups.read(step.groups), step.set_index)
         shares = [self._share(bounds) for bounds in training.slices] if self._sparse and pushes else ()
-        self.pulls = set_index
+        self.pulls = step.set_index
 
         def send() -> None:
             self._passed = self._held_back = False
             self.commit_waits = None
-            if buffers:
-                training.keep_buffers(self.worker, buffers)
+            if step.buffers:
+                training.keep_buffers(self.worker, step.buffers)
             training.job.push(
                 self.worker,
                 pushes,
                 shares=shares,
-                empty=empty,
-                significance=significance,
-                logged=logged,
-                clip=clip,
-                clipped=clipped,
-                set_index=set_index,
-                observed=observed,
+                empty=step.empty,
+                significance=step.significance,
+                logged=step.logged,
+                clip=step.clip,
+                clipped=step.clipped,
+                set_index=step.set_index,
+                observed=step.observed,
             )
 
         if self._passed:
