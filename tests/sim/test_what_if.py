@@ -169,7 +169,7 @@ def test_the_advice_for_changed_machines_says_what_was_changed(tmp_path: Path) -
     made = uneven(latency_s=0.001, bandwidth_bps=10 * GIGABIT, size_bytes=25 * MEGABYTE)
     run = recorded(tmp_path / "run", made)
     changes = Changes(workers=8, bandwidth="1gbit", recorded_bandwidth="10gbit")
-    report = advise(run, ["bsp", "asp"], changes=changes)
+    report = advise(run, ["bsp"], changes=changes)
     assert report.deviation == pytest.approx(0.0, abs=0.02)
     assert report.name == "run with 1 Gbit/s, 8 workers"
     assert report.cluster.startswith("8 workers (")
@@ -178,11 +178,11 @@ def test_the_advice_for_changed_machines_says_what_was_changed(tmp_path: Path) -
     [bsp] = [row for row in report.rows if (row.sync, row.batch) == ("bsp", "equal")]
     [before] = [
         row
-        for row in advise(run, ["bsp", "asp"], changes=Changes(recorded_bandwidth="10gbit")).rows
+        for row in advise(run, ["bsp"], changes=Changes(recorded_bandwidth="10gbit")).rows
         if (row.sync, row.batch) == ("bsp", "equal")
     ]
     assert bsp.transfer_share > 2 * before.transfer_share
-    halved = advise(run, ["bsp", "asp"], changes=changes, wire="bf16")
+    halved = advise(run, ["bsp"], changes=changes, wire="bf16")
     [bf16] = [row for row in halved.rows if (row.sync, row.batch) == ("bsp", "equal")]
     assert bf16.bytes_sent / bf16.until_s < 0.8 * bsp.bytes_sent / bsp.until_s
     assert bf16.transfer_share < bsp.transfer_share

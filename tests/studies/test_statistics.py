@@ -19,6 +19,7 @@ from paceline.studies.statistics import (
     ratio_of_times,
     typical_time,
 )
+from tests.support.marks import thorough
 
 REPETITIONS = 2000
 SEEDS = 5
@@ -51,8 +52,8 @@ def coverage(holds: Callable[[np.random.Generator], bool]) -> float:
 @pytest.mark.parametrize("paired", [True, False], ids=["paired", "unpaired"])
 @pytest.mark.parametrize(
     ("end", "never"),
-    [(1e9, 0.0), (2.4, 0.1), (1.9, 0.25)],
-    ids=["all reach it", "a tenth never", "a quarter never"],
+    [(1e9, 0.0), (1.9, 0.25), *thorough((2.4, 0.1))],
+    ids=["all reach it", "a quarter never", "a tenth never"],
 )
 def test_intervals_cover_a_known_ratio_of_times(end: float, never: float, paired: bool) -> None:
     missed = []
@@ -76,7 +77,7 @@ def test_intervals_cover_a_known_difference(paired: bool) -> None:
     assert 0.93 <= coverage(holds) <= 0.97
 
 
-@pytest.mark.parametrize("end", [1e9, 2.4, 1.9])
+@pytest.mark.parametrize("end", [1e9, 1.9, *thorough(2.4)])
 def test_intervals_cover_a_known_time(end: float) -> None:
     def holds(draw: np.random.Generator) -> bool:
         estimate = typical_time(times(drawn(draw, SEEDS, paired=True)[0], end))
@@ -85,9 +86,7 @@ def test_intervals_cover_a_known_time(end: float) -> None:
     assert 0.93 <= coverage(holds) <= 0.97
 
 
-@pytest.mark.parametrize(
-    "end", [1e9, pytest.param(1.5, marks=pytest.mark.thorough)], ids=["all reach it", "some never"]
-)
+@pytest.mark.parametrize("end", [1e9, *thorough(1.5)], ids=["all reach it", "some never"])
 def test_among_20_equal_models_holm_finds_a_difference_in_at_most_5_percent(end: float) -> None:
     """The models have the same seeds, and are all compared with the same reference."""
 

@@ -28,7 +28,6 @@ from paceline.studies.results import StudyResult
 from paceline.studies.study import carry_out, write
 from paceline.studies.tables import table_tex
 from paceline.studies.work import in_processes, in_this_process
-from tests.support.live import run_program
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "study" / "study.toml"
 
@@ -126,7 +125,7 @@ def test_missing_runs_are_made_again_and_left_overs_removed(done: tuple[StudyRes
     cells[0].unlink()
     cells[-1].unlink()
     (out / "cells" / ".x.json.0.unfinished").write_bytes(b"half")
-    write(carried_out(small(), out), out)
+    carried_out(small(), out)
     assert content(out) == before
 
 
@@ -219,19 +218,21 @@ def test_failing_runs_are_named_and_the_others_go_on(tmp_path: Path) -> None:
             "problem": "",
             "train": "failing.py:train",
             "arguments": {},
-            "grid": {"rate": [0.4, 3.0, 4.0]},
+            "models": ["asp"],
+            "grid": {"rate": [3.0, 4.0, 0.4]},
         },
         tmp_path,
     )
     with in_processes(1) as pool:
         result = carry_out(study, tmp_path / "out", pool, lambda what, share: None)
-    names = {failure.name: str(failure.error) for failure in result.failures}
-    assert set(names) == {
-        f"{model} on jitter, rate {rate}, seed 1000000" for model in ("bsp", "asp") for rate in (3.0, 4.0)
-    }
-    assert "three is too much" in names["asp on jitter, rate 3.0, seed 1000000"]
-    assert "ended without an error message" in names["asp on jitter, rate 4.0, seed 1000000"]
-    assert len(result.rows) == 2
+    first, second = result.failures
+    assert (first.name, second.name) == (
+        "asp on jitter, rate 3.0, seed 1000000",
+        "asp on jitter, rate 4.0, seed 1000000",
+    )
+    assert "three is too much" in str(first.error)
+    assert "ended without an error message" in str(second.error)
+    assert len(result.rows) == 1
     assert "three is too much" in summary_md(result, [])
 
 
@@ -254,15 +255,17 @@ def test_a_script_is_run_with_the_hyper_parameters_in_its_command(tmp_path: Path
             "problem": "",
             "script": "script.py --lr {rate}",
             "arguments": {},
+            "models": ["asp"],
             "seeds": 1,
             "grid": {"rate": [0.4]},
         },
         tmp_path,
     )
-    with in_processes(2) as pool:
+    assert study.trained.fresh
+    with in_processes(1) as pool:
         result = carry_out(study, tmp_path / "out", pool, lambda what, share: None)
     assert not result.failures
-    assert [row.contender.name for row in result.rows] == ["bsp", "asp"]
+    assert [row.contender.name for row in result.rows] == ["asp"]
 
 
 def test_in_python_functions_and_clusters_are_given_themselves(tmp_path: Path) -> None:
@@ -366,6 +369,7 @@ def test_the_study_files_of_the_documentation_are_valid(tmp_path: Path) -> None:
         r"```toml\n(.*?)```", (EXAMPLE.parents[2] / "docs" / "studies.md").read_text(), re.DOTALL
     )
     assert first == EXAMPLE.read_text()
+    assert len(first.splitlines()) <= 40
     study = read_file(EXAMPLE)
     most = len(tuning_cells(study)) + len(study.contenders) * len(study.clusters) * len(study.seeds)
     assert most == 357, "the number of runs is on the page"
@@ -373,11 +377,71 @@ def test_the_study_files_of_the_documentation_are_valid(tmp_path: Path) -> None:
     assert [each.name for each in read_file(tmp_path / "study.toml").contenders] == ["bsp", "asp", "SSP(2)"]
 
 
+DISTURBED = """
+import multiprocessing
+import os
+import paceline.studies.problems
+
+def train(rate, seed):
+    match os.environ.get("DISTURB"), seed:
+        case "kill", 1:
+            os.kill(multiprocessing.parent_process().pid, 9)
+        case "interrupt", 2:
+            os.killpg(os.getpgrp(), 2)  # as a terminal does: to all processes
+    paceline.studies.problems.quadratic(rate, iterations=6)
+"""
+
+
+def by_command(
+    description: Path, out: Path, processes: int, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `paceline study` in a process group of its own."""
+    options = ["--out", str(out), "--processes", str(processes)]
+    return subprocess.run(
+        [sys.executable, "-m", "paceline", "study", str(description), *options],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.processes
+def test_a_study_that_was_killed_and_interrupted_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    description, out = tmp_path / "study.toml", tmp_path / "out"
+    (tmp_path / "train.py").write_text(DISTURBED)
+    description.write_text(
+        """
+        train = "train.py:train"
+        models = ["bsp", "asp"]
+        seeds = [1, 2]
+        tuning_seeds = [3]
+        clusters = { jitter = { kind = "jitter", workers = 3 } }
+        grid = { rate = [0.05, 0.4] }
+        target = { metric = "loss", value = 0.5 }
+        """
+    )
+    killed = by_command(description, out, 1, DISTURB="kill")
+    assert killed.returncode == -signal.SIGKILL
+    kept = content(out / "cells")
+    assert 3 <= len(kept) <= 4
+    interrupted = by_command(description, out, 1, DISTURB="interrupt")
+    assert interrupted.returncode == 130
+    assert "interrupted: the runs that had ended are kept in" in interrupted.stderr
+    assert "Traceback" not in interrupted.stderr
+    assert kept.items() <= content(out / "cells").items()
+    assert not (out / "summary.md").exists()
+    ended = by_command(description, out, 2)
+    assert ended.returncode == 0, ended.stderr
+    assert f"summary, tables and figures: {out}" in ended.stdout.replace("\n", "")
+    whole = tmp_path / "whole"
+    write(carried_out(read_file(description), whole), whole)
+    assert content(out) == content(whole)
+
+
 def smaller_example(folder: Path) -> Path:
     """A study file like the example's, with fewer models, clusters, rates, seeds and epochs."""
     entries = tomllib.loads(EXAMPLE.read_text())
-    assert len(entries["models"]) == 7
-    assert len(EXAMPLE.read_text().splitlines()) <= 40
     for name in ("my_models.py", "train_digits.py"):
         (folder / name).write_text((EXAMPLE.parent / name).read_text())
     (folder / "small.toml").write_text(
@@ -403,54 +467,26 @@ def smaller_example(folder: Path) -> Path:
     return folder / "small.toml"
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
-def test_a_study_that_is_killed_twice_ends_with_the_same_bytes_as_one_process(tmp_path: Path) -> None:
+def test_a_study_with_models_of_ones_own_that_is_killed_twice_ends_with_the_same_bytes_as_one_process(
+    tmp_path: Path,
+) -> None:
     description = smaller_example(tmp_path)
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    disturbed, whole = tmp_path / "disturbed", tmp_path / "whole"
     for count in (2, 5):
-        command = [
-            sys.executable,
-            "-m",
-            "paceline",
-            "study",
-            str(description),
-            "--out",
-            str(killed),
-            "--processes",
-            "2",
-        ]
+        command = [sys.executable, "-m", "paceline", "study", str(description), "--out", str(disturbed)]
         program = subprocess.Popen(
-            command, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            [*command, "--processes", "2"],
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
-        while program.poll() is None and len(list(killed.glob("cells/*.json"))) < count:
+        while program.poll() is None and len(list(disturbed.glob("cells/*.json"))) < count:
             time.sleep(0.01)
         program.send_signal(signal.SIGKILL)
         program.wait()
-        assert not (killed / "summary.md").exists()
-    for folder, processes in ((killed, "2"), (whole, "1")):
-        ended = run_program(
-            "-m", "paceline", "study", str(description), "--out", str(folder), "--processes", processes
-        )
+        assert not (disturbed / "summary.md").exists()
+    for folder, processes in ((disturbed, 2), (whole, 1)):
+        ended = by_command(description, folder, processes)
         assert ended.returncode == 0, ended.stderr
-        assert f"summary, tables and figures: {folder}" in ended.stdout.replace("\n", "")
-    assert content(killed) == content(whole)
-
-
-@pytest.mark.processes
-def test_ctrl_c_keeps_what_has_ended(tmp_path: Path) -> None:
-    description = smaller_example(tmp_path)
-    out = tmp_path / "out"
-    program = subprocess.Popen(
-        [sys.executable, "-m", "paceline", "study", str(description), "--out", str(out), "--processes", "1"],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    while program.poll() is None and not list(out.glob("cells/*.json")):
-        time.sleep(0.01)
-    os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to all processes
-    _, errors = program.communicate()
-    assert program.returncode == 130
-    assert "interrupted: the runs that had ended are kept in" in errors
-    assert "Traceback" not in errors
-    assert list(out.glob("cells/*.json"))
+    assert content(disturbed) == content(whole)
