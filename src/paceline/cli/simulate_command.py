@@ -184,7 +184,6 @@ def simulate(
                 shards=shards,
                 hyperparameters=hyperparameters,
                 wire=wire,
-                source=cluster,
                 out=folder,
                 console=console,
                 tell=tell,

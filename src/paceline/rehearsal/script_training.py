@@ -111,7 +111,6 @@ def train_and_compare(
     shards: int | None,
     hyperparameters: str = "translated",
     wire: str = "float32",
-    source: str = "CLUSTER",
     out: Path,
     console: Console,
     tell: TellCount,

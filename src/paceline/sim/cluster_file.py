@@ -37,7 +37,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal, InvalidOperation
 from importlib import resources
 from pathlib import Path
@@ -46,6 +46,7 @@ from typing import Any, get_args
 import msgspec
 
 from ..errors import ConfigurationError, unknown_name
+from ..settings.toml_tables import converted, read_toml
 from .delays import read_delays
 from .racks import Pause, Uplink
 from .times import Constant, Distribution, Own, Times, Uniform, times_of
@@ -85,16 +86,6 @@ _FILE_KEYS = {
     "lasting_s": "lasting",
 }
 """The names of Python arguments, each with the name of the corresponding key of a cluster file."""
-
-_TOML_TYPES = {
-    "array": "a list",
-    "object": "a table",
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text in quotes",
-}
-"""The names of types in validation errors, each in the words of a cluster file."""
 
 _quantity = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ/%]*)\s*")
 
@@ -176,6 +167,15 @@ class File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     uplinks: list[UplinkTable] = []
 
 
+TABLES: Mapping[str, type[msgspec.Struct]] = {
+    r"workers\[.*\]": Group,
+    r"pauses\[.*\]": PauseTable,
+    r"uplinks\[.*\]": UplinkTable,
+    "": File,
+}
+"""Pattern of the place of a table in a cluster file -> its entries."""
+
+
 def _preset_files() -> dict[str, Any]:
     folder = resources.files("paceline.sim") / "presets"
     return {
@@ -195,7 +195,7 @@ def read_preset(name: str) -> dict[str, Any]:
     """
     if name not in PRESETS:
         raise unknown_name("cluster", name, PRESETS)
-    return _parse(_preset_files()[name].read_text(encoding="utf-8"), name, name)
+    return _parse(tomllib.loads(_preset_files()[name].read_text(encoding="utf-8")), name, name)
 
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -204,26 +204,16 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ConfigurationError: the file cannot be read, or an entry is not valid; the message names the entry.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
-        raise ConfigurationError(
-            f"the cluster file {os.fspath(path)} cannot be read: {reason}. Give the path of a TOML file, or the "
-            f"name of a cluster from the papers: {', '.join(PRESETS)}."
-        ) from error
-    return _parse(text, os.fspath(path), Path(path).stem, Path(path).parent)
+    hint = f"Give the path of a TOML file, or the name of a cluster from the papers: {', '.join(PRESETS)}."
+    table = read_toml(Path(path), "the cluster file", hint)
+    return _parse(table, os.fspath(path), Path(path).stem, Path(path).parent)
 
 
-def _parse(text: str, source: str, name: str, folder: Path = Path()) -> dict[str, Any]:
+def _parse(table: dict[str, Any], source: str, name: str, folder: Path = Path()) -> dict[str, Any]:
     try:
-        table = tomllib.loads(text)
-        file = msgspec.convert(table, File)
-        return _arguments(file, name, folder)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"{source} is not a TOML file: {error}") from error
-    except msgspec.ValidationError as error:
-        raise ConfigurationError(f"{source}: {_readable(str(error))}") from error
+        if not isinstance(table.get("workers", []), list):
+            raise ConfigurationError(f"workers is {table['workers']!r}, expected [[workers]] tables.")
+        return _arguments(converted(table, File, tables=TABLES), name, folder)
     except ConfigurationError as error:
         raise ConfigurationError(f"{source}: {error}") from error
 
@@ -235,22 +225,6 @@ def in_words_of_file(message: str) -> str:
     'back_after is -1, expected a number of seconds >= 0.'
     """
     return re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda match: _FILE_KEYS.get(match[0], match[0]), message)
-
-
-def _readable(reason: str) -> str:
-    """Return a validation error's message, preceded by the entry's name. For an unknown key, list the known keys."""
-    key = ""
-    if match := re.search(r" - at `\$(.*)`$", reason):
-        key, reason = match[1].lstrip("."), reason[: match.start()]
-    if match := re.fullmatch(r"Expected `(\w+)`, got `(\w+)`", reason):
-        expected, given = (_TOML_TYPES.get(name, name) for name in match.groups())
-        return f"{key} is {given}, expected {'[[workers]] tables' if key == 'workers' else expected}."
-    reason = reason.removeprefix("Object ")
-    if "unknown field" in reason:
-        tables = {"workers": Group, "pauses": PauseTable, "uplinks": UplinkTable}
-        struct = tables.get(key.partition("[")[0], File)
-        reason += f"; expected one of {', '.join(struct.__struct_fields__)}"
-    return f"{key}: {reason}" if key else reason
 
 
 def _arguments(file: File, name: str, folder: Path) -> dict[str, Any]:

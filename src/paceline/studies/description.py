@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import re
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -23,9 +22,10 @@ from ..errors import ConfigurationError, unknown_name
 from ..plugins import load_models
 from ..rehearsal.clusters import load_cluster
 from ..report.names import run_name
+from ..settings.toml_tables import converted, read_toml
 from ..sim import Cluster
 from ..sync.schedule import read_schedule
-from .generators import GENERATORS, Equal, Generator, Jitter, Pauses, SlowLinks, Steady
+from .generators import GENERATORS, Generator
 from .trained import Trained, Value, of_function, of_name, of_problem, of_script
 
 __all__ = ["Budget", "Contender", "Point", "Study", "Target", "describe", "read_file"]
@@ -40,8 +40,6 @@ MEANINGS, TUNINGS, BETTER = get_args(Hyperparameters), get_args(Tuning), get_arg
 Whole = Annotated[int, Meta(ge=1)]
 Positive = Annotated[float, Meta(gt=0)]
 Grid = dict[str, list[Value]]
-
-AnyGenerator = Equal | Steady | Jitter | Pauses | SlowLinks
 
 FIRST_TUNING_SEED = 1_000_000
 """First seed of the runs in which hyper-parameters are chosen, unless the study has such seeds itself."""
@@ -206,15 +204,7 @@ def read_file(path: Path, imports: Sequence[str] = ()) -> Study:
     Raises:
         ConfigurationError: the file cannot be read, or an entry is not valid. The message names the entry.
     """
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
-        raise ConfigurationError(
-            f"the study {path} cannot be read: {reason}. Give the path of a TOML file."
-        ) from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"{path} is not a TOML file: {error}") from error
+    values = read_toml(path, "the study", "Give the path of a TOML file.")
     try:
         return describe({"name": path.stem, **values}, path.parent, imports)
     except ConfigurationError as error:
@@ -232,7 +222,7 @@ def describe(values: Mapping[str, Any], folder: Path, imports: Sequence[str] = (
     Raises:
         ConfigurationError: an entry is not valid. The message names the entry.
     """
-    file = _converted(values, StudyFile)
+    file = converted(values, StudyFile, tables=TABLES, choices=CHOICES)
     trained = _trained(file, folder)
     modules = tuple(dict.fromkeys([*file.imports, *imports]))
     if modules and str(folder.resolve()) not in sys.path:
@@ -328,7 +318,8 @@ def _cluster(name: str, entry: Any, folder: Path) -> Cluster:
     if isinstance(entry, Mapping):
         if entry.get("kind") not in GENERATORS:
             raise unknown_name(f"kind of clusters.{name}", entry.get("kind"), GENERATORS)
-        generator: Generator = _converted(entry, AnyGenerator, f"clusters.{name}")
+        kind = GENERATORS[entry["kind"]]
+        generator: Generator = converted(entry, kind, tables={"": kind}, where=f"clusters.{name}")
         return generator.cluster(name)
     if isinstance(entry, str):
         path = folder / entry
@@ -390,73 +381,16 @@ def _seeds(key: str, given: int | Sequence[int], first: int) -> tuple[int, ...]:
     return seeds
 
 
-TABLES: Sequence[tuple[str, type[msgspec.Struct]]] = (
-    (r"target", Target),
-    (r"budget", Budget),
-    (r"models\[.*\]", ModelEntry),
-    (r"", StudyFile),
-)
-"""Pattern of the place of a table in a study file -> its entries."""
-
-WORDS = {
-    "array": "a list",
-    "object": "a table",
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
+TABLES: Mapping[str, type[msgspec.Struct]] = {
+    "target": Target,
+    "budget": Budget,
+    r"models\[.*\]": ModelEntry,
+    "": StudyFile,
 }
-"""The names of types in msgspec's messages -> what they are called in a file."""
-
+"""Pattern of the place of a table in a study file -> its entries."""
 
 CHOICES = {"batch": BATCH_SIZINGS, "better": BETTER, "hyperparameters": MEANINGS, "tuning": TUNINGS}
 """Name of an entry -> what it may be."""
-
-
-def _converted(values: Mapping[str, Any], kind: Any, where: str = "") -> Any:
-    """Return values as a type, or raise an error that names the entry and what it may be."""
-    try:
-        return msgspec.convert(values, kind)
-    except msgspec.ValidationError as error:
-        raise _readable(str(error), values, where) from error
-
-
-def _readable(reason: str, values: Mapping[str, Any], where: str) -> ConfigurationError:
-    """Return the error for a message of msgspec, with the name of the entry and what it may be.
-
-    Args:
-        reason: the message.
-        values: the table that contains the entry.
-        where: the name of this table in the study file; "" for the whole file.
-    """
-    place = ""
-    if match := re.search(r" - at `\$(.*)`$", reason):
-        place, reason = match[1].lstrip("."), reason[: match.start()]
-    full = ".".join(filter(None, [where, place]))
-    if match := re.search(r"unknown field `(.*)`", reason):
-        kind = GENERATORS.get(values.get("kind", "")) or next(
-            kind for pattern, kind in TABLES if re.fullmatch(pattern, place)
-        )
-        return unknown_name(f"entry in {full}" if full else "entry", match[1], kind.__struct_fields__)
-    if match := re.search(r"missing required field `(.*)`", reason):
-        return ConfigurationError(f"{full}{'.' if full else ''}{match[1]} is missing.")
-    if match := re.search(r"Invalid enum value (.*)", reason):
-        return unknown_name(full, match[1].strip("'"), CHOICES[place.rpartition(".")[2]])
-    if match := re.fullmatch(r"Expected `([^`]+)`(.*), got `([^`]+)`", reason):
-        return ConfigurationError(f"{full} is {_words(match[3])}, expected {_words(match[1])}{match[2]}.")
-    reason = re.sub("Expected `([^`]+)`", lambda match: f"expected {_words(match[1])}", reason)
-    return ConfigurationError(f"{full} is {_at(values, place)!r}, {reason}.")
-
-
-def _words(types: str) -> str:
-    return " or ".join(dict.fromkeys(WORDS.get(name, name) for name in types.split(" | ")))
-
-
-def _at(values: Any, place: str) -> Any:
-    """Return the value at a place as msgspec names it: "budget.seconds", "models[2]"."""
-    for key in re.findall(r"[^.\[\]]+", place):
-        values = values[int(key)] if isinstance(values, Sequence) else values[key]
-    return values
 
 
 def _digest(cluster: Cluster) -> str:
