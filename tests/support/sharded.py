@@ -123,6 +123,7 @@ class Shards:
         piece_bytes: int = 0,
         keep: int = 3,
         settings: Sequence[Settings] = (),
+        job: bytes = b'{"steps": 3}',
     ) -> Path:
         """Write a checkpoint, the last shard first, in pieces of this size; 0 for one piece for each vector."""
         states = [store.optimizer_state() for store in self.stores]
@@ -150,7 +151,7 @@ class Shards:
                     writer.write(part)
         versions = [number] * len(self.slices)
         workers = {0: b"zero", 12: b"twelve"}
-        return draft.finish(b'{"steps": 3}', workers, versions=versions, keep=keep)
+        return draft.finish(job, workers, versions=versions, keep=keep)
 
     def _zeros(self) -> dict[str, torch.Tensor]:
         sizes = self.model.layout.sizes.items()

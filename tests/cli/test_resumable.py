@@ -1,0 +1,109 @@
+"""`paceline run --resume` before anything starts: what the command repeats, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from paceline.cli import app
+from paceline.core.protocol.job_cut import JobCut
+from paceline.errors import ConfigurationError
+from paceline.report.run_file import RunFile, write_run_file
+from paceline.report.run_report import Setting
+from paceline.runtime.job import CHECKPOINTS
+from paceline.runtime.resuming import can_resume, keep_script
+from tests.support.sharded import Net, Shards, model_of
+
+RUN = Path("run")
+SCRIPT = "import paceline\nrate = 0.05\nprint(rate)\n"
+
+
+@pytest.fixture(autouse=True)
+def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was killed after a checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    RUN.mkdir()
+    Path("train.py").write_text(SCRIPT)
+    keep_script(Path("train.py"), RUN)
+    file = RunFile(
+        version="1",
+        begun_at="2026-01-01T00:00:00+00:00",
+        command="paceline run --workers 3 --servers 1 train.py --epochs 10",
+        folder=str(tmp_path),
+        settings=(Setting("--checkpoint-every", "1min", True),),
+        sync="bsp",
+        workers=3,
+        servers=1,
+        shards=1,
+    )
+    write_run_file(file, RUN)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = model_of(net, [optimizer])
+    cut = JobCut(number=1, elapsed_s=1.0, seed=7, sync="bsp", model=model)
+    Shards(model, 1, net).write(RUN / CHECKPOINTS, job=msgspec.json.encode(cut))
+
+
+def resume(*arguments: str) -> Result:
+    return CliRunner().invoke(
+        app, ["run", "--resume", str(RUN), "--dry-run", *arguments], env={"COLUMNS": "200"}
+    )
+
+
+def refusal(*arguments: str) -> str:
+    """Return why a run is not resumed, which leaves its directory as it is."""
+    before = sorted(RUN.rglob("*"))
+    result = resume(*arguments)
+    assert isinstance(result.exception, ConfigurationError), result.output
+    assert sorted(RUN.rglob("*")) == before
+    return str(result.exception)
+
+
+def finish() -> None:
+    (RUN / "summary.json").write_text(json.dumps({"ended": "finished"}))
+
+
+def test_the_command_repeats_the_options_and_the_script_unless_they_are_given_anew() -> None:
+    shown = resume("--workers", "2").output
+    assert "train.py --epochs 10" in shown
+    assert [line.split()[1] for line in shown.splitlines() if line.startswith("workers")] == ["2"]
+    assert "train.py --epochs 20" in resume("train.py", "--epochs", "20").output
+
+
+def test_a_run_without_a_whole_checkpoint_is_not_resumed() -> None:
+    (RUN / CHECKPOINTS / "000001" / "manifest.json").unlink()
+    words = refusal()
+    assert "cannot be resumed, because there is no whole checkpoint in" in words
+    assert "Checkpoint 1 is not used" in words
+    (RUN / CHECKPOINTS).rename("elsewhere")
+    assert "It had --checkpoint-every 1min. Start the run again without --resume." in refusal()
+
+
+def test_a_changed_script_is_refused_with_the_first_difference_unless_the_user_accepts_it() -> None:
+    Path("train.py").write_text(SCRIPT.replace("0.05", "0.01"))
+    words = refusal()
+    assert "train.py has changed since the run began: line 2 was 'rate = 0.05', and is 'rate = 0.01'" in words
+    assert "add --accept-changes" in words
+    assert resume("--accept-changes").exit_code == 0
+
+
+def test_a_finished_run_is_resumed_only_if_its_script_is_given_again() -> None:
+    finish()
+    assert "the run in run has finished, so nothing is left to resume" in refusal()
+    assert resume("train.py", "--epochs", "20").exit_code == 0
+
+
+def test_a_job_that_its_scheduler_starts_again_resumes_a_run_that_has_a_checkpoint_and_not_finished() -> None:
+    assert can_resume(RUN)
+    finish()
+    assert not can_resume(RUN)
+    (RUN / "summary.json").write_text(json.dumps({"ended": "failed"}))
+    assert can_resume(RUN)
+    (RUN / CHECKPOINTS).rename("elsewhere")
+    assert not can_resume(RUN)
+    assert not can_resume(Path("elsewhere"))
