@@ -28,6 +28,8 @@ pytestmark = [
 
 EPOCHS, SAMPLES = 12, 256
 
+LOOP = "    for numbers, x, y in loader:"
+
 # The script writes the numbers of its samples, which shows what is used in which epoch. Until there is the file "go",
 # it goes on slowly, so that whatever a test awaits happens before its end.
 SCRIPT = f"""
@@ -48,7 +50,7 @@ data = torch.utils.data.TensorDataset(torch.arange({SAMPLES}), x, y)
 loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
 model, optimizer, loader = paceline.prepare(model, optimizer, loader)
 for epoch in paceline.epochs({EPOCHS}):
-    for numbers, x, y in loader:
+{LOOP}
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -144,11 +146,27 @@ def test_a_killed_run_goes_on_with_the_same_bits_from_its_last_whole_checkpoint(
         assert torch.equal(weights[name], tensor), name
 
 
+ADDING = (
+    SCRIPT.replace("nn.Linear(16, 3))", "nn.Linear(16, 3), nn.Linear(3, 3))\nadded = []")
+    .replace("SGD(model.parameters()", "SGD(model[:4].parameters()")
+    .replace(
+        LOOP,
+        "    if not added and epoch >= 1:\n"
+        "        added += model[4].parameters()\n"
+        '        optimizer.add_param_group({"params": added})\n'
+        '        Path("added").touch()\n' + LOOP,
+    )
+)
+"""The script adds parameters in the second epoch."""
+
+
 @pytest.mark.parametrize("sync", ["bsp", *thorough("asp", "ssp:staleness=2", "elastic-bsp:lookahead=5")])
-def test_a_run_goes_on_with_other_numbers_of_workers_and_servers_and_says_what_has_changed(
-    mark: str, sync: str
-) -> None:
-    killed(started("-n", "3", "--servers", "1", "--sync", sync), mark)
+def test_a_run_goes_on_with_other_workers_and_servers_and_with_added_parameters(mark: str, sync: str) -> None:
+    Path("train.py").write_text(ADDING)
+    program = started("-n", "3", "--servers", "1", "--sync", sync)
+    await_that(lambda: Path("added").exists(), "parameters have been added")
+    await_checkpoints(checkpoints()[-1] + 2)
+    killed(program, mark)
     ended = resumed("-n", "2", "--servers", "2")
     words = " ".join(ended.stderr.split())
     assert "Changed: --workers 3 -> 2, --servers 1 -> 2, --shards 1 -> 2." in words
@@ -192,13 +210,24 @@ def test_a_lost_server_ends_nothing(mark: str, victim: str) -> None:
     assert sum(found["ledger"]["pushes"].values()) == EPOCHS * SAMPLES / 8
 
 
-def test_a_lost_server_ends_the_run_if_the_user_wants_it_so(mark: str) -> None:
-    program = started("-n", "1", "--servers", "2", "--on-server-loss", "stop")
+def test_a_lost_server_ends_the_run_if_the_user_wants_it_so_and_a_script_can_ask_for_a_checkpoint(
+    mark: str,
+) -> None:
+    """The requests of both workers are one request."""
+    asks = "    paceline.checkpoint() if epoch == 1 else Path(f'epoch-{epoch}').touch()\n"
+    Path("train.py").write_text(SCRIPT.replace(LOOP, asks + LOOP))
+    options = ["-n", "2", "--servers", "2", "--on-server-loss", "stop", "--checkpoint-every", "off"]
+    program = start_program(
+        "-m", "paceline", "run", *options, "--run-dir", "run", "train.py", stderr=subprocess.STDOUT
+    )
+    await_checkpoints(1)
+    await_that(Path("epoch-3").exists, "both workers have asked")
     os.kill(processes(mark)["server 1"], signal.SIGKILL)
     output, _ = program.communicate()
     assert program.returncode == 1
     assert "server 1 failed: it was terminated by signal SIGKILL" in output
     assert "paceline run --resume" in output
+    assert len(checkpoints()) == 1
 
 
 @pytest.mark.thorough
@@ -257,49 +286,3 @@ def test_whatever_is_killed_the_job_ends_with_its_ledger_closed(mark: str, seed:
     if program.returncode not in (0, 3):
         resumed("-n", str(chance.randint(1, 3)), "--servers", str(chance.randint(1, 2)))
     require_closed(summary())
-
-
-def test_parameters_that_were_added_go_on_from_the_checkpoint(mark: str) -> None:
-    script = SCRIPT.replace("nn.Linear(16, 3))", "nn.Linear(16, 3), nn.Linear(3, 3))\nadded = []")
-    script = script.replace("SGD(model.parameters()", "SGD(model[:4].parameters()")
-    script = script.replace(
-        "    for numbers, x, y in loader:",
-        "    if not added and epoch >= 1:\n"
-        "        added += model[4].parameters()\n"
-        '        optimizer.add_param_group({"params": added})\n'
-        '    Path(f"epoch-{epoch}").touch()\n'
-        "    for numbers, x, y in loader:",
-    )
-    Path("train.py").write_text(script)
-    program = started("-n", "1", "--servers", "1")
-    await_that(lambda: Path("epoch-1").exists(), "parameters have been added")
-    await_checkpoints(checkpoints()[-1] + 2)
-    killed(program, mark)
-    resumed("--servers", "2")
-    require_closed(summary())
-
-
-def test_a_script_asks_for_a_checkpoint() -> None:
-    """The requests of both workers are one request."""
-    loop = "    for numbers, x, y in loader:"
-    Path("train.py").write_text(
-        SCRIPT.replace(loop, "    paceline.checkpoint() if epoch == 1 else None\n" + loop)
-    )
-    arguments = [
-        "-m",
-        "paceline",
-        "run",
-        "-n",
-        "2",
-        "--checkpoint-every",
-        "off",
-        "--run-dir",
-        "run",
-        "train.py",
-    ]
-    program = start_program(*arguments, stderr=subprocess.STDOUT)
-    await_checkpoints(1)
-    Path("go").touch()
-    output, _ = program.communicate()
-    assert program.returncode == 0, output
-    assert len(checkpoints()) == 1
