@@ -438,11 +438,12 @@ def _tuning(result: StudyResult, look: Look) -> Figure:
         if any(math.isinf(s) for found in times.values() for s in found.values()):
             axes.axhline(never, color="#999999", linewidth=0.8, zorder=0)
             axes.set_ylim(top=1.1 * never)
-            axes.text(
-                0.02,
-                never,
+            axes.annotate(
                 "never",
-                transform=axes.get_yaxis_transform(),
+                (0.02, never),
+                (0, 2.5),
+                xycoords=axes.get_yaxis_transform(),
+                textcoords="offset points",
                 va="bottom",
                 fontsize=TINY,
                 color="#666666",
