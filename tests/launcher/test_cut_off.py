@@ -255,19 +255,20 @@ def test_an_observer_that_is_cut_off_has_lost_its_peer(cut: Callable[[socket.soc
         Observer(address, SECRET)
 
 
+def agent_of(coordinator: CoordinatorHost) -> Stream[Message]:
+    stream: Stream[Message] = Stream(connect(coordinator.address), first_phase("coordinator", "agent"))
+    stream.send(Hello(coordinator.job.token, "agent", 0))
+    return stream
+
+
 def test_a_machine_that_is_lost_while_it_joins_does_not_end_the_run(tmp_path: Path) -> None:
     job = make_job(workers=1, servers=1, joined=True, transport="tcp", run_dir=tmp_path / "run")
     coordinator = CoordinatorHost.listen(job)
     coordinator.start()
 
-    def call() -> Stream[Message]:
-        stream: Stream[Message] = Stream(connect(coordinator.address), first_phase("coordinator", "agent"))
-        stream.send(Hello(job.token, "agent", 0))
-        return stream
-
     busy, seen = threading.Event(), threading.Event()
     try:
-        lost = call()
+        lost = agent_of(coordinator)
         # Its offer and its end arrive while the coordinator is busy.
         await_that(lambda: coordinator._of_role("agent"), "the coordinator knows the machine")
 
@@ -281,7 +282,7 @@ def test_a_machine_that_is_lost_while_it_joins_does_not_end_the_run(tmp_path: Pa
         lost.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         lost.close()
         busy.set()
-        with contextlib.closing(call()) as other:
+        with contextlib.closing(agent_of(coordinator)) as other:
             other.send(MachineJoined(job.version, 1))
             answer = other.wait(DEADLINE_S)
     finally:
@@ -290,6 +291,21 @@ def test_a_machine_that_is_lost_while_it_joins_does_not_end_the_run(tmp_path: Pa
     assert coordinator.failure is None
     assert isinstance(answer, MachineAdmitted), answer
     assert answer.workers == {0: 0}
+
+
+def test_the_first_answer_to_a_machine_is_that_to_its_offer(tmp_path: Path) -> None:
+    job = make_job(workers=1, servers=1, joined=True, transport="tcp", run_dir=tmp_path / "run")
+    coordinator = CoordinatorHost.listen(job)
+    coordinator.start()
+    try:
+        with contextlib.closing(agent_of(coordinator)) as stream:
+            await_that(lambda: coordinator._of_role("agent"), "the coordinator knows the machine")
+            coordinator.dismiss("", saved=False)
+            stream.send(MachineJoined(job.version, 1))
+            answer = stream.wait(DEADLINE_S)
+    finally:
+        coordinator.stop()
+    assert isinstance(answer, MachineAdmitted), answer
 
 
 # Delays a worker before it connects, as long imports do.

@@ -88,9 +88,11 @@ class Agents:
         self._clocks: dict[int, ClockRecorder] = {}  # machine -> what records the offset of its clock
         self._main = core.main.worker  # the main worker of which the agents know
 
-    def _connected(self) -> Iterator[Caller]:
-        """Yield the connections of all agents."""
-        yield from (member for (role, _), member in sorted(self._members.items()) if role == "agent")
+    def _admitted(self) -> Iterator[Caller]:
+        """Yield the connections to the agents of all admitted machines. Others expect an answer to their offer."""
+        for (role, index), member in sorted(self._members.items()):
+            if role == "agent" and index in self._machines.names:
+                yield member
 
     # -- what agents are told -----------------------------------------------------------------------------
 
@@ -102,14 +104,14 @@ class Agents:
 
     def dismiss(self, failure: str, *, saved: bool) -> None:
         """Tell all machines that the run is over, and then that its results have been saved. See `RunEnded`."""
-        for agent in self._connected():
+        for agent in self._admitted():
             self._hub.send(agent, RunEnded(failure, saved))
 
     def name_main(self) -> None:
         """Tell all machines if another worker has become the main worker."""
         if self._main != self._core.main.worker:
             self._main = self._core.main.worker
-            for agent in self._connected():
+            for agent in self._admitted():
                 self._hub.send(agent, MainChosen(self._main))
 
     # -- what agents report -------------------------------------------------------------------------------
