@@ -20,7 +20,7 @@ from paceline.frontend.data import distribute
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.frontend.session import worker_index
 from paceline.sim import Cluster, simulate
-from paceline.sync import Conditions, PullState
+from paceline.sync import Conditions, PullState, parse
 from paceline.sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, ReportFault, RestartWorker
 from paceline.sync.events import IterationStarted, PullRepeated, PushReceived
 from paceline.trace import Trace, read_run, replay
@@ -507,9 +507,9 @@ def test_a_module_that_cannot_be_imported_is_an_error_before_the_start(
 
 
 @pytest.mark.processes
-def test_conditions_that_stall_everybody_end_the_run_with_a_report_of_who_waits_for_what(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.usefixtures("failing")
+def test_models_that_stall_everybody_end_the_run_with_a_report_of_who_waits_for_what(tmp_path: Path) -> None:
+    """Shard 0 has conditions, which describe what pulls wait for. The model of shard 1 has no method `waits`."""
     begun_s = time.monotonic()
     with pytest.raises(RunFailedError) as caught:
         paceline.launch(
@@ -517,7 +517,11 @@ def test_conditions_that_stall_everybody_end_the_run_with_a_report_of_who_waits_
             workers=2,
             servers=1,
             shards=2,
-            sync=Conditions(pull=lambda state: False, push=lambda state: False),
+            sync=[
+                Conditions(pull=lambda state: False, push=lambda state: False),
+                parse("failing:how=blocks"),
+            ],
+            imports=["failing_models"],
             run_dir=tmp_path / "run",
             progress=False,
         )
@@ -525,8 +529,11 @@ def test_conditions_that_stall_everybody_end_the_run_with_a_report_of_who_waits_
     report = str(caught.value)
     assert "every worker waits" in report
     for worker in range(2):
-        for shard in range(2):
-            assert f"worker {worker}, after its iteration 0, waits at shard {shard} (conditions:" in report
+        assert f"worker {worker}, after its iteration 0, waits at shard 0 (conditions:" in report
+        assert (
+            f"worker {worker}, after its iteration 0, waits at shard 1 (failing:how=blocks) for the sync model "
+            "failing:how=blocks, which does not describe its delayed pulls" in report
+        )
     assert "for round 0 (2 of 2 workers have pushed round 0)" in report
     assert threading.active_count() < 20
 

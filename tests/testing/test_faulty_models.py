@@ -256,6 +256,11 @@ AT_RUN_TIME: dict[type[Shard], str] = {
 }
 """Machines with which a run fails, and what the error says."""
 
+FOR_EVER = """\
+a worker waits for ever, because its pull is not even answered when all others have finished:
+  worker 0, after its iteration 1, waits at shard 0 (faulty:kind=NeverLetsGo) for the sync model \
+faulty:kind=NeverLetsGo, which does not describe its delayed pulls"""
+
 KINDS = {kind.__name__: kind for kind in FAULTS}
 
 
@@ -302,13 +307,31 @@ def test_a_simulation_names_the_model_and_the_event(kind: type[Shard]) -> None:
 
 def test_a_comparison_goes_on_without_the_faulty_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # other processes cannot import the models of a test
-    kinds = [*(kind for kind in AT_RUN_TIME if kind is not NeverLetsGo), HoldsForEver]
+    kinds = [*AT_RUN_TIME, HoldsForEver]
     syncs = ["bsp", "asp", *(f"faulty:kind={kind.__name__}" for kind in kinds)]
     rows = rank(Cluster([1.0, 1.5, 4.0], servers=2), syncs, iterations=5)
     assert [row.sync for row in rows[:2]] == ["asp", "bsp"]
     assert [row.sound for row in rows] == [True, True] + [False] * len(kinds)
     told: dict[str, Any] = {row.sync: row.failure or row.unapplied for row in rows[2:]}
     assert all(told.values())
+    assert told["faulty:kind=NeverLetsGo"].startswith(FOR_EVER)
+
+
+@pytest.mark.parametrize("limit", [{"until_s": 20.0}, {"until_s": 1e6, "until_updates": 12}])
+def test_a_worker_that_is_never_let_go_is_named_although_the_others_go_on(limit: dict[str, Any]) -> None:
+    with pytest.raises(RunFailedError) as failed:
+        simulate(Cluster([1.0, 1.5], servers=1), Faulty(kind="NeverLetsGo"), None, **limit)
+    assert failed.value.reason.startswith(FOR_EVER)
+    assert "worker 1" not in failed.value.reason
+
+
+@pytest.mark.parametrize("until_s", [3.3, 7.9, 23.7])
+@pytest.mark.parametrize(
+    "sync", ["naive-waiting:delay_s=2", "pssp:staleness=1,probability=0.5", "bsp@0,asp@4"]
+)
+def test_a_worker_that_waits_when_a_run_is_cut_off_is_not_taken_for_one(sync: str, until_s: float) -> None:
+    result = simulate(Cluster([1.0, 1.5, 4.0], servers=2), sync, None, until_s=until_s)
+    assert result.measures.duration_s == until_s
 
 
 @pytest.mark.parametrize("model", ["median-bound:ahead=1", "merge-late:late=1,most=2", "buffered:batch=2"])

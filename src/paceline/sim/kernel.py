@@ -86,6 +86,10 @@ class Kernel:
         self._number = number = self._number + 1
         heapq.heappush(self._heap, (self.now_ticks + delay_ticks, MESSAGE, number, function, arguments))
 
+    def pending(self, priority: int) -> list[object]:
+        """Return the first argument of each pending call with a priority."""
+        return [arguments[0] for _, each, _, _, arguments in self._heap if each == priority]
+
     def stop(self) -> None:
         """Stop the simulation: no further events are handled."""
         self._until_ticks = -1

@@ -127,7 +127,7 @@ def simulate(
     Raises:
         ConfigurationError: an argument is not valid, or the run directory cannot be written. Nothing was computed.
         UsageError: `needs_losses` is True, and a training function reports no losses.
-        RunFailedError: a training function failed, all workers wait for pulls that will never be answered, or the
+        RunFailedError: a training function failed, a worker waits for a pull that will never be answered, or the
             guard has stopped the run.
 
     Example:

@@ -34,6 +34,7 @@ from ..core.protocol.messages import (
     ModelExtended,
     Observation,
     PullRepeated,
+    ShardWaits,
     Started,
     StatesDecided,
     Status,
@@ -60,7 +61,7 @@ from ..core.protocol.requests import (
 from ..core.protocol.rounded_messages import rounds_answer, rounds_push
 from ..core.protocol.wire_format import EXACT, WireFormat
 from ..core.server import Server
-from ..core.status.standstill import standstill
+from ..core.status.standstill import held_for_ever, never_answered, standstill
 from ..core.sync.auto import Planner
 from ..core.worker import Worker
 from ..errors import RunFailedError
@@ -248,7 +249,7 @@ class VirtualJob:
             until_s: virtual time at which to stop.
 
         Raises:
-            RunFailedError: all workers wait for pulls that will never be answered, or the workers' models differ.
+            RunFailedError: a worker waits for a pull that will never be answered, or the workers' models differ.
         """
         self._driver = driver
         for host in self._server_hosts:
@@ -276,6 +277,7 @@ class VirtualJob:
             self.cut_off_ticks = self.kernel.now_ticks if stopped else self.kernel.in_ticks(until_s)
             for worker in self.coordinator.members.live:
                 self._report_time(worker, self.cut_off_ticks)
+            self._require_answers()
 
     @property
     def goes_on(self) -> bool:
@@ -794,8 +796,29 @@ class VirtualJob:
         return draw
 
     def _standstill(self) -> str:
-        shards = (shard for server in self._servers for shard in server.waits(timers=False).shards)
-        return standstill(shards, self.coordinator.collectives.waiting)
+        return standstill(self._waits(), self.coordinator.collectives.waiting)
+
+    def _require_answers(self) -> None:
+        """Raise `RunFailedError` if a run that was stopped early has a pull that would never have been answered.
+
+        The shards cannot be used afterwards.
+        """
+        waits = self._waits()
+        timers: dict[int, list[Timer]] = {shard.shard: [] for shard in waits}
+        for timer in self.kernel.pending(TIMER):
+            if isinstance(timer, Timer) and timer.shard in timers:
+                timers[timer.shard].append(timer)
+        held = {
+            index: never_answered(shard, timers[index], self.kernel.now_ticks)
+            for server in self._servers
+            for index, shard in server.shards.items()
+        }
+        if report := held_for_ever(waits, held):
+            raise RunFailedError("the run", report)
+
+    def _waits(self) -> list[ShardWaits]:
+        """Return the workers that wait at each shard."""
+        return [shard for server in self._servers for shard in server.waits(timers=False).shards]
 
 
 class _Desk:
