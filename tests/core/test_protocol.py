@@ -291,6 +291,7 @@ ROLES = {
     "core/protocol/requests.py": "server",
     "runtime/server_host.py": "server",
     "runtime/frozen_values.py": "server",
+    "runtime/shard_copies.py": "server",
     "core/coordinator.py": "coordinator",
     "core/sync/turns.py": "coordinator",
     "core/machines/quorum.py": "coordinator",

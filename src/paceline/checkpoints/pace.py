@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable
-from threading import Lock
 
-__all__ = ["Pace"]
+__all__ = ["Pace", "yield_to_training"]
+
+NICENESS = 10
+"""How far the priority of a thread that writes a checkpoint is lowered. 19 is the lowest priority."""
 
 
 class Pace:
@@ -38,7 +43,7 @@ class Pace:
         self._bytes_per_s = bytes_per_s
         self._clock_s = clock_s
         self._sleep_s = sleep_s
-        self._lock = Lock()
+        self._lock = threading.Lock()
         self._free_s = -math.inf  # when the work so far would have ended at the limit
 
     def spend(self, size_bytes: int) -> None:
@@ -49,3 +54,9 @@ class Pace:
             wait_s = self._free_s - now_s
         if wait_s > 0:
             self._sleep_s(wait_s)
+
+
+def yield_to_training() -> None:
+    """Lower the priority of the calling thread, where a thread has one of its own, so that training goes first."""
+    if sys.platform.startswith("linux"):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -18,7 +18,7 @@ from ..shard.vectors import Vectors, segment_views, torch_dtype
 from .pace import Pace
 from .places import MODEL, PLACES, Places, optimizer_file
 
-__all__ = ["ShardWriter", "mark_of", "shard_content"]
+__all__ = ["PIECE_BYTES", "ShardWriter", "is_draft", "mark_of", "shard_content"]
 
 PIECE_BYTES = 1024 * 1024
 """Number of bytes after which a writer keeps to its pace."""
@@ -69,7 +69,7 @@ class ShardWriter:
         self._files: dict[str, int] = {}
         self._unsynced_bytes = 0
         with self._explained():
-            places = msgspec.json.decode((path / PLACES).read_bytes(), type=Places)
+            places = _places_in(path)
             self._left = list(reversed(list(_regions(places, bounds, entries))))
             for _, targets in self._left:
                 for name, _ in targets:
@@ -160,6 +160,23 @@ def _regions(places: Places, bounds: ShardSlice, entries: StateEntries) -> Itera
         size_bytes = (segment.stop - segment.start) * item
         begin = places.state[segment.parameter][key] + segment.offset * item
         yield size_bytes, [(optimizer_file(places.optimizer[segment.parameter]), begin)]
+
+
+def _places_in(path: Path) -> Places:
+    return msgspec.json.decode((path / PLACES).read_bytes(), type=Places)
+
+
+def is_draft(path: Path, token: str) -> bool:
+    """Return True if a directory is the draft with this token, and not one on another machine.
+
+    Args:
+        path: the directory.
+        token: `Draft.token`.
+    """
+    try:
+        return _places_in(path).token == token
+    except (OSError, msgspec.MsgspecError):
+        return False
 
 
 def _write_at(descriptor: int, data: memoryview, begin: int) -> None:

@@ -45,6 +45,7 @@ class Draft:
     Attributes:
         path: the directory in which the files are until the checkpoint is complete.
         size_bytes: size of all tensors in the files.
+        token: what the files say about themselves. See `Places`.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Draft:
     ) -> None:
         self.path = directory / (name_of(number) + PARTIAL)
         self.size_bytes = 0
+        self.token = ""
         self._directory = directory
         self._number = number
         self._model = model
@@ -96,7 +98,7 @@ class Draft:
                 shutil.rmtree(directory / (name_of(earlier) + PARTIAL))
             draft.path.mkdir()
             places = lay_out(draft.path, model, slices, entries, tensors or {}, settings)
-            draft._members = places.members
+            draft._members, draft.token = places.members, places.token
             for path in files_in(draft.path):
                 with path.open("r+b") as file:
                     os.posix_fallocate(file.fileno(), 0, path.stat().st_size)

@@ -1,8 +1,10 @@
 """The checkpoints that the coordinator writes with the servers and the workers, while training goes on.
 
-When the job is cut, each server copies its shards, and says what they consist of. A thread of the coordinator's
-process then lays out the files, the servers write their copies into them, and the thread completes the checkpoint.
-Training waits for none of this. If anything fails, there is no such checkpoint, and the run goes on.
+Each server first reserves memory. When the job is cut, each server copies its shards, and says what they consist of.
+A thread of the coordinator's process then lays out the files, and the servers write their copies into them. If a
+server is on a machine that does not see the files, the thread fetches its copies in pieces, and writes them. Then the
+thread completes the checkpoint. Training waits only for the copying. If anything fails, there is no such checkpoint,
+and the run goes on.
 """
 
 from __future__ import annotations
@@ -11,14 +13,27 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from ..checkpoints.pace import Pace
+from ..checkpoints.pace import Pace, yield_to_training
+from ..checkpoints.shard_writing import PIECE_BYTES, ShardWriter
 from ..checkpoints.writing import Draft
 from ..core.protocol.job_cut import JobCut
-from ..core.protocol.messages import MOST_STATES_BYTES, CutCopied, CutWritten, KeepWorkerState, WriteCut
+from ..core.protocol.messages import (
+    MOST_STATES_BYTES,
+    CopiesReserved,
+    CutCopied,
+    CutPiece,
+    CutWritten,
+    FetchCut,
+    KeepWorkerState,
+    ReserveCopies,
+    WriteCut,
+)
 from ..core.protocol.model_spec import ModelSpec
 from ..core.protocol.state_entries import StateEntries
 from ..errors import CheckpointError, ProtocolError
@@ -34,6 +49,12 @@ STATES_S = 10.0
 """Time for which a complete checkpoint waits for what the scripts hold. A script without data never sends it."""
 
 POLL_S = 0.02
+
+REST = 3.0
+"""Time between two pieces that are fetched from a server, divided by the time that a piece takes on its way.
+
+So fetching uses at most a quarter of the time of a slow link, and training has the rest.
+"""
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -52,12 +73,29 @@ class Saved(msgspec.Struct, frozen=True):
     took_s: float
 
 
+class Answer(NamedTuple):
+    """What the thread of a checkpoint awaits from a server.
+
+    Attributes:
+        fault: why the checkpoint cannot be written; "" if there is no reason.
+        server: index of the server.
+        seen: True if the server has written its copies, False if it does not see the files.
+        piece: a piece of its copy, if the answer is to `FetchCut`.
+    """
+
+    fault: str = ""
+    server: int = -1
+    seen: bool = True
+    piece: bytearray = bytearray()
+
+
 class Checkpoints:
     """Writes the checkpoints of a run. All methods are called on the thread of the coordinator's event loop.
 
     Args:
         job: the configuration of the run.
         tell: sends a message to a server.
+        cut: cuts the job.
         call: schedules a function call on this thread.
         warn: called with a sentence if a checkpoint was not written.
 
@@ -68,13 +106,15 @@ class Checkpoints:
     def __init__(
         self,
         job: Job,
-        tell: Callable[[int, WriteCut], None],
+        tell: Callable[[int, ReserveCopies | WriteCut | FetchCut], None],
+        cut: Callable[[], None],
         call: Callable[[Callable[[], None]], None],
         warn: Callable[[str], None],
     ) -> None:
         self.saved: Saved | None = None
         self._job = job
         self._tell = tell
+        self._cut = cut
         self._call = call
         self._warn = warn
         self._copied: dict[int, dict[int, StateEntries]] = {}  # number of a cut -> shard -> its entries
@@ -82,7 +122,10 @@ class Checkpoints:
         self._incoming = bytearray()  # the state of a worker that is being received
         # number of a cut -> worker -> label of its last push -> its state
         self._states: dict[int, dict[int, dict[int, bytearray]]] = {}
-        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()  # the faults of the servers, or ""
+        self._piece = bytearray()  # the piece of a copy that is being received
+        self._unreserved: set[int] = set()  # servers that are still reserving memory
+        self._number = 0  # number of the checkpoint that is being written, or was written last
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._due_s = job.checkpoint_every_s
@@ -97,18 +140,39 @@ class Checkpoints:
     def due(self, now_s: float) -> bool:
         """Return True if the job is to be cut now, given the time since the run began, and count from now."""
         every_s = self._job.checkpoint_every_s
-        if self._thread is not None or not (self._wanted or (every_s and now_s >= self._due_s)):
+        if self._busy or not (self._wanted or (every_s and now_s >= self._due_s)):
             return False
         self._due_s, self._wanted = now_s + every_s, False
         return True
 
+    def begin(self) -> None:
+        """Let the servers reserve memory for their copies. The job is cut when all of them have done so."""
+        self._unreserved = set(self._job.placement.servers)
+        for server in self._job.placement.servers:
+            self._tell(server, ReserveCopies())
+
+    def reserved(self, server: int, message: CopiesReserved) -> None:
+        """Handle a server's report that it has reserved memory, or could not."""
+        if message.fault:
+            self._unreserved.clear()
+            self._warn(f"No checkpoint was written: {message.fault}.")
+        elif server in self._unreserved:
+            self._unreserved.remove(server)
+            if not self._unreserved:
+                self._cut()
+
     @property
     def next_s(self) -> float | None:
         """The time at which the job is cut next; None if it is not known."""
-        return self._due_s if self._job.checkpoint_every_s and self._thread is None else None
+        return self._due_s if self._job.checkpoint_every_s and not self._busy else None
+
+    @property
+    def _busy(self) -> bool:
+        """True while servers reserve memory, and while a checkpoint is written."""
+        return self._thread is not None or bool(self._unreserved)
 
     def targets(
-        self, message: CutCopied | KeepWorkerState, size_bytes: int, model: ModelSpec
+        self, message: CutCopied | CutPiece | KeepWorkerState, size_bytes: int, model: ModelSpec
     ) -> Sequence[memoryview]:
         """Return the memory into which the payload of a message is received."""
         if size_bytes > MOST_STATES_BYTES:
@@ -116,6 +180,9 @@ class Checkpoints:
         if isinstance(message, KeepWorkerState):
             self._incoming = bytearray(size_bytes)
             return [memoryview(self._incoming)]
+        if isinstance(message, CutPiece):
+            self._piece = bytearray(min(size_bytes, PIECE_BYTES))  # a larger one is refused
+            return [memoryview(self._piece)]
         if message.shard or not size_bytes:
             return []
         self._buffers = [bytearray(packed_bytes(spec)) for spec in model.buffers]
@@ -133,14 +200,21 @@ class Checkpoints:
         for number in sorted(self._states)[:-2]:  # they belong to cuts that were given up
             del self._states[number]
 
-    def written(self, message: CutWritten) -> None:
+    def written(self, server: int, message: CutWritten) -> None:
         """Handle a server's report that it has written its copies, or could not."""
-        self._answers.put(message.fault)
+        if message.number == self._number:
+            self._answers.put(Answer(message.fault, server, message.seen))
+
+    def arrived(self, message: CutPiece) -> None:
+        """Handle a piece of a server's copy."""
+        if message.number == self._number:
+            self._answers.put(Answer(piece=self._piece))
 
     def server_gone(self, server: int) -> None:
         """Handle the loss of a server."""
+        self._unreserved.clear()
         if self._thread is not None:
-            self._answers.put(f"server {server} was lost")
+            self._answers.put(Answer(f"server {server} was lost"))
 
     def save(self, cut: JobCut, left: Callable[[int], bool]) -> None:
         """Begin to write a checkpoint, unless one is still being written.
@@ -152,7 +226,7 @@ class Checkpoints:
         if self._thread is not None:
             return
         entries, buffers = self._copied.pop(cut.number), self._buffers
-        self._answers = queue.SimpleQueue()
+        self._number, self._answers = cut.number, queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._write,
             args=(cut, [entries[shard] for shard in sorted(entries)], buffers, self._answers, left),
@@ -164,7 +238,7 @@ class Checkpoints:
     def close(self) -> None:
         """Give up a checkpoint that is being written."""
         self._closed.set()
-        self._answers.put("the run has ended")
+        self._answers.put(Answer("the run has ended"))
         if self._thread is not None:
             self._thread.join()
 
@@ -175,7 +249,7 @@ class Checkpoints:
         cut: JobCut,
         entries: Sequence[StateEntries],
         buffers: Sequence[bytearray],
-        answers: queue.SimpleQueue[str],
+        answers: queue.SimpleQueue[Answer],
         left: Callable[[int], bool],
     ) -> None:
         began_s, at_s = time.monotonic(), self._job.now_s()
@@ -200,7 +274,7 @@ class Checkpoints:
         cut: JobCut,
         entries: Sequence[StateEntries],
         buffers: Sequence[bytearray],
-        answers: queue.SimpleQueue[str],
+        answers: queue.SimpleQueue[Answer],
         left: Callable[[int], bool],
     ) -> Path:
         tensors = {
@@ -211,17 +285,7 @@ class Checkpoints:
             self._job.checkpoints, cut.number, cut.model, cut.slices, entries, tensors=tensors
         )
         try:
-            message = WriteCut(cut.number, str(draft.path))
-            servers = self._job.placement.servers
-
-            def ask() -> None:
-                for server in servers:
-                    self._tell(server, message)
-
-            self._call(ask)
-            for _ in servers:
-                if fault := answers.get():
-                    raise CheckpointError(f"Checkpoint {cut.number} was not written: {fault}.")
+            self._write_shards(cut, draft, entries, answers, pace)
             until_s = time.monotonic() + STATES_S
             while not self._closed.is_set() and time.monotonic() < until_s and self._awaits_state(cut, left):
                 time.sleep(POLL_S)
@@ -229,6 +293,7 @@ class Checkpoints:
         except CheckpointError:
             draft.discard()
             raise
+        yield_to_training()
         return draft.finish(
             msgspec.json.encode(cut),
             {worker: bytes(state) for worker, state in states.items()},
@@ -236,6 +301,30 @@ class Checkpoints:
             keep=self._job.keep,
             pace=pace,
         )
+
+    def _write_shards(
+        self,
+        cut: JobCut,
+        draft: Draft,
+        entries: Sequence[StateEntries],
+        answers: queue.SimpleQueue[Answer],
+        pace: Pace,
+    ) -> None:
+        """Let the servers write their copies, and write those of the servers that do not see the draft."""
+        placement, number = self._job.placement, cut.number
+        for server in placement.servers:
+            self._call(partial(self._tell, server, WriteCut(number, str(draft.path), draft.token)))
+        written = [_answer_of(number, answers) for _ in placement.servers]
+        for shard in (
+            shard for each in written if not each.seen for shard in placement.shards_of(each.server)
+        ):
+            with ShardWriter(draft.path, cut.slices[shard], entries[shard], pace) as writer:
+                for begin in range(0, writer.size_bytes, PIECE_BYTES):
+                    asked_s = time.monotonic()
+                    wanted = FetchCut(number, shard, begin, min(PIECE_BYTES, writer.size_bytes - begin))
+                    self._call(partial(self._tell, placement.server_of[shard], wanted))
+                    writer.write(_answer_of(number, answers).piece)
+                    self._closed.wait(REST * (time.monotonic() - asked_s))
 
     def _awaits_state(self, cut: JobCut, left: Callable[[int], bool]) -> bool:
         """Return True if a script has not sent yet what it held after its last push of the cut."""
@@ -250,3 +339,15 @@ class Checkpoints:
             if later := [label for label in kept if label >= each.iteration]:
                 found[each.worker] = kept[min(later)]
         return found
+
+
+def _answer_of(number: int, answers: queue.SimpleQueue[Answer]) -> Answer:
+    """Wait for an answer, and return it.
+
+    Raises:
+        CheckpointError: it says why the checkpoint cannot be written.
+    """
+    answer = answers.get()
+    if answer.fault:
+        raise CheckpointError(f"Checkpoint {number} was not written: {answer.fault}.")
+    return answer

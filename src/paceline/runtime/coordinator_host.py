@@ -27,8 +27,10 @@ from ..core.protocol.messages import (
     Bell,
     CheckpointRequested,
     Contributed,
+    CopiesReserved,
     CreateShards,
     CutCopied,
+    CutPiece,
     CutWritten,
     ExtendShards,
     FetchWaits,
@@ -192,6 +194,7 @@ class CoordinatorHost(Host):
         self.checkpoints = Checkpoints(
             job,
             lambda server, message: self.send(server_peer(server), message),
+            lambda: self._perform(self.core.cut()),
             self._call,
             lambda text: self.core.faults.append(text),
         )
@@ -405,7 +408,7 @@ class CoordinatorHost(Host):
             self.agents.look()
         now_ticks = self.job.now_ticks()
         if self.started.is_set() and not self._stopping and self.checkpoints.due(self.job.now_s()):
-            self._perform(self.core.cut())
+            self.checkpoints.begin()
         for timer in self._timers.take_due(now_ticks):
             self._perform(self.core.fire(timer, self.job.now_ticks()))
         self._tend_trace(now_ticks)
@@ -480,7 +483,7 @@ class CoordinatorHost(Host):
     def payload_targets(self, peer: Caller, message: Message, size_bytes: int) -> Sequence[memoryview]:
         if isinstance(message, Snapshot) and self._collection is not None:
             return self._collection.targets(message, peer.index)
-        if isinstance(message, CutCopied | KeepWorkerState) and self.core.model is not None:
+        if isinstance(message, CutCopied | CutPiece | KeepWorkerState) and self.core.model is not None:
             return self.checkpoints.targets(message, size_bytes, self.core.model)
         if isinstance(message, TracePart) and self._stopping:
             return self._traces.targets(message, peer.index, size_bytes)
@@ -533,8 +536,12 @@ class CoordinatorHost(Host):
                 return
             case CutCopied():
                 return self.checkpoints.copied(message)
+            case CopiesReserved():
+                return self.checkpoints.reserved(peer.index, message)
+            case CutPiece():
+                return self.checkpoints.arrived(message)
             case CutWritten():
-                return self.checkpoints.written(message)
+                return self.checkpoints.written(peer.index, message)
             case CheckpointRequested():
                 return self.checkpoints.request(message.number)
             case KeepWorkerState():

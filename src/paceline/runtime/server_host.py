@@ -29,10 +29,11 @@ from ..core.protocol.messages import (
     ConnectionTraffic,
     CreateShards,
     CutCopied,
-    CutWritten,
+    CutPiece,
     ExtendShards,
     Failed,
     FetchBuffers,
+    FetchCut,
     FetchFrozen,
     FetchInitialBuffers,
     FetchOptimizerState,
@@ -54,6 +55,7 @@ from ..core.protocol.messages import (
     PooledBuffers,
     PullRepeated,
     PullRequested,
+    ReserveCopies,
     Shutdown,
     Snapshot,
     Stage,
@@ -184,7 +186,7 @@ class ServerHost(Host):
             place.index,
         )
         self._hub.adopt(self._coordinator)
-        self._hub.watch(self._copies.bell, self._tell_written)
+        self._hub.watch(self._copies.bell, self._tell_reports)
 
     @classmethod
     def connect(cls, place: Assignment, passed: socket.socket | None = None) -> ServerHost:
@@ -428,8 +430,13 @@ class ServerHost(Host):
                 moved = tuple((w, self._job.ticks_of(peer.moved_s)) for w, peer in self._workers.items())
                 waits = msgspec.structs.replace(waits, traffic=self._traffic(), moved_ticks=moved)
                 self._hub.send(self._coordinator, waits)
+            case ReserveCopies():
+                self._copies.reserve(self._require_memory().stores)
             case WriteCut():
                 self._copies.write(message)
+            case FetchCut():
+                piece = CutPiece(message.number, message.shard)
+                self._hub.send(self._coordinator, piece, [self._copies.piece(message)], lent=CutPiece)
             case Shutdown():
                 self._running, self._told_to_end = False, True
                 self._save_states()
@@ -493,10 +500,10 @@ class ServerHost(Host):
         buffers = memory.pooled_buffers() if request.shard == 0 else []
         self._hub.send(self._coordinator, CutCopied(request.number, request.shard, entries), buffers)
 
-    def _tell_written(self) -> None:
-        """Tell the coordinator which copies have been written."""
-        for number, fault in self._copies.take_written():
-            self._hub.send(self._coordinator, CutWritten(number, fault))
+    def _tell_reports(self) -> None:
+        """Tell the coordinator what has become of copies."""
+        for report in self._copies.take_reports():
+            self._hub.send(self._coordinator, report)
 
     def _answer(self, to: Peer, answer: Answer) -> None:
         """Send the current weights of a shard to a worker."""

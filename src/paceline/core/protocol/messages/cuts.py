@@ -11,15 +11,19 @@ from .protocol_table import Message, sent
 
 __all__ = [
     "CheckpointRequested",
+    "CopiesReserved",
     "CutAgreed",
     "CutCopied",
     "CutOffered",
+    "CutPiece",
     "CutProposed",
     "CutTaken",
     "CutWritten",
+    "FetchCut",
     "KeepWorkerState",
     "LastPush",
     "PushCounts",
+    "ReserveCopies",
     "ShardState",
     "WriteCut",
 ]
@@ -75,6 +79,22 @@ class LastPush(msgspec.Struct, frozen=True):
     worker: int
     iteration: int
     drawn: tuple[PackedPushed, ...] = ()
+
+
+@sent("coordinator", to="server", during="serving", forwarded=False)
+class ReserveCopies(Message, frozen=True, tag=True):
+    """A cut is to be made soon, so the server must reserve memory for copies, and then answer `CopiesReserved`."""
+
+
+@sent("server", to="coordinator", during="serving", forwarded=False)
+class CopiesReserved(Message, frozen=True, tag=True):
+    """A server has reserved memory for copies of its shards, or could not.
+
+    Attributes:
+        fault: why there is no memory; "" if there is.
+    """
+
+    fault: str = ""
 
 
 @sent("coordinator", to="server", during="serving")
@@ -176,10 +196,12 @@ class WriteCut(Message, frozen=True, tag=True):
     Attributes:
         number: number of the cut.
         path: the directory of the files.
+        token: what the files say about themselves. A directory without it is another one, on another machine.
     """
 
     number: int
     path: str
+    token: str
 
 
 @sent("server", to="coordinator", during="serving", forwarded=False)
@@ -189,10 +211,44 @@ class CutWritten(Message, frozen=True, tag=True):
     Attributes:
         number: number of the cut.
         fault: why the copies could not be written; "" if they were.
+        seen: False if the server does not see the files. It keeps the copies, and awaits `FetchCut`.
     """
 
     number: int
     fault: str = ""
+    seen: bool = True
+
+
+@sent("coordinator", to="server", during="serving", forwarded=False)
+class FetchCut(Message, frozen=True, tag=True):
+    """The server must send a piece of its copy of a shard in a `CutPiece`.
+
+    Attributes:
+        number: number of the cut.
+        shard: index of the shard.
+        begin: where the piece begins in the content of the shard, in bytes.
+        size_bytes: size of the piece.
+    """
+
+    number: int
+    shard: int
+    begin: int
+    size_bytes: int
+
+
+@sent("server", to="coordinator", during="serving", forwarded=False)
+class CutPiece(Message, frozen=True, tag=True):
+    """A piece of the copy of a shard, in the order of `checkpoints.shard_writing.shard_content`.
+
+    The payload is the piece. It is empty if the server has no such copy.
+
+    Attributes:
+        number: number of the cut.
+        shard: index of the shard.
+    """
+
+    number: int
+    shard: int
 
 
 @sent("worker", to="coordinator", during="training", forwarded=False)

@@ -1,0 +1,107 @@
+"""Who writes a checkpoint while training goes on: servers that see its files, and the coordinator for the others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline import DistributedOptimizer
+from paceline.checkpoints.reading import Checkpoint, newest_whole
+from paceline.checkpoints.shard_writing import is_draft
+from paceline.runtime import checkpoints, shard_copies
+
+if TYPE_CHECKING:
+    from tests.conftest import RunOnThreads
+
+LR, MOMENTUM = 0.01, 0.5
+SIZE = 300_000  # so that a shard has several pieces
+
+
+@pytest.fixture(autouse=True)
+def scripts_without_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "STATES_S", 0.0)
+
+
+def whole(run_dir: Path) -> Checkpoint | None:
+    return newest_whole(run_dir / "checkpoints").checkpoint
+
+
+def training(run_dir: Path) -> None:
+    """Train until the checkpoint is complete for which the script has asked in its third step."""
+    model = nn.Linear(SIZE, 1, dtype=torch.float64)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    wrapped = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+    optimizer = DistributedOptimizer(wrapped, model=model)
+    for step in itertools.count():
+        optimizer.zero_grad()
+        model(torch.ones(1, SIZE, dtype=torch.float64)).backward()
+        optimizer.step()
+        if step == 2:
+            paceline.checkpoint()
+        if step > 2 and whole(run_dir):
+            return
+
+
+def expected(version: int) -> tuple[float, float]:
+    """Return the weights and the momentum after a number of updates with gradients of 1."""
+    weights = momentum = 0.0
+    for _ in range(version):
+        momentum = MOMENTUM * momentum + 1.0
+        weights -= LR * momentum
+    return weights, momentum
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("seen", [[True], [False], [True, False]], ids=str)
+def test_a_server_that_does_not_see_the_files_sends_its_copies(
+    seen: Iterable[bool],
+    transport: str,
+    run_on_threads: RunOnThreads,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    answers = itertools.cycle(seen)
+    monkeypatch.setattr(shard_copies, "is_draft", lambda path, token: next(answers))
+    run_dir = tmp_path / "run-1"
+    run_on_threads(lambda: training(run_dir), workers=1, servers=2, shards=3, transport=transport)
+    checkpoint = whole(run_dir)
+    assert checkpoint is not None
+    [version] = set(checkpoint.manifest.versions)
+    weights, momentum = expected(version)
+    assert version >= 3
+    torch.testing.assert_close(
+        checkpoint.state_dict["weight"], torch.full((1, SIZE), weights, dtype=torch.float64)
+    )
+    torch.testing.assert_close(
+        checkpoint.optimizers[0]["state"][0]["momentum_buffer"],
+        torch.full((1, SIZE), momentum, dtype=torch.float64),
+    )
+
+
+def test_a_directory_of_the_same_name_on_another_machine_is_not_the_draft(tmp_path: Path) -> None:
+    assert not is_draft(tmp_path / "000001.partial", "token")
+    (tmp_path / "places.json").write_text(
+        '{"weights": [], "state": [], "optimizer": [], "members": [], "tensors": {}, "token": "theirs"}'
+    )
+    assert not is_draft(tmp_path, "ours")
+    assert is_draft(tmp_path, "theirs")
+
+
+def test_without_memory_for_a_copy_there_is_no_checkpoint_and_the_run_goes_on(
+    run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    free_bytes = iter([1000])
+    monkeypatch.setattr(shard_copies, "available_bytes", lambda: next(free_bytes, None))
+    run_dir = tmp_path / "run-1"
+    run = run_on_threads(lambda: training(run_dir), workers=1, servers=1, checkpoint_every="0.2")
+    assert run.faults == [
+        "No checkpoint was written: a copy of shard 0 needs 0.0048 GB of memory, but only 1e-06 GB are available."
+    ]
