@@ -16,7 +16,7 @@ from paceline.errors import ConfigurationError
 from paceline.report.run_file import RunFile, write_run_file
 from paceline.report.run_report import Setting
 from paceline.runtime.job import CHECKPOINTS
-from paceline.runtime.resuming import can_resume, keep_script
+from paceline.runtime.resuming import can_resume, keep_source
 from tests.support.sharded import Net, Shards, model_of
 
 RUN = Path("run")
@@ -29,7 +29,7 @@ def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     RUN.mkdir()
     Path("train.py").write_text(SCRIPT)
-    keep_script(Path("train.py"), RUN)
+    keep_source(SCRIPT, RUN)
     file = RunFile(
         version="1",
         begun_at="2026-01-01T00:00:00+00:00",
@@ -90,6 +90,8 @@ def test_a_changed_script_is_refused_with_the_first_difference_unless_the_user_a
     assert "train.py has changed since the run began: line 2 was 'rate = 0.05', and is 'rate = 0.01'" in words
     assert "add --accept-changes" in words
     assert resume("--accept-changes").exit_code == 0
+    (RUN / "script.py").unlink()
+    assert "is not compared with that of the run before" in resume().stderr
 
 
 def test_a_finished_run_is_resumed_only_if_its_script_is_given_again() -> None:

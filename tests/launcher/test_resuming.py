@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import linecache
 import os
 import random
 import signal
@@ -16,7 +18,9 @@ import pytest
 import safetensors.torch
 import torch
 
+import paceline
 from paceline.checkpoints.directory import numbers_in
+from paceline.errors import ConfigurationError, RunFailedError
 from tests.support.live import await_that, processes, run_program, start_program
 from tests.support.marks import chaos, thorough
 
@@ -192,6 +196,76 @@ def test_a_run_can_be_interrupted_and_resumed_again_and_again(mark: str, interru
     require_closed(summary())
     assert len(summary()["resumptions"]) == interruptions
     assert json.loads(Path("run", "run.json").read_text())["command"].endswith("train.py")
+
+
+LAUNCHED = """
+import time
+from pathlib import Path
+
+import torch
+
+import paceline
+
+
+def train(rate):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    data = torch.utils.data.TensorDataset(torch.arange(16), torch.randn(16, 4))
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    for epoch in paceline.epochs(200):
+        for numbers, x in loader:
+            with Path("used").open("a") as used:
+                print(epoch, *numbers.tolist(), file=used)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            if epoch == 1:
+                paceline.checkpoint()
+            if not Path("go").exists():
+                time.sleep(0.02)
+                if Path("run", "checkpoints", "000001").exists():
+                    raise RuntimeError("not today")
+"""
+
+
+def launched(**settings: Any) -> paceline.RunResult:
+    """Launch the function `train` of a module, as it is now."""
+    sys.modules.pop("launched", None)
+    linecache.checkcache()
+    importlib.invalidate_caches()
+    train = importlib.import_module("launched").train
+    return paceline.launch(
+        train, args=(0.1,), workers=1, servers=1, checkpoint_every="off", progress=False, **settings
+    )
+
+
+def test_a_function_goes_on_from_a_checkpoint_unless_it_has_changed(caplog: pytest.LogCaptureFixture) -> None:
+    Path("launched.py").write_text(LAUNCHED)
+    with pytest.raises(RunFailedError, match="not today") as failure:
+        launched(run_dir="run")
+    resume = f'checkpoint 000001 is whole; to go on from it: paceline.launch(..., resume="{Path("run").absolute()}")'
+    assert resume in failure.value.__notes__
+    Path("go").touch()
+    Path("launched.py").write_text(LAUNCHED.replace("batch_size=4", "batch_size=2"))
+    with pytest.raises(ConfigurationError) as refusal:
+        launched(resume="run")
+    assert str(refusal.value) == (
+        "the training function has changed since the run began: line 6 was 'loader = "
+        "torch.utils.data.DataLoader(data, batch_size=4)', and is 'loader = torch.utils.data.DataLoader(data, "
+        "batch_size=2)'. Restore it, or add accept_changes=True to resume with it as it is."
+    )
+    Path("launched.py").write_text("# What surrounds the function may change.\n" + LAUNCHED)
+    result = launched(resume="run")
+    assert sum(result.summary["ledger"]["samples"].values()) == 200 * 16
+    assert len(result.summary["resumptions"]) == 1
+    used = Path("used").read_text().splitlines()
+    assert {*used} == {
+        f"{epoch} {n} {n + 1} {n + 2} {n + 3}" for epoch in range(200) for n in range(0, 16, 4)
+    }
+    (message,) = caplog.messages
+    assert message.startswith("The run goes on from checkpoint 000001")
 
 
 @pytest.mark.parametrize("victim", ["server 0", *thorough("server 1")])

@@ -98,7 +98,7 @@ def run(
         from ..outlets.wanted import open_outlets
         from ..runtime.job_description import describe
         from ..runtime.job_options import make_job
-        from ..runtime.resuming import require_same_script
+        from ..runtime.resuming import require_same_source
 
         module = str(script) if as_module else ""
         script = find_script(script, as_module=as_module)
@@ -106,7 +106,10 @@ def run(
         assigned = assign_devices(devices, workers, usual=2, imports=settings["imports"], masked=masked)
         job = make_job(workers=assigned.workers, devices=assigned.devices, dry_run=True, **settings)
         if job.resumed is not None and not settings["accept_changes"]:
-            require_same_script(script, Path(job.run_dir))
+            source = script.read_text(errors="replace")
+            note = require_same_source(f"the script {script}", source, Path(job.run_dir), "--accept-changes")
+            if note:
+                print_sentence(Console(stderr=True), f"warning: {note}")
         outlets = open_outlets(settings["dashboard"], settings["tensorboard"], settings["metrics_port"])
     console = Console(stderr=True)
     if warning := shared(job.devices):

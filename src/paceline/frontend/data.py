@@ -134,8 +134,18 @@ def distribute_at(
 
 
 def call_site(caller: FrameType) -> str:
-    """Return the place in the script that a frame executes, as file and line."""
-    return f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+    """Return the place in the script that a frame executes, as file and line.
+
+    In a function, the line is relative to its beginning. So a place keeps its name in a resumed run, although what
+    surrounds the function has changed.
+    """
+    code, line = caller.f_code, caller.f_lineno
+    name = Path(code.co_filename).name
+    return (
+        f"{name}:{line}"
+        if code.co_name == "<module>"
+        else f"{name}:{code.co_qualname}+{line - code.co_firstlineno}"
+    )
 
 
 NOT_DIVISIBLE = (

@@ -39,7 +39,11 @@ __all__ = ["ENGINES", "Asked", "Engine", "Local"]
 
 
 class Asked(NamedTuple):
-    """What the caller of `launch` asks of an engine. See `launch` for all attributes."""
+    """What the caller of `launch` asks of an engine. See `launch` for all attributes but the last.
+
+    Attributes:
+        source: the source of the training function; "" if it cannot be read.
+    """
 
     workers: int | tuple[int, int] | None
     devices: str | torch.device | Sequence[str | torch.device] | None
@@ -48,6 +52,7 @@ class Asked(NamedTuple):
     snapshot_every_s: float | None
     show_all: bool
     settings: Settings
+    source: str
 
 
 class Engine(ABC):
@@ -110,6 +115,7 @@ class Local(Engine):
             snapshot_every_s=asked.snapshot_every_s,
             placement=asked.placement,
             streams=Streams(show_all=asked.show_all),
+            source=asked.source,
             outlets=outlets,
         )
 

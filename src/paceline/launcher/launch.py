@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import pickle
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
@@ -21,6 +23,7 @@ from ..outlets.wanted import Outlets, open_outlets
 from ..plugins.optimizer_sources import OptimizerSources, imported_packages
 from ..runtime.job import Job
 from ..runtime.job_options import make_job
+from ..runtime.resuming import require_same_source
 from ..settings import Settings
 from ..settings.arguments import shows_settings
 from ..shard.foreign import loaded_optimizers
@@ -101,9 +104,14 @@ def launch(
             "Create such objects inside the function."
         ) from error
     chosen = ENGINES[engine]
-    asked = Asked(workers, devices, placement, resources, snapshot_every_s, show_all, settings)
+    source = _source_of(function)
+    asked = Asked(workers, devices, placement, resources, snapshot_every_s, show_all, settings, source)
     job = make_job(**{**settings, **chosen.options(asked)}, dry_run=True)
     job = structs.replace(job, optimizers=loaded_optimizers(settings.get("imports", ())))
+    if job.resumed is not None and not settings.get("accept_changes"):
+        name = "the training function"
+        if note := require_same_source(name, asked.source, Path(job.run_dir), "accept_changes=True"):
+            log.warning("%s", note)
     outlets = open_outlets(
         settings.get("dashboard"), settings.get("tensorboard"), settings.get("metrics_port")
     )
@@ -158,4 +166,13 @@ def run_script(
         streams=streams,
         outlets=outlets,
         command=command,
+        source=script.read_text(errors="replace"),
     )
+
+
+def _source_of(function: Callable[..., object]) -> str:
+    """Return the source of a function; "" if it cannot be read, as for a `functools.partial`."""
+    try:
+        return textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        return ""

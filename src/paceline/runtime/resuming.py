@@ -20,12 +20,12 @@ __all__ = [
     "earlier_run",
     "find_resumed",
     "has_finished",
-    "keep_script",
-    "require_same_script",
+    "keep_source",
+    "require_same_source",
 ]
 
-SCRIPT = "script.py"
-"""Name of the copy of the script in a run directory."""
+SOURCE = "script.py"
+"""Name of the copy of the script, or of the training function, in a run directory."""
 
 
 def earlier_run(run_dir: Path) -> RunFile:
@@ -127,29 +127,44 @@ def cut_of(resumed: Resumed) -> JobCut:
         ) from None
 
 
-def keep_script(script: Path, run_dir: Path) -> None:
-    """Copy the script of a run to its directory, with which a later one is compared.
+def keep_source(source: str, run_dir: Path) -> None:
+    """Write the source of a run's script or training function to its directory, with which a later one is compared.
 
     Raises:
-        OSError: it cannot be copied.
+        OSError: it cannot be written.
     """
-    with Unfinished(run_dir / SCRIPT) as place:
-        place.write_bytes(script.read_bytes())
+    with Unfinished(run_dir / SOURCE) as place:
+        place.write_text(source)
 
 
-def require_same_script(script: Path, run_dir: Path) -> None:
-    """Raise `ConfigurationError`, which states the first difference, if a script has changed since the run began."""
+def require_same_source(name: str, source: str, run_dir: Path, accept: str) -> str:
+    """Require that a script or a training function has not changed since a run began.
+
+    Args:
+        name: what it is called in messages.
+        source: its source; "" if it is unknown.
+        run_dir: the directory of the run.
+        accept: how a user accepts changes.
+
+    Returns:
+        Why this cannot be known, as a sentence; "" if nothing has changed.
+
+    Raises:
+        ConfigurationError: it has changed. The message states the first difference.
+    """
+    if not source:
+        return f"{name} is not compared with that of the run before, because its source cannot be read."
     try:
-        before = (run_dir / SCRIPT).read_text(errors="replace").splitlines()
+        before = (run_dir / SOURCE).read_text(errors="replace").splitlines()
     except FileNotFoundError:
-        return  # the run was started by `launch`, or by machines that joined it
-    now = script.read_text(errors="replace").splitlines()
-    for number, (old, new) in enumerate(zip_longest(before, now), start=1):
+        return f"{name} is not compared with that of the run before, because {run_dir} does not contain its source."
+    for number, (old, new) in enumerate(zip_longest(before, source.splitlines()), start=1):
         if old != new:
             raise ConfigurationError(
-                f"the script {script} has changed since the run began: line {number} {_was(old)}, and {_is(new)}. "
-                "Restore the script, or add --accept-changes to resume with it as it is."
+                f"{name} has changed since the run began: line {number} {_was(old)}, and {_is(new)}. Restore it, or "
+                f"add {accept} to resume with it as it is."
             )
+    return ""
 
 
 def _was(line: str | None) -> str:

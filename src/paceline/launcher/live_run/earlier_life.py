@@ -13,7 +13,7 @@ from ...core.protocol.job_cut import JobCut
 from ...errors import ConfigurationError
 from ...report.run_file import NAME, Resumption, RunFile, read_run_file
 from ...runtime.job import CHECKPOINTS, Job
-from ...runtime.resuming import SCRIPT, cut_of
+from ...runtime.resuming import SOURCE, cut_of
 from ...sync.ticks import TICKS_PER_S
 from ...trace.digest import Digest
 from ...trace.run_dir import set_aside
@@ -92,7 +92,7 @@ def make_room(job: Job) -> Earlier:
         file = read_run_file(run_dir)
     except (OSError, MsgspecError):
         file = None
-    folder = set_aside(run_dir, Path(job.resumed.path).name, (CHECKPOINTS, NAME, SCRIPT))
+    folder = set_aside(run_dir, Path(job.resumed.path).name, (CHECKPOINTS, NAME, SOURCE))
     return Earlier(cut, job.resumed.path, job.resumed.faults, file, _progress_in(folder, file))
 
 

@@ -32,7 +32,7 @@ from ...runtime.coordinator_host import CoordinatorHost
 from ...runtime.in_progress import published
 from ...runtime.job import Job, claim_run_dir
 from ...runtime.listener import Listener
-from ...runtime.resuming import keep_script
+from ...runtime.resuming import keep_source
 from ...shard.frozen_files import remove_frozen
 from ...shard.snapshot import WeightsSnapshot
 from ...sync import Conditions
@@ -90,6 +90,7 @@ def start(
     listening: Callable[[str, Job], None] = lambda address, job: None,
     patience_s: float | None = None,
     command: str = "",
+    source: str = "",
     outlets: Outlets | None = None,
 ) -> RunResult:
     """Start the processes of a run, wait until all of them have ended, and return the result. See `launch`.
@@ -108,6 +109,8 @@ def start(
         patience_s: if machines can join the run: number of seconds for which it may have too few workers; None for
             no limit.
         command: the command line that repeats the run. Default: that of this process.
+        source: the source of the script or of the training function, with which it is compared if the run is resumed;
+            "" if it is unknown.
         outlets: where the run is shown while it goes on. The caller closes them if this function raises an error
             before it starts anything.
     """
@@ -126,10 +129,10 @@ def start(
         except ConfigurationError:
             sock.close()
             raise
-        described = _describe(job, worker_arguments, command, earlier, interrupted)
+        described = _describe(job, worker_arguments, command, source, earlier, interrupted)
         listener = Listener(sock, bytes.fromhex(job.mark)) if job.secure else None
         # Whoever knows the address may connect at once, so the listener must know the coordinator before it begins.
-        source = sock if listener is None else PassedSockets(listener.receiver(COORDINATOR))
+        connections = sock if listener is None else PassedSockets(listener.receiver(COORDINATOR))
         listening(address, job)
         streams = streams or Streams()
         # Lines with the names of their processes cannot be drawn by one of them.
@@ -145,7 +148,7 @@ def start(
         ):
             run = LiveRun(
                 job,
-                CoordinatorHost(job, source, address, rehearsals),
+                CoordinatorHost(job, connections, address, rehearsals),
                 placement,
                 starter,
                 console,
@@ -168,14 +171,15 @@ def start(
 
 
 def _describe(
-    job: Job, program: Sequence[str], command: str, earlier: Earlier | None, interrupted: str
+    job: Job, program: Sequence[str], command: str, source: str, earlier: Earlier | None, interrupted: str
 ) -> RunFile:
-    """Write `run.json`, and a copy of the script. A run whose directory cannot be written goes on.
+    """Write `run.json`, and the source of the script. A run whose directory cannot be written goes on.
 
     Args:
         job: the configuration of the run.
         program: what each worker runs; see `Order`.
         command: see `start`.
+        source: see `start`.
         earlier: what is known of the time before the run was resumed; None if it begins.
         interrupted: why it was interrupted, as a sentence; "" if a user has resumed it.
 
@@ -190,8 +194,8 @@ def _describe(
             file = replace(file, command=earlier.file.command)
     try:
         write_run_file(file, Path(job.run_dir))
-        if program[:1] == ["script"]:
-            keep_script(Path(job.optimizers.script), Path(job.run_dir))
+        if source:
+            keep_source(source, Path(job.run_dir))
     except OSError as error:
         log.warning("run.json cannot be written to %s: %s", job.run_dir, error.strerror or error)
     return file
@@ -615,10 +619,10 @@ class LiveRun:
         path = saved.path if saved is not None else None if resumed is None else Path(resumed.path)
         if path is None:
             return ""
-        command = "serve" if self._job.joined else "run"
-        return (
-            f"checkpoint {path.name} is whole; to go on from it: paceline {command} --resume {self._run_dir}"
-        )
+        command = f"paceline {'serve' if self._job.joined else 'run'} --resume {self._run_dir}"
+        if self._program[0] == "function":
+            command = f'paceline.launch(..., resume="{self._run_dir}")'
+        return f"checkpoint {path.name} is whole; to go on from it: {command}"
 
     def _interrupted(self) -> BaseException:
         """Write the summary, and return the exception for the signal that ended the run."""
