@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import os
 import shutil
 import signal
@@ -34,6 +33,7 @@ from paceline.sync.ticks import TICKS_PER_S
 from paceline.trace.measures import meter_of
 from paceline.trace.recording import Trace, read_run
 from paceline.trace.time_use import TimeUse, time_use
+from tests.support.garbage import spare_what_exists
 from tests.support.live import mark, require_whole_times
 from tests.support.quick import LONG_FILES, QUICK, forbid_processes, is_quick
 
@@ -70,11 +70,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays: the garbage collector need not look at all of it again and again."""
-    gc.collect()
-    gc.freeze()
+    spare_what_exists()
     if QUICK:
         sys.addaudithook(forbid_processes)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported_so_far() -> None:
+    """Spare the garbage collector what earlier tests have imported, such as the compiler of torch."""
+    spare_what_exists()
 
 
 @pytest.fixture(autouse=True)
