@@ -190,6 +190,8 @@ def test_a_run_can_be_interrupted_and_resumed_again_and_again(mark: str, interru
         assert len(summary()["resumptions"]) == times
         program = start_program("-m", "paceline", "run", "--resume", "run", stderr=subprocess.STDOUT)
         await_checkpoints(newest + 1)
+        shown = " ".join(run_program("-m", "paceline", "status", "run").stdout.split())
+        assert f"The run goes on from checkpoint {newest:06d} (update " in shown
     Path("go").touch()
     output, _ = program.communicate()
     assert program.returncode == 0, output

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from ..errors import ConfigurationError, PeerLostError
 from ..launcher.terminal.output import ForgivingStream
+from ..report.run_file import read_run_file
 from ..report.status_tables import LONG_LINE, StatusView
 from .console import interruptible, print_json
 from .join_command import SecretFile, address_of, secret_of
@@ -114,7 +115,17 @@ def _place(run: str | None, secret_file: Path | None) -> Place:
     found = run_in(run_dir)
     notes = [f"the run in {run_dir}"] if run is None else []
     notes += [f"dashboard: {found.dashboard}"] if found.dashboard else []
+    notes += _last_resumption(run_dir)
     return Place(found.address, found.token, run_dir, tuple(notes))
+
+
+def _last_resumption(run_dir: Path) -> list[str]:
+    """Return what happened when the run in a directory was resumed last, as a note; [] if it was not."""
+    try:
+        file = read_run_file(run_dir)
+    except (OSError, msgspec.MsgspecError):
+        return []
+    return [] if file is None else [each.words for each in file.resumptions[-1:]]
 
 
 @contextlib.contextmanager
