@@ -8,6 +8,7 @@ import linecache
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from paceline.checkpoints.directory import numbers_in
 from paceline.errors import ConfigurationError, RunFailedError
 from tests.support.live import await_that, processes, run_program, start_program
 from tests.support.marks import chaos, thorough
+from tests.support.served import Served, output
 
 pytestmark = [
     pytest.mark.processes,
@@ -339,6 +341,34 @@ def test_a_job_that_its_scheduler_starts_again_resumes_itself(mark: str) -> None
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (resumption,) = summary()["resumptions"]
     assert Path(resumption["checkpoint"]).name == f"{before:06d}"
+    require_closed(summary())
+
+
+@pytest.mark.thorough
+def test_machines_join_a_run_again_that_its_serving_machine_resumes(mark: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    served = Served("--workers", "2", "--port", port, "--sync", "asp", "--checkpoint-every", "0.3")
+    secret = served.secret
+    Path("train.py").write_text(SCRIPT)
+    joined = [served.join(options=["--run-dir", f"machine-{index}"]) for index in range(2)]
+    await_checkpoints()
+    killed_id = served.program.pid
+    for name, process_id in processes(mark).items():
+        if process_id == killed_id or name.startswith("server"):
+            os.kill(process_id, signal.SIGKILL)
+    served.failure(code=-signal.SIGKILL)
+    newest = checkpoints()[-1]
+    served = Served("--resume", "run")
+    assert (served.port, served.secret) == (port, secret)
+    Path("go").touch()
+    for machine in joined:
+        code, _, stderr = output(machine)
+        assert code == 0, stderr
+        assert "joining again in 1 s" in stderr
+    served.summary()
+    assert f"The run goes on from checkpoint {newest:06d}" in " ".join(served.messages.split())
     require_closed(summary())
 
 

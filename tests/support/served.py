@@ -81,9 +81,12 @@ class Served:
     """
 
     def __init__(self, *options: str, secret: str = "", program: Sequence[str] = ("-m", "paceline")) -> None:
-        Path("train.py").write_text(SCRIPT)
+        resumes = "--resume" in options
+        where = () if resumes else ("--run-dir", "run")
+        if not resumes:
+            Path("train.py").write_text(SCRIPT)
         self._messages = open("serve.log", "w+")  # noqa: SIM115 - closed by `summary`
-        self.program = start_program(*program, "serve", "--run-dir", "run", *options, stderr=self._messages)
+        self.program = start_program(*program, "serve", *where, *options, stderr=self._messages)
         await_that(lambda: "paceline join" in self.messages, "serve says how to join")
         [self.address] = re.findall(r"paceline join (\S+) ", self.messages)
         self.port = self.address.rpartition(":")[2]

@@ -18,7 +18,7 @@ from ..launcher.terminal.output import print_sentence
 from ..report.words import counted
 from ..settings.setting import SERVE
 from ..wire.addresses import seen_from
-from ..wire.secret import VARIABLE, new_secret, take_secret, write_secret
+from ..wire.secret import SECRET, VARIABLE, new_secret, read_secret, take_secret, write_secret
 from ..wire.tcp import TCP
 from .console import interruptible
 from .numbers import number_option, whole_number_option
@@ -132,6 +132,8 @@ def serve(
         )
         token = take_secret(os.environ)
         is_new = not token
+        if is_new and job.resumed is not None and (file := Path(job.run_dir, SECRET)).exists():
+            token = read_secret(file)  # the machines that had joined the run know it
         job = structs.replace(job, version=__version__, token=token or new_secret(), secure=True)
         outlets = open_outlets(settings["dashboard"], settings["tensorboard"], settings["metrics_port"])
     from ..launcher.live_run.local import HostMachine, Placement
@@ -309,10 +311,10 @@ def secret_of(file: Path | None) -> str:
 
 
 def _tell_how_to_join(address: str, job: Job, announce_to: int | None, *, is_new: bool) -> None:
-    """Print how machines join a run, and announce it. If the secret of the run `is_new`, write it to a file."""
-    file = Path(job.run_dir, "secret")
+    """Print how machines join a run, and announce it. Write its secret to a file if `is_new`."""
+    file = Path(job.run_dir, SECRET)
     known = f"{VARIABLE}=$(cat {file})" if is_new else f"{VARIABLE}=..."
-    if is_new:
+    if is_new and not file.exists():
         write_secret(job.token, file)
     most = f", and at most {job.workers}" if job.workers > job.least else ""
     brought = f", and {counted(job.remote_servers, 'server')}" if job.remote_servers else ""

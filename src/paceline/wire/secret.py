@@ -21,10 +21,13 @@ from pathlib import Path
 
 from ..errors import ConfigurationError
 
-__all__ = ["VARIABLE", "new_secret", "read_secret", "take_secret", "without_secret", "write_secret"]
+__all__ = ["SECRET", "VARIABLE", "new_secret", "read_secret", "take_secret", "without_secret", "write_secret"]
 
 VARIABLE = "PACELINE_SECRET"
 """The environment variable that contains the secret."""
+
+SECRET = "secret"
+"""Name of the file with the secret in the directory of a run."""
 
 SIZE_BYTES = 32
 FORMAT = re.compile(f"[0-9a-fA-F]{{{2 * SIZE_BYTES}}}")

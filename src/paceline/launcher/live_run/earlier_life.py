@@ -17,6 +17,7 @@ from ...runtime.resuming import SOURCE, cut_of
 from ...sync.ticks import TICKS_PER_S
 from ...trace.digest import Digest
 from ...trace.run_dir import set_aside
+from ...wire.secret import SECRET
 
 __all__ = ["Earlier", "make_room"]
 
@@ -92,7 +93,7 @@ def make_room(job: Job) -> Earlier:
         file = read_run_file(run_dir)
     except (OSError, MsgspecError):
         file = None
-    folder = set_aside(run_dir, Path(job.resumed.path).name, (CHECKPOINTS, NAME, SOURCE))
+    folder = set_aside(run_dir, Path(job.resumed.path).name, (CHECKPOINTS, NAME, SOURCE, SECRET))
     return Earlier(cut, job.resumed.path, job.resumed.faults, file, _progress_in(folder, file))
 
 
