@@ -189,6 +189,19 @@ def test_a_run_that_never_reaches_the_target_is_shown_as_such(tmp_path: Path) ->
     assert figures_of(result)
 
 
+def test_long_names_leave_room_for_the_figures(tmp_path: Path) -> None:
+    """matplotlib warns if the axes of a figure collapse, and names are not cut off by its edge."""
+    long = (
+        "bsp@0,ssp:staleness=2,execution=lazy@3,dynamic-pssp:staleness=3@6,spec-sync:base=ssp:staleness=2@8"
+    )
+    names = [long, *(f"ssp:staleness={bound}" for bound in range(10))]
+    study = small(models=names, grid={"rate": [0.4]}, seeds=1)
+    for figure in figures_of(carried_out(study, tmp_path / "out")).values():
+        figure.draw_without_rendering()
+        texts = [*figure.legends, *(label for axes in figure.axes for label in axes.get_yticklabels())]
+        assert all(text.get_window_extent().x0 >= 0 for text in texts)
+
+
 def test_a_budget_ends_each_run(tmp_path: Path) -> None:
     result = carried_out(small(grid={"rate": [0.4]}, budget={"updates": 5}), tmp_path / "out")
     assert {outcome.updates for row in result.rows for outcome in row.outcomes.values()} == {5}

@@ -30,6 +30,12 @@ PLACES = 80
 SMALL, TINY = 8.0, 7.0
 """Font sizes in points."""
 
+WIDEST = 28
+"""Number of characters in a line of a model's name."""
+
+LINE_INCHES = 0.17
+"""Height of a line of a legend."""
+
 AXES = {
     "seconds": "virtual seconds",
     "updates": "updates",
@@ -96,10 +102,12 @@ def _panels(result: StudyResult, height_inches: float, **options: Any) -> tuple[
 
 
 def _legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """Put one legend for all panels below them."""
-    widest = max(map(len, labels), default=1)
-    width_inches = figure.get_size_inches()[0]
+    """Put one legend for all panels below them. The figure becomes higher if the legend has more than two lines."""
+    widest = max((len(line) for label in labels for line in label.splitlines()), default=1)
+    width_inches, height_inches = figure.get_size_inches()
     columns = max(1, min(len(labels), int(width_inches / (0.65 + 0.058 * widest))))
+    lines = -(-sum(1 + label.count("\n") for label in labels) // columns)
+    figure.set_size_inches(width_inches, height_inches + LINE_INCHES * max(0, lines - 2))
     figure.legend(
         handles,
         labels,
@@ -109,6 +117,21 @@ def _legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> No
         frameon=False,
         handlelength=2.6,
     )
+
+
+def _in_lines(name: str) -> str:
+    """Return the name of a model in at most two lines.
+
+    >>> print(_in_lines("pssp:staleness=3,probability=0.1"))
+    pssp:staleness=3,
+    probability=0.1
+    """
+    lines = [""]
+    for part in re.findall(r"[^ ,:@]*[ ,:@]*", name) if len(name) > WIDEST else [name]:
+        if lines[-1] and len(lines[-1] + part) > WIDEST:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(line.rstrip() for line in lines[:2]) + "..." * (len(lines) > 2)
 
 
 def _over(result: StudyResult, look: Look, unit: str) -> Figure:
@@ -143,7 +166,7 @@ def _over(result: StudyResult, look: Look, unit: str) -> Figure:
         axes.grid(alpha=0.25, linewidth=0.6)
     _label_first(panels, look.metric)
     ordered = [each.name for each in result.study.contenders if each.name in handles]
-    _legend(figure, [*(handles[name] for name in ordered), target], [*ordered, "target"])
+    _legend(figure, [*(handles[name] for name in ordered), target], [*map(_in_lines, ordered), "target"])
     seeds = len(result.study.seeds)
     if seeds > 1:
         figure.suptitle(f"mean over {seeds} seeds, with its {CONFIDENCE:.0%} interval", fontsize=9)
@@ -191,7 +214,9 @@ def _times(result: StudyResult, look: Look) -> Figure:
         for place, name in enumerate(names):
             if name in rows:
                 _draw_times(axes, rows[name], place, right, look.styles[name].color)
-        axes.set_yticks(range(len(names)), names if index % MOST_COLUMNS == 0 else [""] * len(names))
+        axes.set_yticks(
+            range(len(names)), [*map(_in_lines, names)] if index % MOST_COLUMNS == 0 else [""] * len(names)
+        )
         axes.set_ylim(len(names) - 0.5, -0.5)
         if min(shown) > 0 and right > 12 * min(shown):
             axes.set_xscale("log")
@@ -298,6 +323,7 @@ def _front(result: StudyResult, look: Look) -> Figure:
             zorder=1,
         )
         target = _target_line(axes, rows[0].target)
+        _scale_finals(axes, rows)
         axes.set_xlim(0, right)
         axes.set_xlabel("virtual seconds to the target", fontsize=SMALL)
         axes.grid(alpha=0.25, linewidth=0.6)
@@ -306,10 +332,23 @@ def _front(result: StudyResult, look: Look) -> Figure:
         Line2D([], [], color=look.styles[each.name].color, marker="o", linestyle="none", markersize=6)
         for each in result.study.contenders
     ]
-    labels = [each.name for each in result.study.contenders]
+    labels = [_in_lines(each.name) for each in result.study.contenders]
     handles.append(Line2D([], [], color="#555555", linewidth=0.9, linestyle=(0, (4, 3))))
     _legend(figure, [*handles, target], [*labels, "not dominated (filled)", "target"])
     return figure
+
+
+def _scale_finals(axes: Axes, rows: Sequence[Row]) -> None:
+    """Let the axis show the final values, and the target unless this would squeeze them."""
+    found = [number for row in rows for number in (row.final.low, row.final.value, row.final.high)]
+    finite = [number for number in found if math.isfinite(number)]
+    if not finite:
+        return
+    low, high, target = min(finite), max(finite), rows[0].target
+    if 2 * low - high <= target <= 2 * high - low:
+        low, high = min(low, target), max(high, target)
+    margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
+    axes.set_ylim(low - margin, high + margin)
 
 
 def _staleness(result: StudyResult, look: Look) -> Figure:
@@ -331,7 +370,7 @@ def _staleness(result: StudyResult, look: Look) -> Figure:
             for side in ("top", "right", "left"):
                 axes.spines[side].set_visible(False)
             if column == 0:
-                axes.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=SMALL)
+                axes.set_ylabel(_in_lines(name), rotation=0, ha="right", va="center", fontsize=SMALL)
             if line == 0:
                 axes.set_title(f"{cluster} ({result.study.clusters[cluster].workers} workers)", fontsize=9)
             if name not in rows:
@@ -387,7 +426,9 @@ def _time_of_workers(result: StudyResult) -> Figure:
                 if share > 0.0005:
                     [used[kind]] = axes.barh([place], [share], left=left, height=0.7, color=COLOR_OF[kind])
                 left += share
-        axes.set_yticks(range(len(names)), names if index % MOST_COLUMNS == 0 else [""] * len(names))
+        axes.set_yticks(
+            range(len(names)), [*map(_in_lines, names)] if index % MOST_COLUMNS == 0 else [""] * len(names)
+        )
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_xlim(0, 1)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
@@ -451,7 +492,7 @@ def _tuning(result: StudyResult, look: Look) -> Figure:
         axes.grid(alpha=0.25, linewidth=0.6)
     _label_first(panels, "virtual seconds to the target")
     ordered = [each.name for each in result.study.contenders if each.name in handles]
-    _legend(figure, [handles[name] for name in ordered], ordered)
+    _legend(figure, [handles[name] for name in ordered], [*map(_in_lines, ordered)])
     return figure
 
 
