@@ -305,6 +305,31 @@ def unequal(as_json: AsJson = False) -> None:
     _show(rows, [benchmark.table(rows)], as_json=as_json)
 
 
+@app.command("what-if")
+def what_if(
+    as_json: AsJson = False,
+    rate: Annotated[
+        str, typer.Option("--rate", help="Rate of each network link in each direction, for example 250mbit.")
+    ] = "400mbit",
+    rounds: Annotated[
+        int,
+        whole_number_option("--rounds", help="Number of rounds. Each result is the median over the rounds."),
+    ] = 3,
+) -> None:
+    """Predict runs with half the bandwidth and with twice the workers from a recorded run, and measure them live.
+
+    Takes about 17 minutes.
+
+    Requires root privileges and the commands ip and tc.
+    """
+    from . import what_if as benchmark
+
+    plan = benchmark.WhatIfPlan(rate=rate, rounds=rounds)
+    plan.require_sound()
+    report = _measured(benchmark.estimate_s(plan), lambda tell: benchmark.measure(plan, tell))
+    _show(report, [benchmark.table(report)], as_json=as_json)
+
+
 @app.command("auto")
 def auto(as_json: AsJson = False) -> None:
     """Compare --sync auto with every fixed choice on 60 simulated clusters.
