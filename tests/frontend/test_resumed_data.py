@@ -17,6 +17,7 @@ from paceline.core.data.data_feed import DataFeed
 from paceline.core.data.data_ledger import DataLedger
 from paceline.core.data.loader_ledger import LoaderLedger, PositionCounts
 from paceline.core.protocol.job_cut import LoaderCut
+from paceline.core.protocol.lease import Split
 from paceline.core.protocol.messages import DataGranted, DataRequested
 from paceline.core.protocol.requests import Request, Send
 from paceline.frontend.session import Session, install
@@ -154,7 +155,12 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
 
 
 def trained(
-    make: Callable[[], DataLoader[Any]], *, cut: int = -1, resumed: Cut | None = None, every: int = 1
+    make: Callable[[], DataLoader[Any]],
+    *,
+    cut: int = -1,
+    resumed: Cut | None = None,
+    every: int = 1,
+    split: Split = "auto",
 ) -> tuple[list[list[tuple[Any, ...]]], Worker, DataLoader[Any]]:
     """Return the batches of each epoch, the worker and the loader. The script pushes once in `every` batches."""
     worker = Worker(resumed)
@@ -164,7 +170,7 @@ def trained(
         random.seed(7 if resumed is None else 8)
         np.random.seed(7 if resumed is None else 8)
         loader = make()
-        batches = distribute(loader)
+        batches = distribute(loader, split=split)
         epochs: list[list[tuple[Any, ...]]] = []
         for _ in range(EPOCHS):
             epochs.append([])
@@ -172,6 +178,8 @@ def trained(
                 epochs[-1].append((tuple(indices.tolist()), tuple(noise.tolist()), drawn()))
                 if number % every == 0:
                     worker.push(cut)
+            if epochs[-1] and not isinstance(loader.dataset, Stream):
+                assert len(batches) == len(epochs[-1])  # type: ignore[arg-type]
         return epochs, worker, loader
     finally:
         install(None, for_thread=True)
@@ -181,6 +189,12 @@ def counts_of(worker: Worker) -> list[PositionCounts]:
     """Return the counts of each loader after everything that was pushed is settled."""
     cut = worker.ledger.cut({0: [(each, each) for each in worker.data.pushed]})
     return [LoaderLedger(loader).counts() for loader in cut]
+
+
+def test_the_length_of_a_loader_is_that_of_the_rest_under_a_dynamic_split() -> None:
+    _, worker, _ = trained(LOADERS["shuffled"], cut=3, split="dynamic")
+    left, _, _ = trained(LOADERS["shuffled"], resumed=worker.made, split="dynamic")
+    assert [len(epoch) for epoch in left] == [3, 6, 6]
 
 
 @pytest.mark.parametrize(

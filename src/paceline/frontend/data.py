@@ -82,7 +82,7 @@ def distribute(
 
     Returns:
         An iterable over batches. Its length is the number of batches that each worker would receive if all shares
-        were equal.
+        were equal. During a pass over what is left of an epoch, because the run was resumed, it is their number.
 
     Raises:
         ConfigurationError: the loader cannot be split, or has fewer items than there are workers, or its batches
@@ -218,7 +218,7 @@ class DistributedLoader(Generic[T]):
         if self._generator is not None:
             self._generator.manual_seed(loader_seed(self._session, epoch))
         with self.position.making_a_pass(self._session, epoch - part.skipped, dynamic=part.is_dynamic):
-            bars = bars_over(self) if part.is_dynamic else ()
+            bars = bars_over(self) if part.is_dynamic and part.size is not None else ()
             drawn = 0
             batches = iter(self._loaded)  # a `DataLoader` draws the seed of its processes here
             restore(self._session, place, self._go_on)
@@ -233,7 +233,8 @@ class DistributedLoader(Generic[T]):
                 )
                 drawn += 1
                 for bar in bars:
-                    bar.total = expected_batches(drawn, self.position.joint_batches, len(self))
+                    begun = self.position.joint_batches - part.before
+                    bar.total = expected_batches(drawn, max(begun, 1), len(part))
                 yield loaded
                 keep(self._session, place, self._content)
             self.position.complete(epoch)
@@ -310,21 +311,25 @@ class Part:
 
     Attributes:
         number: this worker's number for the stream of the source.
+        size: number of items in an epoch; None if it is unknown.
         taken: the batches that were taken but have not been drawn by the script yet.
         resumed: how far an earlier run has come with the items of one epoch; None if this is not known.
+        expected: number of batches of the last pass that has begun; None if it is that of a whole epoch, or unknown.
     """
 
     def __init__(self, source: Source, session: Session, stream: Stream, division: Division) -> None:
         self.number = stream.number
+        self.size = size = source.size
         self.taken: deque[Taken] = deque()
         self.resumed: Mapping[str, Any] | None = None
+        self.expected: int | None = None
+        self._in_rest = session.resumed > 0  # True until the first batch of a resumed run shows what is left
         self._source = source
         self._session = session
         self._stream = stream
         self._division = division
         self._epoch = -1
         self._orders: dict[int, EpochOrder] = {}
-        size = source.size
         if size is not None and size < max(session.workers, 1):
             raise ConfigurationError(
                 f"distribute() cannot split {size} items among {session.workers} "
@@ -345,15 +350,26 @@ class Part:
         stream.first, stream.epoch = first, first + epoch - 1
 
     def __len__(self) -> int:
-        source, workers = self._source, self._session.workers
+        source = self._source
         if source.size is None:
             raise TypeError(f"{type(source.inner).__name__} has no length")
-        rounds, rest = divmod(source.size, source.batch * workers)
+        return self._rounds(source.size) if self.expected is None else self.expected
+
+    @property
+    def before(self) -> int:
+        """Number of joint batches of the epoch that an earlier run has used, before the current pass."""
+        return 0 if self.expected is None or self.size is None else self._rounds(self.size) - self.expected
+
+    def _rounds(self, size: int) -> int:
+        """Return the number of joint batches of `size` positions."""
+        source, workers = self._source, self._session.workers
+        rounds, rest = divmod(size, source.batch * workers)
         return rounds + (rest >= workers and not source.drop_last)
 
     def __iter__(self) -> Iterator[list[Any]]:
         session, source = self._session, self._source
         self.taken.clear()
+        self.expected = None
         again = session.core.data.again and self._stream.epoch >= 0
         self._epoch = self._stream.epoch = epoch = self.next_epoch
         if not again:
@@ -362,6 +378,7 @@ class Part:
             split, balanced, most = self._division
             whole = Order(source.size, source.batch, source.drop_last, split, digest, balanced, most)
             session.exchange(lambda: session.core.data.begin(self.number, self._stream.name, epoch, whole))
+            self.expected = session.core.data.to_take(self.number)
         while (batch := self._take()) is not None:
             if self._epoch != epoch:
                 raise UsageError(
@@ -369,6 +386,10 @@ class Part:
                     "distribute() separately for each iterator."
                 )
             items = self._items(batch)
+            if self._in_rest:
+                self._in_rest = False
+                if self.expected is None and source.size is not None and batch.epoch == epoch:
+                    self.expected = self._rounds(source.size - batch.start)
             if items:
                 self.taken.append(Taken(batch, len(items), source.samples(items)))
                 yield items

@@ -164,6 +164,10 @@ class DataFeed:
         """Return True if the worker has taken all of its batches of the current epoch."""
         return self._loaders[loader].ended
 
+    def to_take(self, loader: int) -> int | None:
+        """Return how many batches of the current epoch the worker will take; None if this is not known yet."""
+        return self._loaders[loader].to_take
+
     def request(self, loader: int) -> list[Request]:
         """Request more batches of the current epoch, unless a request is pending."""
         return self._loaders[loader].request()
@@ -308,6 +312,11 @@ class _LoaderFeed:
     @property
     def is_empty(self) -> bool:
         return not self.has_batches and not self._last
+
+    @property
+    def to_take(self) -> int | None:
+        counts = [lease.count for lease in self._leases if lease.count is not None]
+        return sum(counts) - self._taken if self._last and len(counts) == len(self._leases) else None
 
     def begin(self, name: str, epoch: int, order: Order) -> list[Request]:
         self._name, self.epoch, self._order = name, epoch, order
