@@ -390,6 +390,27 @@ def late_join(as_json: AsJson = False) -> None:
     _show(rows, [benchmark.table(rows)], as_json=as_json)
 
 
+@app.command("checkpoints", cls=_SpacedLists)
+def checkpoints(
+    as_json: AsJson = False,
+    sizes: Annotated[
+        str, typer.Option("--sizes", metavar="MB ...", help="Model sizes in MB (2**20 bytes).")
+    ] = "25,400",
+    rounds: Annotated[
+        int, whole_number_option("--rounds", least=1, help="Number of checkpoints in each run.")
+    ] = 3,
+) -> None:
+    """Measure how much longer the steps of a worker are while a checkpoint is written, with SGD and with Adam.
+
+    Takes about 6 minutes.
+    """
+    from . import checkpoints as benchmark
+
+    cases = benchmark.cases_of(numbers("sizes", sizes))
+    rows = _measured(benchmark.estimate_s(rounds, cases), lambda tell: benchmark.measure(tell, rounds, cases))
+    _show(rows, [benchmark.table(rows)], as_json=as_json)
+
+
 @app.command("ray-startup")
 def ray_startup(as_json: AsJson = False) -> None:
     """Measure the time from the call of `launch` to the first update on a warm Ray cluster and on the local engine.

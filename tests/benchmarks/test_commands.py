@@ -30,6 +30,7 @@ OPTIONS = {
     "coordinator": {"--json"},
     "startup": {"--json"},
     "late-join": {"--json"},
+    "checkpoints": {"--json", "--sizes", "--rounds"},
     "ray-startup": {"--json"},
     "accelerator": {"--json", "--device", "--rounds"},
 }

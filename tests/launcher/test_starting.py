@@ -19,10 +19,10 @@ import paceline
 from paceline.errors import RunFailedError
 from paceline.launcher.live_run.local import HostMachine, Placement
 from paceline.launcher.processes import starting
-from paceline.launcher.processes.dynamo import UNTRACED
 from paceline.launcher.processes.program import environment
 from paceline.launcher.terminal.run_display import announce
 from paceline.runtime.job_options import make_job
+from paceline.shard.dynamo import UNTRACED
 from tests.support.live import await_that, meanwhile, processes, run_program
 
 pytestmark = [
@@ -283,9 +283,9 @@ import sys
 
 import torch
 
-from paceline.launcher.processes.dynamo import defer_dynamo
+from paceline.shard.optimizers import make_optimizer
 
-defer_dynamo()
+make_optimizer("SGD", ({"lr": 0.1},), [[torch.zeros(1)]])  # as the process that serves a run does for a checkpoint
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 optimizer.zero_grad()

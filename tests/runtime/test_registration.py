@@ -163,7 +163,7 @@ def test_a_flag_that_changes_needs_a_trial() -> None:
 
 NO_COMPILER = """
 import sys
-from paceline.launcher.processes.dynamo import defer_dynamo
+from paceline.shard.dynamo import defer_dynamo
 defer_dynamo()
 import torch
 from paceline.core.protocol.layout import Layout, Parameter

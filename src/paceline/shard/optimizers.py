@@ -22,6 +22,7 @@ import torch
 from ..core.protocol.model_spec import HyperParameter, HyperParameters
 from ..errors import ConfigurationError
 from ..plugins.optimizer_sources import name_of
+from .dynamo import defer_dynamo
 from .foreign import build, class_of, foreign_reason
 from .lars import LARS
 
@@ -151,6 +152,7 @@ def make_optimizer(
     kind = ELEMENTWISE.get(name)
     if kind is None:
         return build(class_of(name), settings)
+    defer_dynamo()  # the process that serves a run creates an optimizer while it writes a checkpoint
     # torch reads these hyper-parameters only from the constructor's defaults, not from the groups.
     defaults: Any = {key: groups[0][key] for key in ("lr", "initial_accumulator_value") if key in groups[0]}
     return kind(settings, **defaults)

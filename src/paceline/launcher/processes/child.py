@@ -33,8 +33,8 @@ from ...plugins.user_conditions import local_conditions
 from ...runtime.compute_devices import Device
 from ...runtime.server_host import ServerHost
 from ...runtime.worker_session import WorkerSession
+from ...shard.dynamo import defer_dynamo
 from ...shard.foreign import use_sources
-from .dynamo import defer_dynamo
 from .endings import EXIT_PEER_LOST
 from .orders import Descriptors, Order, open_file
 

@@ -20,6 +20,7 @@ __all__ = ["defer_dynamo"]
 UNTRACED = "__dynamo_disable"
 
 
+@functools.cache
 def defer_dynamo() -> None:
     """Let optimizers be created and used without importing `torch._dynamo`, until something else imports it."""
     from torch.optim import Optimizer
