@@ -7,6 +7,7 @@ import json
 import linecache
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from paceline.errors import ConfigurationError, RunFailedError
 from tests.support.live import await_that, processes, run_program, start_program
 from tests.support.marks import chaos, thorough
 from tests.support.served import Served, output
+from tests.support.small_disk import fill, small_disk
 
 pytestmark = [
     pytest.mark.processes,
@@ -82,10 +84,10 @@ def await_checkpoints(least: int = 2) -> None:
     await_that(lambda: checkpoints()[-1:] >= [least], "a checkpoint is whole")
 
 
-def started(*more: str) -> subprocess.Popen[str]:
-    """Start a run, and return its launcher when the run has written checkpoints."""
+def started(*more: str, within: Path = Path("run", "checkpoints")) -> subprocess.Popen[str]:
+    """Start a run, and return its launcher when the run has written checkpoints to a directory."""
     program = start_program(*options(*more), "train.py", stderr=subprocess.STDOUT)
-    await_that(lambda: len(checkpoints()) >= 2, "two checkpoints are whole")
+    await_that(lambda: len(numbers_in(within)) >= 2, "two checkpoints are whole")
     return program
 
 
@@ -370,6 +372,58 @@ def test_machines_join_a_run_again_that_its_serving_machine_resumes(mark: str) -
     served.summary()
     assert f"The run goes on from checkpoint {newest:06d}" in " ".join(served.messages.split())
     require_closed(summary())
+
+
+# Writing a checkpoint takes a while.
+LARGE = SCRIPT.replace("nn.Linear(16, 3))", "nn.Linear(16, 2000), nn.Linear(2000, 2000), nn.Linear(2000, 3))")
+LARGE = LARGE.replace("lr=0.05", "lr=0.0001")
+
+
+def await_draft(directory: Path) -> None:
+    await_that(lambda: list(directory.glob("*.partial")), "a checkpoint is being written")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGKILL"])
+def test_a_run_that_is_ended_while_it_writes_a_checkpoint_goes_on_from_the_one_before(
+    mark: str, signal_name: str
+) -> None:
+    Path("train.py").write_text(LARGE)
+    program = started("-n", "1", "--servers", "2")
+    await_draft(Path("run", "checkpoints"))
+    if signal_name == "SIGKILL":
+        killed(program, mark)
+    else:
+        program.terminate()
+        output, _ = program.communicate()
+        assert program.returncode == 143
+        assert f"checkpoint {checkpoints()[-1]:06d} is whole; to go on from it: " in " ".join(output.split())
+        assert not list(Path("run", "checkpoints").glob("*.partial"))
+    newest = checkpoints()[-1]
+    ended = resumed()
+    assert f"The run goes on from checkpoint {newest:06d}" in " ".join(ended.stderr.split())
+    require_closed(summary())
+
+
+@pytest.mark.thorough
+def test_a_disk_that_fills_up_while_a_checkpoint_is_written_costs_checkpoints_alone(mark: str) -> None:
+    Path("train.py").write_text(LARGE)
+    with small_disk(Path("disk"), 300 * 2**20) as disk:
+        program = started("-n", "1", "--servers", "2", "--checkpoint-dir", str(disk), within=disk)
+        await_draft(disk)
+        fill(disk)
+        Path("go").touch()
+        output, _ = program.communicate()
+        assert program.returncode == 0, output
+        words = " ".join(output.split())
+        assert len(re.findall(r"(?<!note: )Checkpoint \d+ was not written", words)) == 1
+        assert not list(disk.glob("*.partial"))
+        require_closed(summary())
+        (disk / "filler").unlink()
+        newest = numbers_in(disk)[-1]
+        ended = resumed("train.py")
+        assert f"The run goes on from checkpoint {newest:06d}" in " ".join(ended.stderr.split())
+        require_closed(summary())
 
 
 VICTIMS = ["launcher", "server 0", "server 1", "worker 0", "worker 1"]

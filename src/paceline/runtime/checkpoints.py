@@ -97,10 +97,11 @@ class Checkpoints:
         tell: sends a message to a server.
         cut: cuts the job.
         call: schedules a function call on this thread.
-        warn: called with a sentence if a checkpoint was not written.
+        warn: called with a sentence if a checkpoint was not written, unless the one before was not written either.
 
     Attributes:
         saved: the newest checkpoint that this run has written; None before the first one.
+        fault: why the first checkpoint after this one was not written, as a sentence; "" if this has not happened.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Checkpoints:
         warn: Callable[[str], None],
     ) -> None:
         self.saved: Saved | None = None
+        self.fault = ""
         self._job = job
         self._tell = tell
         self._cut = cut
@@ -124,6 +126,7 @@ class Checkpoints:
         self._states: dict[int, dict[int, dict[int, bytearray]]] = {}
         self._piece = bytearray()  # the piece of a copy that is being received
         self._unreserved: set[int] = set()  # servers that are still reserving memory
+        self._cutting = False  # True while the job is being cut
         self._number = 0  # number of the checkpoint that is being written, or was written last
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -155,10 +158,11 @@ class Checkpoints:
         """Handle a server's report that it has reserved memory, or could not."""
         if message.fault:
             self._unreserved.clear()
-            self._warn(f"No checkpoint was written: {message.fault}.")
+            self._fail(f"No checkpoint was written: {message.fault}.")
         elif server in self._unreserved:
             self._unreserved.remove(server)
             if not self._unreserved:
+                self._cutting = True
                 self._cut()
 
     @property
@@ -168,8 +172,11 @@ class Checkpoints:
 
     @property
     def _busy(self) -> bool:
-        """True while servers reserve memory, and while a checkpoint is written."""
-        return self._thread is not None or bool(self._unreserved)
+        """True while servers reserve memory, while the job is cut, and while a checkpoint is written.
+
+        A cut waits for the next step of training. Another one would replace the copies that have not been written.
+        """
+        return self._thread is not None or self._cutting or bool(self._unreserved)
 
     def targets(
         self, message: CutCopied | CutPiece | KeepWorkerState, size_bytes: int, model: ModelSpec
@@ -217,14 +224,13 @@ class Checkpoints:
             self._answers.put(Answer(f"server {server} was lost"))
 
     def save(self, cut: JobCut, left: Callable[[int], bool]) -> None:
-        """Begin to write a checkpoint, unless one is still being written.
+        """Begin to write a checkpoint.
 
         Args:
             cut: the state of the job.
             left: returns True if a worker has left the run.
         """
-        if self._thread is not None:
-            return
+        self._cutting = False
         entries, buffers = self._copied.pop(cut.number), self._buffers
         self._number, self._answers = cut.number, queue.SimpleQueue()
         self._thread = threading.Thread(
@@ -241,6 +247,11 @@ class Checkpoints:
         self._answers.put(Answer("the run has ended"))
         if self._thread is not None:
             self._thread.join()
+
+    def _fail(self, fault: str) -> None:
+        if not self.fault:
+            self.fault = fault
+            self._warn(fault)
 
     # -- on the thread of a checkpoint --------------------------------------------------------------------
 
@@ -263,9 +274,10 @@ class Checkpoints:
         def done() -> None:
             self._thread = None
             self._states.pop(cut.number, None)
-            self.saved = saved or self.saved
-            if fault and not self._closed.is_set():
-                self._warn(fault)
+            if saved is not None:
+                self.saved, self.fault = saved, ""
+            elif not self._closed.is_set():
+                self._fail(fault)
 
         self._call(done)
 

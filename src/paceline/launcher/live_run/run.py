@@ -277,6 +277,7 @@ class LiveRun:
         self._program: list[str] = []  # what each worker runs; see `Order`
         self._main = 0  # the main worker that the user knows of
         self._hindered = False  # True once the user knows why batches are not balanced
+        self._unwritten = ""  # why a checkpoint was not written, if the user knows of it
         self._chosen = 0  # number of choices of `--sync auto` that the user knows of
         self._departures: tuple[Departure, ...] = ()  # of workers, before the launcher ended the others
 
@@ -364,6 +365,7 @@ class LiveRun:
             self._progress.update()
             self._follow_main()
             self._follow_choices()
+            self._follow_checkpoints()
             self._digester.look()
             if self._interruption.asked:
                 return None
@@ -400,6 +402,12 @@ class LiveRun:
             self._chosen += len(chosen)
             for choice in chosen:
                 self._say(str(choice))
+
+    def _follow_checkpoints(self) -> None:
+        """Say why a checkpoint was not written, once until a checkpoint is written."""
+        before, self._unwritten = self._unwritten, self._coordinator.checkpoints.fault
+        if self._unwritten and self._unwritten != before:
+            self._say(self._unwritten)
 
     def _suspend(self) -> None:
         """Stop all processes of the run and this one, until this process is continued."""
