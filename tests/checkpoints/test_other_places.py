@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from paceline.checkpoints.buckets import newest_from, upload
 from paceline.checkpoints.export import export_distributed
 from paceline.errors import CheckpointError, ConfigurationError
+from paceline.report.run_file import RunFile
+from paceline.report.run_report import Setting
+from paceline.runtime.job import Resumed
+from paceline.runtime.job_options import make_job
+from paceline.runtime.resuming import find_resumed
 from tests.support.sharded import Shards, model_of
 
 
@@ -131,3 +138,73 @@ def test_a_place_that_does_not_exist_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(CheckpointError, match="cannot be copied to"):
         upload(path, f"file://{tmp_path}/file/run")
+
+
+@pytest.mark.parametrize(
+    ("bucket", "why"),
+    [
+        (
+            "nowhere://run",
+            "nowhere://run has no file system: Protocol not known: nowhere; give a path, or a URL that fsspec knows, "
+            "for example s3://bucket/run or gs://bucket/run.",
+        ),
+        ("s3://bucket/run", "s3://bucket/run needs another package: Install s3fs to access S3."),
+        (
+            "memory://secret",
+            "memory://secret cannot be read: PermissionError: denied. Check the name and the credentials, or give a "
+            "path.",
+        ),
+    ],
+)
+def test_a_bucket_that_cannot_be_used_is_refused_before_anything_starts(
+    bucket: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def denied(self: object, path: str) -> bool:
+        raise PermissionError("denied")
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "exists", denied)
+    monkeypatch.setitem(sys.modules, "s3fs", None)  # as if it were not installed
+    with pytest.raises(ConfigurationError) as raised:
+        make_job(workers=1, checkpoint_dir=bucket, run_dir=tmp_path / "run")
+    assert str(raised.value) == f"the checkpoint directory {why}"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_copy_is_given_up_when_the_run_has_ended(url: str, tmp_path: Path) -> None:
+    took: list[float] = []
+
+    def ended(took_s: float) -> bool:
+        took.append(took_s)
+        return len(took) == 2
+
+    path = trained()[2].write(tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"cannot be copied to .*: the run has ended"):
+        upload(path, url, pause=ended)
+    assert len(took) == 2
+    assert newest_from(url, tmp_path / "copy").checkpoint is None
+
+
+def test_a_run_is_resumed_from_the_bucket_if_its_copy_is_newer(url: str, tmp_path: Path) -> None:
+    _, _, shards = trained()
+    earlier = RunFile(
+        version="",
+        begun_at="",
+        command="",
+        folder="",
+        settings=(Setting("--checkpoint-dir", url),),
+        sync="bsp",
+        workers=1,
+        servers=1,
+        shards=1,
+    )
+    with pytest.raises(ConfigurationError, match=f"there is no whole checkpoint in {url}"):
+        find_resumed(earlier, tmp_path, None)
+    usual = tmp_path / "checkpoints"
+    for number in (1, 2):
+        upload(shards.write(usual, number), url)
+    shutil.rmtree(usual / "000002")
+    assert find_resumed(earlier, tmp_path, None).number == 2  # from the bucket
+    shards.write(usual, 3)
+    assert find_resumed(earlier, tmp_path, None).number == 3  # from here
+    shutil.rmtree(usual)
+    assert find_resumed(earlier, tmp_path, None) == Resumed(str(usual / "000002"), ())

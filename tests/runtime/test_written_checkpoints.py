@@ -16,6 +16,7 @@ from paceline import DistributedOptimizer
 from paceline.checkpoints.reading import Checkpoint, newest_whole
 from paceline.checkpoints.shard_writing import is_draft
 from paceline.runtime import checkpoints, shard_copies
+from tests.support.live import await_that
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -84,6 +85,38 @@ def test_a_server_that_does_not_see_the_files_sends_its_copies(
         checkpoint.optimizers[0]["state"][0]["momentum_buffer"],
         torch.full((1, SIZE), momentum, dtype=torch.float64),
     )
+
+
+def test_each_checkpoint_is_copied_to_the_bucket(run_on_threads: RunOnThreads, tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket" / "run"
+    run_dir = tmp_path / "run-1"
+    (tmp_path / "bucket").mkdir()
+
+    def train() -> None:
+        training(run_dir)
+        await_that(lambda: newest_whole(bucket).checkpoint, "the copy is whole")
+
+    run_on_threads(train, workers=1, servers=1, checkpoint_dir=f"file://{bucket}")
+    [here, there] = [whole(run_dir), newest_whole(bucket).checkpoint]
+    assert here is not None
+    assert there is not None
+    assert here.manifest == there.manifest
+
+
+def test_a_bucket_that_cannot_be_written_costs_only_the_copy(
+    run_on_threads: RunOnThreads, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run-1"
+    bucket = tmp_path / "bucket"
+
+    def train() -> None:
+        bucket.write_text("no directory")
+        training(run_dir)
+
+    run = run_on_threads(train, workers=1, servers=1, checkpoint_dir=f"file://{bucket}/run")
+    [fault] = run.faults
+    assert f" cannot be copied to file://{bucket}/run: " in fault
+    assert whole(run_dir) is not None
 
 
 def test_a_directory_of_the_same_name_on_another_machine_is_not_the_draft(tmp_path: Path) -> None:

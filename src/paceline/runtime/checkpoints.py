@@ -51,9 +51,9 @@ STATES_S = 10.0
 POLL_S = 0.02
 
 REST = 3.0
-"""Time between two pieces that are fetched from a server, divided by the time that a piece takes on its way.
+"""Time between two pieces that travel, from a server or to a bucket, divided by the time that a piece takes.
 
-So fetching uses at most a quarter of the time of a slow link, and training has the rest.
+So a checkpoint uses at most a quarter of the time of a slow link, and training has the rest.
 """
 
 
@@ -268,6 +268,10 @@ class Checkpoints:
         try:
             path = self._complete(cut, entries, buffers, answers, left)
             saved = Saved(path, cut, at_s, time.monotonic() - began_s)
+            if self._job.bucket is not None:
+                from ..checkpoints.buckets import upload  # imports fsspec
+
+                upload(path, self._job.bucket, self._job.keep, self._rest)
         except CheckpointError as error:
             fault = str(error)
 
@@ -336,7 +340,11 @@ class Checkpoints:
                     wanted = FetchCut(number, shard, begin, min(PIECE_BYTES, writer.size_bytes - begin))
                     self._call(partial(self._tell, placement.server_of[shard], wanted))
                     writer.write(_answer_of(number, answers).piece)
-                    self._closed.wait(REST * (time.monotonic() - asked_s))
+                    self._rest(time.monotonic() - asked_s)
+
+    def _rest(self, took_s: float) -> bool:
+        """Leave the link to training after a piece that has taken some time. Return True if the run has ended."""
+        return self._closed.wait(REST * took_s)
 
     def _awaits_state(self, cut: JobCut, left: Callable[[int], bool]) -> bool:
         """Return True if a script has not sent yet what it held after its last push of the cut."""

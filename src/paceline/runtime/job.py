@@ -18,6 +18,7 @@ from ..errors import ConfigurationError
 from ..plugins.optimizer_sources import OptimizerSources
 from ..plugins.user_conditions import require_named
 from ..settings import SETTINGS
+from ..settings.checks import is_bucket
 from ..sync import SyncModel
 from ..sync.notation import parse_shards, require_shards
 from ..sync.schedule import Schedule, read_schedule
@@ -101,7 +102,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         guard: what happens if training diverges; see `paceline.core.oversight.guard`.
         checkpoint_every_s: time between two checkpoints, in seconds; 0 for no checkpoints.
         keep: number of the newest checkpoints that are kept.
-        checkpoint_dir: directory of the checkpoints; None for the usual one. See `checkpoints`.
+        checkpoint_dir: directory of the checkpoints, or the URL of a bucket; None for the usual directory. See
+            `checkpoints` and `bucket`.
         on_server_loss: "resume" if the run goes on from its last checkpoint when a server is lost, or "stop" if it
             ends.
         stall_timeout_s: seconds after which a silent process is killed if others wait for it; None for no limit.
@@ -166,8 +168,15 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def checkpoints(self) -> Path:
-        """The directory of the run's checkpoints."""
-        return Path(self.checkpoint_dir or Path(self.run_dir, CHECKPOINTS))
+        """The directory in which the run's checkpoints are written."""
+        if self.checkpoint_dir is None or self.bucket is not None:
+            return Path(self.run_dir, CHECKPOINTS)
+        return Path(self.checkpoint_dir)
+
+    @property
+    def bucket(self) -> str | None:
+        """The URL of the bucket to which each checkpoint is copied; None for none."""
+        return self.checkpoint_dir if self.checkpoint_dir and is_bucket(self.checkpoint_dir) else None
 
     @property
     def carrier(self) -> Transport:

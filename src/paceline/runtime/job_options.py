@@ -15,6 +15,7 @@ from ..errors import ConfigurationError
 from ..plugins import load_models, modules_of
 from ..plugins.optimizer_sources import OptimizerSources
 from ..settings import SETTINGS, Settings, checked
+from ..settings.checks import is_bucket
 from ..sync.schedule import read_schedule
 from ..wire.addresses import TRANSPORTS, best_transport
 from ..wire.tcp import TCP
@@ -78,6 +79,10 @@ def make_job(
         resumed = find_resumed(file, Path(run_dir), checkpoint_dir)
         # The orders of the epochs follow from the seed, so it stays as it is.
         values |= {"run_dir": run_dir, "checkpoint_dir": checkpoint_dir, "seed": cut_of(resumed).seed}
+    elif values["checkpoint_dir"] and is_bucket(values["checkpoint_dir"]):
+        from ..checkpoints.buckets import require_bucket  # imports torch
+
+        require_bucket(values["checkpoint_dir"])
     carrier = _carrier(values["transport"], values["port"])
     _require_per_worker("pace", [sum(parts) for parts in pace], workers, least=0.0)
     for parts in zip(*pace, strict=True):

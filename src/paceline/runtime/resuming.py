@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from itertools import zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ..core.protocol.job_cut import JobCut
-from ..errors import ConfigurationError, PacelineError
+from ..errors import CheckpointError, ConfigurationError, PacelineError
 from ..files import Unfinished
 from ..report.run_file import RunFile, read_run_file
+from ..settings.checks import is_bucket
 from .in_progress import run_in
 from .job import CHECKPOINTS, Resumed
+
+if TYPE_CHECKING:
+    from ..checkpoints.reading import Found  # imports torch
 
 __all__ = [
     "can_resume",
@@ -65,18 +70,17 @@ def find_resumed(earlier: RunFile, run_dir: Path, checkpoint_dir: str | None) ->
     Args:
         earlier: the description of the run that is resumed.
         run_dir: its directory.
-        checkpoint_dir: directory of its checkpoints, or another one for the next ones; None for the usual one.
+        checkpoint_dir: directory of its checkpoints, or another one for the next ones, or the URL of a bucket; None
+            for the usual one. A newer checkpoint in a bucket is copied to the usual directory.
 
     Raises:
-        ConfigurationError: there is no whole checkpoint.
+        ConfigurationError: there is no whole checkpoint, or a bucket cannot be read.
     """
-    from ..checkpoints.reading import newest_whole  # imports torch
-
     usual = str(run_dir / CHECKPOINTS)
     places = dict.fromkeys(filter(None, [checkpoint_dir, earlier.value_of("--checkpoint-dir") or usual]))
     faults: list[str] = []
     for place in places:
-        found = newest_whole(Path(place))
+        found = _newest_in(place, Path(usual))
         if found.checkpoint is not None:
             return Resumed(str(found.checkpoint.path), found.faults)
         faults += found.faults
@@ -86,6 +90,24 @@ def find_resumed(earlier: RunFile, run_dir: Path, checkpoint_dir: str | None) ->
         f"the run in {run_dir} cannot be resumed, because there is no whole checkpoint in {' or '.join(places)}. "
         f"{why} Start the run again without --resume."
     )
+
+
+def _newest_in(place: str, usual: Path) -> Found:
+    """Return the newest whole checkpoint in a directory or a bucket, which is copied from there if necessary."""
+    from ..checkpoints.buckets import newest_from  # imports torch
+    from ..checkpoints.reading import Found, newest_whole
+
+    if not is_bucket(place):
+        return newest_whole(Path(place))
+    here = newest_whole(usual)
+    number = 0 if here.checkpoint is None else here.checkpoint.manifest.number
+    try:
+        there = newest_from(place, usual, after=number)
+    except CheckpointError as error:
+        if here.checkpoint is None:
+            raise ConfigurationError(f"{error}. Try again, or give --checkpoint-dir another place.") from None
+        return Found(here.checkpoint, (*here.faults, f"Newer checkpoints are not used: {error}."))
+    return Found(there.checkpoint or here.checkpoint, (*there.faults, *here.faults))
 
 
 def can_resume(run_dir: Path) -> bool:

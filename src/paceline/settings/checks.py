@@ -85,6 +85,16 @@ def directory(name: str, value: str | os.PathLike[str]) -> str:
     return os.path.abspath(value)
 
 
+def is_bucket(place: str | os.PathLike[str]) -> bool:
+    """Return True for the URL of a bucket, such as "s3://bucket/run", and False for the name of a directory."""
+    return "://" in os.fspath(place)
+
+
+def directory_or_bucket(name: str, value: str | os.PathLike[str]) -> str:
+    """Accept the name of a directory, or the URL of a bucket. Return the absolute path, or the URL as it is."""
+    return os.fspath(value) if is_bucket(value) else directory(name, value)
+
+
 def duration(name: str, value: str | float) -> float:
     """Accept a number of seconds, a text such as 5min, or "off", which means 0.
 

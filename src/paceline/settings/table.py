@@ -26,6 +26,7 @@ from ..trace.kept_traces import KeptTraces
 from ..wire.addresses import TRANSPORTS
 from .checks import (
     directory,
+    directory_or_bucket,
     duration,
     number,
     numbers,
@@ -322,13 +323,15 @@ class Settings(TypedDict, total=False):
         str | os.PathLike[str] | None,
         Setting(
             default=None,
-            doc="directory of the run's checkpoints, for example on shared storage. Default: `checkpoints` in the "
-            "run directory.",
-            help="Directory of the run's checkpoints, for example on shared storage. Default: checkpoints in the "
-            "run directory.",
-            metavar="DIR",
+            doc="directory of the run's checkpoints, for example on shared storage, or the URL of a bucket, such as "
+            '"s3://bucket/run", to which they are copied from the run directory. Default: `checkpoints` in the run '
+            "directory.",
+            help="Directory of the run's checkpoints, for example on shared storage, or the URL of a bucket, such as "
+            "s3://bucket/run, to which they are copied from the run directory. Default: checkpoints in the run "
+            "directory.",
+            metavar="DIR|URL",
             panel=RESUMING,
-            check=directory,
+            check=directory_or_bucket,
         ),
     ]
     resume: Annotated[
