@@ -271,3 +271,12 @@ def test_the_sizes_of_the_remaining_workers_are_found_again_when_one_leaves() ->
     machines.sizes.forget(0)
     assert dict(machines.sizes.of([1, 2], 48)) == {1: 32, 2: 16}
     assert dict(machines.sizes.of([1, 2, 3], 48)) == {1: 16, 2: 16, 3: 16}  # nothing is known about worker 3
+
+
+def test_a_resumed_job_begins_with_the_best_sizes_of_the_earlier_run() -> None:
+    machines = Machines(0, 3, jitter=0.0, fixed=0.2)
+    machines.speeds = [1.0, 2.0, 4.0]
+    machines.run(40)
+    sizes = machines.sizes.divide(range(3), 48)
+    assert len(set(sizes.values())) == 3
+    assert BatchSizes(machines.sizes.cut()).of(range(3), 48) == sizes

@@ -15,7 +15,7 @@ from paceline.core.coordinator import Coordinator
 from paceline.core.data import loader_ledger
 from paceline.core.data.data_feed import DataFeed
 from paceline.core.data.data_ledger import DataLedger
-from paceline.core.protocol.job_cut import LoaderCut
+from paceline.core.protocol.job_cut import LoaderCut, WorkerTimes
 from paceline.core.protocol.lease import Batch, Lease, Order, single, split_rest
 from paceline.core.protocol.messages import DataGranted, DataRequested, WorkerFinished
 from paceline.core.protocol.requests import Request, Send, server_peer, worker_peer
@@ -768,6 +768,18 @@ def test_a_lost_workers_share_of_later_rounds_goes_to_the_others() -> None:
     assert max(used.values()) == 1
     assert used.total() + counts.returned == 48 * 20
     assert 0 < counts.returned <= 16 * 4  # only the rounds that had been dealt
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+def test_a_resumed_job_begins_with_balanced_batches(lockstep: bool) -> None:
+    order = Order(160, 8, False, "auto", "", balanced=True)
+    times = tuple(WorkerTimes(worker, 0.0, ((8, seconds),) * 4) for worker, seconds in ((0, 1.0), (1, 3.0)))
+    ledger = loader_ledger.LoaderLedger(LoaderCut(name="data", times=times))
+    assert ledger.cut("data").times == times
+    for worker in (0, 1):
+        ledger.begin(worker, 0, order, 0, {0, 1}, lockstep)
+    granted = [ledger.grant(worker, 0, order, 0, 0.0, {0, 1}).leases[0].batch for worker in (0, 1)]
+    assert granted == [12, 4]
 
 
 def test_an_order_of_unknown_size_cannot_be_balanced() -> None:

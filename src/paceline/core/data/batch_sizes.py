@@ -18,6 +18,7 @@ from statistics import median
 from typing import NamedTuple
 
 from ...state import stateful
+from ..protocol.job_cut import WorkerTimes
 from ..protocol.lease import divide_evenly
 
 __all__ = ["STEPS", "BatchSizes", "BatchTime", "divide_in_proportion", "in_steps", "step_of"]
@@ -183,15 +184,18 @@ def in_steps(
 class BatchSizes:
     """The batch sizes of the workers that share joint batches.
 
+    Args:
+        times: the times that the workers had taken in an earlier run.
+
     Attributes:
         changes: number of times that the sizes of the same workers were changed.
         steps: worker -> the step between its sizes; 1 for any size, and for workers that are missing here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, times: Iterable[WorkerTimes] = ()) -> None:
         self.changes = 0
         self.steps: dict[int, int] = {}
-        self._observed: dict[int, _Observations] = {}
+        self._observed = {each.worker: _Observations(each.fixed_samples, each.latest) for each in times}
         self._sizes: dict[int, int] = {}
         self._limits: tuple[int, int, int | None, list[int]] = (0, 0, None, [])
         self._fresh = 0  # number of observations since the sizes were last considered
@@ -208,6 +212,10 @@ class BatchSizes:
         """Record the time that a worker took for a batch."""
         self._observed.setdefault(worker, _Observations()).add(samples, seconds)
         self._fresh += 1
+
+    def cut(self) -> tuple[WorkerTimes, ...]:
+        """Return what another run needs to begin with the present sizes."""
+        return tuple(WorkerTimes(worker, *known.cut()) for worker, known in sorted(self._observed.items()))
 
     def forget(self, worker: int) -> None:
         """Forget a worker that has left."""
@@ -282,19 +290,29 @@ class _Observations:
 
     The ratio of the two parts of the time is estimated from the times of batches of different sizes. It is expressed
     as the number of samples whose proportional part equals the fixed part.
+
+    Args:
+        fixed_samples: the fixed part that is assumed at first.
+        latest: (samples, seconds) of batches that were observed before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fixed_samples: float = 0.0, latest: Iterable[tuple[int, float]] = ()) -> None:
         self._latest: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # (samples, seconds)
         # Size -> its latest times, since the last change of speed. The sizes are in the order of their last use.
         self._by_size: dict[int, deque[float]] = {}
-        # The estimate from the times before the last change of speed. At first, the fixed part is assumed to be 0.
-        self._fixed_samples = 0.0
+        # the estimate from the times before the last change of speed
+        self._fixed_samples = fixed_samples
         self._estimate: BatchTime | None = None
+        for samples, seconds in latest:
+            self.add(samples, seconds)
 
     @property
     def count(self) -> int:
         return len(self._latest)
+
+    def cut(self) -> tuple[float, tuple[tuple[int, float], ...]]:
+        """Return the fixed part, and the latest observations."""
+        return self._fit(), tuple(self._latest)
 
     def add(self, samples: int, seconds: float) -> None:
         self._latest.append((samples, max(seconds, 1e-9)))

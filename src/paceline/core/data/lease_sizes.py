@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...state import stateful
+from ..protocol.job_cut import WorkerTimes
 from ..protocol.lease import Order
 from .batch_sizes import BatchSizes
 
@@ -26,13 +27,16 @@ PACE_WEIGHT = 0.25  # weight of the latest observation in a worker's mean time p
 class LeaseSizes:
     """The sizes of the leases of all workers of one loader.
 
+    Args:
+        times: the times that the workers had taken in an earlier run.
+
     Attributes:
         balanced: the sizes of the workers' batches if the order is balanced.
         least: minimum size of a batch of a balanced order.
     """
 
-    def __init__(self) -> None:
-        self.balanced = BatchSizes()
+    def __init__(self, times: Iterable[WorkerTimes] = ()) -> None:
+        self.balanced = BatchSizes(times)
         self.least = 1
         self._paces: dict[int, _Pace] = {}
         self._rate = 0.0  # sum of the workers' rates, in batches per second

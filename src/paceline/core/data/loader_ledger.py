@@ -129,7 +129,7 @@ class LoaderLedger:
         self._resumed = min((rest.number for rest in cut.epochs), default=cut.opened - 1)
         self._accounts: defaultdict[int, _Account] = defaultdict(_Account)  # worker -> its account
         self._returned = deque(cut.returned)  # each lease has a count
-        self._sizes = LeaseSizes()
+        self._sizes = LeaseSizes(cut.times)
         self._used, self._torn = cut.used, cut.torn
         # numbers of positions, in addition to those that the splits count
         self._total, self._left, self._left_out = cut.total, cut.left, cut.left_out
@@ -308,6 +308,7 @@ class LoaderLedger:
             torn=self._torn,
             left_out=left_out,
             moved=self.moved,
+            times=self._sizes.balanced.cut(),
         )
 
     # -- leases of a worker -------------------------------------------------------------------------------

@@ -18,7 +18,16 @@ from .lease import Lease, Order
 from .messages import LoopLimits, LoopPosition, PushCounts, ShardState
 from .model_spec import ModelSpec, first_difference
 
-__all__ = ["EpochCut", "JobCut", "LoaderCut", "LoopCut", "PushCounts", "ShardState", "WorkerCut"]
+__all__ = [
+    "EpochCut",
+    "JobCut",
+    "LoaderCut",
+    "LoopCut",
+    "PushCounts",
+    "ShardState",
+    "WorkerCut",
+    "WorkerTimes",
+]
 
 
 class EpochCut(msgspec.Struct, frozen=True):
@@ -34,6 +43,21 @@ class EpochCut(msgspec.Struct, frozen=True):
     number: int
     order: Order
     begin: int
+
+
+class WorkerTimes(msgspec.Struct, frozen=True):
+    """The times that a worker has taken for its batches, from which the sizes of balanced batches follow.
+
+    Attributes:
+        worker: index of the worker.
+        fixed_samples: the part of these times that does not depend on the size of a batch, as the number of samples
+            for which the other part is equal.
+        latest: (number of samples, time in seconds) of its latest batches, in order.
+    """
+
+    worker: int
+    fixed_samples: float
+    latest: tuple[tuple[int, float], ...]
 
 
 class LoaderCut(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +76,7 @@ class LoaderCut(msgspec.Struct, frozen=True, kw_only=True):
         torn: number of these positions that are part of the weights of some shards only.
         left_out: number of these positions that were left out.
         moved: number of positions that were handed out in a later epoch.
+        times: the times of the workers, if the batches are balanced.
     """
 
     name: str
@@ -65,6 +90,7 @@ class LoaderCut(msgspec.Struct, frozen=True, kw_only=True):
     torn: int = 0
     left_out: int = 0
     moved: int = 0
+    times: tuple[WorkerTimes, ...] = ()
 
 
 class LoopCut(msgspec.Struct, frozen=True, kw_only=True):
