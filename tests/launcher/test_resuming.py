@@ -428,9 +428,10 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written_costs_checkpoints_al
 
 VICTIMS = ["launcher", "server 0", "server 1", "worker 0", "worker 1"]
 KILLS = int(os.environ.get("PACELINE_CHAOS", "0"))
+FIRST_SEED = int(os.environ.get("PACELINE_CHAOS_SEED", "0"))
 
 
-@pytest.mark.parametrize("seed", chaos(*range(KILLS)) if KILLS else thorough(0))
+@pytest.mark.parametrize("seed", chaos(*range(FIRST_SEED, FIRST_SEED + KILLS)) if KILLS else thorough(0))
 def test_whatever_is_killed_the_job_ends_with_its_ledger_closed(mark: str, seed: int) -> None:
     """Some processes are killed one after the other. Then the job is resumed, unless it goes on by itself."""
     chance = random.Random(seed)
