@@ -164,8 +164,9 @@ ADDING = (
         '        optimizer.add_param_group({"params": added})\n'
         '        Path("added").touch()\n' + LOOP,
     )
+    .replace("time.sleep(0.05)", "time.sleep(0.2)")
 )
-"""The script adds parameters in the second epoch."""
+"""The script adds parameters in the second epoch. It has three workers, and goes on so much the more slowly."""
 
 
 @pytest.mark.parametrize("sync", ["bsp", *thorough("asp", "ssp:staleness=2", "elastic-bsp:lookahead=5")])
