@@ -375,6 +375,23 @@ def test_machines_join_a_run_again_that_its_serving_machine_resumes(mark: str) -
     require_closed(summary())
 
 
+@pytest.mark.thorough
+def test_machines_join_a_run_again_that_has_lost_a_server(mark: str) -> None:
+    served = Served("--workers", "2", "--servers", "2", "--sync", "asp", "--checkpoint-every", "0.3")
+    Path("train.py").write_text(SCRIPT)
+    joined = [served.join(options=["--run-dir", f"machine-{index}"]) for index in range(2)]
+    await_checkpoints()
+    os.kill(processes(mark)["server 1"], signal.SIGKILL)
+    await_that(lambda: Path("run", "before").exists(), "the run begins again")
+    Path("go").touch()
+    for machine in joined:
+        code, _, stderr = output(machine)
+        assert code == 0, stderr
+    served.summary()
+    require_closed(summary())
+    assert len(summary()["resumptions"]) == 1
+
+
 # Writing a checkpoint takes a while.
 LARGE = SCRIPT.replace("nn.Linear(16, 3))", "nn.Linear(16, 2000), nn.Linear(2000, 2000), nn.Linear(2000, 3))")
 LARGE = LARGE.replace("lr=0.05", "lr=0.0001")

@@ -37,22 +37,27 @@ class Lives:
     def __init__(self) -> None:
         self._in_vain = 0
 
-    def next(self, job: Job, failure: RunFailedError | None, saved: Saved | None) -> Job | None:
+    def next(self, job: Job, address: str, failure: RunFailedError | None, saved: Saved | None) -> Job | None:
         """Return the configuration with which a run goes on after a failure; None if it does not.
 
         Args:
             job: the configuration of the run.
+            address: the address of its coordinator, which machines that have joined the run call again.
             failure: why the run has ended; None if it has not failed.
             saved: the newest checkpoint that was written since the run began or went on; None if there is none.
         """
         if failure is None or not failure.process.startswith("server ") or failure.traceback:
             return None
-        if job.joined:  # machines that have joined a run do not join it again by themselves
+        if job.remote_servers:  # a machine that has brought servers does not join again by itself
             return None
         path = str(saved.path) if saved is not None else "" if job.resumed is None else job.resumed.path
         self._in_vain = 0 if saved is not None else self._in_vain + 1
         if job.on_server_loss != "resume" or not path or self._in_vain > MOST_IN_VAIN:
             return None
         return structs.replace(
-            job, resumed=Resumed(path), epoch_ns=time.monotonic_ns(), mark=secrets.token_hex(8)
+            job,
+            port=int(address.rpartition(":")[2]) if job.joined else job.port,
+            resumed=Resumed(path),
+            epoch_ns=time.monotonic_ns(),
+            mark=secrets.token_hex(8),
         )

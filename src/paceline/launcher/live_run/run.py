@@ -105,7 +105,7 @@ def start(
         placement: see `launch`.
         starter: starts the processes; by default, a new one, which is closed at the end.
         streams: what the user wants of the standard streams of the processes.
-        listening: called with the address of the coordinator and the configuration of the run, once both are known.
+        listening: called once with the address of the coordinator and the configuration of the run.
         patience_s: if machines can join the run: number of seconds for which it may have too few workers; None for
             no limit.
         command: the command line that repeats the run. Default: that of this process.
@@ -133,7 +133,8 @@ def start(
         listener = Listener(sock, bytes.fromhex(job.mark)) if job.secure else None
         # Whoever knows the address may connect at once, so the listener must know the coordinator before it begins.
         connections = sock if listener is None else PassedSockets(listener.receiver(COORDINATOR))
-        listening(address, job)
+        if not interrupted:  # the address stays the same
+            listening(address, job)
         streams = streams or Streams()
         # Lines with the names of their processes cannot be drawn by one of them.
         terminal = None if streams.show_all or job.joined else Terminal.here()
@@ -316,12 +317,16 @@ class LiveRun:
                         thread.start()
                 failure = self._await_end()
                 if not self._interruption.asked:
-                    next_life = self._lives.next(self._job, failure, coordinator.checkpoints.saved)
+                    next_life = self._lives.next(
+                        self._job, coordinator.address, failure, coordinator.checkpoints.saved
+                    )
                 self._departures = tuple(coordinator.core.members.departures)
                 reason = "" if failure is None else _reason(failure)
                 if self._interruption.asked:
                     reason = reason or "it was interrupted on the machine that serves it"
-                coordinator.dismiss(reason)
+                # Machines that are not told that the run is over join it again.
+                if next_life is None:
+                    coordinator.dismiss(reason)
                 early = bool(reason)
                 if early:
                     engine.end(engine.workers.values(), grace_s=0.0, hurried=self._interruption.hurried)
