@@ -310,6 +310,7 @@ ROLES = {
     "runtime/coordinator_host.py": "coordinator",
     "runtime/agents.py": "coordinator",
     "runtime/reader.py": "reader",
+    "launcher/clusters/fetched_checkpoint.py": "agent",
     "launcher/clusters/joined_machine.py": "agent",
     "runtime/observer.py": "observer",
 }

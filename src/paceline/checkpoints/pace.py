@@ -9,7 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["Pace", "yield_to_training"]
+__all__ = ["REST", "Pace", "yield_to_training"]
+
+REST = 3.0
+"""Time between two pieces of a checkpoint on a link, divided by the time that a piece takes.
+
+So a checkpoint uses at most a quarter of the time of a slow link, and training has the rest.
+"""
 
 NICENESS = 10
 """How far the priority of a thread that writes a checkpoint is lowered. 19 is the lowest priority."""

@@ -116,6 +116,7 @@ class Draft:
         *,
         versions: Sequence[int],
         keep: int = 3,
+        spared: int = 0,
         pace: Pace | None = None,
     ) -> Path:
         """Complete the checkpoint, after all shards have been written, and remove the oldest ones.
@@ -125,6 +126,7 @@ class Draft:
             workers: the state of each worker.
             versions: for each shard, the number of updates that its weights include.
             keep: number of checkpoints to keep.
+            spared: number of a checkpoint that is kept besides: workers that join late begin with it, too.
             pace: rate at which the files are read for their checksums; None for no limit.
 
         Returns:
@@ -151,7 +153,7 @@ class Draft:
             complete = self._directory / name_of(self._number)
             self.path.rename(complete)
             sync(self._directory)
-        for number in numbers_in(self._directory)[: -max(keep, 1)]:
+        for number in {*numbers_in(self._directory)[: -max(keep, 1)]} - {spared}:
             shutil.rmtree(self._directory / name_of(number), ignore_errors=True)
         return complete
 

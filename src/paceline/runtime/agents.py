@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from ..checkpoints.manifest import MANIFEST, PIECE_BYTES, read_manifest
 from ..core.coordinator import Coordinator
 from ..core.machines.heartbeats import answer
 from ..core.machines.liveness import Verdict
 from ..core.protocol.messages import (
+    CheckpointPiece,
     ClockOffset,
+    FetchCheckpoint,
     Heartbeat,
     KillOrdered,
     MachineAdmitted,
@@ -126,6 +129,8 @@ class Agents:
                 self._machines.liveness.heartbeat(agent.index, message.states, now_ticks)
                 if message.clock is not None and workers:
                     self._record_clock(machine_of(agent), message.clock)
+            case FetchCheckpoint():
+                self._send_piece(agent, message)
             case MachineJoined():
                 self._admit(agent, message)
             case MachineLeaving():
@@ -159,6 +164,21 @@ class Agents:
             self._watch.forget(worker)
         machine = machine_of(agent)
         self._hub.send(agent, MachineAdmitted(workers, encode_job(self._job), now_ticks, machine, servers))
+
+    def _send_piece(self, agent: Caller, message: FetchCheckpoint) -> None:
+        """Send a machine a piece of the checkpoint with which the run begins."""
+        if agent.stream.backlog:
+            raise ProtocolError("FetchCheckpoint arrived before the previous answer was read")
+        if (resumed := self._job.resumed) is None:
+            self._hub.send(agent, CheckpointPiece())
+            return
+        path = Path(resumed.path)
+        if message.name != MANIFEST and message.name not in read_manifest(path).files:
+            raise ProtocolError(f"the checkpoint has no file {message.name!r}")
+        with (path / message.name).open("rb") as file:
+            file.seek(message.begin)
+            piece = memoryview(file.read(PIECE_BYTES))
+        self._hub.send(agent, CheckpointPiece(resumed.path, self._core.model is not None), [piece])
 
     def _invite(self, offer: MachineJoined) -> tuple[tuple[int, ...], dict[int, int]]:
         """Expect the servers and the workers that a machine offers, and return their indices.

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..checkpoints.pace import Pace, yield_to_training
+from ..checkpoints.pace import REST, Pace, yield_to_training
 from ..checkpoints.shard_writing import PIECE_BYTES, ShardWriter
 from ..checkpoints.writing import Draft
 from ..core.protocol.job_cut import JobCut
@@ -49,12 +49,6 @@ STATES_S = 10.0
 """Time for which a complete checkpoint waits for what the scripts hold. A script without data never sends it."""
 
 POLL_S = 0.02
-
-REST = 3.0
-"""Time between two pieces that travel, from a server or to a bucket, divided by the time that a piece takes.
-
-So a checkpoint uses at most a quarter of the time of a slow link, and training has the rest.
-"""
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -315,6 +309,7 @@ class Checkpoints:
             {worker: bytes(state) for worker, state in states.items()},
             versions=[shard.version for shard in cut.shards],
             keep=self._job.keep,
+            spared=0 if self._job.resumed is None else self._job.resumed.number,
             pace=pace,
         )
 

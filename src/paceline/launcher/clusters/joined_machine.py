@@ -19,6 +19,7 @@ import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import msgspec
@@ -54,7 +55,7 @@ from ...errors import (
 )
 from ...runtime.calling import call
 from ...runtime.compute_devices import Device
-from ...runtime.job import Job, claim_run_dir, decode_job
+from ...runtime.job import Job, Resumed, claim_run_dir, decode_job
 from ...runtime.listener import Listener
 from ...runtime.process_states import RunningProcess, State
 from ...wire.addresses import seen_from
@@ -69,6 +70,7 @@ from ..processes.orders import payload_of_server
 from ..processes.starting import Starter
 from ..terminal.channels import Channels, Streams
 from ..terminal.output import PlainScreen, print_sentence
+from .fetched_checkpoint import fetch_checkpoint
 
 __all__ = ["Joined", "ServerOffer", "join"]
 
@@ -184,10 +186,13 @@ def join(
                     door.callback(sock.close)
                 count = 0 if servers is None else servers.count
                 offer = MachineJoined(version, wanted, tuple(indices), count)
-                admitted = _ask_to_join(stream, address, token, offer)
+                space = Path(door.enter_context(TemporaryDirectory(prefix="paceline-")))
+                checkpoint, admitted = _ask_to_join(stream, address, token, offer, space)
                 if taken := ", ".join(str(index) for index in indices if index not in admitted.workers):
                     print_sentence(console, f"the worker index {taken} is not free")
                 job = decode_job(admitted.job, admitted.now_ticks)
+                if checkpoint is not None:
+                    job = structs.replace(job, resumed=Resumed(str(checkpoint)))
                 job = claim_run_dir(structs.replace(job, run_dir=folder))
                 folder, first = job.run_dir, False
                 listener = None
@@ -324,10 +329,18 @@ def _call(
             time.sleep(RETRY_INTERVAL_S)
 
 
-def _ask_to_join(stream: Stream[Message], address: str, token: str, offer: MachineJoined) -> MachineAdmitted:
-    """Offer to run some processes, and return the answer of the coordinator."""
+def _ask_to_join(
+    stream: Stream[Message], address: str, token: str, offer: MachineJoined, space: Path
+) -> tuple[Path | None, MachineAdmitted]:
+    """Offer to run some processes.
+
+    Returns:
+        the directory of the checkpoint with which the run begins, perhaps in `space`, and the answer.
+    """
     try:
         stream.send(Hello(token, "agent", 0))
+        # A machine that has been admitted must show at regular intervals that it is alive, so this comes first.
+        checkpoint = fetch_checkpoint(stream, space)
         stream.send(offer)
         answer = stream.wait()
     except (PeerLostError, DeadlineError) as error:
@@ -338,7 +351,7 @@ def _ask_to_join(stream: Stream[Message], address: str, token: str, offer: Machi
         raise ConfigurationError(answer.reason)
     if not isinstance(answer, MachineAdmitted):
         raise ProtocolError(f"the coordinator sent {type(answer).__name__}, expected MachineAdmitted")
-    return answer
+    return checkpoint, answer
 
 
 class Agent:

@@ -12,7 +12,9 @@ from .protocol_table import Message, sent
 
 __all__ = [
     "MOST_PROCESSES",
+    "CheckpointPiece",
     "ClockOffset",
+    "FetchCheckpoint",
     "FetchStatus",
     "Heartbeat",
     "HeartbeatAnswered",
@@ -30,6 +32,32 @@ __all__ = [
 
 MOST_PROCESSES = 4096
 """Maximum number of processes on a machine."""
+
+
+@sent("agent", to="coordinator", during="offering", forwarded=False)
+class FetchCheckpoint(Message, frozen=True, tag=True):
+    """A machine that is about to join needs a piece of the checkpoint with which the run begins, if there is any.
+
+    Attributes:
+        name: path of a file in the directory of the checkpoint.
+        begin: where the piece begins, in bytes.
+    """
+
+    name: Annotated[str, msgspec.Meta(max_length=64)]
+    begin: Number = 0
+
+
+@sent("coordinator", to="agent", during="offering", forwarded=False)
+class CheckpointPiece(Message, frozen=True, tag=True):
+    """A piece of the checkpoint with which the run begins. The payload is empty at the end of the file.
+
+    Attributes:
+        path: the directory of the checkpoint on the machine of the coordinator; "" if the run begins anew.
+        begun: True if training has begun, so that the rest of the checkpoint is fetched at a lower rate.
+    """
+
+    path: str = ""
+    begun: bool = False
 
 
 @sent("agent", to="coordinator", during="offering joined", then="joined", forwarded=False)
