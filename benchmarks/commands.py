@@ -310,7 +310,7 @@ def what_if(
     as_json: AsJson = False,
     rate: Annotated[
         str, typer.Option("--rate", help="Rate of each network link in each direction, for example 250mbit.")
-    ] = "400mbit",
+    ] = "800mbit",
     rounds: Annotated[
         int,
         whole_number_option("--rounds", help="Number of rounds. Each result is the median over the rounds."),
@@ -318,7 +318,7 @@ def what_if(
 ) -> None:
     """Predict runs with half the bandwidth and with twice the workers from a recorded run, and measure them live.
 
-    Takes about 17 minutes.
+    Takes about 12 minutes.
 
     Requires root privileges and the commands ip and tc.
     """

@@ -6,7 +6,7 @@ takes on the same machines, with half the bandwidth, and with twice the workers.
 this is right.
 
 The workers mostly sleep: each iteration has a random length, which is different in each run. So two cores suffice for
-eight workers. About half of an iteration is spent on transfers, because all workers share the link of the server.
+eight workers. About a third of an iteration is spent on transfers, because all workers share the link of the server.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ class WhatIfPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The parameters of the benchmark. Call `require_sound` to check them before anything starts.
 
     Attributes:
-        rate: rate of each link in each direction, in tc's notation, for example "400mbit".
+        rate: rate of each link in each direction, in tc's notation, for example "800mbit".
         rounds: number of rounds.
         iterations: number of iterations of each worker.
         syncs: sync models.
     """
 
-    rate: str = "400mbit"
+    rate: str = "800mbit"
     rounds: int = 3
     iterations: int = 24
     syncs: tuple[str, ...] = SYNCS
