@@ -130,6 +130,13 @@ def test_only_the_newest_checkpoints_are_kept(directory: Path) -> None:
     assert numbers_in(directory) == [4, 5]
 
 
+def test_the_checkpoint_with_which_the_run_has_begun_is_kept_as_well(directory: Path) -> None:
+    made = shards()
+    for number in (3, 4, 5):
+        made.write(directory, number, keep=2, spared=2)
+    assert numbers_in(directory) == [2, 4, 5]
+
+
 def test_the_next_checkpoint_removes_what_a_killed_writer_has_left(directory: Path) -> None:
     (directory / "000007.partial").mkdir()
     (directory / "000007.partial" / "model.safetensors").write_bytes(bytes(100))

@@ -122,6 +122,7 @@ class Shards:
         net: nn.Module | None = None,
         piece_bytes: int = 0,
         keep: int = 3,
+        spared: int = 0,
         settings: Sequence[Settings] = (),
         job: bytes = b'{"steps": 3}',
     ) -> Path:
@@ -151,7 +152,7 @@ class Shards:
                     writer.write(part)
         versions = [number] * len(self.slices)
         workers = {0: b"zero", 12: b"twelve"}
-        return draft.finish(job, workers, versions=versions, keep=keep)
+        return draft.finish(job, workers, versions=versions, keep=keep, spared=spared)
 
     def _zeros(self) -> dict[str, torch.Tensor]:
         sizes = self.model.layout.sizes.items()

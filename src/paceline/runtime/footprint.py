@@ -31,6 +31,7 @@ The estimate excludes:
 - memory that belongs to the script: data, activations, and gradients before they are copied into the region;
 - small amounts of memory, such as buffers and partly filled pages;
 - memory for the initial weights and optimizer state on their way to the servers, before the first gradients exist;
+- copies of shards for checkpoints, (1 + s) P: without memory for them, there is no checkpoint;
 - pushes that servers copy so that the workers can continue, and snapshots that a script requests from `launch`.
 
 If workers join from other machines, each machine only needs memory for the parameters that its servers hold. Let Q be
