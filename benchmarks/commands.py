@@ -318,7 +318,7 @@ def what_if(
 ) -> None:
     """Predict runs with half the bandwidth and with twice the workers from a recorded run, and measure them live.
 
-    Takes about 12 minutes.
+    Takes about 15 minutes.
 
     Requires root privileges and the commands ip and tc.
     """
