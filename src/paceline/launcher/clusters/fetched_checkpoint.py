@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ class Piece(NamedTuple):
     data: bytearray
 
 
-def fetch_checkpoint(stream: Stream[Message], space: Path) -> Path | None:
+def fetch_checkpoint(stream: Stream[Message], space: Callable[[], str]) -> Path | None:
     """Return the directory of the checkpoint with which a run begins; None if there is none.
 
     If this machine does not see the directory of the run, the files are fetched. While the run trains, they come with
@@ -31,7 +31,7 @@ def fetch_checkpoint(stream: Stream[Message], space: Path) -> Path | None:
 
     Args:
         stream: a connection to the coordinator on which the greeting has been sent.
-        space: an empty directory, in which a directory with the files is created.
+        space: creates an empty directory, in which a directory with the files is created. It is called if necessary.
 
     Raises:
         CheckpointError: the files cannot be written, or have not arrived as they are there.
@@ -47,8 +47,8 @@ def fetch_checkpoint(stream: Stream[Message], space: Path) -> Path | None:
             return Path(path)
     except OSError:
         pass  # this machine does not see the directory
-    folder = space / Path(path).name
     try:
+        folder = Path(space(), Path(path).name)
         folder.mkdir()
         (folder / MANIFEST).write_bytes(manifest)
         found = read_manifest(folder)

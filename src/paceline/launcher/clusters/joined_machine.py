@@ -186,8 +186,7 @@ def join(
                     door.callback(sock.close)
                 count = 0 if servers is None else servers.count
                 offer = MachineJoined(version, wanted, tuple(indices), count)
-                space = Path(door.enter_context(TemporaryDirectory(prefix="paceline-")))
-                checkpoint, admitted = _ask_to_join(stream, address, token, offer, space)
+                checkpoint, admitted = _ask_to_join(stream, address, token, offer, door)
                 if taken := ", ".join(str(index) for index in indices if index not in admitted.workers):
                     print_sentence(console, f"the worker index {taken} is not free")
                 job = decode_job(admitted.job, admitted.now_ticks)
@@ -330,17 +329,19 @@ def _call(
 
 
 def _ask_to_join(
-    stream: Stream[Message], address: str, token: str, offer: MachineJoined, space: Path
+    stream: Stream[Message], address: str, token: str, offer: MachineJoined, door: contextlib.ExitStack
 ) -> tuple[Path | None, MachineAdmitted]:
     """Offer to run some processes.
 
     Returns:
-        the directory of the checkpoint with which the run begins, perhaps in `space`, and the answer.
+        the directory of the checkpoint with which the run begins, perhaps a copy that `door` removes, and the answer.
     """
     try:
         stream.send(Hello(token, "agent", 0))
         # A machine that has been admitted must show at regular intervals that it is alive, so this comes first.
-        checkpoint = fetch_checkpoint(stream, space)
+        checkpoint = fetch_checkpoint(
+            stream, lambda: door.enter_context(TemporaryDirectory(prefix="paceline-"))
+        )
         stream.send(offer)
         answer = stream.wait()
     except (PeerLostError, DeadlineError) as error:
