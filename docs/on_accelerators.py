@@ -146,6 +146,8 @@ def section() -> list[str]:
                 ["weights", "gradient", "GPUs", "link", "Paceline", "DDP", "ratio", "use"],
                 [_row(case) for case in CASES],
             )
+        elif block.startswith("|"):
+            lines += [*block.splitlines(), ""]
         else:
             lines += [*textwrap.wrap(block, 118, break_on_hyphens=False), ""]
     return lines
