@@ -323,6 +323,16 @@ def test_without_overlap_nobody_pulls_until_everybody_has_pushed_everything() ->
     assert result.time_s == pytest.approx(3 * (2.0 + 6 * 0.1))
 
 
+@pytest.mark.parametrize("latency_s", [0.0, 0.01, 1.0])
+@pytest.mark.parametrize("second_s", [2.5, 3.0, 4.4])
+def test_without_overlap_joins_in_any_round_hold_nobody_up(second_s: float, latency_s: float) -> None:
+    """Worker 1 is in the round after that of worker 0 when worker 2 joins, and waits for a push of worker 0."""
+    joins = {1: Presence(joins_at_s=1.7), 2: Presence(joins_at_s=second_s)}
+    cluster = Cluster(compute_s=[1.04, 0.78, 1.42], latency_s=latency_s, presence=joins)
+    result = simulate(cluster, "bsp", iterations=12, overlap="off", record=True)
+    assert [len(records) for records in result.records] == [12, 12, 12]
+
+
 # -- times -----------------------------------------------------------------------------------------------------
 
 

@@ -570,8 +570,7 @@ class Coordinator:
                     requests += self.collectives.allow_pushes(self.members.live)
                 return requests
             case AllCommitted() if not self._overlap and worker in self.members.present:
-                self._turns.committed[worker] = message.iteration
-                return self._turns.allow(self.members.present)
+                return self._turns.pushed(worker, message, self.members.present)
             case Status():
                 self.started = True
                 self.board[worker] = message
@@ -862,6 +861,8 @@ class Coordinator:
         if self.collectives.uneven:
             stopped.append(Send(worker_peer(worker), StandInAllowed()))
         requests = [Send(worker_peer(worker), started), *stopped, *self._add(event)]
+        if not self._overlap:
+            self._turns.joined(worker)
         if self.collectives.waiting:  # for this worker, which may need their pushes until it makes the call
             requests += self.collectives.allow_pushes(self.members.live)
         if became_main:

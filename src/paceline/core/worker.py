@@ -570,7 +570,7 @@ class Worker:
                 if not self._has_come(message.shard, "commits"):
                     return []
                 self.waiting_for = "turn"
-                return [Send(COORDINATOR, AllCommitted(self.iteration))]
+                return [Send(COORDINATOR, AllCommitted(self.iteration, self.updates))]
             case PullAllowed():
                 return self._pull() if self.waiting_for == "turn" else []
             case PlanPublished():

@@ -131,14 +131,20 @@ class Committed(Message, frozen=True, tag=True):
 
 @sent("worker", to="coordinator", during="training")
 class AllCommitted(Message, frozen=True, tag=True):
-    """With overlap off: every shard has received the sender's push of this iteration."""
+    """With overlap off: every shard has received the sender's push of this iteration.
+
+    Attributes:
+        iteration: the iteration.
+        updates: number of updates that shard 0 had applied to the weights from which the push was computed.
+    """
 
     iteration: Number
+    updates: Number
 
 
 @sent("coordinator", to="worker", during="training")
 class PullAllowed(Message, frozen=True, tag=True):
-    """With overlap off: every shard has received every worker's push, so the worker may pull."""
+    """With overlap off: every shard has received the pushes of all workers for this round, so the worker may pull."""
 
     iteration: int
 
