@@ -19,6 +19,8 @@ from rich.console import Console
 
 from benchmarks.overlap.namespaces import NetworkLink, network, why_not
 from paceline.core.protocol.messages import (
+    CheckpointPiece,
+    FetchCheckpoint,
     Hello,
     MachineAdmitted,
     MachineJoined,
@@ -127,11 +129,12 @@ def greets(caller: socket.socket) -> SecureSocket:
 
 @contextlib.contextmanager
 def offered(caller: socket.socket) -> Iterator[Stream[Message]]:
-    """Read the offer of a machine."""
+    """Read the offer of a machine, which asks first whether the run began with a checkpoint."""
     stream: Stream[Message] = Stream(greets(caller), first_phase("agent", "coordinator"))
     with contextlib.closing(stream):
-        while not isinstance(stream.wait(DEADLINE_S), MachineJoined):
-            pass
+        while not isinstance(message := stream.wait(DEADLINE_S), MachineJoined):
+            if isinstance(message, FetchCheckpoint):
+                stream.send(CheckpointPiece())
         yield stream
 
 

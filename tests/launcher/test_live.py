@@ -159,6 +159,7 @@ def test_the_run_directory_holds_the_results_and_what_each_process_printed(the_r
         "metrics.jsonl",
         "report.html",
         "run.json",
+        "script.py",
         "server-0.log",
         "server-1.log",
         "summary.json",

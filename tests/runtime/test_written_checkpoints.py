@@ -30,25 +30,31 @@ def scripts_without_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "STATES_S", 0.0)
 
 
-def whole(run_dir: Path) -> Checkpoint | None:
-    return newest_whole(run_dir / "checkpoints").checkpoint
+def whole(run_dir: Path, least: int = 1) -> Checkpoint | None:
+    """Return the newest whole checkpoint if its number is at least `least`."""
+    found = newest_whole(run_dir / "checkpoints").checkpoint
+    return found if found is not None and int(found.path.name) >= least else None
 
 
-def training(run_dir: Path) -> None:
-    """Train until the checkpoint is complete for which the script has asked in its third step."""
+def training(run_dir: Path, count: int = 1) -> None:
+    """Train until the script has got as many checkpoints as it asks for, the first one in its third step."""
     model = nn.Linear(SIZE, 1, dtype=torch.float64)
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
     wrapped = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     optimizer = DistributedOptimizer(wrapped, model=model)
+    asked = 1
     for step in itertools.count():
         optimizer.zero_grad()
         model(torch.ones(1, SIZE, dtype=torch.float64)).backward()
         optimizer.step()
         if step == 2:
             paceline.checkpoint()
-        if step > 2 and whole(run_dir):
-            return
+        if step > 2 and whole(run_dir, asked):
+            if asked == count:
+                return
+            asked += 1
+            paceline.checkpoint()
 
 
 def expected(version: int) -> tuple[float, float]:
@@ -111,7 +117,7 @@ def test_a_bucket_that_cannot_be_written_costs_only_the_copy(
 
     def train() -> None:
         bucket.write_text("no directory")
-        training(run_dir)
+        training(run_dir, 2)  # the second one begins when the first one has failed to be copied
 
     run = run_on_threads(train, workers=1, servers=1, checkpoint_dir=f"file://{bucket}/run")
     [fault] = run.faults

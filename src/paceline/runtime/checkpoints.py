@@ -272,8 +272,9 @@ class Checkpoints:
         def done() -> None:
             self._thread = None
             self._states.pop(cut.number, None)
-            if saved is not None:
-                self.saved, self.fault = saved, ""
+            self.saved = saved or self.saved
+            if not fault:
+                self.fault = ""
             elif not self._closed.is_set():
                 self._fail(fault)
 

@@ -806,7 +806,8 @@ class VirtualJob:
         waits = self._waits()
         timers: dict[int, list[Timer]] = {shard.shard: [] for shard in waits}
         for timer in self.kernel.pending(TIMER):
-            if isinstance(timer, Timer) and timer.shard in timers:
+            assert isinstance(timer, Timer)
+            if timer.shard in timers:
                 timers[timer.shard].append(timer)
         held = {
             index: never_answered(shard, timers[index], self.kernel.now_ticks)

@@ -1,8 +1,8 @@
 """With overlap off: no worker pulls until every shard has received the pushes of all workers for this round.
 
-Workers count their iterations from their first one, so rounds are told apart by the number of updates that the weights
-include from which a gradient was computed. A worker that joins is awaited from its first push on, because only this
-push tells in which round the worker takes part for the first time.
+Workers count their iterations from their first one. So rounds are told apart by the number of updates that the
+weights include from which a gradient was computed. A worker that joins is awaited from its first push on, because
+only this push tells in which round the worker takes part for the first time.
 """
 
 from __future__ import annotations
