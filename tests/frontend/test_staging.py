@@ -387,6 +387,16 @@ def test_a_device_computes_what_the_cpu_computes(block: int) -> None:
     check()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_checksum_sees_changes_that_cancel_out(dtype: torch.dtype) -> None:
+    """For example, rounding makes such changes if the same gradients are computed anew, in another order."""
+    values = torch.tensor([0.25, 0.5, 0.75, 1.0], dtype=dtype)
+    changed = values.clone()
+    bits(changed).add_(torch.tensor([-1, 2, -1, 0], dtype=bits(changed).dtype))
+    checksum = _Checksum(1000, values.device)
+    assert not torch.equal(checksum.of(values), checksum.of(changed))
+
+
 class Mutation(NamedTuple):
     """A mistake.
 
