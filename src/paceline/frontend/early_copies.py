@@ -91,9 +91,8 @@ class EarlyCopies:
             early = [number for number in needed if number in self._copies]
             changed = self._changed(early)
             self._pause.ended(changed=bool(changed))
-            for (
-                number
-            ) in changed:  # if the gradient from before the change comes back, it must be copied again
+            # If the gradient from before the change comes back, it must be copied again.
+            for number in changed:
                 del self._copies[number]
             late = [number for number in needed if number not in self._copies]
         return [(self._targets[number], self._sources[number]) for number in late]

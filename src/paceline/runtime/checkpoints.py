@@ -327,9 +327,8 @@ class Checkpoints:
         for server in placement.servers:
             self._call(partial(self._tell, server, WriteCut(number, str(draft.path), draft.token)))
         written = [_answer_of(number, answers) for _ in placement.servers]
-        for shard in (
-            shard for each in written if not each.seen for shard in placement.shards_of(each.server)
-        ):
+        unseen = [shard for each in written if not each.seen for shard in placement.shards_of(each.server)]
+        for shard in unseen:
             with ShardWriter(draft.path, cut.slices[shard], entries[shard], pace) as writer:
                 for begin in range(0, writer.size_bytes, PIECE_BYTES):
                     asked_s = time.monotonic()

@@ -141,9 +141,8 @@ class Stream(Generic[T]):
     ) -> None:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
-            with contextlib.suppress(
-                OSError
-            ):  # the connection is already lost, as the first message will say
+            # The connection may be lost already, as the first message will say.
+            with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if sock.getpeername()[0].startswith("127."):
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOOPBACK_BUFFER_BYTES)

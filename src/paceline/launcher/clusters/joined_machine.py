@@ -638,9 +638,8 @@ class Agent:
             self._ended_servers.add(server)
             failed = process.exit_code != 0
             output = process.tail()[-MOST_WORDS:] if failed else ""
-            with contextlib.suppress(
-                PeerLostError, DeadlineError
-            ):  # `_hear` notices that the connection is lost
+            # `_hear` notices that the connection is lost.
+            with contextlib.suppress(PeerLostError, DeadlineError):
                 self._stream.send(ServerEnded(server, process.ending, output))
                 self._stream.drain()
             told = self._failure is not None or self._cut_off is not None or self._interruption.asked
@@ -650,9 +649,8 @@ class Agent:
             if process.exit_code is None or worker in self._reported:
                 continue
             self._reported.add(worker)
-            with contextlib.suppress(
-                PeerLostError, DeadlineError
-            ):  # `_hear` notices that the connection is lost
+            # `_hear` notices that the connection is lost.
+            with contextlib.suppress(PeerLostError, DeadlineError):
                 asked = self._interruption.asked
                 self._stream.send(ProcessEnded(worker, process.ending, process.crashed, asked))
                 self._stream.drain()
