@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +16,17 @@ from tests.support.served import Served, await_training, enough, output
 from .device import DEVICE, IMPORTS, KIND, assert_equal
 
 __all__ = ["mark"]
+
+# The sanitizer initializes CUDA in each process that computes anything, on whatever device. Workers on the CPU cannot,
+# because CUDA is hidden from them. So only workers on the device use the sanitizer.
+SANITIZED = os.environ.pop("TORCH_CUDA_SANITIZER", None) is not None
+SANITIZE = """
+import paceline
+if paceline.device().type == "cuda":
+    from torch.cuda._sanitizer import enable_cuda_sanitizer
+    enable_cuda_sanitizer()
+"""
+PROLOGUE = SANITIZE if SANITIZED else ""
 
 FIXED = """
 import torch, paceline
@@ -98,7 +110,7 @@ Path("over").touch()
 
 
 def run(script: str, devices: str, *options: str, folder: str = "run") -> dict[str, object]:
-    Path("train.py").write_text(script)
+    Path("train.py").write_text(PROLOGUE + script)
     ended = run_program(
         "-m", "paceline", "run", *IMPORTS, "--devices", devices, "--run-dir", folder, *options, "train.py"
     )
@@ -161,7 +173,7 @@ def test_a_worker_on_the_device_joins_in_mid_run(mark: str) -> None:
     script = script.replace(
         "model, optimizer, loader =", "model = model.to(paceline.device())\nmodel, optimizer, loader ="
     )
-    Path("train.py").write_text(script)
+    Path("train.py").write_text(PROLOGUE + script)
     first = served.join("20", "0.05", options=["--devices", "cpu"])
     await_training(1)
     second = served.join("20", "0.05", options=[*IMPORTS, "--devices", KIND])
