@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
+from paceline.sim.strand import Strand
 
 NEEDS = {
     "vulkan": "It needs a Vulkan driver: Debian's packages mesa-vulkan-drivers and libvulkan1 compute on the CPU"
@@ -30,3 +33,24 @@ def pytest_sessionstart() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # A backend may compute on the CPU what its device cannot, and say so.
     config.addinivalue_line("filterwarnings", "ignore:.*[Ff]alling back to CPU")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def sanitized_strands() -> Iterator[None]:
+    """Let CUDA's sanitizer see what simulated workers compute. By itself, it sees only the main thread."""
+    from .device import SANITIZED
+
+    if not SANITIZED:
+        yield
+        return
+    from torch.cuda._sanitizer import cuda_sanitizer
+
+    run = Strand._run
+
+    def run_sanitized(strand: Strand, function: Callable[[], object]) -> None:
+        with cuda_sanitizer.dispatch:
+            run(strand, function)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Strand, "_run", run_sanitized)
+        yield

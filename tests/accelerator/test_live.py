@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -13,13 +12,10 @@ from safetensors.torch import load_file
 from tests.support.live import mark, run_program
 from tests.support.served import Served, await_training, enough, output
 
-from .device import DEVICE, IMPORTS, KIND, assert_equal
+from .device import DEVICE, IMPORTS, KIND, SANITIZED, assert_equal
 
 __all__ = ["mark"]
 
-# The sanitizer initializes CUDA in each process that computes anything, on whatever device. Workers on the CPU cannot,
-# because CUDA is hidden from them. So only workers on the device use the sanitizer.
-SANITIZED = os.environ.pop("TORCH_CUDA_SANITIZER", None) is not None
 SANITIZE = """
 import paceline
 if paceline.device().type == "cuda":

@@ -465,8 +465,9 @@ MUTATIONS = [
     ),
     Mutation(Copying, "weights_pulled", "self._copied.clear()", "pass"),
     Mutation(Copying, "_weights_arrived", "self._copy([(name, copied, stop)])", "pass"),
-    Mutation(EarlyCopies, "_copy", "self._sum.of(between)", "self._sum.of(source)"),
-    Mutation(EarlyCopies, "_copy", "target.copy_(between", "target.copy_(source", HALVED),
+    Mutation(EarlyCopies, "_copy", "between.ticket.order()", "pass"),
+    Mutation(EarlyCopies, "_copy", "self._sum.of(piece)", "self._sum.of(source)"),
+    Mutation(EarlyCopies, "_copy", "target.copy_(piece", "target.copy_(source", HALVED),
     Mutation(EarlyCopies, "_changed", "not unchanged", "False"),
     Mutation(EarlyCopies, "rest", "del self._copies[number]", "pass"),
     Mutation(

@@ -2,8 +2,8 @@
 
 A stager without a single wait would pass on a device whose copies block. Here, nothing has been copied before
 somebody waits for it: until then, the memory that a copy writes contains NaN. A copy reads its source at a random
-time between `submit` and the wait, so it finds what was written there meanwhile. If the host writes memory from which
-the device still copies, the next wait raises an error, because the device might have read the memory later.
+time between `submit` and the wait, so it finds what was written there meanwhile. If memory is written from which the
+device still copies, the wait raises an error, because the device might have read the memory at another time.
 """
 
 from __future__ import annotations
@@ -89,9 +89,10 @@ class DelayedQueue:
         for submitted in self._submitted:
             if submitted.result is None:
                 submitted.carry_out()
-            submitted.show(for_host=for_host)
-            if for_host and submitted.reads_host:
+            # Only when the host has waited, it may write its memory.
+            if for_host if submitted.reads_host else not submitted.ordered:
                 submitted.require_same_source()
+            submitted.show(for_host=for_host)
             if submitted is last:
                 break
         self._submitted = [each for each in self._submitted if not each.shown]
@@ -116,6 +117,7 @@ class _Submitted:
         to_host: True if memory of the host is written.
         reads_host: True if memory of the host is known to be read.
         result: the content of the memory that is written, once it has been written.
+        ordered: True if the device has waited for it, so that the memory of the device contains the result.
         shown: True if this memory contains the result.
     """
 
@@ -132,7 +134,7 @@ class _Submitted:
         self._writes = writes
         self.to_host = to_host
         self.reads_host = False
-        self._ordered = False  # True once the memory of the device contains the result
+        self.ordered = False
         self.result: list[torch.Tensor] | None = None
         self.shown = False
 
@@ -166,8 +168,8 @@ class _Submitted:
 
     def show(self, *, for_host: bool) -> None:
         """Show the results in the memory of the device and, if `for_host` is True, in that of the host."""
-        self._write(lambda each: self._queue.is_of_host(each) if self._ordered else True, for_host=for_host)
-        self._ordered = True
+        self._write(lambda each: self._queue.is_of_host(each) if self.ordered else True, for_host=for_host)
+        self.ordered = True
         self.shown = for_host
 
     def _write(self, chosen: Callable[[torch.Tensor], bool], *, for_host: bool = True) -> None:
@@ -186,7 +188,7 @@ class _Submitted:
             _overwrite(each, bits(content))
         for result, other in zip(self.result, again, strict=True):
             assert torch.equal(bits(result), bits(other)), (
-                "the host has written memory that the device still reads"
+                "memory was written from which the device still copies"
             )
 
 
@@ -220,4 +222,5 @@ def on_the_double(seed: int, piece_bytes: int) -> Iterator[list[DelayedQueue]]:
         patch.setattr(training, "stager_of", stager_of)
         for module in (early_copies, staging):
             patch.setattr(module, "PIECE_BYTES", piece_bytes)
+        patch.setattr(early_copies, "PIECES_BETWEEN", 2)
         yield created

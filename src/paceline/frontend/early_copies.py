@@ -24,12 +24,17 @@ __all__ = ["EarlyCopies"]
 PIECE_BYTES = 4 * 1024 * 1024
 """Maximum size, in bytes, of a piece of the gradients that is copied early."""
 
+PIECES_BETWEEN = 16
+"""Maximum number of pieces that the device keeps until they have been copied to the host."""
+
 
 class EarlyCopies:
     """Copies pieces of the gradients to the session's memory while the backward pass is still running.
 
-    A piece is copied twice: first on the device, to memory that no script can reach, and from there to the host. The
+    A piece is copied twice. The first copy is made on the device, in the order of the script's computations, to
+    memory that no script can reach. The second is made from there to the host, while later computations run. The
     checksum is that of the first copy, so it belongs to what the host receives, whatever the script does meanwhile.
+    No copy reads memory that a computation of the script may write at the same time.
 
     Args:
         gradients: the flat vectors on the device.
@@ -48,11 +53,11 @@ class EarlyCopies:
             for index in piece.parameters:
                 self._pieces_of.setdefault(index, []).append(number)
         device = self._sources[0].device
-        # Copies on the device: one for each dtype is enough, because the queue carries out one copy after another.
-        self._between = {
-            dtype: max((each for each in self._sources if each.dtype == dtype), key=torch.numel).clone()
-            for dtype in {each.dtype for each in self._sources}
-        }
+        self._between = [
+            _Between(max(each.nbytes for each in self._sources), device)
+            for _ in range(min(PIECES_BETWEEN, len(self._pieces)))
+        ]
+        self._next_between = 0
         self._sums = torch.zeros(len(self._pieces), 2, dtype=torch.int64, device=device)
         self._sum = _Checksum(max(map(torch.numel, self._sources)), device)
         self._lock = threading.Lock()  # gradients become ready on a thread of autograd
@@ -99,14 +104,18 @@ class EarlyCopies:
 
     def _copy(self, number: int) -> None:
         source, target, checksum = self._sources[number], self._targets[number], self._sums[number]
-        between = self._between[source.dtype][: source.numel()]
+        between = self._between[self._next_between]
+        self._next_between = (self._next_between + 1) % len(self._between)
+        if between.ticket is not None:
+            between.ticket.order()
+        piece = between.memory[: source.nbytes].view(source.dtype)
+        piece.copy_(source)
 
         def pass_on() -> None:
-            checksum.copy_(self._sum.of(between))
-            target.copy_(between, non_blocking=True)
+            checksum.copy_(self._sum.of(piece))
+            target.copy_(piece, non_blocking=True)
 
-        self._queue.submit(lambda: between.copy_(source), writes=[between])
-        ticket = self._queue.submit(pass_on, writes=[checksum, target])
+        between.ticket = ticket = self._queue.submit(pass_on, writes=[checksum, target])
         self._copies[number] = ticket
         self._arriving.append((number, ticket))
 
@@ -127,6 +136,19 @@ class EarlyCopies:
         self._copies[early[-1]].order()  # and so for the earlier ones
         equal = (self._sums[early] == now).all(dim=1).tolist()  # waits until the gradients have been computed
         return {number for number, unchanged in zip(early, equal, strict=True) if not unchanged}
+
+
+class _Between:
+    """Memory for a piece on the device.
+
+    Attributes:
+        memory: the memory, as bytes.
+        ticket: the last copy from it to the host.
+    """
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        self.ticket: Ticket | None = None
 
 
 class _Checksum:
