@@ -6,12 +6,15 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.module import _global_forward_pre_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
 from paceline.errors import WeightsChangedError
@@ -60,7 +63,31 @@ def functional(model: nn.Sequential) -> torch.Tensor:
     return output
 
 
-@pytest.mark.parametrize("forward", [whole, parts, wrapped, compiled, functional], ids=lambda f: f.__name__)
+class Operations(TorchDispatchMode):
+    """Carries out the operations and notes their names, as CUDA's sanitizer does."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.names.append(operation.__name__)
+        return operation(*arguments, **(options or {}))
+
+
+def observed(model: nn.Sequential) -> torch.Tensor:
+    twin = copy.deepcopy(model)
+    with Operations() as usual:
+        whole(twin)
+    with Operations() as operations:
+        output = whole(model)
+    assert operations.names == usual.names
+    return output
+
+
+@pytest.mark.parametrize(
+    "forward", [whole, parts, wrapped, compiled, functional, observed], ids=lambda f: f.__name__
+)
 def test_the_first_forward_pass_makes_the_weights_common(
     run_on_threads: RunOnThreads, forward: Callable[[nn.Sequential], torch.Tensor]
 ) -> None:
@@ -96,6 +123,31 @@ def test_neither_evaluation_nor_another_model_begins_training(run_on_threads: Ru
         optimizer.step()
 
     run_on_threads(train, workers=2)
+
+
+def recorded(model: nn.Sequential) -> None:
+    make_fx(lambda: whole(model))()
+
+
+def imitated(model: nn.Sequential) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        whole(model)
+
+
+@pytest.mark.parametrize("forward", [recorded, imitated], ids=lambda f: f.__name__)
+def test_a_pass_whose_operations_are_not_carried_out_does_not_begin_training(
+    run_on_threads: RunOnThreads, forward: Callable[[nn.Sequential], None]
+) -> None:
+    def train() -> None:
+        model = make()
+        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        with Operations():
+            forward(model)
+        assert not begun()
+        whole(model).sum().backward()
+        optimizer.step()
+
+    run_on_threads(train, workers=1)
 
 
 def test_weights_that_are_edited_between_the_forward_pass_and_the_step_are_reported(

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from .first_forward import imitates
 from .of_session import OfSession
 from .readings import keep, read
 from .session import Session, current
@@ -118,8 +118,7 @@ def _loss_of(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> floa
 @functools.wraps(BACKWARD)
 def _backward(*arguments: Any, **options: Any) -> None:
     session = current()
-    # In a dispatch mode, torch only intercepts operations.
-    if session is None or (guess := guess_of(session)).in_call or _get_current_dispatch_mode() is not None:
+    if session is None or (guess := guess_of(session)).in_call or imitates():
         BACKWARD(*arguments, **options)
         return
     guess.in_call = True

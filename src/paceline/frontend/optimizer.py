@@ -30,7 +30,7 @@ from ..sync.events import MOST_NORM, Clip
 from .adapters import watch_adapters
 from .capturing import require_not_capturing
 from .clipping import gradient_norm
-from .first_forward import can_compute_gradients, may_look
+from .first_forward import can_compute_gradients, hidden_from_modes, may_look
 from .hooks import before_each_forward
 from .lazy import any_lazy, initialize, require_initialized
 from .loss_scaling import OverflowWatch, lent_scaling, scales_of, scaling_of, unscale
@@ -460,9 +460,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if can_compute_gradients(session, module, self._new_parameters()):
             self._begins_at_step |= any_lazy(self._new_parameters())
             if not self._begins_at_step:
-                _begin(session)
+                with hidden_from_modes():
+                    _begin(session)
         elif training is None and may_look(session, module, self._parameters()):
-            hold_job_model(session)
+            with hidden_from_modes():
+                hold_job_model(session)
         elif training is not None and can_compute_gradients(session, module, training.parameters):
             training.graph_begun = True
 
