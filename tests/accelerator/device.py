@@ -48,10 +48,7 @@ if KIND in PACKAGES:
     importlib.import_module(PACKAGES[KIND])
 
 DEVICE = torch.device(KIND, 0)
-
-# The sanitizer initializes CUDA in each process that computes anything, on whatever device. Workers on the CPU fail
-# then, because CUDA is hidden from them. So in live runs, only workers on the device use the sanitizer.
-SANITIZED = os.environ.pop("TORCH_CUDA_SANITIZER", None) is not None
+SANITIZED = "TORCH_CUDA_SANITIZER" in os.environ
 INPUTS, ROWS = 6, 12
 
 State = dict[str, torch.Tensor]

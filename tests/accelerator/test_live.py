@@ -16,6 +16,14 @@ from .device import DEVICE, IMPORTS, KIND, SANITIZED, assert_equal
 
 __all__ = ["mark"]
 
+
+@pytest.fixture(autouse=True)
+def without_the_sanitizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sanitizer initializes CUDA in each process that computes anything, on whatever device. Workers on the CPU
+    fail then, because CUDA is hidden from them. So only workers on the device use it, as `PROLOGUE` asks."""
+    monkeypatch.delenv("TORCH_CUDA_SANITIZER", raising=False)
+
+
 SANITIZE = """
 import paceline
 if paceline.device().type == "cuda":

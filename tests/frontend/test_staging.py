@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -385,6 +385,22 @@ def test_a_device_computes_what_the_cpu_computes(block: int) -> None:
 
     spare_what_exists()  # the first block has imported torch's compiler, and the search for a model takes long
     check()
+
+
+def test_nothing_is_copied_again_if_no_gradient_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[tuple[int, int]] = []
+    find_changed = EarlyCopies._changed
+
+    def count(copies: EarlyCopies, early: Sequence[int]) -> set[int]:
+        changed = find_changed(copies, early)
+        counts.append((len(early), len(changed)))
+        return changed
+
+    monkeypatch.setattr(EarlyCopies, "_changed", count)
+    unchanged = Iteration((0, 1, 2, 3), (), closure=False, between=None)
+    for number in range(20):
+        on_device(HALVED._replace(iterations=(unchanged,) * 3, seed=number))
+    assert all(early > 1 and not changed for early, changed in counts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -69,7 +69,7 @@ class EarlyCopies:
         with self._lock:
             # For each piece, the parameters whose gradients have not been computed yet.
             self._missing = [set(piece.parameters) for piece in self._pieces]
-            self._copies: dict[int, Ticket] = {}  # the pieces that have been copied
+            self._copies: dict[int, Ticket] = {}  # the pieces that have been copied, in their order
             self._arriving: list[tuple[int, Ticket]] = []  # those that may not have arrived, in their order
             # For each parameter, the pieces that have not arrived.
             self._outstanding = {index: len(numbers) for index, numbers in self._pieces_of.items()}
@@ -133,7 +133,7 @@ class EarlyCopies:
         if not early:
             return set()
         now = torch.stack([self._sum.of(self._sources[number]) for number in early])
-        self._copies[early[-1]].order()  # and so for the earlier ones
+        [*self._copies.values()][-1].order()  # and so after all copies before the last one
         equal = (self._sums[early] == now).all(dim=1).tolist()  # waits until the gradients have been computed
         return {number for number, unchanged in zip(early, equal, strict=True) if not unchanged}
 
