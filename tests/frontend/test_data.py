@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -485,6 +486,19 @@ def test_a_loader_over_an_iterable_dataset_is_split_by_its_batches(caplog: pytes
                 len(loader)  # type: ignore[arg-type]
     assert parts == [[[[0, 1], [4, 5]]] * 2, [[[2, 3], [6, 7]]] * 2]
     assert "a DataLoader over an IterableDataset only by its batches" in caplog.text
+
+
+@pytest.mark.parametrize(("data", "total"), [(items(10), 5), (Flow(), None)], ids=["known", "unknown"])
+def test_a_bar_of_tqdm_has_a_total_if_the_loader_has_a_length(
+    data: Any, total: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with being(Worker(0, 2)):
+        loader = distribute(DataLoader(data, batch_size=2), split="dynamic")
+        bar = SimpleNamespace(iterable=loader, total=None)
+        bars = SimpleNamespace(tqdm=SimpleNamespace(_instances=[bar]))
+        monkeypatch.setitem(sys.modules, "tqdm.std", bars)
+        assert len([*loader]) == 5
+    assert bar.total == total
 
 
 def test_a_distributed_sampler_is_replaced_by_the_sampler_of_one_process(
