@@ -371,7 +371,8 @@ class VirtualJob:
             ended: True if no push has followed.
         """
         state = self.workers[worker]
-        self.knows_loss = self.knows_loss or any(each.name == LOSS for each in logged.noted)
+        if logged.noted and not self.knows_loss:
+            self.knows_loss = any(each.name == LOSS for each in logged.noted)
         if ended:
             self._record(state, logged.earlier_loss)
         for request in state.core.log(logged.noted, self.kernel.now_s, ended=ended):

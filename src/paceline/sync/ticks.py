@@ -32,7 +32,8 @@ def in_ticks(seconds: Seconds, ticks_per_s: int = TICKS_PER_S) -> int:
     >>> in_ticks(0.1 + 0.2), in_ticks(Fraction(1, 3), resolution(Fraction(1, 3)))
     (300000000, 1000000000)
     """
-    if isinstance(seconds, Fraction | int):
+    # The first comparison is for speed: nearly all times are floats, and the check for fractions is slow.
+    if type(seconds) is not float and isinstance(seconds, Fraction | int):
         return round(seconds * ticks_per_s)
     return round(seconds * TICKS_PER_S) * (ticks_per_s // TICKS_PER_S)
 

@@ -135,6 +135,8 @@ class UnsentMetrics:
 
     def report(self, now_s: float) -> list[Request]:
         """Return the reports of everything that is kept. `now_s` is the time on the worker's clock."""
+        if not self._values:
+            return []
         values = [
             LoggedValue(
                 each.name,

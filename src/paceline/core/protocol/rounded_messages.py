@@ -19,8 +19,7 @@ __all__ = ["rounds_answer", "rounds_push"]
 
 def rounds_push(wire: WireFormat, message: Commit | Stage) -> bool:
     """Return True if the pieces of a gradient in a message are rounded. The values of an edit are not."""
-    edits = isinstance(message, Commit) and message.edit is not None
-    return wire.gradients == "bf16" and not edits
+    return wire.gradients == "bf16" and not (isinstance(message, Commit) and message.edit is not None)
 
 
 def rounds_answer(wire: WireFormat, request: Commit | PullRepeated) -> bool:
@@ -29,5 +28,6 @@ def rounds_answer(wire: WireFormat, request: Commit | PullRepeated) -> bool:
     They are if the worker computes its next gradient with them. They are not in the answer to an edit, and if the
     script evaluates or edits the model.
     """
-    trains = request.edit is None and (isinstance(request, Commit) or request.restart)
-    return wire.weights == "bf16" and trains
+    if wire.weights != "bf16":
+        return False
+    return request.edit is None and (isinstance(request, Commit) or request.restart)

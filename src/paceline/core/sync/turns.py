@@ -52,7 +52,7 @@ class Turns:
     def allow(self, present: Set[int]) -> list[Request]:
         """Let each worker pull for whose round all `present` workers have pushed to all shards."""
         awaited = present - self.newcomers
-        if not awaited:
+        if not awaited or not self.committed:
             return []
         complete = min(self.reached.get(worker, -1) for worker in awaited)
         allowed = [worker for worker in sorted(self.committed) if self.reached[worker] <= complete]
