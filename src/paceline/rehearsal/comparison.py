@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -20,7 +21,7 @@ from ..trace.findings import how_to_check
 from .clusters import NO_CHANGES, Changes, describe, describe_data
 from .process_pool import TellCount
 from .ranking import Figures, rank
-from .recommendation import Recommendation, candidates_of, recommend
+from .recommendation import Recommendation, WireVariant, candidates_of, recommend
 from .sweeps import sweep
 from .wire_variants import wire_variants
 
@@ -99,33 +100,10 @@ def compare(
     The pictures are the ranking and timelines. Without matplotlib, a sentence says that they are left out. `source`
     is the argument of the command that describes the cluster, and `changes` are its options that change it.
     """
-    rows = rank(
-        cluster,
-        syncs,
-        iterations=iterations,
-        seed=seed,
-        shards=shards,
-        wire=wire,
-        data=data,
-        balanced_bsp=True,
-        tell=tell,
-    )
+    simulated = _Simulated(cluster, iterations, seed, shards, wire, data, tell)
+    rows = simulated.ranked(syncs)
     require_results(rows)
-    comparison = Comparison(
-        rows,
-        _recommendation(
-            cluster,
-            rows,
-            source,
-            changes,
-            iterations=iterations,
-            seed=seed,
-            shards=shards,
-            wire=wire,
-            data=data,
-            tell=tell,
-        ),
-    )
+    comparison = Comparison(rows, _recommendation(simulated, rows, source, changes))
     note = f"{describe(cluster)}; " + (
         describe_data(data, cluster.workers)
         if data is not None
@@ -158,37 +136,39 @@ def compare(
     return comparison
 
 
+class _Simulated(NamedTuple):
+    """How the models of a comparison are simulated. See `rank`."""
+
+    cluster: Cluster
+    iterations: int
+    seed: int
+    shards: int | None
+    wire: str
+    data: Dataset | None
+    tell: TellCount
+
+    def ranked(self, syncs: Sequence[str]) -> list[Figures]:
+        """Simulate models, and also bsp with balanced batches if bsp is among them."""
+        return rank(self.cluster, syncs, balanced_bsp=True, iterations=self.iterations, **self._options())
+
+    def wire_variants(self, rows: Sequence[Figures]) -> list[WireVariant]:
+        """Simulate bsp with other transfers. `rows` contains bsp."""
+        return wire_variants(self.cluster, rows, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("seed", "shards", "wire", "data", "tell")}
+
+
 def _recommendation(
-    cluster: Cluster,
-    rows: Sequence[Figures],
-    source: str,
-    changes: Changes,
-    *,
-    iterations: int,
-    seed: int,
-    shards: int | None,
-    wire: str,
-    data: Dataset | None,
-    tell: TellCount,
+    simulated: _Simulated, rows: Sequence[Figures], source: str, changes: Changes
 ) -> Recommendation | None:
     """Return what the rows of a ranking recommend. If bsp is not among them, it is simulated for the comparison."""
     if not any(row.sync == "bsp" for row in rows):
-        of_bsp = rank(
-            cluster,
-            ["bsp"],
-            iterations=iterations,
-            seed=seed,
-            shards=shards,
-            wire=wire,
-            data=data,
-            balanced_bsp=True,
-            tell=tell,
-        )
-        rows = [*of_bsp, *rows]
+        rows = [*simulated.ranked(["bsp"]), *rows]
     return recommend(
         candidates_of(rows),
-        wire_variants(cluster, rows, seed=seed, shards=shards, data=data, wire=wire, tell=tell),
-        servers=cluster.servers,
+        simulated.wire_variants(rows),
+        servers=simulated.cluster.servers,
         check=lambda sync: how_to_check(source, ["script", "SCRIPT"], ("bsp", sync), changes.options),
     )
 
@@ -219,21 +199,8 @@ def explore(
     )
     rows = [row for _, row in points]
     require_results(rows)
-    comparison = Comparison(
-        rows,
-        _recommendation(
-            cluster,
-            rows,
-            source,
-            changes,
-            iterations=iterations,
-            seed=seed,
-            shards=shards,
-            wire=wire,
-            data=None,
-            tell=tell,
-        ),
-    )
+    simulated = _Simulated(cluster, iterations, seed, shards, wire, None, tell)
+    comparison = Comparison(rows, _recommendation(simulated, rows, source, changes))
     console.print(ranking_table(cluster.name, rows, describe(cluster), console.width))
     show_faults(rows, console)
     show_recommendation(comparison.recommendation, console)
