@@ -32,11 +32,11 @@ from torch.utils.data import (
 from paceline import DistributedOptimizer, distribute, worker_count, worker_index
 from paceline.core.data.data_feed import DataFeed
 from paceline.core.data.data_ledger import DataLedger
-from paceline.core.protocol.messages import DataGranted, DataRequested
-from paceline.core.protocol.requests import Request, Send
+from paceline.core.protocol.requests import Request
 from paceline.errors import ConfigurationError, UsageError
 from paceline.frontend.data import DistributedLoader
 from paceline.frontend.session import Session, current, install
+from tests.support.data_grants import granted
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -64,24 +64,7 @@ class Worker:
 
     def exchange(self, ask: Callable[[], Sequence[Request]]) -> None:
         for request in ask():
-            assert isinstance(request, Send)
-            message = request.message
-            assert isinstance(message, DataRequested)
-            grant = self._ledger.request(
-                self.worker,
-                message.loader,
-                message.name,
-                message.epoch,
-                message.order,
-                drawn=message.drawn,
-                committed=message.committed,
-                now_s=0.0,
-                live=set(range(self.workers)),
-                lockstep=True,
-                end=message.end,
-            )
-            granted = DataGranted(message.loader, message.epoch, grant.leases, grant.last)
-            self.data.handle(granted)
+            self.data.handle(granted(self._ledger, self.worker, self.workers, request))
 
     def epoch_begins(self, epoch: int) -> None:
         self.epochs.append(epoch)

@@ -18,9 +18,9 @@ from paceline.core.data.data_ledger import DataLedger
 from paceline.core.data.loader_ledger import LoaderLedger, PositionCounts
 from paceline.core.protocol.job_cut import LoaderCut
 from paceline.core.protocol.lease import Split
-from paceline.core.protocol.messages import DataGranted, DataRequested
-from paceline.core.protocol.requests import Request, Send
+from paceline.core.protocol.requests import Request
 from paceline.frontend.session import Session, install
+from tests.support.data_grants import granted
 
 EPOCHS, SIZE, BATCH = 3, 22, 4
 
@@ -63,23 +63,7 @@ class Worker:
 
     def _carry(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            assert isinstance(request, Send)
-            message = request.message
-            assert isinstance(message, DataRequested)
-            grant = self.ledger.request(
-                0,
-                message.loader,
-                message.name,
-                message.epoch,
-                message.order,
-                drawn=message.drawn,
-                committed=message.committed,
-                now_s=0.0,
-                live={0},
-                lockstep=True,
-                end=message.end,
-            )
-            self.data.handle(DataGranted(message.loader, message.epoch, grant.leases, grant.last))
+            self.data.handle(granted(self.ledger, 0, 1, request))
 
     def push(self, cut: int) -> None:
         """Push what has been computed. The job is cut after push number `cut`."""

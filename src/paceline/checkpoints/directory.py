@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-__all__ = ["NAME", "PARTIAL", "name_of", "next_number", "numbers_in", "sync"]
+__all__ = ["NAME", "PARTIAL", "name_of", "numbers_in", "sync"]
 
 NAME = re.compile(r"\d{6,}")
 PARTIAL = ".partial"
@@ -28,11 +28,6 @@ def numbers_in(directory: Path, suffix: str = "") -> list[int]:
     names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     stems = [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
     return sorted(int(stem) for stem in stems if NAME.fullmatch(stem))
-
-
-def next_number(directory: Path) -> int:
-    """Return the number of the next checkpoint in a directory: 1 more than the highest, or 1."""
-    return max([0, *numbers_in(directory), *numbers_in(directory, PARTIAL)]) + 1
 
 
 def sync(path: Path) -> None:

@@ -1,0 +1,37 @@
+"""Answers requests for data from a ledger, as the coordinator does."""
+
+from __future__ import annotations
+
+from paceline.core.data.data_ledger import DataLedger
+from paceline.core.protocol.messages import DataGranted, DataRequested
+from paceline.core.protocol.requests import Request, Send
+
+__all__ = ["granted"]
+
+
+def granted(ledger: DataLedger, worker: int, workers: int, request: Request) -> DataGranted:
+    """Return the answer to a worker's request for data.
+
+    Args:
+        ledger: the ledger.
+        worker: index of the worker.
+        workers: number of workers in the run.
+        request: the request.
+    """
+    assert isinstance(request, Send)
+    message = request.message
+    assert isinstance(message, DataRequested)
+    grant = ledger.request(
+        worker,
+        message.loader,
+        message.name,
+        message.epoch,
+        message.order,
+        drawn=message.drawn,
+        committed=message.committed,
+        now_s=0.0,
+        live=set(range(workers)),
+        lockstep=True,
+        end=message.end,
+    )
+    return DataGranted(message.loader, message.epoch, grant.leases, grant.last)
