@@ -108,6 +108,27 @@ def test_the_first_forward_pass_makes_the_weights_common(
     assert dict(_global_forward_pre_hooks) == hooks
 
 
+def test_a_discarded_first_gradient_is_told(
+    run_on_threads: RunOnThreads, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here, no module of the model is called, so training begins at the first step."""
+
+    def train() -> None:
+        model = make()
+        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            weight = model[0].get_parameter("weight")
+            (torch.ones(2, 3, dtype=torch.float64) @ weight.T).sum().backward()
+            optimizer.step()
+
+    run = run_on_threads(train, workers=2)
+    assert measure(run.shards).dropped_pushes == 1
+    told = [record.getMessage() for record in caplog.records if "first gradient" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("worker 1: the first gradient is discarded")
+
+
 def test_neither_evaluation_nor_another_model_begins_training(run_on_threads: RunOnThreads) -> None:
     def train() -> None:
         model = make()

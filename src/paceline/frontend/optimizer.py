@@ -9,6 +9,7 @@ hyper-parameters on its slice of the parameters. Outside a run, `step()` only ca
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import numbers
 from collections.abc import Callable
@@ -47,6 +48,8 @@ from .untraced import untraced
 from .worker_state import ANYWHERE, begin_resumed, keep, restore
 
 __all__ = ["DistributedOptimizer"]
+
+log = logging.getLogger("paceline.frontend.optimizer")
 
 Loss = TypeVar("Loss")
 
@@ -217,6 +220,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 clip = _clip_to(clip.max_norm, gradient_norm(self._parameters()))
         # A closure has computed new gradients.
         stale = self._set_index in self._training.stale and closure is None
+        if stale:
+            log.warning(
+                "worker %d: the first gradient is discarded, because it was computed before training began, with "
+                "other weights than those of the job. To keep it, compute the loss by calling the model, or pass a "
+                "closure to step().",
+                self._session.worker,
+            )
         count_step(self._session, self._session.core.data.samples)
         self._training.stale.discard(self._set_index)
         self._training.commit(
