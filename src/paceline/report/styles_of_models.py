@@ -1,8 +1,9 @@
-"""The color and the dashes of each sync model. All pictures that compare sync models use the same ones.
+"""The color, dashes and marker of each sync model. All pictures that compare sync models use the same ones.
 
 A model always has the same color, whatever its parameters are and whichever models are beside it. Its own dashes
-distinguish it in black and white. Runs of the same model have other dashes: those with balanced batches the next ones
-in the list, and those with translated hyper-parameters the next but one. No model has a color of `colors_of_time`.
+distinguish it in black and white. Runs of the same model have other dashes and markers: those with balanced batches
+the next ones in the list, and those with translated hyper-parameters the next but one. No model has a color of
+`colors_of_time`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,16 @@ class Style(NamedTuple):
     Attributes:
         color: color as a hexadecimal number.
         dashes: line style, as matplotlib takes it.
+        marker: shape of a point, as matplotlib takes it.
     """
 
     color: str
     dashes: Dashes
+    marker: str = "o"
+
+
+MARKERS = ("o", "s", "D", "^")
+"""The marker of a model, and those of other runs of the same model."""
 
 
 _BLUE, _ORANGE, _GREEN, _PURPLE, _BROWN, _BLACK = COLOURS
@@ -68,6 +75,8 @@ def styles_of(names: Iterable[str]) -> dict[str, Style]:
     [False, True, True]
     >>> styles["bsp"].dashes, styles["bsp, balanced batches"].dashes
     ('-', '--')
+    >>> [styles[name].marker for name in styles]
+    ['o', 'o', 's']
     """
     own: dict[str, Style] = dict(MODEL_STYLES)
     found: dict[str, Style] = {}
@@ -77,9 +86,12 @@ def styles_of(names: Iterable[str]) -> dict[str, Style]:
             number = len(own) - len(MODEL_STYLES)
             dashes = DASHES[(1 + number // len(FURTHER_COLORS)) % len(DASHES)]
             own[model] = Style(FURTHER_COLORS[number % len(FURTHER_COLORS)], dashes)
-        color, dashes = own[model]
-        first = DASHES.index(dashes) + ("balanced batches" in name) + 2 * ("translated" in name)
-        choices = [Style(color, DASHES[(first + step) % len(DASHES)]) for step in range(len(DASHES))]
+        color, first = own[model].color, DASHES.index(own[model].dashes)
+        variant = ("balanced batches" in name) + 2 * ("translated" in name)
+        choices = [
+            Style(color, DASHES[(first + number) % len(DASHES)], MARKERS[number % len(MARKERS)])
+            for number in range(variant, variant + len(DASHES))
+        ]
         found[name] = next((style for style in choices if style not in found.values()), choices[0])
     return found
 

@@ -287,7 +287,8 @@ def _front(result: StudyResult, look: Look) -> Figure:
             0,
         )
         for row in rows:
-            color = look.styles[row.contender.name].color
+            style = look.styles[row.contender.name]
+            color = style.color
             time, final = row.time["seconds"], row.final
             never = not math.isfinite(time.value)
             x = right if never else time.value
@@ -304,7 +305,7 @@ def _front(result: StudyResult, look: Look) -> Figure:
             axes.plot(
                 [x],
                 [final.value],
-                marker=">" if never else "o",
+                marker=">" if never else style.marker,
                 markersize=8 if row.front else 6,
                 color=color,
                 markerfacecolor=color if row.front else "white",
@@ -329,8 +330,8 @@ def _front(result: StudyResult, look: Look) -> Figure:
         axes.grid(alpha=0.25, linewidth=0.6)
     _label_first(panels, f"final {look.metric}")
     handles = [
-        Line2D([], [], color=look.styles[each.name].color, marker="o", linestyle="none", markersize=6)
-        for each in result.study.contenders
+        Line2D([], [], color=style.color, marker=style.marker, linestyle="none", markersize=6)
+        for style in (look.styles[each.name] for each in result.study.contenders)
     ]
     labels = [_in_lines(each.name) for each in result.study.contenders]
     handles.append(Line2D([], [], color="#555555", linewidth=0.9, linestyle=(0, (4, 3))))
