@@ -105,6 +105,19 @@ def test_with_faults_nobody_waits_for_ever_and_no_position_is_lost_or_used_twice
     attack(range(first, first + SEEDS))
 
 
+def test_a_worker_that_waits_in_a_call_pushes_for_others_that_have_more_of_the_returned_data() -> None:
+    script = ("epoch 0", "epoch again", "barrier", "finish")
+    network = Network("bsp", workers=3, servers=2, script=script)
+    choose = Random(0)
+    while network.workers["w2"].core.iteration < 1:
+        network.take(choose(network, network.steps()))
+    network.take(("crash", "w2"))
+    network.run(choose)
+    network.check_end()
+    assert len(network.coordinator.members.finished) == 2
+    assert network.coordinator.data.counts()["data"].used == 24
+
+
 # -- it finds mistakes --------------------------------------------------------------------------------------
 
 

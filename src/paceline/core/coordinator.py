@@ -964,6 +964,7 @@ class Coordinator:
             self._early[worker, message.loader] = message
             return []
         changes = [] if self.auto is None else self._begin_epoch(worker, message, now_ticks)
+        lockstep = _is_lockstep(self._sync.sync)
         try:
             grant = self.data.request(
                 worker,
@@ -975,7 +976,7 @@ class Coordinator:
                 committed=message.committed,
                 now_s=now_ticks / self._ticks_per_s,
                 live=self.members.live | {worker},
-                lockstep=_is_lockstep(self._sync.sync),
+                lockstep=lockstep,
                 end=message.end,
                 times=message.times,
                 least=message.least,
@@ -984,7 +985,10 @@ class Coordinator:
         except ConfigurationError as error:
             return self._refuse([worker], str(error), f"worker {worker}")
         granted = DataGranted(message.loader, message.epoch, grant.leases, grant.last)
-        return [*changes, Send(worker_peer(worker), granted)]
+        requests = [*changes, Send(worker_peer(worker), granted)]
+        if grant.uneven and lockstep:  # a worker with fewer batches may wait in a call before the others
+            requests += self.collectives.allow_pushes(self.members.live)
+        return requests
 
     def _hand_out_early(self, now_ticks: int) -> list[Request]:
         """Answer the requests for data that have arrived too early, once the run has enough workers to begin."""

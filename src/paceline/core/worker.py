@@ -261,8 +261,9 @@ class Worker:
 
         In lockstep, all scripts must make their calls after the same number of iterations, and no worker may go on
         without this one. That is different as soon as a worker has pushed without a gradient, during an evaluation:
-        this worker then makes its remaining steps later than the others. It is also different if the models were
-        others before, under which the workers have made different numbers of iterations.
+        this worker then makes its remaining steps later than the others. It is different, too, if some workers have
+        received more of the data that lost workers have returned, or if the models were others before, under which
+        the workers have made different numbers of iterations.
         """
         return self.started is not None and (self._uneven or self._relaxed)
 

@@ -45,10 +45,13 @@ class Grant(msgspec.Struct, frozen=True):
     Attributes:
         leases: the batches that the worker may use, in order.
         last: True if the worker receives no more batches in this epoch.
+        uneven: True if these are batches that another worker has returned, and other workers need not receive as
+            many.
     """
 
     leases: tuple[Lease, ...]
     last: bool
+    uneven: bool = False
 
 
 class Rest(NamedTuple):

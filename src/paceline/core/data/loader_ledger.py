@@ -211,7 +211,7 @@ class LoaderLedger:
             smallest = self._sizes.smallest(order, order.batch)
             leases, left_out = cut(self._returned, smallest, order.batch, 1)
             self._left_out += left_out
-            grant = Grant(tuple(leases), not leases)
+            grant = Grant(tuple(leases), not leases, uneven=bool(leases))
         else:
             grant = split.grant(worker, self._returned, now_s, live)
             if split.static:
