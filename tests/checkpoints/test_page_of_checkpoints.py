@@ -31,7 +31,8 @@ def run_dir(tmp_path: Path) -> Path:
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         shards.step(model, [optimizer])
-    shards.write(tmp_path / "checkpoints", 12, net=model)
+    further = {"run.json": b"{}", "script.py": b""}
+    shards.write(tmp_path / "checkpoints", 12, net=model, further=further)
     return tmp_path
 
 

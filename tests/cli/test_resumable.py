@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -10,13 +11,15 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from paceline.checkpoints.buckets import upload
 from paceline.cli import app
 from paceline.core.protocol.job_cut import JobCut
 from paceline.errors import ConfigurationError
-from paceline.report.run_file import RunFile, write_run_file
+from paceline.report.run_file import RunFile, read_run_file, write_run_file
 from paceline.report.run_report import Setting
-from paceline.runtime.job import CHECKPOINTS
-from paceline.runtime.resuming import can_resume, keep_source
+from paceline.runtime.job import CHECKPOINTS, Resumed
+from paceline.runtime.job_options import make_job
+from paceline.runtime.resuming import can_resume, described, keep_source
 from tests.support.sharded import Net, Shards, model_of
 
 RUN = Path("run")
@@ -42,17 +45,21 @@ def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         shards=1,
     )
     write_run_file(file, RUN)
+    write_checkpoint(1)
+
+
+def write_checkpoint(number: int) -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     model = model_of(net, [optimizer])
-    cut = JobCut(number=1, elapsed_s=1.0, seed=7, sync="bsp", model=model)
-    Shards(model, 1, net).write(RUN / CHECKPOINTS, job=msgspec.json.encode(cut))
-
-
-def resume(*arguments: str) -> Result:
-    return CliRunner().invoke(
-        app, ["run", "--resume", str(RUN), "--dry-run", *arguments], env={"COLUMNS": "200"}
+    cut = JobCut(number=number, elapsed_s=1.0, seed=7, sync="bsp", model=model)
+    Shards(model, 1, net).write(
+        RUN / CHECKPOINTS, number, job=msgspec.json.encode(cut), further=described(RUN)
     )
+
+
+def resume(*arguments: str, run: str = str(RUN)) -> Result:
+    return CliRunner().invoke(app, ["run", "--resume", run, "--dry-run", *arguments], env={"COLUMNS": "200"})
 
 
 def refusal(*arguments: str) -> str:
@@ -98,6 +105,56 @@ def test_a_finished_run_is_resumed_only_if_its_script_is_given_again() -> None:
     finish()
     assert "the run in run has finished, so nothing is left to resume" in refusal()
     assert resume("train.py", "--epochs", "20").exit_code == 0
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> str:
+    """The URL of a bucket with a checkpoint of the run, whose directory is lost."""
+    url = f"file://{tmp_path}/bucket/trial"
+    file = read_run_file(RUN)
+    assert file is not None
+    write_run_file(msgspec.structs.replace(file, settings=(Setting("--checkpoint-dir", url),)), RUN)
+    write_checkpoint(2)
+    upload(RUN / CHECKPOINTS / "000002", url)
+    shutil.rmtree(RUN)
+    return url
+
+
+def shown(result: Result) -> dict[str, str]:
+    assert result.exit_code == 0, result.output
+    return dict(line.strip().split(maxsplit=1) for line in result.stdout.splitlines())
+
+
+def test_a_bucket_suffices_to_resume_a_run(bucket: str) -> None:
+    found = shown(resume(run=bucket))
+    assert found["command"].endswith("train.py --epochs 10")
+    assert found["workers"] == "3"
+    assert Path("runs", "trial", CHECKPOINTS, "000002", "manifest.json").exists()
+    assert Path("runs", "trial", "script.py").read_text() == SCRIPT
+    shown(resume("--run-dir", "elsewhere", run=bucket))
+    assert Path("elsewhere", "run.json").exists()
+    job = make_job(workers=1, resume=bucket, run_dir="third", dry_run=True)
+    assert job.resumed == Resumed(str(Path("third", CHECKPOINTS, "000002").absolute()))
+    assert (job.run_dir, job.checkpoint_dir, job.seed) == (str(Path("third").absolute()), bucket, 7)
+
+
+def test_a_bucket_without_a_whole_checkpoint_and_the_directory_of_another_run_are_refused(
+    bucket: str,
+) -> None:
+    empty = f"{bucket}-2"
+    result = resume(run=empty)
+    assert str(result.exception) == (
+        f"resume is {empty!r}, but there is no whole checkpoint. Name the URL that was given as --checkpoint-dir."
+    )
+    assert not Path("runs").exists()
+    shown(resume(run=bucket))
+    shown(resume(run=bucket))  # the directory is that of this run
+    other = bucket.replace("bucket", "other")
+    upload(Path("runs", "trial", CHECKPOINTS, "000002"), other)
+    result = resume(run=other)
+    assert "but runs/trial is the directory of a run with other checkpoints; name another directory" in str(
+        result.exception
+    )
 
 
 def test_a_job_that_its_scheduler_starts_again_resumes_a_run_that_has_a_checkpoint_and_not_finished() -> None:

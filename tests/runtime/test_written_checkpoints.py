@@ -99,6 +99,7 @@ def test_each_checkpoint_is_copied_to_the_bucket(run_on_threads: RunOnThreads, t
     (tmp_path / "bucket").mkdir()
 
     def train() -> None:
+        (run_dir / "script.py").write_text("import paceline")
         training(run_dir)
         await_that(lambda: newest_whole(bucket).checkpoint, "the copy is whole")
 
@@ -107,6 +108,9 @@ def test_each_checkpoint_is_copied_to_the_bucket(run_on_threads: RunOnThreads, t
     assert here is not None
     assert there is not None
     assert here.manifest == there.manifest
+    assert (
+        there.path / "script.py"
+    ).read_text() == "import paceline"  # needed to resume the run from the bucket
 
 
 def test_a_bucket_that_cannot_be_written_costs_only_the_copy(

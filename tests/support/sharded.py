@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -125,6 +125,7 @@ class Shards:
         spared: int = 0,
         settings: Sequence[Settings] = (),
         job: bytes = b'{"steps": 3}',
+        further: Mapping[str, bytes] | None = None,
     ) -> Path:
         """Write a checkpoint, the last shard first, in pieces of this size; 0 for one piece for each vector."""
         states = [store.optimizer_state() for store in self.stores]
@@ -152,7 +153,7 @@ class Shards:
                     writer.write(part)
         versions = [number] * len(self.slices)
         workers = {0: b"zero", 12: b"twelve"}
-        return draft.finish(job, workers, versions=versions, keep=keep, spared=spared)
+        return draft.finish(job, workers, versions=versions, further=further, keep=keep, spared=spared)
 
     def _zeros(self) -> dict[str, torch.Tensor]:
         sizes = self.model.layout.sizes.items()

@@ -94,13 +94,13 @@ def newest_from(url: str, directory: Path, after: int = 0) -> Found:
     """
     system, root = _open(url)
     faults = []
-    directory.mkdir(parents=True, exist_ok=True)
     try:
         for number in reversed(_numbers_at(system, root)):
             if number <= after:
                 break
             path = directory / name_of(number)
             partial = directory / (path.name + PARTIAL)
+            directory.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(partial, ignore_errors=True)
             system.get(str(PurePosixPath(root, path.name)), str(partial), recursive=True)
             try:

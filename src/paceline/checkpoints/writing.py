@@ -115,6 +115,7 @@ class Draft:
         workers: Mapping[int, bytes],
         *,
         versions: Sequence[int],
+        further: Mapping[str, bytes] | None = None,
         keep: int = 3,
         spared: int = 0,
         pace: Pace | None = None,
@@ -125,6 +126,7 @@ class Draft:
             job: the state of the job.
             workers: the state of each worker.
             versions: for each shard, the number of updates that its weights include.
+            further: name of each further file -> its content.
             keep: number of checkpoints to keep.
             spared: number of a checkpoint that is kept besides: workers that join late begin with it, too.
             pace: rate at which the files are read for their checksums; None for no limit.
@@ -143,7 +145,8 @@ class Draft:
                     )
                 mark_of(self.path, index).unlink()
             (self.path / PLACES).unlink()
-            (self.path / "job.json").write_bytes(job)
+            for name, content in {"job.json": job, **(further or {})}.items():
+                (self.path / name).write_bytes(content)
             (self.path / "workers").mkdir()
             for worker, state in workers.items():
                 (self.path / "workers" / f"{worker}.bin").write_bytes(state)

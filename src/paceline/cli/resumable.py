@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
+from ..settings.checks import is_bucket
 from .optional_values import OptionalValues, completed
 
 __all__ = ["Resumable"]
@@ -29,19 +30,29 @@ class Resumable(OptionalValues):
         found, options = self._split(ctx, args)
         # `launcher.clusters.scheduled` gives all options itself.
         if (run_dir := found.get("resume")) and "announce_to" not in found:
-            args = self._with_earlier(ctx, options, _program(found), Path(run_dir))
+            args = self._with_earlier(ctx, options, _program(found), run_dir, found.get("run_dir"))
         return super().parse_args(ctx, args)
 
     def _with_earlier(
-        self, ctx: Any, options: Sequence[str], program: Sequence[str], run_dir: Path
+        self, ctx: Any, options: Sequence[str], program: Sequence[str], resumed: str, where: str | None
     ) -> list[str]:
         """Return the arguments after those of the earlier run, with its script if no `program` is given.
+
+        Args:
+            options: the options that are given.
+            program: the script that is given, and its arguments; [] if none is given.
+            resumed: the directory of the earlier run, or the URL of the bucket with its checkpoints.
+            where: directory to which the run is copied from the bucket; None for the usual one.
 
         Raises:
             ConfigurationError: the directory contains no run that has ended, or its command cannot be repeated.
         """
-        from ..runtime.resuming import earlier_run, has_finished
+        from ..runtime.resuming import earlier_run, fetch_run, has_finished
 
+        run_dir, further = Path(resumed), []
+        if is_bucket(resumed):
+            run_dir, further = fetch_run(resumed, where), [f"--checkpoint-dir={resumed}"]
+            options = [*_left(options, ("--resume", "--run-dir")), f"--resume={run_dir}"]
         file = earlier_run(run_dir)
         if not program and has_finished(run_dir):
             raise ConfigurationError(
@@ -68,8 +79,8 @@ class Resumable(OptionalValues):
                     f"the run in {run_dir} was started in {file.folder}, and paths in its command refer to this "
                     "directory. Resume it there, or give the script with its arguments."
                 )
-        kept = _repeated(before)
-        again = shlex.join([*words[:2], *kept, *_repeated(options), *program])
+        kept = [*_left(before), *further]
+        again = shlex.join([*words[:2], *kept, *_left(options), *program])
         return [*kept, *_without_end(options), f"--command={again}", *(["--", *program] if program else [])]
 
     def _split(self, ctx: Any, args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -100,14 +111,14 @@ def _without_end(options: Sequence[str]) -> list[str]:
     return list(options[:-1] if options[-1:] == ["--"] else options)
 
 
-def _repeated(options: Sequence[str]) -> list[str]:
-    """Return those options that a resumed run repeats."""
+def _left(options: Sequence[str], left_out: Collection[str] = NOT_REPEATED) -> list[str]:
+    """Return the options without some of them: by default, those that a resumed run repeats."""
     kept: list[str] = []
     left = _without_end(options)
     while left:
         word = left.pop(0)
         name, equals, _ = word.partition("=")
-        if name not in NOT_REPEATED:
+        if name not in left_out:
             kept.append(word)
         elif not equals and name != NOT_REPEATED[-1] and left:
             left.pop(0)

@@ -39,6 +39,7 @@ from ..core.protocol.state_entries import StateEntries
 from ..errors import CheckpointError, ProtocolError
 from ..shard.buffer_bytes import packed_bytes, unpack
 from .job import Job
+from .resuming import described
 
 __all__ = ["BYTES_PER_S", "Checkpoints", "Saved"]
 
@@ -309,6 +310,7 @@ class Checkpoints:
             msgspec.json.encode(cut),
             {worker: bytes(state) for worker, state in states.items()},
             versions=[shard.version for shard in cut.shards],
+            further=described(Path(self._job.run_dir)),
             keep=self._job.keep,
             spared=0 if self._job.resumed is None else self._job.resumed.number,
             pace=pace,

@@ -30,7 +30,7 @@ from .footprint import (
     process_shortage,
 )
 from .job import Job, claim_run_dir
-from .resuming import cut_of, earlier_run, find_resumed
+from .resuming import cut_of, earlier_run, fetch_run, find_resumed
 
 __all__ = ["make_job", "require_script"]
 
@@ -69,13 +69,16 @@ def make_job(
     )
     resumed = None
     if (run_dir := values["resume"]) is not None:
-        if values["run_dir"]:
+        bucket = run_dir if is_bucket(run_dir) else None
+        if bucket:
+            run_dir = str(fetch_run(bucket, values["run_dir"]).absolute())
+        elif values["run_dir"]:
             raise ConfigurationError(
                 f"run_dir is {values['run_dir']!r} and resume is {run_dir!r}, but a resumed run goes on in its own "
                 "directory; omit run_dir."
             )
         file = earlier_run(Path(run_dir))
-        checkpoint_dir = values["checkpoint_dir"] or file.value_of("--checkpoint-dir") or None
+        checkpoint_dir = values["checkpoint_dir"] or bucket or file.value_of("--checkpoint-dir") or None
         resumed = find_resumed(file, Path(run_dir), checkpoint_dir)
         # The orders of the epochs follow from the seed, so it stays as it is.
         values |= {"run_dir": run_dir, "checkpoint_dir": checkpoint_dir, "seed": cut_of(resumed).seed}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import zip_longest
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,9 +12,10 @@ import msgspec
 from ..core.protocol.job_cut import JobCut
 from ..errors import CheckpointError, ConfigurationError, PacelineError
 from ..files import Unfinished
-from ..report.run_file import RunFile, read_run_file
+from ..report.run_file import NAME, RunFile, read_run_file
 from ..settings.checks import is_bucket
-from .in_progress import run_in
+from ..trace.run_dir import require_usable
+from .in_progress import RUNS, run_in
 from .job import CHECKPOINTS, Resumed
 
 if TYPE_CHECKING:
@@ -22,15 +24,56 @@ if TYPE_CHECKING:
 __all__ = [
     "can_resume",
     "cut_of",
+    "described",
     "earlier_run",
+    "fetch_run",
     "find_resumed",
     "has_finished",
     "keep_source",
+    "newest_checkpoint",
     "require_same_source",
 ]
 
 SOURCE = "script.py"
 """Name of the copy of the script, or of the training function, in a run directory."""
+
+
+def described(run_dir: Path) -> dict[str, bytes]:
+    """Return the files of a run directory without which a checkpoint is not resumed, as far as they can be read."""
+    found = {}
+    for name in (NAME, SOURCE):
+        with contextlib.suppress(OSError):
+            found[name] = (run_dir / name).read_bytes()
+    return found
+
+
+def fetch_run(bucket: str, run_dir: str | None) -> Path:
+    """Copy what is needed to resume a run from the bucket with its checkpoints, and return its directory here.
+
+    Args:
+        bucket: the URL of the bucket.
+        run_dir: the directory of the run on this machine; None for one in ./runs with the last name in the URL.
+
+    Raises:
+        ConfigurationError: the bucket cannot be read or has no whole checkpoint, or the directory is that of another
+            run or of a run that is in progress.
+    """
+    if run_dir:
+        require_usable(run_dir)
+    folder = Path(run_dir or RUNS / PurePosixPath(bucket).name)
+    if (folder / NAME).exists() and earlier_run(folder).value_of("--checkpoint-dir") != bucket:
+        raise ConfigurationError(
+            f"resume is {bucket!r}, but {folder} is the directory of a run with other checkpoints; name another "
+            "directory with run_dir (--run-dir)."
+        )
+    found = newest_checkpoint(bucket, folder / CHECKPOINTS)
+    if found.checkpoint is None:
+        why = " ".join(found.faults) or "Name the URL that was given as --checkpoint-dir."
+        raise ConfigurationError(f"resume is {bucket!r}, but there is no whole checkpoint. {why}")
+    for name, content in described(found.checkpoint.path).items():
+        with Unfinished(folder / name) as place:
+            place.write_bytes(content)
+    return folder
 
 
 def earlier_run(run_dir: Path) -> RunFile:
@@ -80,7 +123,7 @@ def find_resumed(earlier: RunFile, run_dir: Path, checkpoint_dir: str | None) ->
     places = dict.fromkeys(filter(None, [checkpoint_dir, earlier.value_of("--checkpoint-dir") or usual]))
     faults: list[str] = []
     for place in places:
-        found = _newest_in(place, Path(usual))
+        found = newest_checkpoint(place, Path(usual))
         if found.checkpoint is not None:
             return Resumed(str(found.checkpoint.path), found.faults)
         faults += found.faults
@@ -92,8 +135,16 @@ def find_resumed(earlier: RunFile, run_dir: Path, checkpoint_dir: str | None) ->
     )
 
 
-def _newest_in(place: str, usual: Path) -> Found:
-    """Return the newest whole checkpoint in a directory or a bucket, which is copied from there if necessary."""
+def newest_checkpoint(place: str, usual: Path) -> Found:
+    """Return the newest whole checkpoint of a run.
+
+    Args:
+        place: directory of its checkpoints, or the URL of a bucket.
+        usual: directory to which a newer checkpoint in a bucket is copied.
+
+    Raises:
+        ConfigurationError: a bucket cannot be read.
+    """
     from ..checkpoints.buckets import newest_from  # imports torch
     from ..checkpoints.reading import Found, newest_whole
 

@@ -25,7 +25,6 @@ from ..sync.translation import HYPERPARAMETERS
 from ..trace.kept_traces import KeptTraces
 from ..wire.addresses import TRANSPORTS
 from .checks import (
-    directory,
     directory_or_bucket,
     duration,
     number,
@@ -339,13 +338,15 @@ class Settings(TypedDict, total=False):
         Setting(
             default=None,
             doc="directory of a run that has ended before its end. The job goes on in this directory, from its "
-            "newest whole checkpoint.",
+            "newest whole checkpoint. Or the URL of the bucket to which its checkpoints were copied: the job goes on "
+            "in `run_dir`, by default a directory in ./runs.",
             help="Go on with the run in this directory, from its newest whole checkpoint. The command and the "
-            "settings are those of the run, unless they are given anew.",
-            metavar="RUN_DIR",
+            "settings are those of the run, unless they are given anew. The URL of the bucket with the run's "
+            "checkpoints suffices, too: the run goes on in --run-dir.",
+            metavar="RUN_DIR|URL",
             panel=RESUMING,
             commands=(RUN, SERVE),
-            check=directory,
+            check=directory_or_bucket,
             field=None,
         ),
     ]
