@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +20,9 @@ from safetensors.torch import load_file
 
 import paceline
 from benchmarks.overlap.namespaces import why_not
+from paceline.checkpoints.directory import numbers_in
 from paceline.errors import ConfigurationError
+from tests.support import live
 from tests.support.live import await_that, mark, processes, run_program, start_program, train
 
 __all__ = ["mark"]
@@ -52,19 +57,21 @@ def run(function, *args, **options):
 """
 
 # The beginning of a driver on three nodes. One worker fits on each node except for the first, which serves the run.
+# Nodes with numbers from 10 on are for servers alone.
 DRIVER = f"""{BEGINNING}
 from ray.cluster_utils import Cluster
 
 def add_node(number):
     nodes.append(
         cluster.add_node(
-            num_cpus=1 if number > 2 else 2,
-            resources={{"one": 1}} if number > 2 else {{}},
+            num_cpus=CPUS.get(number, 1),
+            resources={{"one": 1}} if 2 < number < 10 else {{}},
             node_ip_address=f"127.0.0.{{number}}",
             include_dashboard=False,
         )
     )
 
+CPUS = {{2: 2}}
 nodes = []
 cluster = Cluster(shutdown_at_exit=False)  # otherwise, nodes can be added on the main thread only
 
@@ -131,6 +138,43 @@ def trained():
     return len(list(Path().glob("stepped-*")))
 """
 
+# The beginning of a driver on one node, and a function that trains slowly until the file "go"
+# exists.
+RESUMABLE = f"""{BEGINNING}
+from recording import train
+
+ray.init(num_cpus=3, resources={{"one": 2}}, include_dashboard=False, log_to_driver=False)
+options = json.loads(sys.argv[1])
+"""
+
+RECORDING = """
+import os
+import time
+from pathlib import Path
+
+import torch
+
+import paceline
+
+def train(folder):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.arange(64), torch.randn(64, 4)), batch_size=4, shuffle=True
+    )
+    model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    for epoch in paceline.epochs(12):
+        for numbers, x in loader:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            if Path(folder, "fail").exists():
+                raise RuntimeError("not today")
+            if not Path(folder, "go").exists():
+                time.sleep(0.05)
+"""
+
 FLOAT64 = """
 from digits import train
 
@@ -187,8 +231,8 @@ def driver(mark: str) -> Iterator[Path]:
         await_that(lambda: not processes(mark), "Ray's processes have ended")
 
 
-def summary() -> dict[str, object]:
-    found: dict[str, object] = json.loads(Path("result.json").read_text())
+def summary() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path("result.json").read_text())
     return found
 
 
@@ -242,7 +286,7 @@ thread.join()
     ended = run_program(str(driver))
 
     assert ended.returncode == 0, ended.stderr
-    assert len(summary()["left"] + summary()["lost_workers"]) == 1  # type: ignore[operator]
+    assert len(summary()["left"] + summary()["lost_workers"]) == 1
 
 
 @pytest.mark.skipif(bool(why_not()), reason=f"creating network namespaces needs {why_not()}")
@@ -284,6 +328,173 @@ def test_ctrl_c_in_the_driver_ends_everything(driver: Path) -> None:
     assert program.returncode != 0
     assert "all processes of the run have ended" in stderr
     assert load_file("run/weights.safetensors").keys() == {"weight", "bias"}
+
+
+RUN = (
+    RESUMABLE
+    + """
+run(train, os.getcwd(), checkpoint_every=0.3, progress=True, **options)
+"""
+)
+
+
+def resumable(driver: Path, text: str = RUN) -> None:
+    Path("recording.py").write_text(RECORDING)
+    driver.write_text(text.replace('run_dir="run", **options', "**options"))
+
+
+def started(driver: Path, **options: str) -> subprocess.Popen[str]:
+    """Start a run, and return its driver when the run has written two checkpoints."""
+    program = start_program(str(driver), json.dumps({"run_dir": "run", **options}), stderr=subprocess.STDOUT)
+    await_that(lambda: numbers_in(Path("run", "checkpoints"))[-1:] >= [2], "two checkpoints are whole")
+    return program
+
+
+def require_closed(found: dict[str, Any], resumptions: int) -> None:
+    """Check that the ledger has each sample of each epoch once."""
+    samples = found["ledger"]["samples"]
+    assert samples["used"] == sum(samples.values()) == 12 * 64
+    assert len(found["resumptions"]) == resumptions
+
+
+HIDDEN = """
+from paceline.launcher.clusters.ray_run import RayRun
+
+request = RayRun._request
+
+def hide(run, place):
+    request(run, place)
+    run._mark.unlink(missing_ok=True)  # as if the node did not see the run directory
+
+RayRun._request = hide
+"""
+
+
+def test_the_checkpoints_travel_if_the_node_does_not_see_the_run_directory(driver: Path) -> None:
+    resumable(driver, RESUMABLE + HIDDEN + RUN.removeprefix(RESUMABLE))
+    program = start_program(str(driver), '{"run_dir": "run"}', stderr=subprocess.STDOUT)
+    elsewhere = Path(os.environ["TMPDIR"])
+    await_that(lambda: [*elsewhere.glob("paceline-*/checkpoints/000002")], "two checkpoints are whole")
+    assert not Path("run", "checkpoints").exists()
+    Path("fail").touch()
+    program.communicate(timeout=60)
+    Path("fail").unlink()
+    newest = numbers_in(Path("run", "checkpoints"))[-1]
+
+    Path("go").touch()
+    ended = run_program(str(driver), '{"resume": "run"}')
+
+    assert ended.returncode == 0, ended.stderr
+    require_closed(summary(), 1)
+    assert Path(summary()["resumptions"][0]["checkpoint"]).name == f"{newest:06d}"
+    assert Path("run", "before", f"{newest:06d}", "trace-shard-0.jsonl").exists()
+
+
+@pytest.mark.parametrize(("end", "engine"), [("fail", "local"), ("kill", "ray")])
+def test_a_run_goes_on_after_its_end(driver: Path, mark: str, end: str, engine: str) -> None:
+    resumable(driver)
+    program = started(driver)
+    if end == "fail":
+        Path("fail").touch()
+        output, _ = program.communicate(timeout=60)
+        assert "is whole; to go on from it: paceline.launch(..., resume=" in " ".join(output.split())
+        Path("fail").unlink()
+    else:
+        program.kill()
+        program.communicate(timeout=60)
+        await_that(lambda: not processes(mark), "all processes have ended")
+
+    newest = numbers_in(Path("run", "checkpoints"))[-1]
+    Path("go").touch()
+    if engine == "local":
+        text = driver.read_text().replace('engine="ray", ', "").replace("ray.init", "dict")
+        driver.write_text(text.replace('"resources": {"CPU": 1, "one": 1}, ', ""))
+    ended = run_program(str(driver), '{"resume": "run"}')
+
+    assert ended.returncode == 0, ended.stderr
+    require_closed(summary(), 1)
+    assert Path(summary()["resumptions"][0]["checkpoint"]).name == f"{newest:06d}"
+    assert Path("run", "before", f"{newest:06d}", "trace-shard-0.jsonl").exists()
+
+
+def pipes(process_id: int) -> set[str]:
+    found = (os.readlink(entry) for entry in Path(f"/proc/{process_id}/fd").iterdir())
+    return {name for name in found if name.startswith("pipe:")}
+
+
+def actor_of(program_id: int, mark: str) -> int:
+    """Return the id of the actor that is connected to a program."""
+    ids = [
+        int(folder.name) for folder in live.started(mark) if b"RayHost" in (folder / "cmdline").read_bytes()
+    ]
+    return max(ids, key=lambda each: len(pipes(each) & pipes(program_id)))
+
+
+@pytest.mark.parametrize("victim", ["server", "program", "actor"])
+def test_a_lost_server_ends_nothing(driver: Path, mark: str, victim: str) -> None:
+    resumable(driver)
+    program = started(driver)
+    serving = json.loads(Path("run", "running.json").read_text())["process"]["process_id"]
+    victims = {"server": processes(mark)["server 0"], "program": serving, "actor": actor_of(serving, mark)}
+    os.kill(victims[victim], signal.SIGKILL)
+    await_that(lambda: Path("run", "before").exists(), "the run begins again")
+    Path("go").touch()
+    output, _ = program.communicate(timeout=120)
+
+    assert program.returncode == 0, output
+    require_closed(summary(), 1)
+    why = summary()["resumptions"][0]["why"]
+    if victim == "server":
+        assert why == "server 0 failed: it was terminated by signal SIGKILL."
+    else:
+        assert why.startswith("the actor with its coordinator and its servers was lost: ")
+        assert f"{why} The run goes on from checkpoint" in " ".join(output.split())
+
+
+def test_a_lost_node_with_the_servers_ends_nothing(driver: Path) -> None:
+    Path("recording.py").write_text(RECORDING)
+    nodes = DRIVER.replace("{2: 2}", "{2: 0}").replace("(2, 3, 4)", "(2, 3, 4, 10, 11)")
+    driver.write_text(
+        nodes
+        + """
+import threading
+
+from recording import train
+
+def disturb():
+    await_that(lambda: Path("run/checkpoints/000002").exists(), "two checkpoints are whole")
+    host = json.loads(Path("run/running.json").read_text())["address"].split(":")[1]
+    raylet = next(node for node in nodes if node.node_ip_address == host).all_processes["raylet"][0].process
+    raylet.kill()
+    raylet.wait()
+    await_that(Path("run/before").exists, "the run goes on")
+    Path("go").touch()
+
+thread = threading.Thread(target=disturb)
+thread.start()
+run(train, os.getcwd(), checkpoint_every=0.3)
+thread.join()
+"""
+    )
+
+    ended = run_program(str(driver))
+
+    assert ended.returncode == 0, ended.stderr
+    require_closed(summary(), 1)
+
+
+def test_a_lost_server_ends_the_run_without_a_checkpoint(driver: Path, mark: str) -> None:
+    resumable(driver, RUN.replace("0.3", '"off"'))
+    program = start_program(str(driver), '{"run_dir": "run"}', stderr=subprocess.STDOUT)
+    await_that(
+        lambda: "worker 0" in processes(mark) and Path("run", "trace-shard-0.jsonl").exists(), "it trains"
+    )
+    os.kill(json.loads(Path("run", "running.json").read_text())["process"]["process_id"], signal.SIGKILL)
+    output, _ = program.communicate(timeout=120)
+
+    assert program.returncode != 0
+    words = "could not go on by itself, because there is no whole checkpoint in"
+    assert words in " ".join(output.split())
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,7 @@ class OnRay(Engine):
             console=console,
             snapshot_every_s=asked.snapshot_every_s,
             show_all=asked.show_all,
+            source=asked.source,
         )
 
 

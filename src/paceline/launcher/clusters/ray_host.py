@@ -21,6 +21,7 @@ import threading
 from pathlib import Path
 from typing import IO
 
+from ...checkpoints.manifest import files_in
 from ..processes.program import CALL, environment, execute
 
 __all__ = ["END_TIMEOUT_S", "RayHost", "read_frame", "write_frame"]
@@ -80,12 +81,17 @@ class RayHost:
             os.close(report_sink)
         threading.Thread(target=self._read_reports, args=(report_source,), daemon=True).start()
 
-    def place(self) -> tuple[str, str, str]:
-        """Return the id and the address of the node on which the actor runs, and the directory of its files there."""
+    def place(self, mark: str = "") -> tuple[str, str, str]:
+        """Return the id and the address of the node on which the actor runs, and the directory of its files there.
+
+        Args:
+            mark: path of a file in the run directory. If this node sees it, the program works in the run directory.
+        """
         import ray
 
         node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-        return str(node), str(address), self._folder
+        folder = str(Path(mark).parent) if mark and Path(mark).exists() else self._folder
+        return str(node), str(address), folder
 
     def order(self, order: bytes, payload: bytes) -> None:
         """Send an order to the program; see `ray_program`. If it has ended, nothing happens."""
@@ -100,14 +106,24 @@ class RayHost:
         self._send(str(number).encode())
 
     def files(self) -> list[tuple[str, int]]:
-        """Return the names and the sizes in bytes of the files that the program has written."""
-        return [(path.name, path.stat().st_size) for path in Path(self._folder).iterdir() if path.is_file()]
+        """Return the names and the sizes in bytes of the files that the program has written to its own directory."""
+        return [
+            (str(path.relative_to(self._folder)), path.stat().st_size)
+            for path in files_in(Path(self._folder))
+        ]
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Return a part of a file."""
         with Path(self._folder, name).open("rb") as file:
             file.seek(offset)
             return file.read(size)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Append data to a file, before the program has its order."""
+        path = Path(self._folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            file.write(data)
 
     def end(self, hurried: bool) -> None:
         """Let the program leave the run and end, or kill it if this must happen immediately. Remove its files."""

@@ -7,6 +7,7 @@ after SIGTERM, and kills itself if this takes more than 20 s. The program report
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
@@ -46,11 +47,13 @@ class ServeOrder(msgspec.Struct, frozen=True, tag="serve"):
     """Serve a run. The payload contains the module search path, and conditions that cannot be imported.
 
     Attributes:
-        job: the configuration of the run.
+        job: the configuration of the run, with its run directory on this machine.
         host: address on which this machine listens.
         quiet: True if no messages are printed.
         snapshot_every_s: see `launch`.
         command: the command line that repeats the run.
+        source: the source of the training function; "" if it cannot be read.
+        interrupted: why the run was interrupted, as a sentence; "" if it begins, or if a user has resumed it.
     """
 
     job: Job
@@ -58,6 +61,8 @@ class ServeOrder(msgspec.Struct, frozen=True, tag="serve"):
     quiet: bool
     snapshot_every_s: float | None
     command: str = ""
+    source: str = ""
+    interrupted: str = ""
 
 
 class JoinOrder(msgspec.Struct, frozen=True, tag="join"):
@@ -134,20 +139,24 @@ def main() -> None:
         if data is None or payload is None:
             shutil.rmtree(folder, ignore_errors=True)
             return
-        threading.Thread(target=_obey, args=(source, folder), daemon=True).start()
+        done = threading.Event()
+        obeying = threading.Thread(target=_obey, args=(source, folder, done), daemon=True)
+        obeying.start()
         order = msgspec.msgpack.decode(data, type=Order)
         console = Console(stderr=True, quiet=order.quiet)
 
         def report(message: Report) -> None:
             write_frame(sink, msgspec.msgpack.encode(message))
 
-        try:
+        with contextlib.suppress(BrokenPipeError):  # the actor has ended
             if isinstance(order, JoinOrder):
-                report(_join(order, payload, folder, console, starter))
+                ended = _join(order, payload, folder, console, starter)
             else:
-                report(_serve(order, payload, folder, console, starter, lambda where: report(Served(where))))
-        except BrokenPipeError:  # the actor has ended
-            shutil.rmtree(folder, ignore_errors=True)
+                ended = _serve(order, payload, console, starter, lambda where: report(Served(where)))
+            done.set()
+            report(ended)
+        done.set()
+        obeying.join()  # the actor reads the files until then
 
 
 def search_path(other: Sequence[str]) -> list[str]:
@@ -155,14 +164,25 @@ def search_path(other: Sequence[str]) -> list[str]:
     return [*sys.path, *(entry for entry in other if entry not in sys.path)]
 
 
-def _obey(source: IO[bytes], folder: str) -> None:
-    """Send this process the signals that it is told to. When the actor has ended, leave the run."""
+def _obey(source: IO[bytes], folder: str, done: threading.Event) -> None:
+    """Send this process the signals that it is told to. When the actor has ended, leave the run.
+
+    In the end, the files are removed.
+
+    Args:
+        source: standard input.
+        folder: directory of the files.
+        done: set when the order has been carried out.
+    """
     while (number := read_frame(source)) is not None:
-        os.kill(os.getpid(), int(number))
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(LEAVE_TIMEOUT_S)
+        if not done.is_set():
+            os.kill(os.getpid(), int(number))
+    if not done.is_set():
+        os.kill(os.getpid(), signal.SIGTERM)
+    in_time = done.wait(LEAVE_TIMEOUT_S)
     shutil.rmtree(folder, ignore_errors=True)
-    os.kill(os.getpid(), signal.SIGKILL)
+    if not in_time:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _join(order: JoinOrder, payload: bytes, folder: str, console: Console, starter: Starter) -> Ended:
@@ -196,7 +216,6 @@ def _join(order: JoinOrder, payload: bytes, folder: str, console: Console, start
 def _serve(
     order: ServeOrder,
     payload: bytes,
-    folder: str,
     console: Console,
     starter: Starter,
     served: Callable[[str], None],
@@ -208,7 +227,7 @@ def _serve(
     local_conditions.update(cloudpickle.load(objects))
     try:
         load_models(order.job.sync, order.job.imports)
-        job = structs.replace(order.job, run_dir=folder, epoch_ns=time.monotonic_ns())
+        job = structs.replace(order.job, epoch_ns=time.monotonic_ns())
         result = start(
             job,
             ["function"],
@@ -220,6 +239,8 @@ def _serve(
             starter=starter,
             listening=lambda address, job: served(address),
             command=order.command,
+            source=order.source,
+            interrupted=order.interrupted,
         )
     except (Interrupted, Terminated) as end:
         return Ended("interrupted", end.words, result=pickle.dumps((end.summary, [], ())))

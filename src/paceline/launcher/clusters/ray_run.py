@@ -9,12 +9,19 @@ serve` and `paceline join` have started: the actors take no part in it.
 If an actor dies, or its worker is lost or leaves, the driver requests the place again, and the worker joins as a new
 incarnation. Ray does not signal the processes on a node that it is about to take away; it lists the node as draining.
 So the driver looks at this list, and lets the workers there leave.
+
+The program that serves the run works in the run directory if its node sees it, so that checkpoints outlive the driver
+and the node. It goes on by itself when a server is lost. If the program itself is lost, the driver requests all
+places anew, and the run goes on from its newest checkpoint. If the node does not see the run directory, the program
+works in a directory of its own. Then the driver copies the checkpoint with which a run begins to this node, and
+fetches what the program has written in the end.
 """
 
 from __future__ import annotations
 
 import contextlib
 import pickle
+import secrets
 import shutil
 import signal
 import time
@@ -23,13 +30,20 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import structs
 from rich.console import Console
 from safetensors.torch import load_file
 
-from ...errors import ConfigurationError, RunFailedError
+from ...checkpoints.manifest import files_in
+from ...errors import ConfigurationError, PeerLostError, RunFailedError
 from ...files import Unfinished
+from ...report.run_file import NAME
 from ...report.words import counted
-from ...runtime.job import Job, claim_run_dir
+from ...runtime.in_progress import FILE_NAME, run_in
+from ...runtime.job import CHECKPOINTS, Job, Resumed, claim_run_dir
+from ...runtime.resuming import newest_checkpoint
+from ..live_run.earlier_life import make_room
+from ..live_run.lives import MOST_IN_VAIN
 from ..live_run.rejoining import Rejoins
 from ..live_run.run import server_payload_of
 from ..live_run.run_description import command_line
@@ -37,7 +51,7 @@ from ..live_run.run_results import RunResult, write_summary
 from ..processes.interruption import Interruption
 from ..terminal.output import print_sentence
 from .ray_host import END_TIMEOUT_S, RayHost
-from .ray_program import Ended, JoinOrder, Report, Served, ServeOrder
+from .ray_program import LEAVE_TIMEOUT_S, Ended, JoinOrder, Report, Served, ServeOrder
 
 __all__ = ["import_ray", "start_on_ray"]
 
@@ -53,6 +67,7 @@ CHUNK_BYTES = 16 * 2**20
 THREADS = 8  # number of methods of an actor that run at the same time
 
 LEAVING = "Ray is about to take away its node"
+LOST = "the actor with its coordinator and its servers was lost"
 
 
 def import_ray() -> Any:
@@ -82,6 +97,7 @@ def start_on_ray(
     console: Console,
     snapshot_every_s: float | None,
     show_all: bool,
+    source: str,
 ) -> RunResult:
     """Start a run on the Ray cluster, wait until it has ended, and return the result. See `launch`.
 
@@ -95,6 +111,7 @@ def start_on_ray(
         console: console for messages.
         snapshot_every_s: see `launch`.
         show_all: see `launch`.
+        source: see `Asked`.
     """
     ray = import_ray()
     server_payload = server_payload_of(job, path)
@@ -105,7 +122,7 @@ def start_on_ray(
         with Interruption() as interruption:
             run = RayRun(ray, claim_run_dir(job), resources, console, interruption)
             try:
-                return run.carry_out(worker_payload, server_payload, snapshot_every_s, show_all)
+                return run.carry_out(worker_payload, server_payload, snapshot_every_s, show_all, source)
             finally:
                 run.close()
     finally:
@@ -124,7 +141,8 @@ class Place:
         actor: the actor; None if there is none at present.
         node: id of the node on which the actor runs; "" while it has not been created.
         address: address of this node.
-        folder: directory of the program's files on this node.
+        folder: directory of the program's files on this node: the run directory, if the program serves the run and
+            its node sees this directory; else one of its own.
         joining: True once the program has been told to join the run.
         leaving: True once the program has been asked to leave.
         over: True if no further actors are requested.
@@ -181,15 +199,24 @@ class RayRun:
         self._ending = False  # True once a worker has finished or has failed
         self._failure: RunFailedError | ConfigurationError | None = None
         self._ended: Ended | None = None  # how the run has ended
+        self._in_vain = 0  # how often the run has gone on from the checkpoint with which it goes on now
+        self._interrupted = ""  # why it goes on, as a sentence
+        # By this file, a node knows that it sees the run directory.
+        self._mark = Path(job.run_dir, f".seen-{secrets.token_hex(8)}")
         self._drains_s = self._told_s = 0.0
 
     def carry_out(
-        self, worker_payload: bytes, server_payload: bytes, snapshot_every_s: float | None, show_all: bool
+        self,
+        worker_payload: bytes,
+        server_payload: bytes,
+        snapshot_every_s: float | None,
+        show_all: bool,
+        source: str,
     ) -> RunResult:
         """Request the actors, wait for the end of the run, and return the result. See `launch` for the exceptions."""
         self._payload = self._ray.put(worker_payload)
         self._server_payload = server_payload
-        self._snapshot_every_s, self._show_all = snapshot_every_s, show_all
+        self._snapshot_every_s, self._show_all, self._source = snapshot_every_s, show_all, source
         self._request(self._server)
         self._told_s = time.monotonic() + PLACEMENT_S
         asked = 0
@@ -215,7 +242,8 @@ class RayRun:
     def close(self) -> None:
         """End everything that is left of the run."""
         for place in [self._server, *self._workers]:
-            self._drop(place)
+            self._drop(place, at_once=self._interruption.hurried())
+        self._mark.unlink(missing_ok=True)
         if self._ends:
             self._ray.wait(self._ends, num_returns=len(self._ends), timeout=END_TIMEOUT_S + ANSWER_TIMEOUT_S)
         self._ray.util.remove_placement_group(self._group)
@@ -239,7 +267,11 @@ class RayRun:
 
     def _request(self, place: Place) -> None:
         place.actor = self._actor_class.options(**place.options).remote()
-        self._ask(place, "place")
+        if place is self._server:
+            self._mark.touch()
+            self._ask(place, "place", str(self._mark))
+        else:
+            self._ask(place, "place")
 
     def _request_workers(self) -> None:
         for place in self._workers:
@@ -250,11 +282,11 @@ class RayRun:
         """Call a method of the actor of a place. `_await_answers` handles the answer."""
         self._asked[getattr(place.actor, method).remote(*arguments)] = place, method
 
-    def _drop(self, place: Place) -> None:
+    def _drop(self, place: Place, at_once: bool = False) -> None:
         """Let the program and the actor of a place end, or withdraw the request if there is no actor yet."""
         self._asked = {answer: asked for answer, asked in self._asked.items() if asked[0] is not place}
         if place.node:
-            self._ends.append(place.actor.end.remote(self._interruption.hurried()))
+            self._ends.append(place.actor.end.remote(at_once))
         elif place.actor is not None:
             self._ray.kill(place.actor)
         place.clear()
@@ -287,8 +319,16 @@ class RayRun:
     def _begin(self, place: Place) -> None:
         """Send the order to an actor that has been created, if it can be carried out."""
         if place is self._server:
-            quiet = self._console.quiet
-            order = ServeOrder(self._job, place.address, quiet, self._snapshot_every_s, command_line())
+            self._mark.unlink(missing_ok=True)
+            order = ServeOrder(
+                self._job_at(place),
+                place.address,
+                self._console.quiet,
+                self._snapshot_every_s,
+                command_line(),
+                self._source,
+                self._interrupted,
+            )
             place.actor.order.remote(msgspec.msgpack.encode(order), self._server_payload)
             self._ask(place, "hear")
         elif self._coordinator and place.node and not place.joining:
@@ -325,11 +365,96 @@ class RayRun:
     def _lost(self, place: Place, reason: str) -> None:
         """An actor has died, or its program has ended without a report."""
         if place is self._server:
-            self._drop(place)
-            raise RunFailedError(
-                "the run", f"the actor with its coordinator and its servers was lost: {reason}"
-            )
+            self._go_on(RunFailedError("the run", f"{LOST}: {reason}"))
+            return
         self._again(place, "its actor was lost", reason)
+
+    def _go_on(self, loss: RunFailedError) -> None:
+        """Serve the run anew, from its newest checkpoint, after the place with its servers was lost.
+
+        Raises:
+            RunFailedError: the run does not go on.
+        """
+        self._drop(self._server, at_once=True)
+        if self._failure is not None or self._interruption.asked:
+            raise self._failure or loss
+        for place in self._workers:
+            if place.joining:
+                self._collect(place)
+            self._drop(place, at_once=True)
+        self._await_end_of_server()
+        resumed = self._newest(loss)
+        self._in_vain = self._in_vain + 1 if self._goes_on_from(resumed.path) else 0
+        self._job = structs.replace(self._job, resumed=resumed, mark=secrets.token_hex(8))
+        self._interrupted = f"{loss.reason.rstrip('.')}."
+        self._coordinator, self._joined, self._ending = "", False, False
+        for place in self._workers:
+            place.over, place.due_s = False, 0.0
+        self._say(f"{self._interrupted} The run goes on from checkpoint {Path(resumed.path).name}.")
+        self._request(self._server)
+
+    def _await_end_of_server(self) -> None:
+        """Wait until a program that has lost its actor no longer writes to the run directory."""
+        run_dir, deadline_s = Path(self._job.run_dir), time.monotonic() + LEAVE_TIMEOUT_S
+        while (run_dir / FILE_NAME).exists() and time.monotonic() < deadline_s:
+            with contextlib.suppress(ConfigurationError):  # it is on another machine
+                try:
+                    run_in(run_dir)
+                except PeerLostError:  # it has ended
+                    return
+            time.sleep(POLL_INTERVAL_S)
+
+    def _newest(self, loss: RunFailedError) -> Resumed:
+        """Return the checkpoint with which the run goes on after a loss.
+
+        Raises:
+            RunFailedError: the loss, because the run does not go on. A note says why, or what the user can do.
+        """
+        job, usual = self._job, Path(self._job.run_dir, CHECKPOINTS)
+        place = job.checkpoint_dir or str(usual)
+        try:
+            found = newest_checkpoint(place, usual)
+        except ConfigurationError as error:
+            loss.add_note(str(error))
+            raise loss from None
+        if found.checkpoint is None:
+            loss.add_note(
+                f"the run could not go on by itself, because there is no whole checkpoint in {place} "
+                "(--checkpoint-every)"
+            )
+            raise loss
+        path = found.checkpoint.path
+        in_vain = self._goes_on_from(str(path)) and self._in_vain >= MOST_IN_VAIN
+        if job.on_server_loss != "resume" or in_vain:
+            loss.add_note(
+                f'checkpoint {path.name} is whole; to go on from it: paceline.launch(..., resume="{job.run_dir}")'
+            )
+            raise loss
+        return Resumed(str(path), found.faults)
+
+    def _goes_on_from(self, path: str) -> bool:
+        return self._job.resumed is not None and self._job.resumed.path == path
+
+    def _job_at(self, place: Place) -> Job:
+        """Return the configuration of the run for the place that serves it.
+
+        If its node does not see the run directory, what the run begins with is copied to this node.
+        """
+        job, run_dir = self._job, Path(self._job.run_dir)
+        if job.resumed is None or place.folder == str(run_dir):
+            return structs.replace(job, run_dir=place.folder)
+        checkpoint = Path(job.resumed.path)
+        there = Path(CHECKPOINTS, checkpoint.name)
+        files = {str(there / path.relative_to(checkpoint)): path for path in files_in(checkpoint)}
+        if (described := run_dir / NAME).exists():
+            files[NAME] = described
+        for name, path in files.items():
+            with path.open("rb") as file:
+                while data := file.read(CHUNK_BYTES):
+                    self._ray.get(place.actor.write.remote(name, data))
+        make_room(job)
+        copied = structs.replace(job.resumed, path=str(Path(place.folder, there)))
+        return structs.replace(job, run_dir=place.folder, resumed=copied)
 
     def _again(self, place: Place, what: str, reason: str) -> None:
         """Request a place again after a pause, unless this has been done too often or the run is ending."""
@@ -365,8 +490,18 @@ class RayRun:
             return
         self._drains_s = now_s + DRAIN_INTERVAL_S
         draining = self._draining()
-        if self._server.node in draining and self._failure is None:
-            self._fail(RunFailedError("the run", f"{LEAVING}, which serves it"))
+        if self._server.node in draining and self._failure is None and not self._server.leaving:
+            self._server.leaving = True
+            failure = RunFailedError("the run", f"{LEAVING}, which serves it")
+            try:
+                resumed = self._newest(failure)
+            except RunFailedError:
+                self._fail(failure)
+            else:
+                name = Path(resumed.path).name
+                self._say(
+                    f"{LEAVING}, which serves the run. It will go on from its newest checkpoint, now {name}"
+                )
         for place in self._workers:
             if place.joining and not place.leaving and place.node in draining:
                 place.leaving = True
@@ -400,10 +535,10 @@ class RayRun:
         try:
             for name, size in get(actor.files.remote(), timeout=ANSWER_TIMEOUT_S):
                 target = Path(self._job.run_dir, name)
+                target.parent.mkdir(parents=True, exist_ok=True)
                 with Unfinished(target) as unfinished:
-                    if (
-                        target.exists()
-                    ):  # a worker that has joined again has continued the log of the first one
+                    # A worker that has joined again has continued the log of the first one.
+                    if place is not self._server and target.exists():
                         shutil.copyfile(target, unfinished)
                     with unfinished.open("ab") as file:
                         for offset in range(0, size, CHUNK_BYTES):

@@ -91,6 +91,7 @@ def start(
     patience_s: float | None = None,
     command: str = "",
     source: str = "",
+    interrupted: str = "",
     outlets: Outlets | None = None,
 ) -> RunResult:
     """Start the processes of a run, wait until all of them have ended, and return the result. See `launch`.
@@ -111,6 +112,7 @@ def start(
         command: the command line that repeats the run. Default: that of this process.
         source: the source of the script or of the training function, with which it is compared if the run is resumed;
             "" if it is unknown.
+        interrupted: if the run goes on by itself, why it was interrupted, as a sentence.
         outlets: where the run is shown while it goes on. The caller closes them if this function raises an error
             before it starts anything.
     """
@@ -120,7 +122,7 @@ def start(
         placement.require_for(job)
     server_payload = server_payload_of(job, path)
     lives = Lives()
-    interrupted = ""  # why the last life of the run has ended
+    announced = False  # True once `listening` was called. The address stays the same
     while True:
         sock, address = CoordinatorHost.listen_for(job, placement.coordinator)
         try:
@@ -133,7 +135,8 @@ def start(
         listener = Listener(sock, bytes.fromhex(job.mark)) if job.secure else None
         # Whoever knows the address may connect at once, so the listener must know the coordinator before it begins.
         connections = sock if listener is None else PassedSockets(listener.receiver(COORDINATOR))
-        if not interrupted:  # the address stays the same
+        if not announced:
+            announced = True
             listening(address, job)
         streams = streams or Streams()
         # Lines with the names of their processes cannot be drawn by one of them.
