@@ -636,7 +636,7 @@ class LiveRun:
         if path is None:
             return ""
         command = f"paceline {'serve' if self._job.joined else 'run'} --resume {self._run_dir}"
-        if self._program[0] == "function":
+        if self._program[:1] == ["function"]:
             command = f'paceline.launch(..., resume="{self._run_dir}")'
         return f"checkpoint {path.name} is whole; to go on from it: {command}"
 
