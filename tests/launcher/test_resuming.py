@@ -384,12 +384,108 @@ def test_machines_join_a_run_again_that_has_lost_a_server(mark: str) -> None:
     os.kill(processes(mark)["server 1"], signal.SIGKILL)
     await_that(lambda: Path("run", "before").exists(), "the run begins again")
     Path("go").touch()
-    for machine in joined:
-        code, _, stderr = output(machine)
-        assert code == 0, stderr
+    ends = [output(machine) for machine in joined]
     served.summary()
     require_closed(summary())
-    assert len(summary()["resumptions"]) == 1
+    (resumption,) = summary()["resumptions"]
+    checkpoint = Path(resumption["checkpoint"]).name
+    for code, _, stderr in ends:
+        assert code == 0, stderr
+        assert "server 1 failed: it was terminated by signal SIGKILL; the run goes on from" in stderr
+        assert f"checkpoint {checkpoint}, and the script begins again; joining again in 1 s" in stderr
+
+
+REMOTE = (
+    "--workers",
+    "2",
+    "--servers",
+    "2",
+    "--remote-servers",
+    "1",
+    "--sync",
+    "asp",
+    "--checkpoint-every",
+    "0.3",
+)
+
+
+def served_by_two(*more: str, wait_s: int = 60) -> tuple[Served, list[subprocess.Popen[str]]]:
+    """Return a run that has written checkpoints, and its two machines. The last one has brought server 1."""
+    served = Served(*REMOTE, *more)
+    Path("train.py").write_text(SCRIPT)
+    options = [["--run-dir", f"machine-{index}", "--wait", str(wait_s)] for index in range(2)]
+    joined = [served.join(options=options[0]), served.join(options=["--servers", "1", *options[1]])]
+    await_checkpoints()
+    return served, joined
+
+
+@pytest.mark.parametrize("victim", ["machine", *thorough("server 1")])
+def test_a_run_goes_on_when_it_loses_a_server_of_another_machine(mark: str, victim: str) -> None:
+    """A machine that is left starts the server again. Otherwise, the machine that serves the run does."""
+    served, (stays, brings) = served_by_two()
+    os.kill(brings.pid if victim == "machine" else processes(mark)[victim], signal.SIGKILL)
+    await_that(lambda: Path("run", "before").exists(), "the run begins again")
+    Path("go").touch()
+    ends = [output(stays), output(brings)]
+    served.summary()
+    found = summary()
+
+    (resumption,) = found["resumptions"]
+    notice = (
+        f"the run goes on from checkpoint {Path(resumption['checkpoint']).name}, and the script begins again"
+    )
+    if victim == "machine":
+        assert resumption["why"].startswith("server 1 failed: the connection to its machine ended (machine ")
+        assert resumption["why"].endswith("The machine that serves the run takes over 1 server.")
+        assert "--remote-servers 1 -> 0" in resumption["changes"]
+        ends.pop()
+    else:
+        assert resumption["why"].startswith("server 1 failed: it was terminated by signal SIGKILL (machine ")
+        assert not resumption["changes"]
+    for code, _, stderr in ends:
+        assert code == 0, stderr
+        assert notice in stderr
+    require_closed(found)
+
+
+@pytest.mark.thorough
+def test_ctrl_c_while_a_run_begins_again_ends_the_run(mark: str) -> None:
+    """Machines that call the run at that moment give up after their `--wait`."""
+    served, joined = served_by_two(wait_s=5)
+    os.kill(processes(mark)["server 1"], signal.SIGKILL)
+    await_that(lambda: Path("run", "before").exists(), "the run begins again")
+    served.program.send_signal(signal.SIGINT)
+    messages = served.failure(code=130)
+    assert [output(machine)[0] for machine in joined] == [1, 1]
+    assert f"to go on from it: paceline serve --resume {Path('run').absolute()}" in " ".join(messages.split())
+    assert summary()["ended"] == "interrupted"
+    await_that(lambda: not processes(mark), "all processes have ended")
+
+
+@pytest.mark.thorough
+def test_a_run_goes_on_without_a_machine_with_servers_that_is_asked_to_leave(mark: str) -> None:
+    served, (stays, leaves) = served_by_two()
+    leaves.terminate()
+    code, _, left = output(leaves)
+    assert code == 143
+    assert "a run in progress goes on from its last checkpoint; if it has none, it ends" in left
+    Path("go").touch()
+    code, _, stderr = output(stays)
+    assert code == 0, stderr
+    served.summary()
+    (resumption,) = summary()["resumptions"]
+    assert "its machine was asked to leave the run" in resumption["why"]
+    require_closed(summary())
+
+
+@pytest.mark.thorough
+def test_a_lost_server_of_another_machine_ends_the_run_if_the_user_wants_it_so(mark: str) -> None:
+    served, joined = served_by_two("--on-server-loss", "stop")
+    os.kill(processes(mark)["server 1"], signal.SIGKILL)
+    messages = " ".join(served.failure().split())
+    assert "server 1 failed: it was terminated by signal SIGKILL" in messages
+    assert f"to go on from it: paceline serve --resume {Path('run').absolute()}" in messages
+    assert [output(machine)[0] for machine in joined] == [1, 1]
 
 
 # Writing a checkpoint takes a while.
@@ -464,4 +560,24 @@ def test_whatever_is_killed_the_job_ends_with_its_ledger_closed(mark: str, seed:
     await_that(lambda: not processes(mark), "all processes have ended")
     if program.returncode not in (0, 3):
         resumed("-n", str(chance.randint(1, 3)), "--servers", str(chance.randint(1, 2)))
+    require_closed(summary())
+
+
+@pytest.mark.parametrize("seed", chaos(*range(FIRST_SEED, FIRST_SEED + (KILLS or 1))))
+def test_whatever_is_killed_on_several_machines_the_run_ends_with_its_ledger_closed(
+    mark: str, seed: int
+) -> None:
+    """Servers, and the machine that has brought one, are killed one after the other, perhaps while the run begins."""
+    chance = random.Random(seed)
+    served, (stays, brings) = served_by_two()
+    for victim in chance.sample(["server 0", "server 1", "machine"], chance.randint(1, 3)):
+        process_id = brings.pid if victim == "machine" else processes(mark).get(victim)
+        if process_id is not None:
+            os.kill(process_id, signal.SIGKILL)
+        time.sleep(3 * chance.random())
+    Path("go").touch()
+    served.summary()
+    assert output(stays)[0] == 0
+    output(brings)
+    await_that(lambda: not processes(mark), "all processes have ended")
     require_closed(summary())

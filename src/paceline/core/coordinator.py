@@ -427,7 +427,7 @@ class Coordinator:
         """Handle the loss of a server. A run in progress ends, because it cannot continue without the server.
 
         If the run has not begun yet, and machines bring this server, another machine may bring it. The result is then
-        empty, and the server is vacant.
+        empty, and the server is vacant. A run that resumes has begun before.
 
         Args:
             server: index of the server.
@@ -435,7 +435,8 @@ class Coordinator:
             output: the last lines of its output, if they say more.
             certain: False if only the end of its connection was seen, so that its process may say more.
         """
-        if not self.servers.lose(server, how, begun=self.model is not None):
+        begun = self.model is not None or self.resumed is not None
+        if not self.servers.lose(server, how, begun=begun):
             return []
         return [Fail(f"server {server}", how, output) if certain else EndWithout(server, how)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..checkpoints.manifest import MANIFEST, PIECE_BYTES, read_manifest
 from ..core.coordinator import Coordinator
@@ -25,6 +25,7 @@ from ..core.protocol.messages import (
     ProcessEnded,
     Refused,
     RunEnded,
+    RunResumes,
     ServerEnded,
     TakenOut,
 )
@@ -37,7 +38,7 @@ from .job import Job, encode_job
 from .job_watch import JobWatch
 from .machines import Machines
 
-__all__ = ["Agents"]
+__all__ = ["Agents", "MachinesLeft"]
 
 log = logging.getLogger("paceline.coordinator")
 
@@ -47,6 +48,18 @@ Perform = Callable[[Sequence[Request]], None]
 def machine_of(agent: Caller) -> int:
     """Return the index of an agent's machine, by which records name it. Machine 0 is the one with the coordinator."""
     return agent.index + 1
+
+
+class MachinesLeft(NamedTuple):
+    """What the machines that are left bring to a run that has lost a server.
+
+    Attributes:
+        workers: number of their workers.
+        servers: number of their servers.
+    """
+
+    workers: int
+    servers: int
 
 
 class Agents:
@@ -88,6 +101,8 @@ class Agents:
         self._watch = watch
         self._perform = perform
         self._give_up = give_up
+        self._gone: set[tuple[int, int]] = set()  # (worker, incarnation) of those that do not join again
+        self._leaving: set[int] = set()  # agents of machines that were asked to leave with their servers
         self._clocks: dict[int, ClockRecorder] = {}  # machine -> what records the offset of its clock
         self._main = core.main.worker  # the main worker of which the agents know
 
@@ -109,6 +124,11 @@ class Agents:
         """Tell all machines that the run is over, and then that its results have been saved. See `RunEnded`."""
         for agent in self._admitted():
             self._hub.send(agent, RunEnded(failure, saved))
+
+    def resume(self, words: str) -> None:
+        """Tell all machines that the run goes on from a checkpoint. See `RunResumes`."""
+        for agent in self._admitted():
+            self._hub.send(agent, RunResumes(words))
 
     def name_main(self) -> None:
         """Tell all machines if another worker has become the main worker."""
@@ -134,6 +154,7 @@ class Agents:
             case MachineJoined():
                 self._admit(agent, message)
             case MachineLeaving():
+                self._leaving.add(agent.index)
                 self._lose_servers(agent.index, "its machine was asked to leave the run")
             case ServerEnded():
                 self.lose_server(agent.index, message.server, message.how, message.output)
@@ -143,6 +164,8 @@ class Agents:
                 if message.crashed:
                     self.crashed.add(message.worker)
                 incarnation = workers[message.worker]
+                if not message.returns:
+                    self._gone.add((message.worker, incarnation))
                 self.note_end(message.worker, message.how, incarnation, asked=message.asked)
 
     def _admit(self, agent: Caller, message: MachineJoined) -> None:
@@ -203,6 +226,18 @@ class Agents:
 
     # -- losses -------------------------------------------------------------------------------------------
 
+    def left(self) -> MachinesLeft:
+        """Return what the machines that are left bring to the run when they join it again."""
+        agents = [agent.index for agent in self._admitted() if agent.index not in self._leaving]
+        workers = {
+            (worker, incarnation)
+            for agent in agents
+            for worker, incarnation in self._machines.workers[agent].items()
+            if incarnation == self._core.members.incarnation(worker)
+        }
+        servers = sum(len(self._machines.servers[agent]) for agent in agents)
+        return MachinesLeft(len(workers - self._gone), servers)
+
     def gone(self, agent: Caller) -> None:
         """Handle the end of the connection to an agent."""
         self._machines.liveness.machine_left(agent.index)
@@ -236,9 +271,9 @@ class Agents:
             self.lose_server(agent, server, how)
 
     def lose_server(self, agent: int, server: int, how: str, output: str = "") -> None:
-        """Handle the loss of a server that a machine has brought. A run in progress fails.
+        """Handle the loss of a server that a machine has brought. A run in progress cannot go on without it.
 
-        If the run has not begun yet, another machine may bring the server.
+        If the run has not begun yet, another machine may bring the server, and the agent ends what it has started.
 
         Args:
             agent: index of the machine's agent.
@@ -257,6 +292,8 @@ class Agents:
         self._watch.heard_s.pop(("server", server), None)
         if (member := self._members.get(("server", server))) is not None:
             self._hub.drop(member, how)
+        if (member := self._members.get(("agent", agent))) is not None:
+            self._hub.send(member, RunEnded(f"server {server} has ended before the run has begun: {how}"))
 
     def look(self) -> None:
         """Take out the machines and workers that are no longer alive, if it is time to look for them."""
@@ -269,7 +306,7 @@ class Agents:
         """Go on without a machine that is suspected to be down, or without a worker that is stopped.
 
         The workers and the agent receive the reason if they ever read again. If the machine has brought servers, a
-        run in progress fails, because it cannot continue without them.
+        run in progress cannot go on without them.
         """
         workers, reason = self._machines.workers[verdict.machine], verdict.reason
         if verdict.worker is None:

@@ -73,7 +73,7 @@ from ..wire.memory import shared_memory_available
 from ..wire.passing import Source
 from ..wire.patience import Patience
 from ..wire.stream import Stream, no_payload
-from .agents import Agents
+from .agents import Agents, MachinesLeft
 from .checkpoints import Checkpoints
 from .collection import Collection
 from .compute_devices import CPU
@@ -280,6 +280,31 @@ class CoordinatorHost(Host):
     def dismiss(self, failure: str, *, saved: bool = False) -> None:
         """Tell all machines that the run is over, and then that its results have been saved. See `RunEnded`."""
         self._call(lambda: self.agents.dismiss(failure, saved=saved))
+
+    def resume(self, words: str) -> None:
+        """Tell all machines that the run goes on from a checkpoint. See `RunResumes`."""
+        self._call(lambda: self.agents.resume(words))
+
+    def settle(self) -> MachinesLeft:
+        """After the loss of a server, give up the checkpoint that is being written. Then `checkpoints.saved` stays.
+
+        Returns:
+            What the machines that are left bring if the run goes on.
+        """
+        found: queue.SimpleQueue[MachinesLeft] = queue.SimpleQueue()
+
+        def close() -> None:
+            self.checkpoints.close()
+            self._call(look)  # after `saved` is known, which is a call, too
+
+        def look() -> None:
+            found.put(self.agents.left())
+
+        self._call(close)
+        while self._thread.is_alive():
+            with contextlib.suppress(queue.Empty):
+                return found.get(timeout=STOP_POLL_S)
+        return MachinesLeft(0, 0)
 
     def collect(self) -> Collection:
         """Start collecting the weights. The caller must wait until `finished` of the returned object is set.
@@ -504,7 +529,8 @@ class CoordinatorHost(Host):
         self._awaited.pop(peer.index, None)
         self.checkpoints.server_gone(peer.index)
         if not self._stopping:
-            if self.core.model is None and peer.index >= self.job.local_servers:
+            begun = self.core.model is not None or self.job.resumed is not None
+            if not begun and peer.index >= self.job.local_servers:
                 for agent in self.machines.agents_of("server", peer.index):
                     self.agents.lose_server(agent, peer.index, "its connection ended")
                 return

@@ -6,7 +6,10 @@ on one machine, except that the coordinator and other processes are on other one
 
 A machine that brings servers listens on one port for all of them, as the machine that serves the run does. The run
 cannot continue without them. So they stay until the coordinator ends them, and the agent stays with them: when it is
-asked to leave, it asks the coordinator to end the run, and when it loses its connection, it does not join again.
+asked to leave, it tells the coordinator, and when it loses its connection, it does not join again.
+
+When the run has lost a server and goes on from a checkpoint, the coordinator says so. Then every machine ends its
+processes and joins the run again with all of them, as it did at first.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from ...core.protocol.messages import (
     ProcessState,
     Refused,
     RunEnded,
+    RunResumes,
     ServerEnded,
     TakenOut,
     first_phase,
@@ -63,7 +67,7 @@ from ...wire.stream import Stream
 from ...wire.tcp import TCP, is_local
 from ...wire.tls import Contexts, contexts
 from ..live_run.local import HostMachine, LocalEngine, Process
-from ..live_run.rejoining import MOST_REJOINS, Rejoins
+from ..live_run.rejoining import FIRST_PAUSE_S, MOST_REJOINS, Rejoins
 from ..processes.endings import EXIT_PEER_LOST
 from ..processes.interruption import Interruption
 from ..processes.orders import payload_of_server
@@ -225,15 +229,15 @@ def join(
                     agent.carry_out(admitted.workers, worker_arguments, worker_payload, placed)
                 return Joined.of(folder, engine)
             except CutOffError as error:
-                if servers is not None:
+                if servers is not None and not error.resumes:
                     raise
-                if not error.workers:
+                if servers is None and not error.workers:
                     if engine.finished:  # nobody knows whether the run will keep what they have trained
                         raise
                     return Joined.of(folder, engine)
                 wanted, indices = len(error.workers), error.workers
                 devices = [agent.devices[worker] for worker in error.workers if worker in agent.devices]
-                reason, pause_s = error, again.pause_s()
+                reason, pause_s = error, FIRST_PAUSE_S if error.resumes else again.pause_s()
             except UnansweredError as error:
                 reason, pause_s = error, again.pause_s()
             except ConfigurationError as error:
@@ -257,13 +261,15 @@ class CutOffError(PeerLostError):
     """The connection to the coordinator was lost, so this machine is no longer part of the run.
 
     Attributes:
-        workers: the workers that had not ended yet, or were about to join again.
+        workers: the workers that join the run again if this machine does.
+        resumes: True if the run goes on from a checkpoint, so that its coordinator expects this machine again.
     """
 
-    def __init__(self, words: str, workers: Sequence[int]) -> None:
+    def __init__(self, words: str, workers: Sequence[int], *, resumes: bool = False) -> None:
         super().__init__(words, workers)
         self.words = words
         self.workers = workers
+        self.resumes = resumes
 
     def __str__(self) -> str:
         return self.words
@@ -400,12 +406,14 @@ class Agent:
         # worker that was taken out of the run -> time from which its process has been running again; inf while not
         self._taken_out: dict[int, float] = {}
         self._excluded: set[int] = set()  # workers that were taken out for good
+        self._gone: set[int] = set()  # workers that have ended and never join again
         # (time at which a worker asks to join again, its index), sorted
         self._due: list[tuple[float, int]] = []
         self._asked: int | None = None  # the worker that has asked, until it has been answered
         # why the run has failed, "" if it has not; None while it is in progress
         self._failure: str | None = None
         self._saved = False  # True once the results of the run have been saved, or could not be
+        self._resumes = ""  # why the run goes on from a checkpoint; "" if it does not
         self._cut_off: CutOffError | None = None  # set if the connection to the coordinator was lost
         self._ended_servers: set[int] = set()  # servers whose end has been reported
         self._failed_server: RunFailedError | None = None  # the first server that has failed during the run
@@ -443,7 +451,7 @@ class Agent:
                 self._start(workers)
             deadline_s = math.inf  # time by which the workers must have ended
             # Heartbeats go on while the workers leave; otherwise, the coordinator would count them as lost.
-            while self._busy and self._cut_off is None and self._failed_server is None:
+            while self._busy and self._cut_off is None:
                 self._hear()
                 self._report_states()
                 self._report_ends()
@@ -465,6 +473,8 @@ class Agent:
         self._report_ends()
         if self._interruption.asked:
             raise self._interruption.exception("all processes on this machine have ended", {})
+        if self._cut_off is not None and self._cut_off.resumes:
+            raise self._cut_off
         if self._failed_server is not None:
             raise self._failed_server
         if failed := engine.failed_worker():
@@ -479,8 +489,10 @@ class Agent:
         """True if a process has not ended yet, or a worker is about to join again.
 
         Servers end when the coordinator tells them to, which it does after it has collected the weights. If they have
-        ended before it has said that the run is over, it is about to say so.
+        ended before, it is about to say that the run is over, or that the run goes on from a checkpoint.
         """
+        if self._resumes and not self._interruption.asked:
+            return True
         if servers := self._engine.servers:
             told = self._failure is not None or self._interruption.asked
             running = len(self._ended_servers) < len(servers)
@@ -513,6 +525,7 @@ class Agent:
             self._running.pop(worker, None)
             self._taken_out.pop(worker, None)
             self._excluded.discard(worker)
+            self._gone.discard(worker)
             self._engine.start_worker(
                 worker,
                 HostMachine(),
@@ -524,15 +537,18 @@ class Agent:
         print_sentence(self._console, f"joined as {_listed('worker', workers)}")
 
     def _leave(self) -> None:
-        """Let the workers leave the run. If this machine has brought servers, the run ends."""
+        """Let the workers leave the run. If this machine has brought servers, the run loses them."""
         for process in self._engine.workers.values():
             process.signal(signal.SIGTERM)
         if self._engine.servers:
             names = _listed("server", self._engine.servers)
+            goes_on = "goes on from its last checkpoint; if it has none, it " * (
+                self._job.on_server_loss == "resume"
+            )
             print_sentence(
                 self._console,
-                f"a run in progress ends, because it cannot continue without {names}, and its weights are saved "
-                "first. A second signal ends all processes on this machine at once",
+                f"a run in progress {goes_on}ends, because it cannot continue without {names}, and its weights are "
+                "saved first. A second signal ends all processes on this machine at once",
             )
             with contextlib.suppress(PeerLostError):  # `_hear` notices that the connection is lost
                 self._stream.send(MachineLeaving())
@@ -573,13 +589,12 @@ class Agent:
                             )
                     case RunEnded(failure, saved):
                         self._failure, self._saved = failure, saved
+                    case RunResumes(words):
+                        self._resumes = words
                     case HeartbeatAnswered():
                         self._heartbeats.answered(message, self._job.now_ticks())
                     case MachineAdmitted(workers) if self._asked is not None:
-                        device, self._asked = self.devices.pop(self._asked, None), None
-                        if device is not None:  # the worker may have another index now
-                            self.devices |= dict.fromkeys(workers, device)
-                        self._start(workers)
+                        self._take_back(self._asked, workers)
                     case Refused(reason) if self._asked is not None:
                         worker, self._asked = self._asked, None
                         self._plan_return(worker, reason)
@@ -592,17 +607,34 @@ class Agent:
                     f"the connection to the coordinator was lost before it had saved the results: {error}"
                 )
             if self._failure is None:
-                cut_off = [
-                    worker
-                    for worker, process in self._engine.workers.items()
-                    if worker not in self._reported and process.exit_code in (None, EXIT_PEER_LOST)
-                ]
-                cut_off += [worker for _, worker in self._due]
-                cut_off += [] if self._asked is None else [self._asked]
-                self._cut_off = CutOffError(
-                    f"the connection to the coordinator was lost: {error}",
-                    cut_off,
-                )
+                words = self._resumes or f"the connection to the coordinator was lost: {error}"
+                self._cut_off = CutOffError(words, self._returning(), resumes=bool(self._resumes))
+
+    def _returning(self) -> list[int]:
+        """Return the workers that join the run again now that the connection is lost."""
+        if (
+            self._resumes
+        ):  # also those that have finished their script, because the run goes back to a checkpoint
+            return sorted(self._workers.keys() - self._gone - self._excluded)
+        cut_off = [
+            worker
+            for worker, process in self._engine.workers.items()
+            if worker not in self._reported and process.exit_code in (None, EXIT_PEER_LOST)
+        ]
+        cut_off += [worker for _, worker in self._due]
+        cut_off += [] if self._asked is None else [self._asked]
+        return cut_off
+
+    def _take_back(self, asked: int, workers: Mapping[int, int]) -> None:
+        """Start a worker that has asked to join again."""
+        device, self._asked = self.devices.pop(asked, None), None
+        if device is not None:
+            self.devices |= dict.fromkeys(workers, device)
+        if asked not in workers:  # another machine has this index now
+            self._reported.discard(asked)
+            for known in (self._engine.workers, self._workers, self._running, self._taken_out):
+                known.pop(asked, None)
+        self._start(workers)
 
     def _report_states(self) -> None:
         """Send a heartbeat with the states of the workers' processes if one is due."""
@@ -649,14 +681,17 @@ class Agent:
             if process.exit_code is None or worker in self._reported:
                 continue
             self._reported.add(worker)
+            killed = worker in self._taken_out and process.exit_code == -signal.SIGKILL
+            cut_off = (killed or process.exit_code == EXIT_PEER_LOST) and worker not in self._excluded
+            returns, asked = cut_off or process.exit_code == 0, self._interruption.asked
+            if not returns:
+                self._gone.add(worker)
             # `_hear` notices that the connection is lost.
             with contextlib.suppress(PeerLostError, DeadlineError):
-                asked = self._interruption.asked
-                self._stream.send(ProcessEnded(worker, process.ending, process.crashed, asked))
+                self._stream.send(ProcessEnded(worker, process.ending, process.crashed, asked, returns))
                 self._stream.drain()
-            killed = worker in self._taken_out and process.exit_code == -signal.SIGKILL
-            over = self._failure is not None or self._cut_off is not None or self._interruption.asked
-            if (killed or process.exit_code == EXIT_PEER_LOST) and not (over or worker in self._excluded):
+            over = self._failure is not None or self._cut_off is not None or asked
+            if cut_off and not (over or self._resumes or self._failed_server is not None):
                 self._plan_return(worker, f"worker {worker} was cut off from the run")
 
     def _plan_return(self, worker: int, why: str) -> None:

@@ -8,10 +8,11 @@ import time
 from msgspec import structs
 
 from ...errors import RunFailedError
+from ...runtime.agents import MachinesLeft
 from ...runtime.checkpoints import Saved
 from ...runtime.job import Job, Resumed
 
-__all__ = ["Lives", "ServerLost"]
+__all__ = ["Lives", "ServerLost", "is_loss", "on_machines"]
 
 MOST_IN_VAIN = 3
 """How often a run goes on from the same checkpoint. A server may run out of memory each time."""
@@ -31,25 +32,46 @@ class ServerLost(Exception):
         self.next_life = next_life
 
 
+def is_loss(failure: RunFailedError) -> bool:
+    """Return True if a run has failed because a server was lost, and not because of an exception in the server."""
+    return failure.process.startswith("server ") and not failure.traceback
+
+
+def on_machines(job: Job, left: MachinesLeft) -> Job:
+    """Return a job that the machines that are left can begin. The serving machine has the servers that they lack.
+
+    The run may have fewer workers than when it began, but not fewer than it continues with (`Job.pause_below`). A job
+    that no machine can join stays as it is.
+
+    Example:
+        Of two machines with a worker and a server each, one is lost:
+
+        >>> from paceline.runtime.job_options import make_job
+        >>> job = make_job(workers=2, servers=3, remote_servers=2, joined=True, dry_run=True)
+        >>> job = on_machines(job, MachinesLeft(workers=1, servers=1))
+        >>> job.least, job.local_servers, job.remote_servers
+        (1, 2, 1)
+    """
+    if not job.joined:
+        return job
+    least = max(1, job.pause_below, min(job.least, left.workers))
+    return structs.replace(job, least=least, remote_servers=min(job.remote_servers, left.servers))
+
+
 class Lives:
     """Decides whether a run goes on by itself."""
 
     def __init__(self) -> None:
         self._in_vain = 0
 
-    def next(self, job: Job, address: str, failure: RunFailedError | None, saved: Saved | None) -> Job | None:
-        """Return the configuration with which a run goes on after a failure; None if it does not.
+    def next(self, job: Job, address: str, saved: Saved | None) -> Job | None:
+        """Return the configuration with which a run goes on after the loss of a server; None if it does not.
 
         Args:
             job: the configuration of the run.
             address: the address of its coordinator, which machines that have joined the run call again.
-            failure: why the run has ended; None if it has not failed.
             saved: the newest checkpoint that was written since the run began or went on; None if there is none.
         """
-        if failure is None or not failure.process.startswith("server ") or failure.traceback:
-            return None
-        if job.remote_servers:  # a machine that has brought servers does not join again by itself
-            return None
         path = str(saved.path) if saved is not None else "" if job.resumed is None else job.resumed.path
         self._in_vain = 0 if saved is not None else self._in_vain + 1
         if job.on_server_loss != "resume" or not path or self._in_vain > MOST_IN_VAIN:

@@ -80,6 +80,11 @@ class Placement(msgspec.Struct, frozen=True):
         workers = 0 if job.joined else job.workers
         return cls(LOOPBACK, (HostMachine(),) * job.local_servers, (HostMachine(),) * workers)
 
+    def for_servers(self, count: int) -> Placement:
+        """Return a placement with this number of servers. Further ones are on the machine of the first server."""
+        more = (self.servers[0],) * (count - len(self.servers))
+        return msgspec.structs.replace(self, servers=(*self.servers, *more))
+
     def require_for(self, job: Job) -> None:
         """Raise `ConfigurationError` if this placement does not fit the job."""
         placed = len(self.servers), len(self.workers)

@@ -28,6 +28,7 @@ from ...errors import ConfigurationError, RunFailedError
 from ...outlets.wanted import Outlets
 from ...plugins.user_conditions import local_conditions
 from ...report.run_file import Resumption, RunFile, write_run_file
+from ...report.words import counted
 from ...runtime.coordinator_host import CoordinatorHost
 from ...runtime.in_progress import published
 from ...runtime.job import Job, claim_run_dir
@@ -49,7 +50,7 @@ from ..terminal.output import print_sentence
 from ..terminal.run_display import Progress
 from ..terminal.shared_terminal import Terminal
 from .earlier_life import Earlier, make_room
-from .lives import Lives, ServerLost
+from .lives import Lives, ServerLost, is_loss, on_machines
 from .local import LocalEngine, Placement
 from .reporting import REPORT, write_report
 from .run_description import description_of
@@ -123,55 +124,56 @@ def start(
     server_payload = server_payload_of(job, path)
     lives = Lives()
     announced = False  # True once `listening` was called. The address stays the same
-    while True:
-        sock, address = CoordinatorHost.listen_for(job, placement.coordinator)
-        try:
-            earlier = None if job.resumed is None else make_room(job)
-            job = claim_run_dir(job)
-        except ConfigurationError:
-            sock.close()
-            raise
-        described = _describe(job, worker_arguments, command, source, earlier, interrupted)
-        listener = Listener(sock, bytes.fromhex(job.mark)) if job.secure else None
-        # Whoever knows the address may connect at once, so the listener must know the coordinator before it begins.
-        connections = sock if listener is None else PassedSockets(listener.receiver(COORDINATOR))
-        if not announced:
-            announced = True
-            listening(address, job)
-        streams = streams or Streams()
-        # Lines with the names of their processes cannot be drawn by one of them.
-        terminal = None if streams.show_all or job.joined else Terminal.here()
-        with (
-            Showing(outlets or Outlets(), job, address) as showing,
-            Interruption() as interruption,
-            published(Path(job.run_dir), address, job.token, showing.page),
-            terminal or contextlib.nullcontext(),
-            starter or Starter(placement.prefixes()) as starter,
-            listener or contextlib.nullcontext(),
-            Rehearsals() as rehearsals,
-        ):
-            run = LiveRun(
-                job,
-                CoordinatorHost(job, connections, address, rehearsals),
-                placement,
-                starter,
-                console,
-                interruption,
-                snapshot_every_s,
-                streams,
-                terminal,
-                patience_s,
-                listener,
-                lives,
-                described.resumptions,
-            )
+    with Interruption() as interruption:  # a signal between two lives ends the next one
+        while True:
+            sock, address = CoordinatorHost.listen_for(job, placement.coordinator)
             try:
-                return run.carry_out(worker_arguments, worker_payload, server_payload)
-            except ServerLost as loss:
-                interrupted = loss.words
-                job = loss.next_life
-        starter = None
-        outlets = (outlets or Outlets()).opened_again()
+                earlier = None if job.resumed is None else make_room(job)
+                job = claim_run_dir(job)
+            except ConfigurationError:
+                sock.close()
+                raise
+            described = _describe(job, worker_arguments, command, source, earlier, interrupted)
+            listener = Listener(sock, bytes.fromhex(job.mark)) if job.secure else None
+            # Whoever knows the address may connect at once, so the listener must know the coordinator first.
+            connections = sock if listener is None else PassedSockets(listener.receiver(COORDINATOR))
+            if not announced:
+                announced = True
+                listening(address, job)
+            streams = streams or Streams()
+            # Lines with the names of their processes cannot be drawn by one of them.
+            terminal = None if streams.show_all or job.joined else Terminal.here()
+            with (
+                Showing(outlets or Outlets(), job, address) as showing,
+                published(Path(job.run_dir), address, job.token, showing.page),
+                terminal or contextlib.nullcontext(),
+                starter or Starter(placement.prefixes()) as starter,
+                listener or contextlib.nullcontext(),
+                Rehearsals() as rehearsals,
+            ):
+                run = LiveRun(
+                    job,
+                    CoordinatorHost(job, connections, address, rehearsals),
+                    placement,
+                    starter,
+                    console,
+                    interruption,
+                    snapshot_every_s,
+                    streams,
+                    terminal,
+                    patience_s,
+                    listener,
+                    lives,
+                    described.resumptions,
+                )
+                try:
+                    return run.carry_out(worker_arguments, worker_payload, server_payload)
+                except ServerLost as loss:
+                    interrupted = loss.words
+                    job = loss.next_life
+            placement = placement.for_servers(job.local_servers)
+            starter = None
+            outlets = (outlets or Outlets()).opened_again()
 
 
 def _describe(
@@ -269,7 +271,8 @@ class LiveRun:
             job, coordinator.address, starter, self._channels, coordinator.worker_ended, listener=listener
         )
         self._waiting = Waiting(coordinator, self._engine, job.stall_timeout_s, self._say, terminal)
-        self._vacancies = Vacancies(coordinator, patience_s, self._say) if job.joined else None
+        again = bool(resumptions and resumptions[-1].why)
+        self._vacancies = Vacancies(coordinator, patience_s, self._say, again=again) if job.joined else None
         self._sampler = Sampler(coordinator, snapshot_every_s) if snapshot_every_s else None
         self._keeper = Keeper(coordinator) if job.guard == "stop" else None
         self._digester = Digester(job)
@@ -320,16 +323,19 @@ class LiveRun:
                         thread.start()
                 failure = self._await_end()
                 if not self._interruption.asked:
-                    next_life = self._lives.next(
-                        self._job, coordinator.address, failure, coordinator.checkpoints.saved
-                    )
+                    next_life = self._next_life(failure)
                 self._departures = tuple(coordinator.core.members.departures)
                 reason = "" if failure is None else _reason(failure)
                 if self._interruption.asked:
                     reason = reason or "it was interrupted on the machine that serves it"
-                # Machines that are not told that the run is over join it again.
                 if next_life is None:
                     coordinator.dismiss(reason)
+                elif next_life.resumed is not None:
+                    checkpoint = Path(next_life.resumed.path).name
+                    coordinator.resume(
+                        f"{reason.removesuffix('.')}; the run goes on from checkpoint {checkpoint}, and the script "
+                        "begins again"
+                    )
                 early = bool(reason)
                 if early:
                     engine.end(engine.workers.values(), grace_s=0.0, hurried=self._interruption.hurried)
@@ -357,7 +363,7 @@ class LiveRun:
         for process in left:
             self._notes.append(f"{process.name} (process {process.id}) was killed, but has not ended yet")
         if failure is not None and next_life is not None:
-            raise ServerLost(str(failure) if str(failure).endswith(".") else f"{failure}.", next_life)
+            raise ServerLost(self._words_of(failure, next_life), next_life)
         if failure is not None:
             raise self._failed(failure)
         if self._interruption.asked:
@@ -386,6 +392,8 @@ class LiveRun:
                 reason = self._vacancies.look()
             if reason:
                 coordinator.fail(RunFailedError("the run", reason))
+            elif self._vacancies is not None and (loss := self._vacancies.unreturned_server()) is not None:
+                coordinator.fail(loss)
         return self._failure()
 
     def _follow_main(self) -> None:
@@ -497,6 +505,21 @@ class LiveRun:
             for departure in core.members.departures
             if departure.fate == "lost"
         )
+
+    def _next_life(self, failure: RunFailedError | None) -> Job | None:
+        """Return the configuration with which the run goes on; None if it does not."""
+        if failure is None or not is_loss(failure):
+            return None
+        left = self._coordinator.settle()
+        saved = self._coordinator.checkpoints.saved
+        next_life = self._lives.next(self._job, self._coordinator.address, saved)
+        return None if next_life is None else on_machines(next_life, left)
+
+    def _words_of(self, failure: RunFailedError, next_life: Job) -> str:
+        """Return what has happened, in sentences, and where servers run that no machine brings any more."""
+        moved = self._job.remote_servers - next_life.remote_servers
+        here = f" The machine that serves the run takes over {counted(moved, 'server')}." if moved else ""
+        return f"{str(failure).removesuffix('.')}.{here}"
 
     # -- after the run ------------------------------------------------------------------------------------
 

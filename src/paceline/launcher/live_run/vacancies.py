@@ -5,10 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from ...errors import RunFailedError
 from ...report.words import counted
 from ...runtime.coordinator_host import CoordinatorHost
 
 __all__ = ["Vacancies"]
+
+# Time in which machines join a run again that goes on by itself. They call it for that long (`paceline join --wait`).
+RETURN_TIMEOUT_S = 60.0
 
 
 class Vacancies:
@@ -18,14 +22,22 @@ class Vacancies:
         coordinator: the coordinator of the run.
         patience_s: number of seconds for which the run may have too few workers; None for no limit.
         say: a function that prints a line.
+        again: True if the run goes on by itself after the loss of a server, so that machines join it again.
     """
 
     def __init__(
-        self, coordinator: CoordinatorHost, patience_s: float | None, say: Callable[[str], None]
+        self,
+        coordinator: CoordinatorHost,
+        patience_s: float | None,
+        say: Callable[[str], None],
+        *,
+        again: bool = False,
     ) -> None:
         self._coordinator = coordinator
         self._patience_s = patience_s
         self._say = say
+        self._again = again
+        self._begun_s = time.monotonic()
         self._paused = False
         self._vacant = 0  # number of servers for which the run was last said to be waiting
         self._since_s: float | None = None  # time since which there have been too few workers
@@ -58,6 +70,15 @@ class Vacancies:
         return (
             f"it has {shortage}, and has waited for {self._patience_s:g} s (--wait). Let more machines join, or "
             "start the run with a smaller minimum (--workers MIN:MAX)"
+        )
+
+    def unreturned_server(self) -> RunFailedError | None:
+        """Return the loss of a server whose machine was to join the run again, if it has not done so in time."""
+        vacant = tuple(self._coordinator.core.servers.vacant)
+        if not (self._again and vacant) or time.monotonic() < self._begun_s + RETURN_TIMEOUT_S:
+            return None
+        return RunFailedError(
+            f"server {min(vacant)}", f"its machine has not joined the run again within {RETURN_TIMEOUT_S:g} s"
         )
 
     def _look_for_servers(self) -> None:

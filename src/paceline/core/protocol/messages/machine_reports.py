@@ -25,6 +25,7 @@ __all__ = [
     "ProcessEnded",
     "ProcessState",
     "RunEnded",
+    "RunResumes",
     "ServerEnded",
     "StatusReported",
     "TakenOut",
@@ -114,12 +115,15 @@ class ProcessEnded(Message, frozen=True, tag=True):
         how: a phrase that says how the process ended.
         crashed: True if the process has crashed.
         asked: True if the machine had asked its workers to leave.
+        returns: True if the worker has finished, or was only cut off. It joins again if the run goes on from a
+            checkpoint.
     """
 
     worker: Number
     how: Annotated[str, msgspec.Meta(max_length=MOST_WORDS)]
     crashed: bool
     asked: bool = False
+    returns: bool = False
 
 
 @sent("agent", to="coordinator", during="joined", forwarded=False)
@@ -260,3 +264,16 @@ class RunEnded(Message, frozen=True, tag=True):
 
     failure: str
     saved: bool = False
+
+
+@sent("coordinator", to="agent", during="joined", forwarded=False)
+class RunResumes(Message, frozen=True, tag=True):
+    """The run has lost a server and goes on from a checkpoint. The coordinator closes all connections next.
+
+    Every machine then joins the run again, with its workers and its servers.
+
+    Attributes:
+        words: what has happened, and from which checkpoint the run goes on.
+    """
+
+    words: str
