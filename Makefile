@@ -88,7 +88,7 @@ $(SCHEDULERS)/.ready: pyproject.toml constraints.txt
 	$(SCHEDULERS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,schedulers]'
 	@touch $@
 
-ray: $(SCHEDULERS)/.ready  ## create .venv-schedulers with Ray and Kubernetes' schemas, and test runs and studies on Ray clusters and the manifests (4 minutes after the installation)
+ray: $(SCHEDULERS)/.ready  ## create .venv-schedulers with Ray and Kubernetes' schemas, and test runs and studies on Ray clusters and the manifests (10 minutes after the installation)
 	OMP_NUM_THREADS=1 $(SCHEDULERS)/bin/python -m pytest -p no:cacheprovider tests/launcher/test_ray.py tests/launcher/test_kubernetes.py tests/studies/test_work.py
 
 # Debian's packages: chromium npm

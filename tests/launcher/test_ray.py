@@ -459,12 +459,27 @@ def test_a_lost_node_with_the_servers_ends_nothing(driver: Path) -> None:
         + """
 import threading
 
+from paceline.launcher.clusters.ray_run import RayRun
 from recording import train
+
+said = []
+say = RayRun._say
+
+def say_and_note(run, line):
+    said.append(line)
+    say(run, line)
+
+RayRun._say = say_and_note
 
 def disturb():
     await_that(lambda: Path("run/checkpoints/000002").exists(), "two checkpoints are whole")
     host = json.loads(Path("run/running.json").read_text())["address"].split(":")[1]
-    raylet = next(node for node in nodes if node.node_ip_address == host).all_processes["raylet"][0].process
+    node = next(node for node in nodes if node.node_ip_address == host)
+    drain = ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=soon", "--deadline-remaining-seconds=600"]
+    ray_command = [str(Path(sys.executable).with_name("ray")), "drain-node", f"--address={cluster.address}"]
+    subprocess.run([*ray_command, f"--node-id={node.node_id}", *drain], check=True)
+    await_that(lambda: any("which serves the run" in line for line in said), "the driver has noticed")
+    raylet = node.all_processes["raylet"][0].process
     raylet.kill()
     raylet.wait()
     await_that(Path("run/before").exists, "the run goes on")
@@ -472,7 +487,7 @@ def disturb():
 
 thread = threading.Thread(target=disturb)
 thread.start()
-run(train, os.getcwd(), checkpoint_every=0.3)
+run(train, os.getcwd(), checkpoint_every=0.3, progress=True)
 thread.join()
 """
     )
@@ -481,6 +496,21 @@ thread.join()
 
     assert ended.returncode == 0, ended.stderr
     require_closed(summary(), 1)
+    words = " ".join(ended.stderr.split())
+    assert (
+        "about to take away its node, which serves the run. It will go on from its newest checkpoint" in words
+    )
+    assert "servers was lost: " in words
+
+
+def test_a_lost_server_ends_the_run_if_the_user_wants_it_so(driver: Path, mark: str) -> None:
+    resumable(driver)
+    program = started(driver, on_server_loss="stop")
+    os.kill(json.loads(Path("run", "running.json").read_text())["process"]["process_id"], signal.SIGKILL)
+    output, _ = program.communicate(timeout=120)
+
+    assert program.returncode != 0
+    assert "is whole; to go on from it: paceline.launch(..., resume=" in " ".join(output.split())
 
 
 def test_a_lost_server_ends_the_run_without_a_checkpoint(driver: Path, mark: str) -> None:
