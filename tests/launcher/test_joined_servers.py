@@ -326,7 +326,8 @@ def test_bad_input(
 @pytest.mark.thorough
 def test_a_machine_with_too_little_memory_for_its_servers_says_so(mark: str) -> None:
     Path("small.py").write_text(
-        "from paceline.runtime import server\nserver.available_bytes = lambda: 100\n"  # only at remote servers
+        "from paceline.runtime import server_host\n"
+        "server_host.available_bytes = lambda: 100\n"  # only at remote servers
     )
     served = Served("--workers", "1", *TWO_SERVERS, "--import", "small")
     joined = served.join("1", options=BRINGS_ONE)

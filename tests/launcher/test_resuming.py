@@ -277,7 +277,9 @@ def test_a_function_goes_on_from_a_checkpoint_unless_it_has_changed(caplog: pyte
 
 @pytest.mark.parametrize("victim", ["server 0", *thorough("server 1")])
 def test_a_lost_server_ends_nothing(mark: str, victim: str) -> None:
-    program = started("-n", "2", "--servers", "2")
+    """What the server has printed is not why it was lost."""
+    Path("noisy.py").write_text('print("a warning")')
+    program = started("-n", "2", "--servers", "2", "--import", "noisy")
     os.kill(processes(mark)[victim], signal.SIGKILL)
     await_that(lambda: Path("run", "before").exists(), "the run begins again")
     Path("go").touch()

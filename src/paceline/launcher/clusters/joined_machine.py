@@ -669,7 +669,7 @@ class Agent:
                 continue
             self._ended_servers.add(server)
             failed = process.exit_code != 0
-            output = process.tail()[-MOST_WORDS:] if failed else ""
+            output = process.words[-MOST_WORDS:]
             # `_hear` notices that the connection is lost.
             with contextlib.suppress(PeerLostError, DeadlineError):
                 self._stream.send(ServerEnded(server, process.ending, output))

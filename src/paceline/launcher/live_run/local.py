@@ -202,6 +202,11 @@ class Process:
         self._why_killed = why
         self.signal(signal.SIGKILL)
 
+    @property
+    def words(self) -> str:
+        """The last lines of the output, if the process has failed by itself; "" if a signal has terminated it."""
+        return self.tail() if self.exit_code is not None and self.exit_code > 0 else ""
+
     def tail(self) -> str:
         """Return the last lines of the output; "" if the log cannot be read."""
         if self.exit_code is not None:
@@ -302,7 +307,7 @@ class LocalEngine:
         """Return the failure of a server that has ended during the run, or None if all servers are still running."""
         for server in self.servers.values():
             if server.exit_code is not None:
-                return RunFailedError(server.name, server.ending, server.tail())
+                return RunFailedError(server.name, server.ending, server.words)
         return None
 
     def failed_worker(self) -> RunFailedError | None:
