@@ -102,15 +102,23 @@ def machines_alone() -> Iterator[None]:
 
 
 @pytest.fixture
-def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def own_models() -> Iterator[None]:
+    """The sync models that a test registers, and their modules, are unknown to later tests."""
+    before = dict(MODELS)
+    yield
+    for name in MODELS.keys() - before.keys():
+        sys.modules.pop(MODELS.pop(name).__module__, None)
+    parse.cache_clear()
+
+
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_models: None) -> Path:
     """A folder with the module `failing_models`, which is imported as a user's module is."""
     shutil.copy(Path(__file__).with_name("support") / "failing_models.py", tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     loading.load_models("", ["failing_models"])
-    yield tmp_path
-    del MODELS["failing"], sys.modules["failing_models"]
-    parse.cache_clear()
+    return tmp_path
 
 
 @dataclass

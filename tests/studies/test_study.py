@@ -377,7 +377,7 @@ def test_a_changed_training_function_is_another_study(tmp_path: Path) -> None:
         carried_out(describe(entries, tmp_path), tmp_path / "out")
 
 
-def test_the_study_files_of_the_documentation_are_valid(tmp_path: Path) -> None:
+def test_the_study_files_of_the_documentation_are_valid(tmp_path: Path, own_models: None) -> None:
     first, second = re.findall(
         r"```toml\n(.*?)```", (EXAMPLE.parents[2] / "docs" / "studies.md").read_text(), re.DOTALL
     )
