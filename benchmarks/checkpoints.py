@@ -81,7 +81,7 @@ def cases_of(sizes_mb: Sequence[float]) -> list[Case]:
 
 def estimate_s(rounds: int, cases: Sequence[Case]) -> float:
     """Estimate how long the measurement takes, in seconds."""
-    return sum(6.0 + rounds * case.size_mb * (3 if case.optimizer == "Adam" else 1) / 45 for case in cases)
+    return sum(6.0 + rounds * case.size_mb * (1.5 if case.optimizer == "Adam" else 1) / 8 for case in cases)
 
 
 def measure(tell: TellShare, rounds: int, cases: Sequence[Case]) -> list[CheckpointRow]:

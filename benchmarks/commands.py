@@ -402,7 +402,7 @@ def checkpoints(
 ) -> None:
     """Measure how much longer the steps of a worker are while a checkpoint is written, with SGD and with Adam.
 
-    Takes about 6 minutes.
+    Takes about 15 minutes.
     """
     from . import checkpoints as benchmark
 
