@@ -542,9 +542,8 @@ class Agent:
             process.signal(signal.SIGTERM)
         if self._engine.servers:
             names = _listed("server", self._engine.servers)
-            goes_on = "goes on from its last checkpoint; if it has none, it " * (
-                self._job.on_server_loss == "resume"
-            )
+            resumes = self._job.on_server_loss == "resume"
+            goes_on = "goes on from its last checkpoint; if it has none, it " if resumes else ""
             print_sentence(
                 self._console,
                 f"a run in progress {goes_on}ends, because it cannot continue without {names}, and its weights are "
