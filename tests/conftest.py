@@ -103,12 +103,8 @@ def machines_alone() -> Iterator[None]:
 
 @pytest.fixture
 def own_models() -> Iterator[None]:
-    """The sync models that a test registers, and their modules, are unknown to later tests.
-
-    What `parse` has kept is forgotten on both sides: a module that is imported again has another class.
-    """
+    """The sync models that a test registers, and their modules, are unknown to later tests."""
     before = dict(MODELS)
-    parse.cache_clear()
     yield
     for name in MODELS.keys() - before.keys():
         sys.modules.pop(MODELS.pop(name).__module__, None)

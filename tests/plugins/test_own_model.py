@@ -85,6 +85,16 @@ def test_it_keeps_the_promises_of_every_model(buffered: type[SyncModel]) -> None
     assert str(check(buffered(batch=2))) in (ROOT / "docs" / "your-own-model.md").read_text()
 
 
+def test_a_model_that_is_imported_again_is_checked_as_its_new_class(buffered: type[SyncModel]) -> None:
+    """The search changes from BSP to the model by its name."""
+    before = check(buffered(batch=2), iterations=1)
+    del MODELS["buffered"], sys.modules["buffered"]
+    load_models("", ["buffered"])
+    anew = MODELS["buffered"]
+    assert anew is not buffered
+    assert check(anew(batch=2), iterations=1) == before
+
+
 def test_it_is_simulated_and_its_trace_replays(buffered: type[SyncModel]) -> None:
     result = simulate(Cluster(compute_s=[1.0, 1.0, 3.0], servers=2), "buffered:batch=2", 30, record=True)
     assert 0 < result.updates <= 3 * 30 // 2

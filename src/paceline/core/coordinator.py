@@ -24,7 +24,6 @@ No push or pull goes through the coordinator.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
 
 from ..errors import ConfigurationError, InternalError, ProtocolError
 from ..plugins.failures import blame
@@ -1153,7 +1152,6 @@ class Coordinator:
         return requests + self._join_next() if self.reconfigurations.waiting else requests
 
 
-@cache
 def _is_lockstep(sync: str) -> bool:
     """Return True if every model in `sync` keeps all workers in lockstep; False if `sync` is empty."""
     return bool(sync) and all(model.lockstep for model in parse_shards(sync))

@@ -126,6 +126,7 @@ from ..state import Subject
 from ..sync import ASP, BSP, SSP, Conditions, ElasticBSP, SpecSync, SyncModel, events, parse
 from ..sync.conditions import ConditionMachine
 from ..sync.events import Clip
+from ..sync.notation import parse_shards
 from ..sync.schedule import Schedule
 from ..sync.schedule import Step as ScheduleStep
 from .admission import Admission, ShardView, WorkerView
@@ -141,7 +142,6 @@ from .state_pools import (
     Step,
     Tape,
     WorkerState,
-    parse_shards,
     put,
 )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from functools import cache
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -18,7 +17,6 @@ from ..core.worker import Worker
 from ..errors import InternalError
 from ..state import Outlook, Subject, restore, snapshot
 from ..sync.events import Change, Clip, Stop
-from ..sync.notation import parse_shards as read_shards
 from .admission import ShardView
 
 __all__ = [
@@ -33,7 +31,6 @@ __all__ = [
     "Step",
     "Tape",
     "WorkerState",
-    "parse_shards",
     "put",
 ]
 
@@ -46,9 +43,6 @@ Key = tuple[int, int]
 
 MOST_WORKERS = 4
 """The maximum number of workers in a `SmallJob`."""
-
-
-parse_shards = cache(read_shards)
 
 
 def put(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:
