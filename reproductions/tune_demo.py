@@ -22,6 +22,7 @@ from paceline.demo.trial import run_trial
 from paceline.errors import ConfigurationError
 
 from .grid_search import Measure, Point, Score, learning_rate, search
+from .result_file import append_results, read_results
 
 __all__ = ["STARTS", "Journal", "Measured", "tune"]
 
@@ -62,7 +63,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Journal:
-    """All measurements so far, stored in a JSON Lines file.
+    """All measurements so far, stored in a file of results.
 
     Args:
         path: path to the file, which need not exist.
@@ -75,12 +76,7 @@ class Journal:
     def __init__(self, path: Path, problem: Problem) -> None:
         self._path = path
         self._done: dict[tuple[Setting, int], Measured] = {}
-        try:
-            lines = path.read_bytes().splitlines() if path.exists() else []
-            records = [msgspec.json.decode(line, type=Measured) for line in lines]
-        except (OSError, msgspec.DecodeError) as error:
-            raise ConfigurationError(f"{path} is not a journal of measurements: {error}") from error
-        for record in records:
+        for record in read_results(path, Measured):
             if record.problem != problem:
                 raise ConfigurationError(
                     f"{path} contains measurements for another training task ({record.problem}); move the file "
@@ -98,8 +94,7 @@ class Journal:
     def add(self, record: Measured) -> None:
         """Add a measurement and append it to the file."""
         self._done[record.setting, record.seed] = record
-        with self._path.open("ab") as file:
-            file.write(msgspec.json.encode(record) + b"\n")
+        append_results(self._path, record)
 
 
 def tune(

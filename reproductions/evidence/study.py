@@ -1,7 +1,6 @@
 """Runs the protocol for a problem, one cell after another. A cell is a contender at a place.
 
-Each finished cell is appended to a file, one JSON object per line, so that a study which was stopped continues with
-the first missing cell.
+Each finished cell is appended to a file, so that a study which was stopped continues with the first missing cell.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import msgspec
 from paceline.studies.work import Tell, in_this_process, work_off
 
 from ..grid_search import Point
+from ..result_file import append_results, read_results
 from .places import Contender, Place, Variant
 from .protocol import (
     DECAYS,
@@ -135,9 +135,7 @@ class Cell(msgspec.Struct, frozen=True):
 
 def read_cells(path: Path) -> list[Cell]:
     """Return the cells in a file; none if it does not exist."""
-    if not path.exists():
-        return []
-    return [msgspec.json.decode(line, type=Cell) for line in path.read_bytes().splitlines()]
+    return read_results(path, Cell)
 
 
 def missing(study: Study, path: Path) -> list[tuple[Place, Contender]]:
@@ -153,14 +151,10 @@ def run(study: Study, path: Path, tell: Tell) -> None:
     def make(task: tuple[Place, Contender]) -> Cell:
         return make_cell(study, *task)
 
-    def keep(task: tuple[Place, Contender], cell: Cell) -> None:
-        with path.open("ab") as file:
-            file.write(msgspec.json.encode(cell) + b"\n")
-
     work_off(
         make,
         missing(study, path),
-        keep,
+        lambda task, cell: append_results(path, cell),
         tell,
         pool=in_this_process,
         name_of=lambda task: f"{task[0].name}: {task[1].name}",

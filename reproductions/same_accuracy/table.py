@@ -19,6 +19,7 @@ import torch
 
 from paceline.studies.work import Tell, in_processes, in_this_process, work_off
 
+from ..result_file import append_results, read_results
 from .ensemble import Setting, train
 from .guarding import Guards
 from .plan import COSTS_S, FACTORS, PROBLEMS, TUNING_SEEDS, Job, Scope, cluster_of, jobs
@@ -139,15 +140,11 @@ class Order(msgspec.Struct, frozen=True):
 
 def read(path: Path) -> tuple[dict[str, Tuned], dict[tuple[object, ...], Result]]:
     """Return the rates of each problem, and the results by their keys, in a file; none if it does not exist."""
-    tuned: dict[str, Tuned] = {}
-    results: dict[tuple[object, ...], Result] = {}
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        each = msgspec.json.decode(line, type=Tuned | Result)
-        if isinstance(each, Tuned):
-            tuned[each.problem] = each
-        else:
-            results[each.key] = each
-    return tuned, results
+    found: list[Tuned | Result] = read_results(path, Tuned, Result)
+    return (
+        {each.problem: each for each in found if isinstance(each, Tuned)},
+        {each.key: each for each in found if isinstance(each, Result)},
+    )
 
 
 def missing(scope: Scope, kinds: Sequence[str], seeds: int, path: Path, epochs: int | None) -> list[Order]:
@@ -186,7 +183,7 @@ def make(
         failures = work_off(
             _make,
             orders,
-            lambda order, results: _append(order.path, *results),
+            lambda order, results: append_results(order.path, *results),
             tell,
             pool=pool,
             cost_of=lambda order: order.cost_s,
@@ -208,7 +205,7 @@ def tune(names: Sequence[str], path: Path, epochs: int | None) -> None:
         quality = train(problem, schedule, settings, TUNING_SEEDS, 1)[-1].quality.mean(axis=1)
         ranked = np.where(np.isfinite(quality), quality if problem.higher_is_better else -quality, -math.inf)
         best = problem.rates[int(ranked.argmax())]
-        _append(path, Tuned(name, best, [_rounded(value) for value in quality]))
+        append_results(path, Tuned(name, best, [_rounded(value) for value in quality]))
 
 
 def _make(order: Order) -> list[Result]:
@@ -259,12 +256,6 @@ def _make_ensemble(
             Result(name, job.cluster, job.workers, job.model, kind, order.seeds, end_s, took_s, runs)
         )
     return results
-
-
-def _append(path: Path, *lines: Tuned | Result) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
 
 def _prepare() -> None:

@@ -142,7 +142,7 @@ def test_journal_of_another_problem_is_refused(tmp_path: Path) -> None:
 
 def test_journal_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tuning.jsonl").write_text("hello\n")
-    with pytest.raises(ConfigurationError, match="not a journal"):
+    with pytest.raises(ConfigurationError, match="not a file of results"):
         Journal(tmp_path / "tuning.jsonl", Problem())
 
 

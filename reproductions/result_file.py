@@ -1,0 +1,56 @@
+"""A file of results, one JSON object per line, to which each result is appended when its task has ended.
+
+So a command that was stopped continues with what is missing. If it is killed while it writes a line, the line has no
+end. Such a line is ignored, and the next result takes its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from paceline.errors import ConfigurationError
+
+__all__ = ["append_results", "read_results"]
+
+Kind = TypeVar("Kind", bound=msgspec.Struct)
+
+
+def read_results(path: Path, *kinds: type[Kind]) -> list[Kind]:
+    """Return the results in a file, in its order; none if it does not exist.
+
+    Args:
+        path: the file.
+        kinds: what a line may contain. If there are several kinds, their tags tell them apart.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or a line is not a result of these kinds.
+    """
+    decoder = msgspec.json.Decoder(functools.reduce(operator.or_, kinds))
+    try:
+        content = path.read_bytes() if path.exists() else b""
+        found: list[Kind] = decoder.decode_lines(content[: _finished(content)])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigurationError(
+            f"{path} is not a file of results: {error}. Move it elsewhere, or choose another file."
+        ) from error
+    return found
+
+
+def append_results(path: Path, *results: msgspec.Struct) -> None:
+    """Append results to a file. The file and its folder are made if they do not exist."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    with path.open("r+b") as file:
+        file.truncate(_finished(file.read()))
+        file.seek(0, 2)
+        file.write(b"".join(msgspec.json.encode(each) + b"\n" for each in results))
+
+
+def _finished(content: bytes) -> int:
+    """Return the number of bytes up to the end of the last line that has an end."""
+    return content.rfind(b"\n") + 1
