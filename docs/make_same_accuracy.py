@@ -20,6 +20,7 @@ from rich.table import Table
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # `reproductions` is not installed
 
+from docs.by_study import of_same_accuracy  # noqa: E402
 from reproductions.same_accuracy.plan import (  # noqa: E402
     CLUSTERS,
     FACTORS,
@@ -85,7 +86,8 @@ METHOD = (
     "its accuracy is below 0.15, or its loss is hardly better than at the start, or not finite.",
     "*Time.* The quality is computed 40 times in a run. The time to `bsp`'s quality is the virtual time at which "
     "the mean over the seeds first reaches `bsp`'s final quality at the same rate, less the bound, for both "
-    "models.",
+    "models. It depends on when the only schedule slows down which worker, most of all in pauses "
+    "(see the last section).",
 )
 
 
@@ -192,6 +194,7 @@ def text() -> str:
         "",
         *(line for table in (tables(cells) if cells else ()) for line in markdown(table)),
         *rates(tuned),
+        *of_same_accuracy(results),
     ]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -32,7 +32,7 @@ class DigitImages:
         order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
         images = torch.tensor(data.images, dtype=torch.float32)[order].unsqueeze(1) / 16
         labels = torch.tensor(data.target)[order]
-        self._images, self._labels = images[:-TESTED], labels[:-TESTED]
+        self.images, self.labels = images[:-TESTED], labels[:-TESTED]
         self._tested = images[-TESTED:], labels[-TESTED:]
 
     def initial(self, seed: int) -> Weights:
@@ -50,11 +50,11 @@ class DigitImages:
 
     def batch(self, seed: int, gradient: Gradient) -> tuple[Tensor, ...]:
         """Return images and labels: each epoch is a permutation of its own."""
-        per_epoch = len(self._images) // BATCH
+        per_epoch = len(self.images) // BATCH
         epoch, index = divmod(gradient.number, per_epoch)
         generator = torch.Generator().manual_seed(1000 * seed + epoch)
-        chosen = torch.randperm(len(self._images), generator=generator)[BATCH * index : BATCH * (index + 1)]
-        return self._images[chosen], self._labels[chosen]
+        chosen = torch.randperm(len(self.images), generator=generator)[BATCH * index : BATCH * (index + 1)]
+        return self.images[chosen], self.labels[chosen]
 
     def loss(self, weights: Weights, *batch: Tensor) -> Tensor:
         """Return the cross-entropy."""
@@ -64,7 +64,7 @@ class DigitImages:
     def validation(self, weights: Weights) -> Tensor:
         """Return the cross-entropy on the held-out images."""
         images, labels = self._tested
-        together = torch.cat([self._images[:ESTIMATED], images])
+        together = torch.cat([self.images[:ESTIMATED], images])
         return functional.cross_entropy(_logits(weights, together, ESTIMATED)[ESTIMATED:], labels)
 
 

@@ -1,0 +1,75 @@
+"""The problem `digits-mlp` of the page "The same hyper-parameters under every model", as a script trains it.
+
+The network, the data and its order, the optimizer and the test are those of the problem (see
+`reproductions.same_accuracy.digits`), so a run differs from one of the page only by how it is computed: alone, in
+place of along a schedule that was recorded for many runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # `reproductions` is not installed
+
+from reproductions.same_accuracy.digits import DigitsMLP
+from reproductions.same_accuracy.problems import Orders, epochs_of
+
+EVERY = 3
+"""Number of the main worker's steps between two evaluations: about 40 evaluations in a run, as on the page."""
+
+
+@functools.cache
+def problem() -> DigitsMLP:
+    """Return the problem, which all runs of a process share."""
+    return DigitsMLP()
+
+
+def train(rate: float, workers: int, seed: int) -> None:
+    """Train as one worker. Log the accuracy on the test images, also after the last step of each worker.
+
+    Args:
+        rate: learning rate of SGD.
+        workers: number of workers, which share the joint batch.
+        seed: seed of the initial weights and of the order of the data.
+    """
+    digits = problem()
+    samples, batch, epochs = epochs_of(digits, workers)
+    network = digits.network(seed)
+    settings: Any = digits.settings(rate, 0.0)
+    optimizer = paceline.DistributedOptimizer(
+        torch.optim.SGD(network.parameters(), **settings), model=network
+    )
+    orders = Orders(samples)
+    steps = 0
+    for epoch in range(epochs):
+        order = orders.of(seed, epoch)
+        data = TensorDataset(digits.images[order], digits.labels[order])
+        for x, y in paceline.distribute(DataLoader(data, batch)):
+
+            def closure(x: Tensor = x, y: Tensor = y) -> float:
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(network(x), y)
+                loss.backward()
+                return loss.item()
+
+            optimizer.step(closure)
+            steps += 1
+            if paceline.is_main() and steps % EVERY == 0:
+                log_accuracy(network)
+    log_accuracy(network)
+
+
+def log_accuracy(network: nn.Module) -> None:
+    """Log the accuracy of the current weights."""
+    with paceline.evaluating(network) as snapshot, torch.no_grad():
+        weights = {name: value.unsqueeze(0) for name, value in snapshot.named_parameters()}
+        paceline.log(accuracy=problem().quality(weights).item())
