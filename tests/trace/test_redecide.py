@@ -88,6 +88,10 @@ def test_the_command_tells_what_another_model_decides(run: Path) -> None:
     ended = RUNNER.invoke(app, ["replay", str(run), "--sync", "asp"])
     assert ended.exit_code == 0, ended.output
     assert "shard 0: asp decides otherwise than ssp:staleness=2, first at" in ended.output
+    ended = RUNNER.invoke(app, ["replay", str(run), "--sync", "ssp:staleness=7"], env={"COLUMNS": "80"})
+    table = ended.output.partition("shard 0:")[0]
+    assert "staleness=2" in "".join(table.split()), "the parameters of equal models tell their rows apart"
+    assert "staleness=7" in "".join(table.split())
     ended = RUNNER.invoke(app, ["replay", str(run), "--sync", "bsp", "--json"])
     [first, _] = json.loads(ended.output)
     assert (first["other"]["sync"], first["other"]["updates"]) == ("bsp", 20)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import ConfigurationError
+from ..report.names import wrappable
 from .console import load_named_models, print_json
 from .options import AsJson, ModelImports
 from .run_folders import require_no_folder_of_runs
@@ -90,9 +91,11 @@ def replay(
     if as_json:
         print_json([{"recorded": recorded, "other": other} for recorded, other in pairs])
         return
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, title=str(run_dir), title_justify="left")
-    for heading in ("shard", "sync"):
-        table.add_column(heading)
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True, title=str(run_dir), title_justify="left"
+    )
+    table.add_column("shard")
+    table.add_column("sync", overflow="fold")
     for heading in (
         "updates",
         "dropped",
@@ -106,7 +109,7 @@ def replay(
         for decided in pair:
             table.add_row(
                 str(index),
-                decided.sync,
+                wrappable(decided.sync),
                 str(decided.updates),
                 str(decided.dropped),
                 str(sum(decided.delayed.values())),
