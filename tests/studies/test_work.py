@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from paceline.cli.study_command import failure_lines
 from paceline.rehearsal.process_pool import Ended
 from paceline.studies.description import describe
 from paceline.studies.study import carry_out
-from paceline.studies.work import in_processes, work_off
+from paceline.studies.work import Failure, in_processes, work_off
 
 
 def backwards(
@@ -36,8 +37,19 @@ def test_failures_are_in_the_order_of_the_tasks_whichever_ends_first() -> None:
     )
     assert kept == {1: 10, 3: 30}
     assert [failure.name for failure in failures] == ["0", "2", "4"]
-    assert told[0].startswith("0.10 1 of 10: 4; ")
-    assert told[-1].startswith("0.50 5 of 10: 0; ")
+    assert told[0] == "0.10 1 of 10, less than a minute left: 4"
+    assert told[-1] == "0.50 5 of 10, less than a minute left: 0"
+
+
+def test_of_many_failures_the_first_ones_are_shown() -> None:
+    failures = [Failure(f"run {number}", ValueError("too large")) for number in range(12)]
+    lines = failure_lines(failures)
+    assert lines[0] == "failed: run 0: ValueError: too large"
+    assert lines[9:] == [
+        "failed: run 9: ValueError: too large",
+        "failed: 2 more runs, which summary.md names",
+    ]
+    assert failure_lines(failures[:10]) == lines[:10]
 
 
 @pytest.mark.processes

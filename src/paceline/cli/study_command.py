@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,7 +15,12 @@ from .numbers import whole_number_option
 from .options import ModelImports
 from .progress_bar import shown_progress
 
-__all__ = ["study"]
+if TYPE_CHECKING:
+    from ..studies.work import Failure
+
+__all__ = ["failure_lines", "study"]
+
+MOST_SHOWN = 10  # number of failed runs that are shown
 
 
 def study(
@@ -74,13 +80,15 @@ def study(
         with on_ray(prepare) if ray else in_processes(processes, prepare) as pool:
             result = carry_out(found, folder, pool, tell)
         write(result, folder)
-    for failure in result.failures:
-        errors.print(
-            f"failed: {failure.name}: {first_line(failure.error)}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+    for line in failure_lines(result.failures):
+        errors.print(line, markup=False, highlight=False, soft_wrap=True)
     print(f"summary, tables and figures: {folder}")
     if result.failures:
         raise typer.Exit(EXIT_NOT_ALL_WELL)
+
+
+def failure_lines(failures: Sequence[Failure]) -> list[str]:
+    """Return a line for each of the first runs that have failed, and one for the others, which the summary names."""
+    lines = [f"failed: {failure.name}: {first_line(failure.error)}" for failure in failures[:MOST_SHOWN]]
+    more = len(failures) - len(lines)
+    return lines + [f"failed: {more} more runs, which summary.md names"] * (more > 0)

@@ -110,7 +110,7 @@ def work_off(
             failures[ended.number] = Failure(name_of(task), ended.error)
         paid += costs[ended.number]
         left_s = (time.monotonic() - begun_s) / paid * (total - paid) if paid else 0.0
-        tell(f"{done + count} of {of}: {name_of(task)}; {_left(left_s)}", (done + count) / of)
+        tell(f"{done + count} of {of}, {_left(left_s)}: {name_of(task)}", (done + count) / of)
     return [failures[number] for number in sorted(failures)]
 
 
