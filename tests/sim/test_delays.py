@@ -210,7 +210,7 @@ def test_all_of_it_can_be_stated_in_a_file(tmp_path: Path) -> None:
         ("seconds,worker\n", "expected the columns"),
         ("worker,seconds\n0,x\n", "line 2 of .* is '0,x'"),
         ("worker,seconds\n0,1\n\n1,2,3\n", "line 4 of .* is '1,2,3'"),
-        ("worker,seconds\n0,-1\n", "expected a number of seconds >= 0"),
+        ("worker,seconds\n0,-1\n", r"delays\.csv: .*expected a number of seconds >= 0"),
         ("worker,seconds\n0,nan\n", "expected a number of seconds >= 0"),
         ("worker,seconds\n1,1\n", "has the workers 1, expected 0, 1, 2"),
         ("worker,seconds\n", "has the workers none"),
@@ -227,6 +227,7 @@ def test_a_bad_file_of_delays_is_named(tmp_path: Path, text: str, reason: str) -
 def test_bad_input_is_named(tmp_path: Path) -> None:
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: read_delays(tmp_path / "none.csv"), "cannot be read: No such file"),
+        (lambda: Cluster.from_toml("a/delays.csv"), r'name it in a cluster file: delays = "delays\.csv"'),
         (lambda: Cluster([Wrong(-1.0)]), "Wrong.sample returned -1.0, expected a number of seconds >= 0"),  # type: ignore[list-item]
         (lambda: Cluster([Wrong("x")]), "Wrong.sample returned 'x'"),  # type: ignore[list-item]
         (lambda: Pause(workers=(0,), every_s=0.0, lasting_s=1.0), "every_s of a pause is 0.0"),

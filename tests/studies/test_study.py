@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import paceline
@@ -186,6 +187,7 @@ def test_a_run_that_never_reaches_the_target_is_shown_as_such(tmp_path: Path) ->
     assert all(row.reached == 0 and math.isinf(row.time["seconds"].value) for row in result.rows)
     assert "bsp never reaches the target in 2 of 2 runs" in summary_md(result, [])
     assert "0/2" in table_tex(result)
+    assert "% Dagger: significantly different" in table_tex(result)
     assert figures_of(result)
 
 
@@ -306,6 +308,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"models": ["drop-stragglers:quorum=9"]}, "quorum is 9, expected at most 3"),
     ({"grid": {"rate": []}}, "grid.rate is empty, so the study has no runs"),
     ({"grid": {"rate": [0.1, 0.1]}}, "grid.rate contains a value twice"),
+    ({"grid": {"rate": 0.1}}, "grid.rate is a number, expected a list"),
+    ({"grid": {"rate": [[0.1]]}}, "grid.rate[0] is a list, expected"),
+    ({"arguments": {"iterations": [1]}}, "arguments.iterations is a list, expected"),
     ({"grid": {"rat": [1]}}, "unknown hyper-parameter of quadratic 'rat'; did you mean 'rate'?"),
     ({"grid": {"iterations": [1]}}, "iterations is both in [grid] and in [arguments]"),
     ({"target": {"metric": "loss"}}, "target has neither a value nor the name of a model"),
@@ -313,6 +318,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"target": {"metric": "loss", "value": 1, "of": "bsp"}},
         "target has both a value and the name of a model",
     ),
+    ({"target": {"metric": "loss", "value": 1, "within": 0.1}}, "target.within is 0.1, but"),
     ({"target": {"metric": "loss", "of": "ssp"}}, "unknown model in target.of 'ssp'"),
     ({"target": {"value": 1}}, "target.metric is missing"),
     ({"seeds": "five"}, "seeds is text, expected a whole number or a list"),
@@ -321,6 +327,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tuning_seeds": [0]}, "seeds and tuning_seeds both contain 0"),
     ({"clusters": {}}, "clusters is empty"),
     ({"clusters": {"a": {"kind": "jiter", "workers": 4}}}, "unknown kind of clusters.a 'jiter'"),
+    ({"clusters": {"a": {"delays": "a.csv"}}}, "clusters.a.kind is missing. Choices: equal, jitter,"),
     ({"clusters": {"a": {"kind": "jitter"}}}, "clusters.a.workers is missing"),
     (
         {"clusters": {"a": {"kind": "jitter", "workers": 0}}},
@@ -375,6 +382,43 @@ def test_a_changed_training_function_is_another_study(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(text.replace("4", "5"))
     with pytest.raises(ConfigurationError, match="the text of the training function or script differs"):
         carried_out(describe(entries, tmp_path), tmp_path / "out")
+
+
+def test_a_changed_sync_model_is_another_study(tmp_path: Path, own_models: None) -> None:
+    """Otherwise the runs of the model before and after a change would be compared with each other."""
+    text = (EXAMPLE.parent / "my_models.py").read_text()
+    (tmp_path / "pairs_of_mine.py").write_text(text)
+    entries = {**SMALL, "imports": ["pairs_of_mine"], "models": ["pairs"]}
+    before = describe(entries, tmp_path).identity
+    assert describe(entries, tmp_path).identity == before
+    (tmp_path / "pairs_of_mine.py").write_text(text.replace("sorted", "list"))
+    after = describe(entries, tmp_path).identity
+    assert [key for key in before if before[key] != after[key]] == ["imports"]
+
+
+class Law:
+    """Compute times of one's own, without a representation of its own."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def sample(self, generator: np.random.Generator) -> float:
+        return float(generator.gamma(2.0, self.scale))
+
+
+def test_an_equal_object_that_draws_times_is_the_same_study() -> None:
+    """The representation of such an object contains its place in memory, which is another one in the next call."""
+    studies = [small(clusters={"mine": Cluster(compute_s=[Law(scale), 3.0])}) for scale in (0.5, 0.5, 0.6)]
+    first, same, other = (study.identity for study in studies)
+    assert first == same
+    assert [key for key in first if first[key] != other[key]] == ["clusters"]
+
+
+def test_the_summary_names_models_whose_hyper_parameters_are_not_translated(tmp_path: Path) -> None:
+    models = ["bsp", "ssp:push_scale=1/tau", {"sync": "ssp:push_scale=1/tau", "hyperparameters": "raw"}]
+    study = small(models=models, grid={"rate": [0.4]}, seeds=1)
+    summary = summary_md(carried_out(study, tmp_path / "out"), [])
+    assert "Those of ssp:push_scale=1/tau, translated are used as they are" in summary
 
 
 def test_the_study_files_of_the_documentation_are_valid(tmp_path: Path, own_models: None) -> None:

@@ -46,22 +46,22 @@ def read_toml(path: Path, what: str, hint: str) -> dict[str, Any]:
 
 
 def converted(
-    values: Mapping[str, Any],
+    values: Any,
     kind: Any,
     *,
     tables: Mapping[str, type[msgspec.Struct]],
     choices: Mapping[str, Collection[str]] | None = None,
     where: str = "",
 ) -> Any:
-    """Return the values of a table as a type.
+    """Return the values of a table, or of an entry, as a type.
 
     Args:
-        values: the table.
+        values: the table or entry.
         kind: the type.
         tables: pattern of the place of a table within this one, such as "target" or r"models\\[.*\\]", or "" for this
             one -> its entries.
         choices: name of an entry -> what it may be, for entries that are one of several words.
-        where: the name of this table in the file; "" for the whole file.
+        where: the name of this table or entry in the file; "" for the whole file.
 
     Raises:
         ConfigurationError: an entry is not valid. The message names it.
@@ -74,7 +74,7 @@ def converted(
 
 def _readable(
     reason: str,
-    values: Mapping[str, Any],
+    values: Any,
     tables: Mapping[str, type[msgspec.Struct]],
     choices: Mapping[str, Collection[str]],
     where: str,
@@ -83,7 +83,7 @@ def _readable(
     place = ""
     if match := re.search(r" - at `\$(.*)`$", reason):
         place, reason = match[1].lstrip("."), reason[: match.start()]
-    full = ".".join(filter(None, [where, place]))
+    full = ".".join(filter(None, [where, place])).replace(".[", "[")
     if match := re.search(r"unknown field `(.*)`", reason):
         table = next(table for pattern, table in tables.items() if re.fullmatch(pattern, place))
         return unknown_name(f"entry in {full}" if full else "entry", match[1], table.__struct_fields__)

@@ -204,6 +204,11 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ConfigurationError: the file cannot be read, or an entry is not valid; the message names the entry.
     """
+    if Path(path).suffix == ".csv":
+        raise ConfigurationError(
+            f"{path} is not a TOML file. If it contains measured times, name it in a cluster file: "
+            f'delays = "{Path(path).name}".'
+        )
     hint = f"Give the path of a TOML file, or the name of a cluster from the papers: {', '.join(PRESETS)}."
     table = read_toml(Path(path), "the cluster file", hint)
     return _parse(table, os.fspath(path), Path(path).stem, Path(path).parent)

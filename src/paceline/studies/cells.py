@@ -212,6 +212,12 @@ def _outcome(result: SimResult, metric: str) -> Outcome:
 IDENTITY = "study.json"
 CELLS = "cells"
 
+TEXTS = {
+    "train": "the text of the training function or script",
+    "imports": "a module with sync models, or its text,",
+}
+"""Part of the identity of a study that contains fingerprints of source texts -> what it is called."""
+
 
 class Folder:
     """The folder of a study: what it consists of, the results of its cells, and what was made of them.
@@ -282,7 +288,7 @@ def _require_same(path: Path, identity: dict[str, Any]) -> None:
         ) from error
     for key in {**identity, **before}:
         if before.get(key) != identity.get(key):
-            what = "the text of the training function or script" if key == "train" else repr(key)
+            what = TEXTS.get(key, repr(key))
             raise ConfigurationError(
                 f"the folder {path} belongs to another study: {what} differs. Choose another folder with --out, or "
                 "remove this one."

@@ -26,7 +26,7 @@ from ..settings.toml_tables import converted, read_toml
 from ..sim import Cluster
 from ..sync.schedule import read_schedule
 from .generators import GENERATORS, Generator
-from .trained import Trained, Value, of_function, of_name, of_problem, of_script
+from .trained import Trained, Value, of_function, of_name, of_problem, of_script, source_digest
 
 __all__ = ["Budget", "Contender", "Point", "Study", "Target", "describe", "read_file"]
 
@@ -39,7 +39,7 @@ Better = Literal["higher", "lower"]
 MEANINGS, TUNINGS, BETTER = get_args(Hyperparameters), get_args(Tuning), get_args(Better)
 Whole = Annotated[int, Meta(ge=1)]
 Positive = Annotated[float, Meta(gt=0)]
-Grid = dict[str, list[Value]]
+Grid = dict[str, Any]
 
 FIRST_TUNING_SEED = 1_000_000
 """First seed of the runs in which hyper-parameters are chosen, unless the study has such seeds itself."""
@@ -110,7 +110,7 @@ class StudyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tuning: Tuning = "each"
     hyperparameters: Hyperparameters = "translated"
     grid: Grid = {}
-    arguments: dict[str, Value] = {}
+    arguments: dict[str, Any] = {}
     budget: Budget = Budget()
     imports: list[str] = []
     paired: bool = True
@@ -190,7 +190,7 @@ class Study(NamedTuple):
             "tuning": self.tuning,
             "metric": self.target.metric,
             "budget": msgspec.to_builtins(self.budget),
-            "imports": list(self.imports),
+            "imports": {name: source_digest(sys.modules[name]) for name in self.imports},
         }
 
 
@@ -242,6 +242,11 @@ def describe(values: Mapping[str, Any], folder: Path, imports: Sequence[str] = (
             f"target has {'both' if file.target.of else 'neither'} a value {'and' if file.target.of else 'nor'} the "
             "name of a model in 'of', expected one of them."
         )
+    if file.target.within and not file.target.of:
+        raise ConfigurationError(
+            f"target.within is {file.target.within:g}, but it makes what a model reaches easier: state the model in "
+            "target.of, or omit within."
+        )
     if file.tuning == "reference" and any(
         each.grid is not None for each in file.models if not isinstance(each, str)
     ):
@@ -253,6 +258,7 @@ def describe(values: Mapping[str, Any], folder: Path, imports: Sequence[str] = (
             f"tuning is 'reference', but the target is what {file.target.of!r} reaches, expected what the reference "
             f"{reference!r} reaches."
         )
+    arguments = _entries("arguments", file.arguments, Value)
     seeds = _seeds("seeds", file.seeds, 0)
     tuning_seeds = _seeds("tuning_seeds", file.tuning_seeds, FIRST_TUNING_SEED)
     if both := set(seeds) & set(tuning_seeds):
@@ -262,15 +268,15 @@ def describe(values: Mapping[str, Any], folder: Path, imports: Sequence[str] = (
         )
     for contender in contenders:
         for key, _ in contender.points[0]:
-            if key in file.arguments:
+            if key in arguments:
                 raise ConfigurationError(
                     f"{key} is both in [grid] and in [arguments], expected it in one of them."
                 )
-        trained.require([*file.arguments, *(key for key, _ in contender.points[0])])
+        trained.require([*arguments, *(key for key, _ in contender.points[0])])
     return Study(
         name=file.name or trained.name,
         trained=trained,
-        arguments=file.arguments,
+        arguments=arguments,
         contenders=contenders,
         clusters=clusters,
         seeds=seeds,
@@ -316,8 +322,13 @@ def _cluster(name: str, entry: Any, folder: Path) -> Cluster:
     if isinstance(entry, Generator):
         return entry.cluster(name)
     if isinstance(entry, Mapping):
-        if entry.get("kind") not in GENERATORS:
-            raise unknown_name(f"kind of clusters.{name}", entry.get("kind"), GENERATORS)
+        if "kind" not in entry:
+            raise ConfigurationError(
+                f"clusters.{name}.kind is missing. Choices: {', '.join(sorted(GENERATORS))}. Any other cluster is "
+                f'described in a file of its own, as in {name} = "cluster.toml".'
+            )
+        if entry["kind"] not in GENERATORS:
+            raise unknown_name(f"kind of clusters.{name}", entry["kind"], GENERATORS)
         kind = GENERATORS[entry["kind"]]
         generator: Generator = converted(entry, kind, tables={"": kind}, where=f"clusters.{name}")
         return generator.cluster(name)
@@ -354,6 +365,7 @@ def _contenders(file: StudyFile) -> tuple[Contender, ...]:
 
 def _points(grid: Grid) -> tuple[Point, ...]:
     """Return all combinations of the values of a grid."""
+    grid = _entries("grid", grid, list[Value])
     for key, values in grid.items():
         if not values:
             raise ConfigurationError(
@@ -362,6 +374,11 @@ def _points(grid: Grid) -> tuple[Point, ...]:
         if len(set(map(repr, values))) < len(values):
             raise ConfigurationError(f"grid.{key} contains a value twice: {values}.")
     return tuple(tuple(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()))
+
+
+def _entries(where: str, table: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    """Return a table whose entries may have any name, but must be of one type."""
+    return {name: converted(value, kind, tables={}, where=f"{where}.{name}") for name, value in table.items()}
 
 
 def _require_runnable(contender: Contender, clusters: Mapping[str, Cluster]) -> None:
@@ -395,4 +412,14 @@ CHOICES = {"batch": BATCH_SIZINGS, "better": BETTER, "hyperparameters": MEANINGS
 
 def _digest(cluster: Cluster) -> str:
     """Return a fingerprint of a cluster. Its name does not matter."""
-    return hashlib.sha256(repr(dataclasses.replace(cluster, name="")).encode()).hexdigest()[:16]
+    plain = msgspec.to_builtins(dataclasses.replace(cluster, name=""), enc_hook=_own_object)
+    return hashlib.sha256(repr(plain).encode()).hexdigest()[:16]
+
+
+def _own_object(value: object) -> object:
+    """Return what an object that draws times consists of: the text of its module, and its attributes.
+
+    Its representation contains its place in memory, which is another one in each process.
+    """
+    attributes = getattr(value, "__dict__", None)
+    return repr(value) if attributes is None else [source_digest(type(value)), attributes]

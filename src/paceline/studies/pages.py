@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from ..errors import first_line
+from ..sync.schedule import read_schedule
 from .description import Study
 from .results import Row, StudyResult
 from .statistics import CONFIDENCE, Estimate
@@ -55,7 +56,7 @@ def _method(study: Study) -> str:
         f"{len(study.contenders)} models on {len(study.clusters)} clusters train "
         f"`{study.trained.title}` with {len(study.seeds)} seeds.",
         f"The target is {target.metric} {aim}; {'higher' if target.higher_is_better else 'lower'} values are better.",
-        f"Hyper-parameters are {' or '.join(sorted(kinds))}.",
+        f"Hyper-parameters are {' or '.join(sorted(kinds))}.{_as_they_are(study)}",
         f"A run ends after {' or '.join(ends)} at the latest."
         if ends
         else "A run ends with its training function.",
@@ -80,6 +81,19 @@ def _method(study: Study) -> str:
         "kind in this study.",
     ]
     return " ".join(sentences)
+
+
+def _as_they_are(study: Study) -> str:
+    """Return a sentence about the models whose hyper-parameters are not translated, although they are to be."""
+    names = [
+        contender.name
+        for contender in study.contenders
+        if contender.hyperparameters == "translated"
+        and any(model.scales_pushes for step in read_schedule(contender.sync).steps for model in step.models)
+    ]
+    if not names:
+        return ""
+    return f" Those of {', '.join(names)} are used as they are, because such a model scales gradients itself."
 
 
 def _cluster(study: Study, rows: Sequence[Row]) -> str:

@@ -28,7 +28,7 @@ import msgspec
 from ..errors import ConfigurationError, first_line, unknown_name
 from .problems import PROBLEMS
 
-__all__ = ["Run", "Trained", "of_function", "of_name", "of_problem", "of_script"]
+__all__ = ["Run", "Trained", "of_function", "of_name", "of_problem", "of_script", "source_digest"]
 
 SEED = "seed"
 """Name of the hyper-parameter that receives the seed of a run."""
@@ -113,7 +113,9 @@ def of_script(command: str, folder: Path) -> Trained:
         raise ConfigurationError(f"script is {command!r}, which cannot be parsed: {error}.") from error
     file = (folder / path).resolve()
     if not file.is_file():
-        raise ConfigurationError(f"script is {command!r}, but there is no file {path!r} in {folder}.")
+        raise ConfigurationError(
+            f"script is {command!r}, but there is no file {path!r} in {folder.resolve()}."
+        )
     return Trained(
         shlex.join([str(file), *arguments]), "script", (str(file.parent),), digest=_digest(file.read_bytes())
     )
@@ -133,14 +135,16 @@ def of_name(name: str, folder: Path) -> Trained:
     if where.endswith(".py"):
         file = (folder / where).resolve()
         if not file.is_file():
-            raise ConfigurationError(f"train is {name!r}, but there is no file {where!r} in {folder}.")
+            raise ConfigurationError(
+                f"train is {name!r}, but there is no file {where!r} in {folder.resolve()}."
+            )
         trained = Trained(
             f"{file}:{function}", "name", (str(file.parent),), digest=_digest(file.read_bytes())
         )
     else:
         trained = Trained(name, "name", (str(folder.resolve()),))
     found = _loaded(trained)
-    return trained if trained.digest else msgspec.structs.replace(trained, digest=_digest(_source(found)))
+    return trained if trained.digest else msgspec.structs.replace(trained, digest=source_digest(found))
 
 
 def of_function(function: Callable[..., object]) -> Trained:
@@ -157,7 +161,7 @@ def of_function(function: Callable[..., object]) -> Trained:
             f"the function {name} cannot be sent to another process: {first_line(error)}. Define it at the top level "
             "of a module."
         ) from error
-    return Trained(name, "function", content=content, digest=_digest(_source(function)))
+    return Trained(name, "function", content=content, digest=source_digest(function))
 
 
 @functools.cache
@@ -240,13 +244,17 @@ def _require_parameters(name: str, function: Callable[..., object], names: Colle
             )
 
 
-def _source(function: Callable[..., object]) -> bytes:
-    """Return the source text of a function's file, or of the function; what it is called, if there is none."""
+def source_digest(what: Any) -> str:
+    """Return a fingerprint of the text of a module, or of the module that defines a function or a class.
+
+    Of what a script defines, only its own text counts.
+    """
     try:
-        module = inspect.getmodule(function)
-        return inspect.getsource(module if module and module.__name__ != "__main__" else function).encode()
-    except (OSError, TypeError):
-        return repr(getattr(function, "__qualname__", "")).encode()
+        module = inspect.getmodule(what)
+        text = inspect.getsource(what if module is None or module.__name__ == "__main__" else module)
+    except (OSError, TypeError):  # there is no text
+        text = repr(getattr(what, "__qualname__", ""))
+    return _digest(text.encode())
 
 
 def _digest(content: bytes) -> str:
