@@ -22,6 +22,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # `reproductions` is not installed
 
+from docs.by_study import of_digits  # noqa: E402
 from docs.on_accelerators import section as on_accelerators  # noqa: E402
 from reproductions.evidence.on_networks import SIX, STUDIES, TWO  # noqa: E402
 from reproductions.evidence.on_quadratics import BATCHES, QUADRATICS  # noqa: E402
@@ -355,6 +356,8 @@ def on_real_problems(page: Page) -> list[str]:
                 if c != BASELINE
             ]
             lines += table(head, rows)
+        if name == "digits":
+            lines += of_digits(read_cells(FOLDER / "evidence-digits.jsonl"), found)
     return lines
 
 

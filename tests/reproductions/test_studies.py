@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import pytest
 
-from paceline.sim import Cluster
+from paceline.sim import Cluster, simulate
 from paceline.studies.cells import Cell, run_cell
-from paceline.studies.description import Study, read_file
+from paceline.studies.description import Budget, Study, read_file
 from paceline.studies.plan import task_of
 from reproductions.evidence.on_networks import STUDIES
-from reproductions.same_accuracy.plan import MODELS, SEEDS, cluster_of
-from reproductions.same_accuracy.table import Result, Tuned, read
+from reproductions.same_accuracy.digits import DigitsMLP
+from reproductions.same_accuracy.plan import FACTORS, MODELS, SEEDS, cluster_of
+from reproductions.same_accuracy.table import SCHEDULE_SEED, Result, Tuned, read
 
 ROOT = Path(__file__).parents[2] / "reproductions"
 
@@ -47,15 +49,54 @@ def test_the_study_of_same_accuracy_is_a_part_of_the_table(
     assert found.seeds == SEEDS
 
 
-def test_a_run_of_the_study_ends_as_in_the_table(
+PLACES = ("steady 3x", "jitter", "pauses")
+QUICK = {("steady 3x", "asp"), ("jitter", "ssp, raw"), ("pauses", "rennala")}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "name"),
+    [
+        pytest.param(cluster, name, marks=[] if (cluster, name) in QUICK else pytest.mark.thorough)
+        for cluster in PLACES
+        for name in (*MODELS, *(f"{name}, raw" for name in MODELS if name != "bsp"))
+    ],
+)
+def test_a_run_alone_ends_as_in_the_table(
+    cluster: str,
+    name: str,
     table: tuple[dict[str, Tuned], dict[tuple[object, ...], Result]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only with the seed of the table's schedule do both compute from the same weights in the same order."""
-    found = study("same-accuracy")
-    outcome = run_cell(task_of(found, Cell("steady 3x", "asp", (), 0)))
-    expected = table[1]["digits-mlp", "steady 3x", 4, "asp", "translated", len(SEEDS)].runs[1].finals[0]
-    assert outcome.final == pytest.approx(expected, abs=2 / 360)  # images
-    assert len(outcome.curve) > 40
+    """With the seed of the table's schedule. Evaluations would delay the main worker, so there are none."""
+    task = task_of(study("same-accuracy"), Cell(cluster, name, (), SCHEDULE_SEED))
+    function, _ = task.trained.run(task.values, SCHEDULE_SEED)
+    assert isinstance(function, functools.partial)
+    monkeypatch.setitem(function.func.__globals__, "log_accuracy", lambda network: None)
+    found = simulate(
+        task.cluster,
+        task.sync,
+        seed=SCHEDULE_SEED,
+        train_fn=function,
+        hyperparameters=task.hyperparameters,
+        on_nan="skip",
+    )
+    assert found.state_dict is not None
+    weights = {key: value.unsqueeze(0) for key, value in found.state_dict.items()}
+    model, _, kind = name.partition(", ")
+    result = table[1][
+        "digits-mlp", cluster, 4, model, "raw" if model == "bsp" else kind or "translated", len(SEEDS)
+    ]
+    expected = result.runs[FACTORS.index(0.5)].finals[SCHEDULE_SEED]
+    assert DigitsMLP().quality(weights).item() == pytest.approx(expected, abs=0.5 / 360)  # half of an image
+    assert found.time_s == pytest.approx(result.end_s, abs=1e-3)
+
+
+def test_a_run_of_a_study_logs_what_the_study_aims_at() -> None:
+    for name, point in (("same-accuracy", ()), ("evidence-digits", (("rate", 0.177), ("momentum", 0.0)))):
+        found = study(name)._replace(budget=Budget(seconds=20.0))
+        outcome = run_cell(task_of(found, Cell(next(iter(found.clusters)), "asp", point, 0)))
+        assert found.target.metric in outcome.metrics
+        assert len(outcome.curve) > 2
 
 
 def test_the_study_on_digits_is_a_part_of_the_evidence() -> None:
