@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -209,6 +210,23 @@ def test_a_budget_ends_each_run(tmp_path: Path) -> None:
     assert {outcome.updates for row in result.rows for outcome in row.outcomes.values()} == {5}
     result = carried_out(small(grid={"rate": [0.4]}, budget={"seconds": 4.0}), tmp_path / "other")
     assert {outcome.seconds for row in result.rows for outcome in row.outcomes.values()} == {4.0}
+
+
+def test_a_finding_is_said_once_for_all_seeds(done: tuple[StudyResult, Path]) -> None:
+    result, _ = done
+    findings = {
+        0: ("40% of the samples were dropped.",),
+        1: ("4.5% of the samples were dropped.", "All is lost."),
+    }
+    bsp, asp = result.rows
+    outcomes = {
+        seed: msgspec.structs.replace(asp.outcomes[seed], findings=found) for seed, found in findings.items()
+    }
+    summary = summary_md(result._replace(rows=(bsp, asp._replace(outcomes=outcomes))), [])
+    assert summary.split("## Findings")[1].strip().splitlines() == [
+        "- asp on jitter, 2 seeds, for example 0: 40% of the samples were dropped.",
+        "- asp on jitter, seed 1: All is lost.",
+    ]
 
 
 FAILING = """

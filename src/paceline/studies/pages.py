@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
@@ -172,12 +173,18 @@ def _failures(result: StudyResult) -> Iterator[str]:
         yield "## Failed runs"
         yield "The other runs were compared without these."
         yield "\n".join(f"- {failure.name}: {first_line(failure.error)}" for failure in result.failures)
-    findings = {
-        f"{row.contender.name} on {row.cluster}, seed {seed}: {' '.join(outcome.findings)}"
-        for row in result.rows
-        for seed, outcome in row.outcomes.items()
-        if outcome.findings
-    }
-    if findings:
+    if findings := list(_findings(result.rows)):
         yield "## Findings"
-        yield "\n".join(f"- {finding}" for finding in sorted(findings))
+        yield "\n".join(f"- {finding}" for finding in findings)
+
+
+def _findings(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield each finding about a model on a cluster once, although its numbers differ between seeds."""
+    for row in rows:
+        alike: dict[str, list[tuple[int, str]]] = {}
+        for seed, outcome in row.outcomes.items():
+            for finding in outcome.findings:
+                alike.setdefault(re.sub(r"\d+(\.\d+)?", "", finding), []).append((seed, finding))
+        for (first, finding), *others in alike.values():
+            seeds = f"{len(others) + 1} seeds, for example {first}" if others else f"seed {first}"
+            yield f"{row.contender.name} on {row.cluster}, {seeds}: {finding}"
