@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,6 +80,7 @@ def test_shards_give_a_worker_few_labels() -> None:
 
 
 def test_bad_input_is_named() -> None:
+    ragged: Any = [[0], [0, 1]]
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: paceline.partition([], 2, dirichlet=1.0), r"labels has the shape \(0,\)"),
         (lambda: paceline.partition(torch.zeros(3, 2), 2, dirichlet=1.0), r"labels has the shape \(3, 2\)"),
@@ -93,6 +95,11 @@ def test_bad_input_is_named() -> None:
         ),
         (lambda: paceline.partition([0, 1], 2, dirichlet=0.0), "dirichlet is 0.0, expected a number > 0"),
         (lambda: paceline.partition([0, 1], 2, shards=2), "shards is 2, expected a whole number from 1 to 1"),
+        (lambda: paceline.partition(ragged, 2, shards=1), "labels cannot be made an array: ValueError"),
+        (
+            lambda: paceline.partition([0, 1], 2, shards=1, seed=-1),
+            "seed is -1, expected a whole number >= 0",
+        ),
         (lambda: paceline.partition([0] * 4, 4, dirichlet=0.01), "would get none of the 4 samples"),
     ]
     for call, reason in cases:

@@ -176,6 +176,19 @@ def test_a_name_that_is_taken_is_refused() -> None:
         register(Mine)
 
 
+def test_a_module_whose_name_for_a_model_is_taken_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "second_asp.py").write_text(
+        "from paceline.sync import ASP, register\n\n@register\nclass Mine(ASP, frozen=True):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        ConfigurationError, match=r"^the module 'second_asp' cannot be imported: the name 'asp' of"
+    ):
+        load_models("", ["second_asp"])
+
+
 @pytest.mark.parametrize("name", ["", "My-Model", "1st", "a model", "a:b"])
 def test_a_name_that_the_notation_cannot_hold_is_refused(name: str) -> None:
     class Mine(SyncModel, frozen=True):

@@ -611,7 +611,14 @@ def test_a_trace_of_another_version_is_refused(tmp_path: Path) -> None:
             lambda folder: (folder / "worker-1.jsonl").unlink(),
             "records of 3 workers, but summary.json lists 4 workers",
         ),
-        (lambda folder: (folder / "summary.json").write_text('{"sync": "bsp"}'), "iterations"),
+        (
+            lambda folder: (folder / "summary.json").write_text('{"sync": "bsp"}'),
+            "does not contain iterations and",
+        ),
+        (
+            lambda folder: (folder / "summary.json").write_text('{"sync": "bsp", "traces": "off"}'),
+            r"made no traces \(--traces off\), so it cannot be simulated",
+        ),
         (lambda folder: (folder / "summary.json").write_text("{"), "cannot be read"),
         (lambda folder: _keep_lines(folder / "trace-shard-0.jsonl", 1), "contains only a header"),
     ],

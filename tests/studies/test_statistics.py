@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import runpy
+import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
+from paceline.errors import ConfigurationError
 from paceline.studies.statistics import (
     Time,
     compare,
@@ -180,3 +183,10 @@ def test_adjusted_probabilities_are_significant_exactly_where_holm_finds_a_diffe
         p_values = dict(enumerate((draw.random(6) ** 3).tolist()))
         adjusted = holm_adjusted(p_values)
         assert {key for key, p in adjusted.items() if p <= 0.05} == holm(p_values)
+
+
+def test_without_scipy_a_study_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.delitem(sys.modules, "paceline.studies.statistics")
+    with pytest.raises(ConfigurationError, match=r"pip install 'paceline\[study\]'"):
+        runpy.run_module("paceline.studies.statistics")

@@ -9,9 +9,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,11 @@ def test_a_folder_of_another_study_is_refused(done: tuple[StudyResult, Path], tm
         carried_out(small(seeds=3), out)
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigurationError, match="is not empty and contains no study"):
+        carried_out(small(), tmp_path)
+    with pytest.raises(ConfigurationError, match=r"notes\.txt cannot be written: Not a directory"):
+        carried_out(small(), tmp_path / "notes.txt")
+    (tmp_path / "study.json").write_text("{")
+    with pytest.raises(ConfigurationError, match=r"study\.json is damaged: .*Choose another folder"):
         carried_out(small(), tmp_path)
 
 
@@ -315,6 +321,11 @@ def test_in_python_functions_and_clusters_are_given_themselves(tmp_path: Path) -
     assert callable(paceline.study)
 
 
+def holding(content: object) -> Callable[..., object]:
+    """A training function that cannot be used without this object."""
+    return lambda rate, iterations: content
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"problem": "digit"}, "unknown problem 'digit'; did you mean 'digits'?"),
     ({"modles": []}, "unknown entry 'modles'; did you mean 'models'?"),
@@ -352,12 +363,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "clusters.a.workers is 0, expected a whole number >= 1",
     ),
     ({"clusters": {"a": "nowhere.toml"}}, "clusters.a: the cluster file nowhere.toml cannot be read"),
+    ({"clusters": {3: "elastic-bsp"}}, "a name in clusters is a whole number, expected text"),
     ({"clusters": {"a": 4}}, "clusters.a is 4, expected a cluster file"),
     ({"reference": "ssp"}, "unknown model in reference 'ssp'"),
     ({"tuning": "all"}, "unknown tuning 'all'"),
     (
         {"tuning": "reference", "target": {"metric": "loss", "of": "asp"}},
         "expected what the reference 'bsp' reaches",
+    ),
+    (
+        {"tuning": "reference", "models": ["bsp", {"sync": "asp", "grid": {"rate": [0.1]}}]},
+        "tuning is 'reference', but a model has a grid of its own",
     ),
     ({"hyperparameters": "row"}, "unknown hyperparameters 'row'; did you mean 'raw'?"),
     ({"budget": {"second": 3}}, "unknown entry in budget 'second'; did you mean 'seconds'?"),
@@ -369,6 +385,24 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"problem": "", "train": "math:sine"}, "unknown function of math 'sine'"),
     ({"problem": "", "train": 3}, "train is 3, expected a function or its name"),
     ({"problem": "", "script": "a.py --lr {rate}"}, "there is no file 'a.py'"),
+    (
+        {"problem": "", "script": "a.py 'b"},
+        'script is "a.py \'b", which cannot be parsed: No closing quotation',
+    ),
+    (
+        {"problem": "", "script": f"{__file__} --lr {{rate}}"},
+        "the hyper-parameter 'iterations' is not in the command of the script: write {iterations}",
+    ),
+    (
+        {"problem": "", "script": f"{__file__} {{rate}} {{iterations}} {{lr}}"},
+        "contains {lr}, but the study has no such hyper-parameter; known ones: iterations, rate, seed",
+    ),
+    ({"problem": "", "train": holding(threading.Lock())}, "cannot be sent to another process: TypeError"),
+    ({"problem": "", "train": "no_such_module:train"}, "no_such_module cannot be imported: ModuleNotFound"),
+    (
+        {"problem": "", "train": holding(0), "grid": {}},
+        "has a parameter 'rate' without a value: give it in [grid]",
+    ),
     ({"imports": ["no_such_module"]}, "the module 'no_such_module' cannot be imported"),
 ]
 
@@ -390,6 +424,18 @@ def test_a_study_file_is_named_in_its_errors(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("models = [")
     with pytest.raises(ConfigurationError, match=r"mine\.toml is not a TOML file"):
         read_file(tmp_path / "mine.toml")
+
+
+def test_a_study_is_a_file_or_entries(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"is 'mine\.toml', and models is given as well"):
+        paceline.study("mine.toml", models=["bsp"], out=tmp_path)
+
+
+def test_without_matplotlib_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigurationError, match="pictures require matplotlib"):
+        paceline.study(SMALL, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_changed_training_function_is_another_study(tmp_path: Path) -> None:

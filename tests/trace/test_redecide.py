@@ -97,10 +97,12 @@ def test_the_command_tells_what_another_model_decides(run: Path) -> None:
     assert (first["other"]["sync"], first["other"]["updates"]) == ("bsp", 20)
 
 
-def test_models_that_plan_are_refused(run: Path, tmp_path: Path) -> None:
+def test_models_that_plan_and_folders_without_traces_are_refused(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
     for arguments, reason in (
         ([str(run), "--sync", "elastic-bsp"], "elastic-bsp plans for the whole job"),
-        ([str(tmp_path / "none")], "none"),
+        ([str(tmp_path / "none")], "none' does not exist; give the directory of a run"),
+        ([str(tmp_path / "empty")], "contains no traces"),
     ):
         ended = RUNNER.invoke(app, ["replay", *arguments])
         assert isinstance(ended.exception, ConfigurationError)

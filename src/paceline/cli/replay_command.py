@@ -47,6 +47,9 @@ def replay(
     from ..trace.redecide import decisions_of, redecide
     from ..trace.replay import replay as replay_trace
 
+    if not run_dir.is_dir():
+        wrong = "is not a directory" if run_dir.exists() else "does not exist"
+        raise ConfigurationError(f"{str(run_dir)!r} {wrong}; give the directory of a run.")
     require_no_folder_of_runs(run_dir, "replay")
     load_kept_models(run_dir)  # --sync may name its models
     load_named_models(sync or "", imports)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +51,10 @@ def partition(
         >>> sorted(parts)
         [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
-    found = np.asarray(labels)
+    try:
+        found = np.asarray(labels)
+    except ValueError as error:
+        raise ConfigurationError(f"labels cannot be made an array: {first_line(error)}") from error
     if found.ndim != 1 or not found.size:
         raise ConfigurationError(
             f"labels has the shape {found.shape}, expected one label for each sample, in one dimension."
@@ -64,6 +67,8 @@ def partition(
         raise ConfigurationError(
             "expected either dirichlet or shards, for example partition(..., dirichlet=0.3)."
         )
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ConfigurationError(f"seed is {seed!r}, expected a whole number >= 0.")
     generator = np.random.default_rng(seed)
     if dirichlet is not None:
         parts = _by_proportions(found, workers, dirichlet, generator)

@@ -64,6 +64,8 @@ def _import(names: Iterable[str]) -> None:
         try:
             import_module(name)
             _imported[name] = None
+        except ConfigurationError as error:  # for example because the name of a model is taken
+            raise ConfigurationError(f"the module {name!r} cannot be imported: {error}") from error
         except Exception as error:  # a module may raise any exception when it is imported
             raise ConfigurationError(
                 f"the module {name!r} cannot be imported: {error!r}. Name a module that is next to the script or on "

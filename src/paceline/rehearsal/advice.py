@@ -394,9 +394,13 @@ def _summary(run_dir: Path) -> dict[str, Any]:
             raise ConfigurationError(
                 f"{run_dir} does not contain a finished run: the run has failed. Give the directory of another one."
             )
-        missing = {"workers", "servers", "seed", "iterations"} - summary.keys()
-        if missing:
-            raise KeyError(*sorted(missing))
+        if summary.get("traces") == "off":
+            raise ConfigurationError(
+                f"the run in {run_dir} made no traces (--traces off), so it cannot be simulated. Give the directory "
+                "of another one."
+            )
+        if missing := {"workers", "servers", "seed", "iterations"} - summary.keys():
+            raise ValueError(f"it does not contain {' and '.join(sorted(missing))}.")
         return summary
     except FileNotFoundError:
         raise ConfigurationError(

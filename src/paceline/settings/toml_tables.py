@@ -81,6 +81,8 @@ def _readable(
 ) -> ConfigurationError:
     """Return the error for a message of msgspec. See `converted`."""
     place = ""
+    if match := re.search(r"got `(\w+)` - at `key` in `\$\.?(.*)`$", reason):
+        return ConfigurationError(f"a name in {match[2] or where} is {_words(match[1])}, expected text.")
     if match := re.search(r" - at `\$(.*)`$", reason):
         place, reason = match[1].lstrip("."), reason[: match.start()]
     full = ".".join(filter(None, [where, place])).replace(".[", "[")

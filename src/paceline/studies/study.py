@@ -33,7 +33,8 @@ def study(
 
     Every run trains on a simulated cluster, in virtual time. Runs are carried out in several processes, and each
     result is written when its run has ended. If a study was interrupted, the same call goes on with what is missing.
-    The files are the same to the byte, whether it was interrupted or not, and with any number of processes.
+    The files are the same to the byte, whether it was interrupted or not, and with any number of processes. In a
+    script, call this below `if __name__ == "__main__":`, because each process imports the script.
 
     Args:
         description: the path of a study file (see `docs/studies.md`), or its entries as a mapping. Alternatively, the
@@ -47,6 +48,11 @@ def study(
         ConfigurationError: an entry is not valid, or the folder belongs to another study. Nothing was started.
     """
     if isinstance(description, str | Path):
+        if entries:
+            raise ConfigurationError(
+                f"the study is {str(description)!r}, and {', '.join(entries)} is given as well, expected either a "
+                "study file or entries."
+            )
         found = read_file(Path(description))
     else:
         found = describe({**(description or {}), **entries}, Path.cwd())
