@@ -311,6 +311,9 @@ def what_if(
     rate: Annotated[
         str, typer.Option("--rate", help="Rate of each network link in each direction, for example 250mbit.")
     ] = "800mbit",
+    queue_ms: Annotated[
+        float, typer.Option("--queue-ms", help="Queue of each link, as the time to send what it holds.")
+    ] = 10.0,
     rounds: Annotated[
         int,
         whole_number_option("--rounds", help="Number of rounds. Each result is the median over the rounds."),
@@ -324,7 +327,7 @@ def what_if(
     """
     from . import what_if as benchmark
 
-    plan = benchmark.WhatIfPlan(rate=rate, rounds=rounds)
+    plan = benchmark.WhatIfPlan(rate=rate, queue_s=queue_ms / 1000, rounds=rounds)
     plan.require_sound()
     report = _measured(benchmark.estimate_s(plan), lambda tell: benchmark.measure(plan, tell))
     _show(report, [benchmark.table(report)], as_json=as_json)

@@ -7,6 +7,9 @@ this is right.
 
 The workers mostly sleep: each iteration has a random length, which is different in each run. So two cores suffice for
 eight workers. About a third of an iteration is spent on transfers, because all workers share the link of the server.
+
+The queues of the links are as short as those of a switch in a local network. In a long queue, the acknowledgements of
+one direction wait behind the data of the other one, so a transfer takes longer to reach its share of the rate.
 """
 
 from __future__ import annotations
@@ -71,12 +74,14 @@ class WhatIfPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         rate: rate of each link in each direction, in tc's notation, for example "800mbit".
+        queue_s: length of the queues of each link, as the time to send it at the rate.
         rounds: number of rounds.
         iterations: number of iterations of each worker.
         syncs: sync models.
     """
 
     rate: str = "800mbit"
+    queue_s: float = 0.01
     rounds: int = 3
     iterations: int = 24
     syncs: tuple[str, ...] = SYNCS
@@ -84,6 +89,10 @@ class WhatIfPlan(msgspec.Struct, frozen=True, kw_only=True):
     def require_sound(self) -> None:
         """Raise `ConfigurationError` if the plan is invalid."""
         rate_bps(self.rate)
+        if not 0 < self.queue_s <= 1:
+            raise ConfigurationError(
+                f"queue_s is {self.queue_s!r}, expected more than 0 and at most 1 second."
+            )
         for name, value in (("rounds", self.rounds), ("iterations", self.iterations)):
             if value < 1:
                 raise ConfigurationError(f"{name} is {value}, expected a whole number >= 1.")
@@ -121,11 +130,13 @@ class WhatIfReport(msgspec.Struct, frozen=True):
 
     Attributes:
         rate: rate of each link of the recorded run, in each direction.
+        queue_s: length of the queues of each link, in seconds.
         rounds: number of rounds.
         rows: a row for each sync model and case.
     """
 
     rate: str
+    queue_s: float
     rounds: int
     rows: tuple[WhatIfRow, ...]
 
@@ -166,7 +177,7 @@ def measure(plan: WhatIfPlan, tell: TellShare = lambda what, share, slow=False: 
                         recorded = out
                     measured_s = _live(plan, sync, case, begun, out)
                     times[sync, name].append((_predicted(plan, sync, case, recorded), measured_s))
-    return WhatIfReport(plan.rate, plan.rounds, rows(times))
+    return WhatIfReport(plan.rate, plan.queue_s, plan.rounds, rows(times))
 
 
 def rows(times: Times) -> tuple[WhatIfRow, ...]:
@@ -198,7 +209,7 @@ def _predicted(plan: WhatIfPlan, sync: str, case: Case, recorded: Path) -> float
 
 def _live(plan: WhatIfPlan, sync: str, case: Case, seed: int, run_dir: Path) -> float:
     """Make a live run; return its time in seconds."""
-    link = NetworkLink(f"{rate_bps(plan.rate) / case.slower / 1e6:g}mbit", 0.0)
+    link = NetworkLink(f"{rate_bps(plan.rate) / case.slower / 1e6:g}mbit", 0.0, plan.queue_s)
     with network(1 + case.workers, link) as machines:
         result = launch(
             train,
@@ -242,7 +253,8 @@ def table(report: WhatIfReport) -> Table:
     """Return the predicted and the measured times as a table."""
     goals = ", ".join(f"{name}: {case.goal:.0%}" for name, case in CASES.items())
     shown = Table(
-        title=f"Predicted from a recorded run with {len(PACE_S)} workers on links of {report.rate}",
+        title=f"Predicted from a recorded run with {len(PACE_S)} workers on links of {report.rate} with queues of "
+        f"{report.queue_s * 1000:g} ms",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,

@@ -48,7 +48,6 @@ SLOWEST_BPS = 10**6
 
 BURST_S = 0.001  # largest burst that may exceed the link's rate, given as the time to send it at this rate
 SMALLEST_BURST_BYTES = 128 * 1024  # two of the largest packets that TCP passes to a device
-QUEUE_S = 0.05  # queue length, given as the time to send it at the link's rate; excess packets are dropped
 PACKETS = 100_000  # maximum number of packets that netem can hold at a time
 
 
@@ -58,10 +57,13 @@ class NetworkLink(msgspec.Struct, frozen=True):
     Attributes:
         rate: rate in each direction, in tc's notation, for example "1gbit".
         delay_s: delay of each packet that the machine sends, if the kernel can delay packets.
+        queue_s: length of the queue of each direction, as the time to send it at the rate. Packets in excess are
+            dropped.
     """
 
     rate: str = "1gbit"
     delay_s: float = 0.001
+    queue_s: float = 0.05
 
 
 class Network(msgspec.Struct, frozen=True):
@@ -153,22 +155,22 @@ def _make(name: str, links: Sequence[NetworkLink]) -> Network:
     delayed = any(link.delay_s > 0 for link in links) and _has_netem(switch)
     machines = []
     for index, link in enumerate(links):
-        bps = rate_bps(link.rate)
         machine, port, host = f"{name}-{index}", f"port{index}", f"{subnet}.{index + 1}"
         _do(f"ip netns add {machine}")
         _do(f"ip -n {machine} link set lo up")
         _do(f"ip -n {machine} link add eth0 type veth peer name {port} netns {switch}")
         _do(f"ip -n {machine} addr add {host}/24 dev eth0")
-        _limit(machine, "eth0", bps, link.delay_s if delayed else 0.0)
-        _limit(switch, port, bps, 0.0)
+        _limit(machine, "eth0", link, link.delay_s if delayed else 0.0)
+        _limit(switch, port, link, 0.0)
         _do(f"ip -n {machine} link set eth0 up")
         _do(f"ip -n {switch} link set {port} master bridge up")
         machines.append(HostMachine(host, ("ip", "netns", "exec", machine)))
     return Network(f"{subnet}.{LAUNCHER}", tuple(machines), delayed)
 
 
-def _limit(namespace: str, device: str, bps: float, delay_s: float) -> None:
+def _limit(namespace: str, device: str, link: NetworkLink, delay_s: float) -> None:
     """Limit the rate at which a device sends. If `delay_s` is not 0, each packet is first delayed."""
+    bps = rate_bps(link.rate)
     parent = "root"
     if delay_s:
         delay_us = round(delay_s * 1e6)
@@ -177,7 +179,7 @@ def _limit(namespace: str, device: str, bps: float, delay_s: float) -> None:
         )
         parent = "parent 1:"
     burst_bytes = max(SMALLEST_BURST_BYTES, round(bps / 8 * BURST_S))
-    queue_bytes = burst_bytes + round(bps / 8 * QUEUE_S)
+    queue_bytes = burst_bytes + round(bps / 8 * link.queue_s)
     _do(
         f"tc -n {namespace} qdisc add dev {device} {parent} tbf rate {bps:.0f}bit burst {burst_bytes} "
         f"limit {queue_bytes}"

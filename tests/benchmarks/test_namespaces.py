@@ -103,13 +103,11 @@ def test_a_failure_inside_removes_everything() -> None:
 
 
 @needs_machines
-def test_a_failure_midway_removes_what_exists_and_names_the_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(namespaces, "QUEUE_S", -1.0)  # tc refuses a negative limit
+def test_a_failure_midway_removes_what_exists_and_names_the_command() -> None:
+    refused = NetworkLink(queue_s=-1.0)  # tc refuses a negative limit
     with (
         pytest.raises(ConfigurationError, match="creating network namespaces failed: 'tc -n paceline"),
-        network(2, NetworkLink()),
+        network(2, refused),
     ):
         pass
     assert names_of(os.getpid()) == []

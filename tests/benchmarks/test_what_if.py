@@ -17,13 +17,13 @@ def test_the_table_marks_errors_beyond_the_goals() -> None:
         ("asp", "the recorded run"): [(10.3, 10.0)],
         ("asp", "twice the workers"): [(26.0, 20.0), (22.2, 20.0)],
     }
-    report = WhatIfReport("400mbit", 3, rows(times))
+    report = WhatIfReport("400mbit", 0.01, 3, rows(times))
     assert [row.met for row in report.rows] == [True, True, False, False]
     assert (report.rows[0].ratio, report.rows[0].low, report.rows[0].high) == (1.01, 1.0, 1.03)
     console = Console(width=120, record=True)
     console.print(table(report))
     shown = console.export_text()
-    for words in ("10.10 s", "1.010 ", "1.000 to 1.030", "0.900 ", "1.030!", "1.205!"):
+    for words in ("queues of 10 ms", "10.10 s", "1.010 ", "1.000 to 1.030", "0.900 ", "1.030!", "1.205!"):
         assert words in shown
 
 
@@ -32,6 +32,10 @@ def test_a_plan_that_is_not_sound_is_refused() -> None:
         WhatIfPlan(rounds=0).require_sound()
     with pytest.raises(ConfigurationError, match="rate is '1', expected a rate"):
         WhatIfPlan(rate="1").require_sound()
+    with pytest.raises(
+        ConfigurationError, match=r"queue_s is 0\.0, expected more than 0 and at most 1 second"
+    ):
+        WhatIfPlan(queue_s=0.0).require_sound()
 
 
 @pytest.mark.chaos
