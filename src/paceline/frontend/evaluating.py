@@ -31,9 +31,10 @@ def evaluating(model: Model) -> Iterator[Model]:
 
     If other workers may have to wait for this worker, as under `bsp`, it goes on pushing inside the context, on a
     background thread and about as often as usual. These pushes contain no gradient, so they count as progress but do
-    not affect averages. After the context, the worker continues with the newest weights. In virtual time, evaluation
-    takes no time. Outside a run, and before the first forward pass of training, the copy has the weights of the given
-    model; in a worker that joins a run in progress, it has the job's weights also before this pass.
+    not affect averages. After the context, the worker continues with the newest weights. In virtual time, an
+    evaluation takes only the time of the messages that fetch the weights, before and after it. Outside a run, and
+    before the first forward pass of training, the copy has the weights of the given model; in a worker that joins a
+    run in progress, it has the job's weights also before this pass.
 
     In the context, use only the copy, because the weights of the model change. Use a loader that is not distributed,
     unless the worker is meant to evaluate on a part of the data.
