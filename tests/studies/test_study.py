@@ -19,12 +19,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 import paceline
 from paceline.errors import ConfigurationError
 from paceline.sim import Cluster, simulate
 from paceline.studies.description import Study, describe, read_file
-from paceline.studies.figures import figures_of
+from paceline.studies.figures import _label_decades, figures_of
 from paceline.studies.pages import summary_md
 from paceline.studies.plan import tuning_cells
 from paceline.studies.results import StudyResult
@@ -209,6 +210,26 @@ def test_long_names_leave_room_for_the_figures(tmp_path: Path) -> None:
         figure.draw_without_rendering()
         texts = [*figure.legends, *(label for axes in figure.axes for label in axes.get_yticklabels())]
         assert all(text.get_window_extent().x0 >= 0 for text in texts)
+
+
+def test_a_logarithmic_axis_of_one_decade_has_few_labels() -> None:
+    figure = Figure(figsize=(2.0, 2.0))
+    axes = figure.subplots()
+    axes.set_xscale("log")
+    axes.set_xlim(5.0, 65.0)
+    _label_decades(axes.xaxis)
+    figure.draw_without_rendering()
+    places = zip(axes.xaxis.get_ticklocs(), axes.get_xticklabels(), strict=True)
+    assert [label.get_text() for place, label in places if 5.0 <= place <= 65.0] == ["5", "10", "20", "50"]
+    assert not any(label.get_text() for label in axes.get_xticklabels(minor=True))
+
+
+def test_the_numbers_of_a_histogram_are_above_its_bars(done: tuple[StudyResult, Path]) -> None:
+    figure = figures_of(done[0])["staleness"]
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        highest = max(bar.get_window_extent().y1 for bar in axes.patches)
+        assert axes.texts[0].get_window_extent().y0 > highest
 
 
 def test_a_budget_ends_each_run(tmp_path: Path) -> None:
@@ -424,6 +445,13 @@ def test_a_study_file_is_named_in_its_errors(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("models = [")
     with pytest.raises(ConfigurationError, match=r"mine\.toml is not a TOML file"):
         read_file(tmp_path / "mine.toml")
+
+
+def test_the_reference_is_found_whatever_its_name_says_about_hyper_parameters() -> None:
+    models: list[Any] = ["bsp", "asp", {"sync": "asp", "hyperparameters": "raw"}]
+    study = small(models=models, reference="bsp", target={"metric": "loss", "of": "bsp"})
+    assert study.reference == study.target.of == "bsp, translated"
+    assert small(models=models, reference="asp").reference == "asp"  # the one with raw hyper-parameters
 
 
 def test_a_study_is_a_file_or_entries(tmp_path: Path) -> None:

@@ -232,11 +232,8 @@ def describe(values: Mapping[str, Any], folder: Path, imports: Sequence[str] = (
     contenders = _contenders(file)
     for contender in contenders:
         _require_runnable(contender, clusters)
-    names = [contender.name for contender in contenders]
-    reference = file.reference or names[0]
-    for key, name in (("reference", reference), ("target.of", file.target.of or names[0])):
-        if name not in names:
-            raise unknown_name(f"model in {key}", name, names)
+    reference = _found("reference", file.reference, contenders) if file.reference else contenders[0].name
+    of = _found("target.of", file.target.of, contenders) if file.target.of else ""
     if (file.target.value is None) == (not file.target.of):
         raise ConfigurationError(
             f"target has {'both' if file.target.of else 'neither'} a value {'and' if file.target.of else 'nor'} the "
@@ -253,9 +250,9 @@ def describe(values: Mapping[str, Any], folder: Path, imports: Sequence[str] = (
         raise ConfigurationError(
             "tuning is 'reference', but a model has a grid of its own, expected the same grid for all models."
         )
-    if file.tuning == "reference" and file.target.of not in ("", reference):
+    if file.tuning == "reference" and of not in ("", reference):
         raise ConfigurationError(
-            f"tuning is 'reference', but the target is what {file.target.of!r} reaches, expected what the reference "
+            f"tuning is 'reference', but the target is what {of!r} reaches, expected what the reference "
             f"{reference!r} reaches."
         )
     arguments = _entries("arguments", file.arguments, Value)
@@ -283,7 +280,7 @@ def describe(values: Mapping[str, Any], folder: Path, imports: Sequence[str] = (
         tuning_seeds=tuning_seeds,
         reference=reference,
         tuning=file.tuning,
-        target=file.target,
+        target=msgspec.structs.replace(file.target, of=of),
         budget=file.budget,
         imports=modules,
         folder=folder,
@@ -361,6 +358,15 @@ def _contenders(file: StudyFile) -> tuple[Contender, ...]:
                 f"two models are called {name!r}: give one of them a name, as in {{ sync = ..., name = ... }}."
             )
     return tuple(found)
+
+
+def _found(key: str, name: str, contenders: Sequence[Contender]) -> str:
+    """Return the name of a model that may be stated without what its name says about its hyper-parameters."""
+    names = [each.name for each in contenders]
+    alike = [each.name for each in contenders if run_name(each.sync, each.batch) == name]
+    if name not in names and len(alike) != 1:
+        raise unknown_name(f"model in {key}", name, names)
+    return name if name in names else alike[0]
 
 
 def _points(grid: Grid) -> tuple[Point, ...]:

@@ -18,6 +18,7 @@ from .statistics import CONFIDENCE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 __all__ = ["figures_of"]
@@ -181,6 +182,7 @@ def _scale(axes: Axes, means: Sequence[float], look: Look) -> None:
     low, high = finite[0], finite[-1]
     if not look.higher_is_better and low > 0 and high > 20 * low:
         axes.set_yscale("log")
+        _label_decades(axes.yaxis)
         return
     cut = finite[len(finite) // 10] if look.higher_is_better else finite[-1 - len(finite) // 10]
     low, high = (cut, high) if look.higher_is_better else (low, cut)
@@ -191,6 +193,15 @@ def _scale(axes: Axes, means: Sequence[float], look: Look) -> None:
 def _target_line(axes: Axes, target: float) -> Any:
     """Draw the target, and return its line for the legend."""
     return axes.axhline(target, color="#555555", linewidth=1.0, linestyle=":", zorder=1)
+
+
+def _label_decades(axis: Axis) -> None:
+    """Label 1, 2 and 5 in each decade of a logarithmic axis: its usual labels overlap if it has only one decade."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _label_first(panels: Mapping[str, Axes], label: str) -> None:
@@ -220,6 +231,7 @@ def _times(result: StudyResult, look: Look) -> Figure:
         axes.set_ylim(len(names) - 0.5, -0.5)
         if min(shown) > 0 and right > 12 * min(shown):
             axes.set_xscale("log")
+            _label_decades(axes.xaxis)
             axes.set_xlim(0.8 * min(shown), right)
         else:
             axes.set_xlim(0, right)
@@ -381,10 +393,11 @@ def _staleness(result: StudyResult, look: Look) -> Figure:
             total = sum(counts.values())
             shown = {staleness: count / total for staleness, count in counts.items() if staleness <= most}
             axes.bar(list(shown), list(shown.values()), width=0.85, color=look.styles[name].color)
+            axes.set_ylim(top=1.3 * max(shown.values()))  # with room for the text above the bars
             mean = sum(staleness * count for staleness, count in counts.items()) / total
             axes.text(
                 0.99,
-                0.9,
+                0.98,
                 f"mean {mean:.1f}, largest {max(counts)}",
                 transform=axes.transAxes,
                 ha="right",
@@ -477,6 +490,7 @@ def _tuning(result: StudyResult, look: Look) -> Figure:
         axes.set_xlabel(axis, fontsize=SMALL)
         if finite and max(finite) > 12 * min(finite):
             axes.set_yscale("log")
+            _label_decades(axes.yaxis)
         if any(math.isinf(s) for found in times.values() for s in found.values()):
             axes.axhline(never, color="#999999", linewidth=0.8, zorder=0)
             axes.set_ylim(top=1.1 * never)

@@ -48,15 +48,16 @@ def _method(study: Study) -> str:
     limits = {"seconds": "virtual seconds", "updates": "updates", "samples": "samples"}
     ends = [f"{value:g} {words}" for key, words in limits.items() if (value := getattr(study.budget, key))]
     aim = (
-        f"{value_text(target.value)}"
+        f"{target.metric} {value_text(target.value)}"
         if target.value is not None
-        else f"the mean final value of {target.of}" + (f", up to {target.within:g}" if target.within else "")
+        else f"the mean final {target.metric} of {target.of}"
+        + (f", up to {target.within:g}" if target.within else "")
     )
     tuned = any(len(contender.points) > 1 for contender in study.contenders)
     sentences = [
         f"{len(study.contenders)} models on {len(study.clusters)} clusters train "
         f"`{study.trained.title}` with {len(study.seeds)} seeds.",
-        f"The target is {target.metric} {aim}; {'higher' if target.higher_is_better else 'lower'} values are better.",
+        f"The target is {aim}; {'higher' if target.higher_is_better else 'lower'} values are better.",
         f"Hyper-parameters are {' or '.join(sorted(kinds))}.{_as_they_are(study)}",
         f"A run ends after {' or '.join(ends)} at the latest."
         if ends
@@ -94,7 +95,7 @@ def _as_they_are(study: Study) -> str:
     ]
     if not names:
         return ""
-    return f" Those of {', '.join(names)} are used as they are, because such a model scales gradients itself."
+    return f" Those of {'; '.join(names)} are used as they are, because such a model scales gradients itself."
 
 
 def _cluster(study: Study, rows: Sequence[Row]) -> str:
@@ -141,15 +142,15 @@ def _sentences(study: Study, rows: Sequence[Row]) -> Iterator[str]:
         ("later", [row for row in surely if row.ratio is not None and row.ratio.low > 1]),
     ):
         if chosen:
-            named = ", ".join(f"{row.contender.name} ({_factor(row)})" for row in chosen)
+            named = "; ".join(f"{row.contender.name} ({_factor(row)})" for row in chosen)
             yield f"Significantly {words} at the target than {study.reference}: {named}."
     others = [row for row in rows if row.ratio is not None and row not in surely]
     if others:
-        named = ", ".join(row.contender.name for row in others)
+        named = "; ".join(row.contender.name for row in others)
         yield f"Not significantly different from {study.reference} in time to target: {named}."
     front = [row.contender.name for row in rows if row.front]
     if front:
-        yield f"Not dominated in time to target and final {study.target.metric}: {', '.join(front)}."
+        yield f"Not dominated in time to target and final {study.target.metric}: {'; '.join(front)}."
     for row in rows:
         if row.reached < len(row.outcomes):
             yield (
