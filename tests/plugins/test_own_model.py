@@ -71,6 +71,7 @@ def test_the_page_shows_the_code_of_the_example() -> None:
     blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class " in block]
     assert len(blocks) == 2
     assert all(block.strip() in code for block in blocks)
+    assert code.endswith("\n\n\n".join(block.strip() for block in blocks) + "\n"), "the page shows all of it"
     assert len(code.splitlines()) <= 60
 
 
