@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import copy
+import io
+import pickle
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from types import BuiltinFunctionType, FunctionType
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -211,8 +213,9 @@ class Tape:
         self.entries.clear()
         return entries
 
-    def __deepcopy__(self, memo: object) -> Tape:
-        return self
+
+SHARED = (Tape, type, FunctionType, BuiltinFunctionType)
+"""What a core and its copy have in common, besides immutable values."""
 
 
 class Interned(Generic[Core]):
@@ -482,9 +485,45 @@ class Renaming:
         )
 
 
+class _Writer(pickle.Pickler):
+    """Writes a core, to be read by `_Reader` in this process, which is several times as fast as `copy.deepcopy`.
+
+    Args:
+        file: where the core is written.
+        shared: receives the objects that a core and its copy have in common, because they never change.
+    """
+
+    def __init__(self, file: io.BytesIO, shared: list[object]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._shared = shared
+
+    def persistent_id(self, thing: object) -> int | None:
+        kind = type(thing)
+        if not (
+            issubclass(kind, SHARED) or (issubclass(kind, msgspec.Struct) and kind.__struct_config__.frozen)
+        ):
+            return None
+        self._shared.append(thing)
+        return len(self._shared) - 1
+
+
+class _Reader(pickle.Unpickler):
+    """Reads what `_Writer` has written. See there."""
+
+    def __init__(self, file: io.BytesIO, shared: Sequence[object]) -> None:
+        super().__init__(file)
+        self._shared = shared
+
+    def persistent_load(self, number: int) -> object:
+        return self._shared[number]
+
+
 def _copied(core: Core) -> Core:
     """Return a copy of a core."""
-    copied = copy.deepcopy(core)
+    written, shared = io.BytesIO(), list[object]()
+    _Writer(written, shared).dump(core)
+    written.seek(0)
+    copied: Core = _Reader(written, shared).load()
     if isinstance(copied, Server):
         for shard in copied.shards.values():
             shard.sync.bind_again()
