@@ -137,7 +137,10 @@ def serve(
         job = structs.replace(job, version=__version__, token=token or new_secret(), secure=True)
         outlets = open_outlets(settings["dashboard"], settings["tensorboard"], settings["metrics_port"])
     from ..launcher.live_run.local import HostMachine, Placement
-    from ..launcher.live_run.run import start
+    from ..launcher.processes.program import importing
+
+    with importing():  # imports torch
+        from ..launcher.live_run.run import start
 
     console = Console(stderr=True)
     placement = Placement(listen, (HostMachine(listen),) * job.local_servers, ())
@@ -271,8 +274,8 @@ def join(
         if run_dir is not None:
             require_usable(run_dir)
         token = secret_of(secret_file)
-    from ..launcher.clusters.joined_machine import ServerOffer
-    from ..launcher.clusters.joined_machine import join as join_run
+    from ..launcher.clusters.join import ServerOffer
+    from ..launcher.clusters.join import join as join_run
     from ..launcher.terminal.channels import Streams
 
     console = Console(stderr=True)

@@ -121,13 +121,15 @@ def run(
         return
     from ..launcher.live_run.local import Placement
     from ..launcher.processes.interruption import Interrupted, Terminated
+    from ..launcher.processes.program import importing
     from ..launcher.processes.starting import Starter
     from ..launcher.terminal.run_display import announce
 
     announce(job, console)
     with interruptible(), outlets, Starter(Placement.on_loopback(job).prefixes()) as starter:
         # The launcher and the processes of the run import torch, which takes a second, at the same time.
-        from ..launcher.launch import run_script
+        with importing():
+            from ..launcher.launch import run_script
 
         try:
             result = run_script(

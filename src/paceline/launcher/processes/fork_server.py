@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gc
 import os
 import selectors
 import signal
@@ -37,7 +36,7 @@ from typing import NoReturn, cast
 
 from .endings import await_group_leader
 from .orders import Descriptors, Order, Received, receive_order, report_end, report_ready, report_start
-from .program import BOOT, end_with_parent, set_title
+from .program import BOOT, end_with_parent, importing, set_title
 
 __all__ = ["EXIT_THREADS", "carry_out", "fork_here"]
 
@@ -58,8 +57,9 @@ def carry_out(kind: str) -> NoReturn:
         signal.signal(signal.SIGTERM, at_sigterm)
     shared = frozenset(sys.modules)
 
-    from .child import main
-    from .leaving import leave
+    with importing():
+        from .child import main
+        from .leaving import leave
 
     status = main(order, descriptors)
     sys.stdout.flush()
@@ -170,16 +170,12 @@ def _next_child(control: socket.socket) -> Received:
 
 def _import_everything() -> None:
     """Import the modules that servers, workers and scripts use, without running any tensor operation."""
-    gc.disable()  # collecting garbage during imports takes time and frees nothing
-    import numpy.random  # noqa: F401
-    import torch  # noqa: F401
+    with importing():
+        import numpy.random  # noqa: F401
+        import torch  # noqa: F401
 
-    from ...frontend import epochs, evaluating, prepare  # noqa: F401
-    from . import child, leaving  # noqa: F401
-
-    # A collection would write to every object, and so copy the memory that the children share.
-    gc.freeze()
-    gc.enable()
+        from ...frontend import epochs, evaluating, prepare  # noqa: F401
+        from . import child, leaving  # noqa: F401
 
 
 def thread_count() -> int:
