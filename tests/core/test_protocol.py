@@ -6,6 +6,7 @@ import ast
 import contextlib
 import socket
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -311,7 +312,8 @@ ROLES = {
     "runtime/agents.py": "coordinator",
     "runtime/reader.py": "reader",
     "launcher/clusters/fetched_checkpoint.py": "agent",
-    "launcher/clusters/joined_machine.py": "agent",
+    "launcher/clusters/agent.py": "agent",
+    "launcher/clusters/join.py": "agent",
     "runtime/observer.py": "observer",
 }
 """File or folder -> the roles whose messages it makes or tells apart."""
@@ -375,6 +377,7 @@ def uses(file: Path, roles: Sequence[str]) -> Iterator[Use]:
                 yield from (Use(name, role, sends) for role in roles)
 
 
+@cache  # is needed by tests alone, and takes a second
 def all_uses() -> set[Use]:
     found: set[Use] = set()
     for place, roles in ROLES.items():
@@ -384,15 +387,12 @@ def all_uses() -> set[Use]:
     return {use for use in found if use.name in {kind.__name__ for kind in kinds()}} - OTHER_USES
 
 
-USES = all_uses()
-
-
 def contradictions(rows: Sequence[Row]) -> list[object]:
     """Return what the code does and no row says, and the rows with whose messages it does nothing."""
     sent_by = {(row.message.__name__, row.sender): row for row in rows}
     sent_to = {(row.message.__name__, row.receiver): row for row in rows}
-    undeclared = [use for use in USES if use[:2] not in (sent_by if use.sends else sent_to)]
-    made = {use[:2] for use in USES if use.sends}
+    undeclared = [use for use in all_uses() if use[:2] not in (sent_by if use.sends else sent_to)]
+    made = {use[:2] for use in all_uses() if use.sends}
     unmade = [row for key, row in sent_by.items() if key not in made]
     callers = {
         host: {row.sender for row in rows if row.message is Hello and row.receiver == host}

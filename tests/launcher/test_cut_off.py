@@ -29,7 +29,7 @@ from paceline.core.protocol.messages import (
     first_phase,
 )
 from paceline.errors import ConfigurationError, PeerLostError
-from paceline.launcher.clusters.joined_machine import join
+from paceline.launcher.clusters.join import join
 from paceline.launcher.live_run import rejoining
 from paceline.launcher.processes import child
 from paceline.launcher.processes.endings import EXIT_PEER_LOST

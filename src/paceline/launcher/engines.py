@@ -2,7 +2,7 @@
 
 The local engine starts all processes on this machine (see `live_run.local`). Any other engine places *programs* on
 machines: one that serves the run (see `live_run.run`), and one for each worker, which joins it (see
-`clusters.joined_machine`). Each program starts the processes of its machine as the local engine does, and tells the
+`clusters.join`). Each program starts the processes of its machine as the local engine does, and tells the
 coordinator how they end. So such an engine knows nothing of servers and workers; it only places its programs again if
 they end too early.
 

@@ -35,7 +35,7 @@ from ..processes.devices import device_of_process
 from ..processes.interruption import Interrupted, Terminated
 from ..processes.starting import Starter
 from ..terminal.channels import Streams
-from .joined_machine import join
+from .join import join
 from .ray_host import read_frame, write_frame
 
 __all__ = ["Ended", "JoinOrder", "Order", "Report", "ServeOrder", "Served", "main"]

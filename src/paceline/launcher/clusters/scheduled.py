@@ -29,7 +29,7 @@ from ..processes.serving import Announcement, Serving, finished
 from ..terminal.channels import Streams
 from ..terminal.output import print_sentence
 from .environments import Place, Store
-from .joined_machine import join
+from .join import join
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
