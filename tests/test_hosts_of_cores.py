@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -53,26 +54,35 @@ BY_HAND = {"testing/legal_events.py", "testing/promises.py", "testing/scripts.py
 """These test a machine directly: they make events by hand, from no message, and host no core."""
 
 
-def constructs(file: Path, module: str, name: str) -> bool:
-    """True if a file calls this class of this module, or takes it as a default or for `partial`, by its name."""
+@cache
+def used_by(file: Path) -> tuple[list[tuple[str, str, str]], set[str]]:
+    """Return what a file imports, as (module, name, its name in the file), and what it calls, takes as a default or
+    for `partial`."""
     tree = ast.parse(file.read_text())
     package = ["paceline", *file.relative_to(ROOT).parent.parts]
-    direct, modules = set(), set()
+    imports = []
+    used = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            source = ".".join([*base, *filter(None, [node.module])])
-            for alias in node.names:
-                if source == f"paceline.{module}" and alias.name == name:
-                    direct.add(alias.asname or name)
-                elif f"{source}.{alias.name}" == f"paceline.{module}":
-                    modules.add(alias.asname or alias.name)
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    used = {ast.unparse(call.func) for call in calls}
-    used |= {ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "partial"}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.arguments):
-            used |= {ast.unparse(default) for default in (*node.defaults, *node.kw_defaults) if default}
+        match node:
+            case ast.ImportFrom():
+                base = package[: len(package) - node.level + 1] if node.level else []
+                source = ".".join([*base, *filter(None, [node.module])])
+                imports += [(source, alias.name, alias.asname or alias.name) for alias in node.names]
+            case ast.Call(func=called):
+                used.add(ast.unparse(called))
+                if ast.unparse(called) == "partial":
+                    used.add(ast.unparse(node.args[0]))
+            case ast.arguments():
+                used |= {ast.unparse(default) for default in (*node.defaults, *node.kw_defaults) if default}
+    return imports, used
+
+
+def constructs(file: Path, module: str, name: str) -> bool:
+    """True if a file calls this class of this module, or takes it as a default or for `partial`, by its name."""
+    imports, used = used_by(file)
+    defined_in = f"paceline.{module}"
+    direct = {known for source, imported, known in imports if (source, imported) == (defined_in, name)}
+    modules = {known for source, imported, known in imports if f"{source}.{imported}" == defined_in}
     return bool(used & (direct | {f"{known}.{name}" for known in modules}))
 
 
