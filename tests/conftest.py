@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import shutil
 import signal
@@ -50,7 +51,11 @@ collect_ignore_glob = [
 
 
 def pytest_configure() -> None:
-    """Hear SIGINT and SIGQUIT, also in the background, where a shell has them ignored: some tests send them."""
+    """Hear SIGINT and SIGQUIT, also in the background, where a shell has them ignored: some tests send them.
+
+    The collection of tests creates objects that stay, so the garbage collector would search them in vain meanwhile.
+    """
+    gc.disable()
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, handler)
@@ -71,6 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     spare_what_exists()
+    gc.enable()
     if QUICK:
         sys.addaudithook(forbid_processes)
 
