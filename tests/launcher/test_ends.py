@@ -341,9 +341,8 @@ def act(worker, iteration):
         os.kill(os.getpid(), signal.SIGSTOP)
 """
     with running(stop, *PACE) as program:
-        await_that(lambda: "waiting for worker 1" in said(), "worker 1 is named")
+        await_that(lambda: "which has sent nothing for" in said(), "worker 1 is named")
         process = processes(mark)["worker 1"]
-        assert "which has sent nothing for" in said()
         assert re.search(
             r"It last reported in iteration \d \(its iterations usually take 0\.\d+ s\)\.", said()
         )
@@ -680,6 +679,9 @@ def act(worker, iteration):
     assert ended.returncode == code, ended.stderr
     assert f"worker 1 was lost: it was terminated by signal {name}" in ended.stderr
     assert summary()["crashed_workers"] == ([1] if code else [])
+    log = Path("run/worker-1.log").read_text()
+    assert ("Fatal Python error: Segmentation fault" in log) == (name == "SIGSEGV")
+    assert name != "SIGSEGV" or re.search(r'train\.py", line \d+ in act', log), log
 
 
 @pytest.mark.chaos
@@ -690,6 +692,7 @@ def test_a_script_that_exits_with_a_text_shows_it() -> None:
     assert "failed: the script ended with exit code 1: no data in /somewhere" in ended.stderr
 
 
+@pytest.mark.thorough
 def test_a_failed_run_names_its_directory_and_the_log_to_read() -> None:
     ended = run("os._exit(7)", *ALONE)
 
@@ -699,6 +702,7 @@ def test_a_failed_run_names_its_directory_and_the_log_to_read() -> None:
     assert f"the output of worker {match[1]} is in {Path.cwd()}/run/worker-{match[1]}.log" in ended.stderr
 
 
+@pytest.mark.thorough
 def test_the_log_of_a_worker_that_crashed_shows_where() -> None:
     ended = run("def crash():\n    ctypes.string_at(0)\ncrash()", *ALONE)
 

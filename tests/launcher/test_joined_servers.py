@@ -340,20 +340,6 @@ def test_a_machine_with_too_little_memory_for_its_servers_says_so(mark: str) -> 
     assert code == 1, stderr
 
 
-def test_what_the_door_refuses(mark: str) -> None:
-    served = Served("--workers", "1", "--servers", "2")
-    refused = output(served.join("1", options=["--servers", "1"]))
-    elsewhere = output(served.join("1", options=["--servers", "1", "--listen", "192.0.2.1"]))
-    code, *_ = output(served.join("1"))
-    summary = served.summary()
-
-    assert refused[0] == 2
-    assert "but the run needs no more servers: of its 2, the machine that serves it has 2" in refused[2]
-    assert elsewhere[0] == 2
-    assert "cannot listen on 192.0.2.1:0" in elsewhere[2]
-    assert (code, summary["samples"]) == (0, 96)
-
-
 def coordinator() -> Coordinator:
     """Return the coordinator of a run with four servers, three of them on machines that join."""
     return Coordinator(

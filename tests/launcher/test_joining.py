@@ -162,6 +162,8 @@ def test_only_who_has_the_secret_can_watch_or_join_a_run(mark: str, monkeypatch:
         served.join("1", secret="0" * 64),
         served.join("1", secret=""),
         served.join("1", options=["-n", "2"]),
+        served.join("1", options=["-n", "0", "--servers", "1"]),
+        served.join("1", options=["-n", "0", "--servers", "1", "--listen", "192.0.2.1"]),
     ]
     wrong = run_program("-m", "paceline", "status", served.address, "--secret-file", served.wrong_secret())
     monkeypatch.setenv("PACELINE_SECRET", served.secret)
@@ -174,20 +176,22 @@ def test_only_who_has_the_secret_can_watch_or_join_a_run(mark: str, monkeypatch:
     watching.stdout = None
     watching_ended = output(watching)
     listening = listening_ports(mark)
-    another, missing, many = (output(program) for program in refused)
+    another, missing, many, brings, elsewhere = (output(program) for program in refused)
     enough()
     codes = [output(program)[0] for program in joined]
     summary = served.summary()
 
     assert (codes, summary["lost_workers"]) == ([0, 0], [])
     assert listening == [int(served.port)]
-    assert another[0] == missing[0] == many[0] == 2
+    assert {program[0] for program in (another, missing, many, brings, elsewhere)} == {2}
     assert (
         f"the run at {served.address} cannot be joined or watched: the secret is not that of the run"
         in another[2]
     )
     assert "set PACELINE_SECRET" in missing[2]
     assert "2 workers cannot join, because the run has at most 2 workers" in many[2]
+    assert "but the run needs no more servers: of its 2, the machine that serves it has 2" in brings[2]
+    assert "cannot listen on 192.0.2.1:0" in elsewhere[2]
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == another[2]
     assert wrong.stderr.endswith("or the secret with which the run was started.\n")

@@ -342,6 +342,7 @@ raise ValueError("the labels are missing")
     assert lines[start - 1] == "error: worker 0 failed: ValueError: the labels are missing"
     assert "wrong.py" in lines[start + 1]
     assert "line 6" in lines[start + 1]
+    assert f"the output of worker 0 is in {tmp_path}/run/worker-0.log" in ended.stderr
     assert "Traceback" not in ended.stdout
 
 

@@ -266,25 +266,26 @@ SENTENCES = {
 }
 
 
-@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+@pytest.mark.parametrize("widths", [(40, 120), *thorough(((60, 80),))], ids=str)
 @pytest.mark.parametrize("case", SENTENCES)
 def test_what_the_commands_say_is_wrapped_between_words_in_a_terminal_only(
-    case: str, columns: int, screen: type[Screen], monkeypatch: pytest.MonkeyPatch
+    case: str, widths: tuple[int, int], screen: type[Screen], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")  # the width of a dumb terminal is taken for 80
     monkeypatch.delenv("COLUMNS", raising=False)  # would be taken for the width of any terminal
     arguments = ("-m", "paceline", *SENTENCES[case])
     piped = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=DEADLINE_S)
-    shown = screen(*arguments, columns=columns)
-    assert shown.end() == piped.returncode
-    lines = re.sub(r"\x1b\[[\d;]*m", "", shown.text).replace("\r", "").splitlines()
     said = piped.stdout + piped.stderr
-    if "--dry-run" in arguments:  # a path may be longer than the second column of the summary
-        assert sorted("".join(lines).replace(" ", "")) == sorted("".join(said.split()))
-    else:
-        assert sorted(" ".join(lines).split()) == sorted(said.split())
-        assert said.count("\n") == 1
-    assert [line for line in lines if len(line.rstrip()) > columns and " " in line.strip()] == []
+    for columns in widths:
+        shown = screen(*arguments, columns=columns)
+        assert shown.end() == piped.returncode
+        lines = re.sub(r"\x1b\[[\d;]*m", "", shown.text).replace("\r", "").splitlines()
+        if "--dry-run" in arguments:  # a path may be longer than the second column of the summary
+            assert sorted("".join(lines).replace(" ", "")) == sorted("".join(said.split()))
+        else:
+            assert sorted(" ".join(lines).split()) == sorted(said.split())
+            assert said.count("\n") == 1
+        assert [line for line in lines if len(line.rstrip()) > columns and " " in line.strip()] == []
 
 
 def test_a_path_that_is_longer_than_a_line_is_left_whole() -> None:
