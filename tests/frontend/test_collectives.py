@@ -24,6 +24,7 @@ from paceline.sim.worker_settings import Presence
 from paceline.sync.events import PushReceived
 from paceline.trace.measures import measure
 from tests.support.live import await_that, run_program
+from tests.support.marks import thorough
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -295,7 +296,7 @@ ONLY_IN_WORKER_0 = "paceline.is_main() and paceline.barrier()"
     ("place", "waits"),
     [
         ("inside", "worker 1, after its iteration 1, waits at shard 0 (bsp) for"),
-        ("before", "worker 1, which is about to train, waits for the models of the other workers"),
+        *thorough(("before", "worker 1, which is about to train, waits for the models of the other workers")),
     ],
 )
 def test_a_barrier_that_waits_for_a_worker_that_waits_is_named(

@@ -49,7 +49,7 @@ with open(f"used-{{paceline.worker_index()}}", "w") as used:
 
 
 @pytest.mark.parametrize(
-    ("sync", "processes"), [("asp", 2), ("bsp", 0), *thorough(("asp", 0), ("ssp:staleness=2", 0))]
+    ("sync", "processes"), [("asp", 2), *thorough(("bsp", 0), ("asp", 0), ("ssp:staleness=2", 0))]
 )
 def test_a_killed_workers_data_is_used_by_the_others(sync: str, processes: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.sim import Cluster, Presence, simulate
+from tests.support.marks import thorough
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -146,7 +147,15 @@ def host(request: pytest.FixtureRequest, run_on_threads: RunOnThreads) -> Host:
 
 
 @pytest.mark.parametrize("make", SCHEDULES)
-@pytest.mark.parametrize("loop", [range, paceline.epochs])
+@pytest.mark.parametrize(
+    ("host", "loop"),
+    [
+        *(("alone", range), ("alone", paceline.epochs), ("simulated", range)),
+        *(("simulated", paceline.epochs), ("live", paceline.epochs)),
+        *thorough(("live", range)),
+    ],
+    indirect=["host"],
+)
 def test_a_resumed_schedule_is_the_uninterrupted_one(
     host: Host, make: Make, loop: Callable[[int], Iterable[int]]
 ) -> None:

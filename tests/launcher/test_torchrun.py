@@ -33,6 +33,7 @@ def output(program: subprocess.Popen[str]) -> tuple[int, str]:
     return program.returncode, stdout + stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("machines_alone")
 @pytest.mark.skipif(bool(why_not()), reason=f"creating network namespaces needs {why_not()}")
 def test_the_commands_of_the_documentation_train_what_one_process_trains(
@@ -71,7 +72,6 @@ def test_the_commands_of_the_documentation_train_what_one_process_trains(
     assert key not in said
 
 
-@pytest.mark.thorough
 def test_the_others_continue_without_a_worker_that_is_killed(mark: str) -> None:
     job = torchrun(
         *("--nproc-per-node", "2", "-m", "paceline.join", "--sync", "asp", "--run-dir", "run"),

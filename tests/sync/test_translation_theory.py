@@ -111,8 +111,7 @@ def test_small_steps_decay_and_vary_as_in_one_process(workers: int, sync: str) -
 
 
 @pytest.mark.parametrize("sync", ["asp", "elastic-bsp:lookahead=8"])
-@pytest.mark.parametrize("workers", [4, 16])
-@pytest.mark.parametrize("travel", [0.02, 0.05])
+@pytest.mark.parametrize(("workers", "travel"), [(4, 0.05), (16, 0.02), *thorough((4, 0.02), (16, 0.05))])
 def test_without_a_correction_for_the_delay_larger_steps_do_so_too(
     workers: int, sync: str, travel: float
 ) -> None:

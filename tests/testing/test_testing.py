@@ -39,6 +39,7 @@ from paceline.sync.events import (
 from paceline.testing import Oracle, check, play
 from paceline.testing.admission import more_ahead_than
 from paceline.testing.oracle import Events
+from tests.support.marks import thorough
 
 
 class Careless(ShardMachine):
@@ -271,8 +272,9 @@ def test_an_oracle_is_compared() -> None:
         check(SSP(staleness=0), oracle=Oracle(lambda events: set(), applied))
 
 
-def test_models_with_a_planner_pass() -> None:
-    assert check(ElasticBSP(lookahead=2), iterations=2).states > 100
+@pytest.mark.parametrize("iterations", [1, *thorough(2)])
+def test_models_with_a_planner_pass(iterations: int) -> None:
+    assert check(ElasticBSP(lookahead=2), iterations=iterations).states > 100
 
 
 @pytest.mark.parametrize(
