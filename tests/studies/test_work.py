@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.cli.study_command import failure_lines
+from paceline.errors import RunFailedError
 from paceline.rehearsal.process_pool import Ended
 from paceline.studies.description import describe
 from paceline.studies.study import carry_out
@@ -42,14 +43,19 @@ def test_failures_are_in_the_order_of_the_tasks_whichever_ends_first() -> None:
 
 
 def test_of_many_failures_the_first_ones_are_shown() -> None:
-    failures = [Failure(f"run {number}", ValueError("too large")) for number in range(12)]
+    error = RunFailedError("worker 0", "ValueError: too large", "Traceback\nin line 7")
+    failures = [Failure(f"run {number}", error) for number in range(12)]
     lines = failure_lines(failures)
-    assert lines[0] == "failed: run 0: ValueError: too large"
+    assert lines[0] == f"failed: run 0: {error}"
+    assert "in line 7" in lines[0]
     assert lines[9:] == [
-        "failed: run 9: ValueError: too large",
+        "failed: run 9: worker 0 failed: ValueError: too large",
         "failed: 2 more runs, which summary.md names",
     ]
     assert failure_lines(failures[:10]) == lines[:10]
+    assert failure_lines([Failure("run 0", ValueError("too small"))]) == [
+        "failed: run 0: ValueError: too small"
+    ]
 
 
 @pytest.mark.processes

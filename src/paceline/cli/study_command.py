@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from ..errors import first_line
+from ..errors import PacelineError, first_line
 from .console import EXIT_NOT_ALL_WELL, interruptible, load_named_models
 from .numbers import whole_number_option
 from .options import ModelImports
@@ -88,7 +88,19 @@ def study(
 
 
 def failure_lines(failures: Sequence[Failure]) -> list[str]:
-    """Return a line for each of the first runs that have failed, and one for the others, which the summary names."""
-    lines = [f"failed: {failure.name}: {first_line(failure.error)}" for failure in failures[:MOST_SHOWN]]
-    more = len(failures) - len(lines)
-    return lines + [f"failed: {more} more runs, which summary.md names"] * (more > 0)
+    """Return the text of the first failure, a line for each of some others, and one for the rest.
+
+    The text contains the traceback of the training function. The rest is in the summary.
+    """
+    texts = [f"failed: {name}: {_text(error)}" for name, error in failures[:MOST_SHOWN]]
+    more = len(failures) - len(texts)
+    return [
+        *texts[:1],
+        *(text.partition("\n")[0] for text in texts[1:]),
+        *[f"failed: {more} more runs, which summary.md names"] * (more > 0),
+    ]
+
+
+def _text(error: BaseException) -> str:
+    """Return the message of an exception, which names its type only if it is not one of Paceline's."""
+    return str(error) if isinstance(error, PacelineError) else first_line(error)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from ..errors import first_line
+from ..report.words import counted
 from ..sync.schedule import read_schedule
 from .description import Study
 from .results import Row, StudyResult
@@ -55,8 +56,8 @@ def _method(study: Study) -> str:
     )
     tuned = any(len(contender.points) > 1 for contender in study.contenders)
     sentences = [
-        f"{len(study.contenders)} models on {len(study.clusters)} clusters train "
-        f"`{study.trained.title}` with {len(study.seeds)} seeds.",
+        f"{counted(len(study.contenders), 'model')} on {counted(len(study.clusters), 'cluster')} train "
+        f"`{study.trained.title}` with {counted(len(study.seeds), 'seed')}.",
         f"The target is {aim}; {'higher' if target.higher_is_better else 'lower'} values are better.",
         f"Hyper-parameters are {' or '.join(sorted(kinds))}.{_as_they_are(study)}",
         f"A run ends after {' or '.join(ends)} at the latest."
