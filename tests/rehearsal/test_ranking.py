@@ -620,6 +620,11 @@ def test_a_trace_of_another_version_is_refused(tmp_path: Path) -> None:
             r"made no traces \(--traces off\), so it cannot be simulated",
         ),
         (lambda folder: (folder / "summary.json").write_text("{"), "cannot be read"),
+        (lambda folder: (folder / "summary.json").unlink(), r"there is no summary\.json"),
+        (
+            lambda folder: (folder / "summary.json").write_text('{"sync": "bsp", "ended": "failed"}'),
+            "the run has failed",
+        ),
         (lambda folder: _keep_lines(folder / "trace-shard-0.jsonl", 1), "contains only a header"),
     ],
 )
