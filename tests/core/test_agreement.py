@@ -240,7 +240,7 @@ def test_ordinary_schedulers_are_no_finding(
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("prepared", [True, *thorough(False)])
 @pytest.mark.parametrize("name", ["cosine", "one cycle", "long steps"])
 def test_ordinary_schedulers_in_long_epochs_are_no_finding(sync: str, prepared: bool, name: str) -> None:
     def body() -> None:
@@ -250,8 +250,10 @@ def test_ordinary_schedulers_in_long_epochs_are_no_finding(sync: str, prepared: 
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-@pytest.mark.parametrize("tracked", [False, True])
-@pytest.mark.parametrize("stepped", ["epoch", "iteration"])
+@pytest.mark.parametrize(
+    ("tracked", "stepped"),
+    [(False, "epoch"), (True, "iteration"), *thorough((False, "iteration"), (True, "epoch"))],
+)
 @pytest.mark.parametrize("name", ["one cycle", *chaos("exponential", "warm-up", "chained")])
 def test_a_worker_that_joins_late_with_its_schedule_is_no_finding(
     sync: str, tracked: bool, stepped: str, name: str

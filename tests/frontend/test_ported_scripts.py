@@ -182,7 +182,7 @@ def test_a_moving_average_of_the_weights_is_tested_after_each_epoch(
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("name", "sync"), [("language_model", "bsp"), *thorough(("gpt", "asp"), ("unfreeze", "elastic-bsp"))]
+    ("name", "sync"), thorough(("language_model", "bsp"), ("gpt", "asp"), ("unfreeze", "elastic-bsp"))
 )
 def test_a_script_trains_in_processes(
     name: str, sync: str, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
