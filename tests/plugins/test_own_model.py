@@ -166,6 +166,18 @@ print(simulate(Cluster(compute_s=[1.0, 2.0]), "buffered:batch=1", 5).updates)
     assert int(ended.stdout) > 0, ended.stderr
 
 
+def test_an_installed_model_that_cannot_be_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "broken-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[paceline.sync]\nbroken-model = no_such_module\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigurationError, match="'broken-model' cannot be imported from no_such_module"):
+        load_models("broken-model")
+
+
 # -- what cannot be registered ------------------------------------------------------------------------------
 
 

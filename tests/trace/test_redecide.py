@@ -97,6 +97,15 @@ def test_the_command_tells_what_another_model_decides(run: Path) -> None:
     assert (first["other"]["sync"], first["other"]["updates"]) == ("bsp", 20)
 
 
+def test_another_model_needs_the_beginning_of_the_traces(run: Path) -> None:
+    path = run / "trace-shard-0.jsonl"
+    header, _, entries = path.read_text().partition("\n")
+    kept = {"sync": "ssp:staleness=2", "workers": [0, 1, 2]}
+    path.write_text(json.dumps({**json.loads(header), "format": 5, "keyframe": kept}) + "\n" + entries)
+    ended = RUNNER.invoke(app, ["replay", str(run), "--sync", "asp"])
+    assert "the beginning of the traces was deleted" in str(ended.exception)
+
+
 def test_models_that_plan_and_folders_without_traces_are_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for arguments, reason in (
