@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -91,22 +92,25 @@ def room_of(file: Path) -> str:
 FILES = sorted(file for file in ROOT.rglob("*.py") if room_of(file) not in EXEMPT)
 
 
-def imports(file: Path) -> Iterator[tuple[int, str]]:
+@cache  # several tests look at each file
+def imports(file: Path) -> list[tuple[int, str]]:
     """(line, full name) of everything that a file imports, in functions and under TYPE_CHECKING too.
 
     `from .x import y` counts as x, and `from . import y` as y.
     """
     package = ["paceline", *file.relative_to(ROOT).parent.parts]
+    found: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             name = ".".join([*base, *filter(None, [node.module])])
             if name == "paceline":
-                yield from ((node.lineno, f"paceline.{alias.name}") for alias in node.names)
+                found += ((node.lineno, f"paceline.{alias.name}") for alias in node.names)
             else:
-                yield node.lineno, name
+                found.append((node.lineno, name))
+    return found
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
