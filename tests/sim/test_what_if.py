@@ -146,7 +146,12 @@ def test_bad_changes_are_named(tmp_path: Path) -> None:
             lambda: cluster.with_(slow={2: 2.0}),
             "slow has an entry for worker 2, expected a number from 0 to 1",
         ),
-        (lambda: cluster.with_(slow={1: 0.0}), "factor is 0, expected a number > 0"),
+        (
+            lambda: cluster.with_(slow={1: 0.0}),
+            r"slow has the factor 0\.0 for worker 1, expected a number > 0",
+        ),
+        (lambda: cluster.with_(slow={1: "x"}), "slow has the factor 'x' for worker 1"),  # type: ignore[dict-item]
+        (lambda: cluster.with_(slow=3), "slow is 3, expected a factor for each worker"),  # type: ignore[arg-type]
         (lambda: Changes(slow="3").made(cluster), "slow is '3', expected WORKER:FACTOR"),
         (lambda: load_cluster("elastic-bsp", "1gbit"), "not the directory of a run"),
         (lambda: Cluster.from_run(tmp_path), "does not contain a run"),

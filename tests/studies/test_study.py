@@ -362,6 +362,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"grid": {"rate": [[0.1]]}}, "grid.rate[0] is a list, expected"),
     ({"arguments": {"iterations": [1]}}, "arguments.iterations is a list, expected"),
     ({"grid": {"rat": [1]}}, "unknown hyper-parameter of quadratic 'rat'; did you mean 'rate'?"),
+    ({"grid": {"seed": [1]}}, "[grid] contains 'seed', but each run has a seed of its own"),
+    ({"arguments": {"seed": 1}}, "[arguments] contains 'seed', but each run has a seed of its own"),
     ({"grid": {"iterations": [1]}}, "iterations is both in [grid] and in [arguments]"),
     ({"target": {"metric": "loss"}}, "target has neither a value nor the name of a model"),
     (

@@ -16,8 +16,8 @@ import msgspec
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.text import Text
 
-from ..errors import unknown_name
 from ..sync import MODELS
+from ..sync.notation import unknown_model
 from .sentences import Sentence, wrapped
 
 __all__ = ["LABELS", "ModelsTable", "Page", "describe", "flowing", "page_text", "pages"]
@@ -55,7 +55,7 @@ class Page(msgspec.Struct, frozen=True):
 def describe(name: str) -> Page:
     """Return the documentation of one model. Raise `ConfigurationError` if there is no model with that name."""
     if name not in MODELS:
-        raise unknown_name("sync model", name, MODELS)
+        raise unknown_model(name)
     model = MODELS[name]
     ours = model.__module__.startswith("paceline.")
     head = inspect.cleandoc(import_module(model.__module__).__doc__ or model.__doc__ or "")

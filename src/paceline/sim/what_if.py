@@ -74,10 +74,18 @@ def changed(
         require_whole("workers", workers, 1)
         count = workers
         said.append(f"{workers} workers" if workers > 1 else "1 worker")
+    if not isinstance(slow, Mapping):
+        raise ConfigurationError(
+            f"slow is {slow!r}, expected a factor for each worker that is slower, such as {{0: 3.0}}."
+        )
     for worker, factor in slow.items():
         if not (isinstance(worker, int) and 0 <= worker < count):
             raise ConfigurationError(
                 f"slow has an entry for worker {worker!r}, expected a number from 0 to {count - 1}."
+            )
+        if not (isinstance(factor, int | float) and 0 < factor < math.inf):
+            raise ConfigurationError(
+                f"slow has the factor {factor!r} for worker {worker}, expected a number > 0."
             )
         said.append(f"worker {worker} {factor:g} times as slow")
     before = cluster.workers

@@ -26,7 +26,7 @@ from ..settings.toml_tables import converted, read_toml
 from ..sim import Cluster
 from ..sync.schedule import read_schedule
 from .generators import GENERATORS, Generator
-from .trained import Trained, Value, of_function, of_name, of_problem, of_script, source_digest
+from .trained import SEED, Trained, Value, of_function, of_name, of_problem, of_script, source_digest
 
 __all__ = ["Budget", "Contender", "Point", "Study", "Target", "describe", "read_file"]
 
@@ -256,6 +256,11 @@ def describe(values: Mapping[str, Any], folder: Path, imports: Sequence[str] = (
             f"{reference!r} reaches."
         )
     arguments = _entries("arguments", file.arguments, Value)
+    for where, values in (("arguments", arguments), *(("grid", dict(each.points[0])) for each in contenders)):
+        if SEED in values:
+            raise ConfigurationError(
+                f"[{where}] contains {SEED!r}, but each run has a seed of its own: list seeds in the entry 'seeds'."
+            )
     seeds = _seeds("seeds", file.seeds, 0)
     tuning_seeds = _seeds("tuning_seeds", file.tuning_seeds, FIRST_TUNING_SEED)
     if both := set(seeds) & set(tuning_seeds):

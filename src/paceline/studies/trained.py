@@ -28,7 +28,7 @@ import msgspec
 from ..errors import ConfigurationError, first_line, unknown_name
 from .problems import PROBLEMS
 
-__all__ = ["Run", "Trained", "of_function", "of_name", "of_problem", "of_script", "source_digest"]
+__all__ = ["SEED", "Run", "Trained", "of_function", "of_name", "of_problem", "of_script", "source_digest"]
 
 SEED = "seed"
 """Name of the hyper-parameter that receives the seed of a run."""

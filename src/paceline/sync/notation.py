@@ -26,6 +26,7 @@ __all__ = [
     "register",
     "require_registered",
     "require_shards",
+    "unknown_model",
 ]
 
 M = TypeVar("M", bound=SyncModel)
@@ -98,6 +99,12 @@ def require_registered(model: SyncModel) -> None:
         )
 
 
+def unknown_model(name: str) -> ConfigurationError:
+    """Return the error for a name under which no model is registered."""
+    known = unknown_name("sync model", name, MODELS)
+    return ConfigurationError(f"{known} For a model of your own, name its module with --import.")
+
+
 @functools.lru_cache(maxsize=1024)
 def parse(text: str) -> SyncModel:
     """Parse `name:key=value,key=value`. The parameters of the base model, if any, may follow the model's own.
@@ -116,7 +123,7 @@ def parse(text: str) -> SyncModel:
             "of one shard, or requested during a run."
         )
     if name not in MODELS:
-        raise unknown_name("sync model", name, MODELS)
+        raise unknown_model(name)
     model = MODELS[name]
     fields = {field.name: field for field in msgspec.structs.fields(model)}
     given: dict[str, str] = {}
