@@ -24,7 +24,7 @@ OPTIONS = {
     "guard": {"--json"},
     "look": {"--json", "--siege", "--rounds"},
     "unequal": {"--json"},
-    "what-if": {"--json", "--rate", "--rounds"},
+    "what-if": {"--json", "--queue-ms", "--rate", "--rounds"},
     "auto": {"--json"},
     "data": {"--json"},
     "coordinator": {"--json"},
