@@ -8,20 +8,20 @@ place of along a schedule that was recorded for many runs.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import nn
 
 import paceline
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # `reproductions` is not installed
 
+from reproductions.same_accuracy.alone import train_alone
 from reproductions.same_accuracy.digits import DigitsMLP
-from reproductions.same_accuracy.problems import Orders, epochs_of
+from reproductions.same_accuracy.problems import epochs_of
 
 EVERY = 3
 """Number of the main worker's steps between two evaluations: about 40 evaluations in a run, as on the page."""
@@ -41,31 +41,13 @@ def train(rate: float, workers: int, seed: int) -> None:
         workers: number of workers, which share the joint batch.
         seed: seed of the initial weights and of the order of the data.
     """
-    digits = problem()
-    samples, batch, epochs = epochs_of(digits, workers)
-    network = digits.network(seed)
-    settings: Any = digits.settings(rate, 0.0)
-    optimizer = paceline.DistributedOptimizer(
-        torch.optim.SGD(network.parameters(), **settings), model=network
-    )
-    orders = Orders(samples)
-    steps = 0
-    for epoch in range(epochs):
-        order = orders.of(seed, epoch)
-        data = TensorDataset(digits.images[order], digits.labels[order])
-        for x, y in paceline.distribute(DataLoader(data, batch)):
+    steps = itertools.count(1)
 
-            def closure(x: Tensor = x, y: Tensor = y) -> float:
-                optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(network(x), y)
-                loss.backward()
-                return loss.item()
+    def after_step(network: nn.Module) -> None:
+        if next(steps) % EVERY == 0 and paceline.is_main():
+            log_accuracy(network)
 
-            optimizer.step(closure)
-            steps += 1
-            if paceline.is_main() and steps % EVERY == 0:
-                log_accuracy(network)
-    log_accuracy(network)
+    log_accuracy(train_alone(problem(), epochs_of(problem(), workers), rate, seed, after_step))
 
 
 def log_accuracy(network: nn.Module) -> None:

@@ -8,16 +8,14 @@ import msgspec
 import pytest
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.errors import ConfigurationError
-from paceline.frontend.data import distribute
-from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.shard import foreign
 from paceline.sim import Cluster, simulate
 from paceline.sync.translation import Standing
+from reproductions.same_accuracy.alone import train_alone
 from reproductions.same_accuracy.commands import make_table
 from reproductions.same_accuracy.digits import DigitsCNN, DigitsMLP
 from reproductions.same_accuracy.ensemble import Setting, train
@@ -36,26 +34,6 @@ CLUSTER = Cluster(compute_s=[1.0, 1.1, 1.2, 3.0], latency_s=0.02)
 SEED = 3
 
 
-def script(problem: DigitsMLP, epochs: Epochs, rate: float, run_seed: int) -> None:
-    """Train the perceptron as one worker, with the order of the data that the ensemble uses."""
-    network = DigitsMLP.network(run_seed)
-    settings: Any = problem.settings(rate, 0.0)
-    optimizer = DistributedOptimizer(torch.optim.SGD(network.parameters(), **settings), model=network)
-    orders = Orders(problem.samples)
-    for epoch in range(epochs.epochs):
-        order = orders.of(run_seed, epoch)
-        data = TensorDataset(problem.images[order], problem.labels[order])
-        for x, y in distribute(DataLoader(data, epochs.batch)):
-
-            def closure(x: Tensor = x, y: Tensor = y) -> float:
-                optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(network(x), y)
-                loss.backward()
-                return loss.item()
-
-            optimizer.step(closure)
-
-
 @pytest.mark.parametrize("sync", ["bsp", "asp", "spec-sync", "elastic-bsp:lookahead=5", "rennala:batch=4"])
 @pytest.mark.parametrize("hyperparameters", ["raw", "translated"])
 def test_a_run_of_an_ensemble_learns_what_a_real_run_learns(
@@ -66,7 +44,7 @@ def test_a_run_of_an_ensemble_learns_what_a_real_run_learns(
     rate, run_seed = 0.02, 5
     arguments = problem, epochs, rate, run_seed
     real = simulate(
-        CLUSTER, sync, seed=SEED, train_fn=script, args=arguments, hyperparameters=hyperparameters
+        CLUSTER, sync, seed=SEED, train_fn=train_alone, args=arguments, hyperparameters=hyperparameters
     )
     assert real.state_dict is not None
     seen: list[Tensor] = []
