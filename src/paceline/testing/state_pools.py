@@ -486,7 +486,7 @@ class Renaming:
 
 
 class _Writer(pickle.Pickler):
-    """Writes a core, to be read by `_Reader` in this process, which is several times as fast as `copy.deepcopy`.
+    """Writes a core, to be read by `_Reader` in this process, which takes 55 to 70 % of the time of `copy.deepcopy`.
 
     Args:
         file: where the core is written.
