@@ -122,7 +122,7 @@ def end_with_parent(parent: int) -> None:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import modules without the garbage collector, which then takes a fifth of the time and frees nothing.
+    """Import modules without the garbage collector, which costs 15 % of the time and frees nothing.
 
     Later collections leave out what exists afterwards. They would write to every object, and so copy the memory that
     a process shares with its children.
