@@ -314,7 +314,9 @@ def test_a_notebook_launches_a_run(mark: str, tmp_path: Path) -> None:
     for package in ("nbclient", "ipykernel"):
         require(package)
     # In a process of its own, because the kernel's client changes this one's event loop and signals.
-    (tmp_path / "client.py").write_text("from tests.test_porting import run_cells\nprint(run_cells())\n")
+    (tmp_path / "client.py").write_text(
+        "from tests.frontend.test_porting import run_cells\nprint(run_cells())\n"
+    )
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), os.environ["PYTHONPATH"]])
     ended = subprocess.run(

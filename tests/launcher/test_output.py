@@ -46,9 +46,9 @@ LAST_LINE = f"iteration {STEPS - 1} " + "x" * 10_000
 LAUNCH = "paceline.launch(fit, workers=1, servers=1, run_dir='run', progress=True)\n"
 LOOKING = f"""
 import sys
-from paceline.launcher import progress
+from paceline.launcher.terminal.run_display import Progress
 {FIT}
-mine, seen, update = sys.stdout, set(), progress.Progress.update
+mine, seen, update = sys.stdout, set(), Progress.update
 
 
 def look(self):
@@ -56,7 +56,7 @@ def look(self):
     update(self)
 
 
-progress.Progress.update = look
+Progress.update = look
 {LAUNCH}
 print("the same" if seen == {{id(mine)}} and sys.stdout is mine else "another")
 """

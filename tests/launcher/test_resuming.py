@@ -228,10 +228,10 @@ def train(rate):
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-            if epoch == 1:
+            if epoch == 1 and numbers[0] == 0:  # once
                 paceline.checkpoint()
             if not Path("go").exists():
-                time.sleep(0.02)
+                time.sleep(0.02 if epoch < 20 else 0.5)  # the checkpoint is whole long before the last epoch
                 if Path("run", "checkpoints", "000001").exists():
                     raise RuntimeError("not today")
 """

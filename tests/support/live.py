@@ -149,9 +149,14 @@ def descriptors() -> dict[str, str]:
     return found
 
 
-def shared_memory() -> set[str]:
-    """Names of the files in shared memory, without semaphores: process pools of tests beside this one have some."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+def left_in_memory(folder: Path = Path("/dev/shm")) -> set[str]:
+    """Return the names of what ended processes have left in shared memory: sockets of Paceline, tensors of torch.
+
+    Other programs use this folder, too, and so do other runs. So only what has the number of a process in its name
+    counts, and only if this process has ended.
+    """
+    found = {name: re.match(r"(?:paceline-|torch_)(\d+)[-_]", name) for name in os.listdir(folder)}
+    return {name for name, owner in found.items() if owner and not Path("/proc", owner[1]).exists()}
 
 
 def sockets_under(folder: Path) -> list[Path]:
@@ -174,7 +179,7 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         gc.collect()  # closes what earlier tests have left in cycles of references
         before = descriptors()
         threads = set(threading.enumerate())
-        memory = shared_memory()
+        memory = left_in_memory()
         try:
             yield mark
             assert processes(mark) == {}, "processes are left"
@@ -188,7 +193,7 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         left = [path for path in Path(temporary).iterdir() if not path.name.startswith(known)]
         left += sockets_under(tmp_path)
         assert left == [], f"files are left: {left}"
-        await_that(lambda: shared_memory() <= memory, "/dev/shm is as it was")
+        await_that(lambda: left_in_memory() <= memory, "nothing is left in /dev/shm")
         assert set(threading.enumerate()) <= threads
         gc.collect()
         await_that(lambda: descriptors().items() <= before.items(), "no descriptor is left")

@@ -59,7 +59,7 @@ from paceline.wire.stream import (
 )
 from paceline.wire.tcp import TCP
 from paceline.wire.unix import UNIX
-from tests.support.live import descriptors
+from tests.support.live import descriptors, left_in_memory
 
 TIMEOUT_S = 30.0
 SMALL_BUFFER_BYTES = 1 << 14  # of a socket's, so that much stays queued
@@ -1102,9 +1102,25 @@ except Exception as error:
 def test_a_socket_of_a_local_run_has_no_name_that_could_remain() -> None:
     listener, _ = UNIX.listen()
     with listener:
-        name = listener.getsockname()
-        assert name.startswith("/")
-        assert not Path(name).parent.exists()
+        name = Path(listener.getsockname())
+        assert name.is_absolute()
+        assert name.parent.name.startswith(f"paceline-{os.getpid()}-")
+        assert not name.parent.exists()
+
+
+def test_what_a_killed_process_has_left_in_memory_is_told_from_what_others_have_there(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    for name in (
+        "other-program",
+        "sem.mp-1",
+        f"paceline-{os.getpid()}-abc",
+        f"torch_{os.getpid()}_1_2",
+        f"paceline-{ended.pid}-abc",
+        f"torch_{ended.pid}_1_2",
+    ):
+        (tmp_path / name).touch()
+    assert left_in_memory(tmp_path) == {f"paceline-{ended.pid}-abc", f"torch_{ended.pid}_1_2"}
 
 
 def test_without_memory_the_socket_is_made_among_the_temporary_files(

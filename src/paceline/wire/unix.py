@@ -98,11 +98,15 @@ UNIX = Unix()
 
 
 def _private_folder() -> str:
-    """Create a folder that only its owner may enter, in memory if possible: a full disk should not matter."""
+    """Create a folder that only its owner may enter, in memory if possible: a full disk should not matter.
+
+    Its name says which process has created it. So whoever finds what a killed process has left can tell whose it is.
+    """
+    prefix = f"paceline-{os.getpid()}-"
     try:
-        return tempfile.mkdtemp(prefix="paceline-", dir=MEMORY)
+        return tempfile.mkdtemp(prefix=prefix, dir=MEMORY)
     except OSError:
-        return tempfile.mkdtemp(prefix="paceline-")
+        return tempfile.mkdtemp(prefix=prefix)
 
 
 def _connect(sock: socket.socket, name: str, deadline_s: float) -> None:
