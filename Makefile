@@ -10,6 +10,7 @@ ACCELERATOR := .venv-accelerator
 
 DEVICE ?= vulkan
 FUZZ   ?= 500000
+SUITES ?=
 NAMES  ?= all
 
 # The tests' programs import the same modules over and over, so compiled ones are kept, whatever the environment says.
@@ -18,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Three files at a time keep two cores busy, because tests of live runs often wait.
 LANES := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install demo check quick test thorough check-models stress chaos fuzz siege clusters porting ray look accelerator bench bench-overlap paper tune docs clean
+.PHONY: help install demo check quick test thorough check-models stress chaos fuzz siege clusters porting ray look accelerator examples full bench bench-overlap paper tune docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -114,6 +115,12 @@ accelerator: $(ACCELERATOR)/.ready  ## create .venv-accelerator with torchvulkan
 	XDG_RUNTIME_DIR=$${XDG_RUNTIME_DIR:-$$(mktemp -d)} $(if $(filter cuda%,$(DEVICE)),TORCH_CUDA_SANITIZER=1) PACELINE_ACCELERATOR=$(DEVICE) OMP_NUM_THREADS=1 \
 		$(ACCELERATOR)/bin/python -m pytest -s -p no:cacheprovider tests/accelerator
 
+examples: $(READY)  ## run the examples in the documentation
+	$(BIN)/python -m pytest docs README.md
+
+full:  ## run every suite but stress, chaos, fuzz and paper, each in its environment, and end with a table (root; SUITES='look ray' for some; it says which Debian packages are missing)
+	@$(PYTHON) tests/support/full.py $(SUITES)
+
 bench: $(READY)  ## measure a training step against plain copies, plain sockets and gloo all-reduce (about 11 minutes, idle machine)
 	$(BIN)/python -m benchmarks transport
 
@@ -134,7 +141,7 @@ docs: $(READY)  ## regenerate pages and pictures of the documentation, and run i
 	$(BIN)/python docs/make_same_accuracy.py
 	$(BIN)/python docs/make_overview.py
 	$(BIN)/python docs/make_rehearse.py
-	$(BIN)/python -m pytest docs README.md
+	$(MAKE) examples
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) $(PORTING) $(SCHEDULERS) $(LOOK) $(ACCELERATOR) .mypy_cache .ruff_cache .pytest_cache .hypothesis
