@@ -8,7 +8,7 @@ from paceline.core.protocol.job_cut import EpochCut, JobCut, LoaderCut, LoopCut,
 from paceline.core.protocol.layout import Layout, Parameter
 from paceline.core.protocol.lease import Lease, Order
 from paceline.core.protocol.messages import LoopLimits, LoopPosition
-from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
+from paceline.core.protocol.model_spec import HyperParameters, ModelSpec, OptimizerSpec
 
 LAYOUT = Layout.of([Parameter(("weight",), (4, 5), "float32"), Parameter(("bias", "b"), (5,), "float64")])
 MODEL = ModelSpec(
@@ -47,3 +47,44 @@ def test_a_cut_is_equal_after_it_was_written_as_json() -> None:
 def test_the_shards_of_a_run_with_another_number_of_shards_begin_with_the_progress_of_shard_0() -> None:
     assert CUT.states_of(2) == (ShardState(9, 36), ShardState(8, 32))
     assert CUT.states_of(3) == (ShardState(9, 36),) * 3
+
+
+def parameter(name: str, set_index: int = 0, part: int = 0) -> Parameter:
+    return Parameter((name,), (2,), "float32", set_index, part)
+
+
+def model_of(*parameters: Parameter, groups: tuple[tuple[int, ...], ...] = ((0, 0),)) -> ModelSpec:
+    """Return a model with these parameters. `groups` has the group of each parameter of each optimizer."""
+    group: HyperParameters = {"lr": 0.1}
+    optimizers = [OptimizerSpec("SGD", (group,) * (max(each) + 1), each) for each in groups]
+    return ModelSpec(Layout.of(parameters), optimizers[0], (), tuple(optimizers[1:]))
+
+
+AB = model_of(parameter("a"), parameter("b"))
+ABC = model_of(parameter("a"), parameter("b"), parameter("c", part=1), groups=((0, 0, 1),))
+ABCD = model_of(parameter("a"), parameter("b"), parameter("c"), parameter("d"), groups=((0, 0, 1, 1),))
+
+
+def cut_of(*models: ModelSpec) -> JobCut:
+    return msgspec.structs.replace(CUT, model=models[-1], extensions=models[:-1])
+
+
+def test_a_script_that_was_about_to_add_parameters_may_have_them_when_it_goes_on() -> None:
+    assert cut_of(AB).is_extended_by(ABC)
+    assert cut_of(AB).is_extended_by(ABCD)
+    assert not cut_of(ABC).is_extended_by(AB)
+    renamed = model_of(parameter("a"), parameter("x"), parameter("c"), groups=((0, 0, 1),))
+    assert not cut_of(AB).is_extended_by(renamed)
+    regrouped = model_of(parameter("a"), parameter("b"), parameter("c"), groups=((0, 1, 1),))
+    assert not cut_of(AB).is_extended_by(regrouped)
+    assert cut_of(AB).has_of(AB, ABC) == "none"
+    assert cut_of(AB, ABC).has_of(AB, ABC) == "all"
+    assert cut_of(AB, ABC).has_of(AB, ABCD) == "some"
+
+
+def test_the_order_in_which_sets_have_grown_does_not_matter() -> None:
+    grown = model_of(parameter("a"), parameter("b", 1), parameter("c", 0, part=1), groups=((0, 1), (0,)))
+    whole = model_of(parameter("a"), parameter("c"), parameter("b", 1), groups=((0, 1), (0,)))
+    assert cut_of(grown).contains(whole)
+    assert cut_of(AB, ABC).contains(AB)
+    assert not cut_of(AB).contains(ABC)

@@ -164,7 +164,7 @@ began: list[Script] = []
 Run = tuple[list[Script], list[SimCut], dict[str, torch.Tensor]]
 
 
-def run(make: type[Script], *, workers: int = 1, sync: str = "bsp", **options: Any) -> Run:
+def run(make: type[Script], *, workers: int = 1, sync: str = "bsp", servers: int = 1, **options: Any) -> Run:
     """Train a script in all workers. Return the scripts, the cuts and the final weights."""
     scripts: list[Script] = []
 
@@ -174,7 +174,8 @@ def run(make: type[Script], *, workers: int = 1, sync: str = "bsp", **options: A
         script.train()
 
     compute_s = [1.0 + 0.3 * worker for worker in range(workers)]
-    result = simulate(Cluster(compute_s=compute_s), sync, train_fn=train, **options)
+    cluster = Cluster(compute_s=compute_s, servers=servers)
+    result = simulate(cluster, sync, train_fn=train, **options)
     assert result.state_dict is not None
     return scripts, result.cuts, result.state_dict
 
@@ -238,6 +239,37 @@ def test_every_item_is_used_once_in_each_epoch_by_any_number_of_workers(
         for _, indices in script.seen:
             used.update(indices)
     assert used == Counter(dict.fromkeys(range(SIZE), EPOCHS))
+
+
+class Grown(Script):
+    """Trains a further layer, which it would have added in the epoch in progress."""
+
+    def prepare(self) -> None:
+        self.first: dict[str, torch.Tensor] = {}
+        self.model.append(nn.Linear(1, 1))
+        super().prepare()
+
+    def train_on(self, x: torch.Tensor) -> None:
+        self.loss(x)  # training begins
+        self.first = self.first or {key: each.clone() for key, each in self.model.named_parameters()}
+        super().train_on(x)
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_a_script_may_have_parameters_that_the_cut_lacks(sync: str) -> None:
+    began.clear()
+    _, [cut], _ = run(Script, workers=2, sync=sync, servers=2, cut_at_s=[3.2])
+    resumed, _, after = run(Grown, workers=2, sync=sync, servers=1, resumed=cut)
+    first = [script.first for script in resumed if isinstance(script, Grown)]
+    names = [parameter.names[0] for parameter in cut.job.model.layout.parameters]
+    assert set(first[0]) - set(names) == {"4.weight", "4.bias"}
+    bounds = cut.job.model.layout.sliced(1, "even")[0]
+    trained = cut.weights(bounds)["float32"]
+    for segment in bounds.segments:
+        for each in first:
+            value = each[names[segment.parameter]].flatten()
+            assert torch.equal(value, trained[segment.start : segment.stop])
+    assert after["4.weight"] != first[0]["4.weight"]
 
 
 @pytest.mark.parametrize("servers", [(1, 2), (2, 1)], ids=str)

@@ -76,12 +76,24 @@ def resume_each_other(seed: int, runs: int = 4) -> int:
         servers = 2 if "|" in sync else draws.randint(1, 2)
         if "drop-stragglers" in sync:
             workers = 3
+        # A script that goes on after it has added parameters may have them from the beginning, also those that the
+        # earlier run was about to add.
+        first_model = draws.randrange(len(network_processes.MODELS)) if cut is not None else 0
         network = Network(
-            sync, workers=workers, servers=servers, most=4, script=script, resumed=cut, used=used, seed=seed
+            sync,
+            workers=workers,
+            servers=servers,
+            most=4,
+            script=script,
+            resumed=cut,
+            first_model=first_model if "extend 1" in script else 0,
+            used=used,
+            seed=seed,
         )
         moments = {draws.randrange(40, 500) for _ in range(0 if run == runs - 1 else 3)}
         network.run(Chooser(f"{seed} {run}", moments))
         network.check_end()
+        assert "its model differs" not in network.over, network.over
         network.coordinator.data.validate()
         cuts += len(network.cuts)
         for each, whole, some in network.cuts:

@@ -68,39 +68,46 @@ class Checkpoint:
         files = [self.path / optimizer_file(index) for index in range(len(self.manifest.optimizers))]
         return tuple(torch.load(file, mmap=True, weights_only=True) for file in files)
 
-    def weights(self, layout: Layout, bounds: ShardSlice) -> Vectors:
+    def weights(self, layout: Layout, bounds: ShardSlice, initial: Vectors | None = None) -> Vectors:
         """Return a shard's slice of the weights.
 
         Args:
-            layout: layout of a model, all parameters of which are in the checkpoint.
+            layout: layout of a model.
             bounds: the shard. The number of shards does not have to be that of the run.
+            initial: the values of parameters that the checkpoint lacks, by vector; None if it must have all of them.
 
         Raises:
             CheckpointError: the checkpoint lacks a parameter, or has one with another shape or dtype.
         """
-        parameters = self._parameters(layout)
+        parameters = self._parameters(layout, lacking=initial is not None)
         vectors = {
             name: torch.zeros(stop - start, dtype=torch_dtype(name))
             for name, (start, stop) in bounds.bounds.items()
-        }
+        } | (initial or {})
         for segment, view in zip(bounds.segments, segment_views(bounds, vectors), strict=True):
-            view.copy_(parameters[segment.parameter].view(-1)[segment.offset :][: view.numel()])
+            if (value := parameters[segment.parameter]) is not None:
+                view.copy_(value.view(-1)[segment.offset :][: view.numel()])
         return vectors
 
-    def optimizer_state(self, model: ModelSpec, bounds: ShardSlice) -> Vectors:
+    def optimizer_state(self, model: ModelSpec, bounds: ShardSlice, *, lacking: bool = False) -> Vectors:
         """Return a shard's slice of the optimizer state: "<segment>/<key>" -> tensor.
 
         The state does not include that of optimizers that had not yet been replaced in `model`, or had been added
         later.
 
         Args:
-            model: a model, all parameters of which are in the checkpoint.
+            model: a model.
             bounds: the shard. The number of shards does not have to be that of the run.
+            lacking: True if the checkpoint need not have all parameters of the model.
 
         Raises:
             CheckpointError: the checkpoint lacks a parameter, or has one with another shape or dtype.
         """
-        parameters = self._parameters(model.layout)
+        found = self._parameters(model.layout, lacking=lacking)
+        parameters = [
+            torch.empty(parameter.shape, dtype=torch_dtype(parameter.dtype)) if value is None else value
+            for parameter, value in zip(model.layout.parameters, found, strict=True)
+        ]
         of_name = {p.names[0]: each for p, each in zip(model.layout.parameters, parameters, strict=True)}
         state = {}
         for index, record in self._records(model):
@@ -124,12 +131,15 @@ class Checkpoint:
             if (spec.name, spec.replaced) == (record.name, record.replaced)
         ]
 
-    def _parameters(self, layout: Layout) -> Sequence[torch.Tensor]:
-        """Return the values of all parameters, in the order of the layout."""
-        found = []
+    def _parameters(self, layout: Layout, *, lacking: bool = False) -> Sequence[torch.Tensor | None]:
+        """Return the values of all parameters, in the order of the layout; None for those that it may lack."""
+        found: list[torch.Tensor | None] = []
         for parameter in layout.parameters:
             tensor = self.state_dict.get(parameter.names[0])
             expected = f"{parameter.dtype}{list(parameter.shape)}"
+            if tensor is None and lacking:
+                found.append(None)
+                continue
             if tensor is None:
                 raise CheckpointError(
                     f"{self.path} has no parameter {parameter.names[0]!r}, which the model has"

@@ -144,7 +144,7 @@ MOST_WARNINGS = 100
     decides=(
         "model slices addresses initializer started servers members main quorum losses data loops "
         "collectives oversight history auto _metrics _norms _sync _connected _registered "
-        "reconfigurations _early _turns _earlier_models"
+        "reconfigurations _early _turns _earlier_models _lacking"
     ),
     history="cut_off endings faults board waits time_ledger",
     fixed=(
@@ -278,6 +278,8 @@ class Coordinator:
         self._early: dict[tuple[int, int], DataRequested] = {}
         self._turns = Turns()
         self._earlier_models: list[ModelSpec] = []  # the model before each extension
+        # True if the cut with which the run has begun lacks parameters of its first model
+        self._lacking = False
 
     @property
     def shards(self) -> list[tuple[ShardSlice, str]]:
@@ -338,6 +340,11 @@ class Coordinator:
     def _resumes(self) -> int:
         """Number of the cut with which the run has begun; 0 for none."""
         return 0 if self.resumed is None else self.resumed.number
+
+    @property
+    def awaits_initial_weights(self) -> bool:
+        """True if the initializer sends the initial weights: the run does not begin with all of them."""
+        return self.resumed is None or self._lacking
 
     @property
     def _is_too_small(self) -> bool:
@@ -654,7 +661,8 @@ class Coordinator:
             if difference := first_difference(model, other):
                 reason = f"its model differs from the model of worker {initializer}: {difference}"
                 return self._refuse([worker], reason, f"worker {worker}")
-        if self.resumed is not None and not self.resumed.contains(model):
+        lacking = self.resumed is not None and not self.resumed.contains(model)
+        if self.resumed is not None and lacking and not self.resumed.is_extended_by(model):
             difference = first_difference(self.resumed.models[0], model)
             reason = f"its model differs from the model of the run that is resumed: {difference}"
             return self._refuse(list(models), reason, f"worker {initializer}")
@@ -667,6 +675,7 @@ class Coordinator:
             self._registered.clear()
             return self._refuse(list(models), reason, "the run")
         self.model, self.slices, self.initializer = model, slices, initializer
+        self._lacking = lacking
         servers = sorted(self.servers.addresses)
         self.addresses = tuple(self.servers.addresses[server] for server in self.placement.server_of)
         states = () if self.resumed is None else self.resumed.states_of(self._shards)
@@ -689,6 +698,7 @@ class Coordinator:
                     tuple(states[bounds.index] for bounds in self.placement.held_by(server, slices))
                     if states
                     else (),
+                    lacking,
                 ),
             )
             for server in servers
@@ -704,7 +714,7 @@ class Coordinator:
         started = Started(
             self.slices,
             self.addresses,
-            -1 if resumed else self.initializer,
+            self.initializer if self.awaits_initial_weights else -1,
             main_worker=self.main.worker,
             digests=self.model.digests,
             resumed=resumed,
@@ -729,8 +739,10 @@ class Coordinator:
             return self._refuse(list(models), reason, "the run")
         self._give_up_cut()
         slices = model.layout.sliced(self._shards, self._slicing)
-        known = self.resumed is not None and self.resumed.contains(model)
-        return self.reconfigurations.extend(slices, models, self._resumes if known else 0)
+        assert self.model is not None
+        known = "none" if self.resumed is None else self.resumed.has_of(self.model, model)
+        resumed = self._resumes if known != "none" else 0
+        return self.reconfigurations.extend(slices, models, resumed, lacking=known == "some")
 
     def _complete_extension(self, server: int, message: ExtensionReady, now_ticks: int) -> list[Request]:
         """Handle a server's report. After the last report, the extended model is the model of the run.
@@ -779,7 +791,7 @@ class Coordinator:
 
     def _begin_cut(self) -> list[Request]:
         """Begin a cut, unless it has to wait, or give up one that has begun too early."""
-        if self.model is None or self.losses.open:
+        if self.model is None or self.losses.open or not self._model_is_whole:
             self.reconfigurations.give_up_cut()
             requests: list[Request] = []
         else:
@@ -787,6 +799,22 @@ class Coordinator:
             requests = self.reconfigurations.begin_cut(self.members, lockstep=lockstep)
         self.data.keeps = self.reconfigurations.cut is not None
         return requests
+
+    @property
+    def _model_is_whole(self) -> bool:
+        """True if the model has all parameters that the job has trained before.
+
+        A script that goes on may add parameters again later. A cut before that would lose what they have learned.
+        """
+        return self.resumed is None or self.model is None or self.resumed.is_covered_by(self.model)
+
+    @property
+    def _models_before(self) -> tuple[ModelSpec, ...]:
+        """The models of the job before the present one, over all of its runs."""
+        if self.resumed is None or self.model is None:
+            return tuple(self._earlier_models)
+        before = self.resumed.models_before([*self._earlier_models, self.model])
+        return (*before, *self._earlier_models)
 
     def _take_cut(self, message: CutTaken, now_ticks: int) -> list[Request]:
         """Handle a shard that has been cut. When all shards have been cut, request that the cut is saved."""
@@ -808,7 +836,7 @@ class Coordinator:
             seed=self._seed,
             sync=self._sync.sync,
             model=self.model,
-            extensions=tuple(self._earlier_models),
+            extensions=self._models_before,
             slices=self.slices,
             shards=tuple(cut.taken[shard].state for shard in sorted(cut.taken)),
             pushes=pushes if before is None else before.pushes.plus(pushes),

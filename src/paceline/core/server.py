@@ -329,7 +329,7 @@ class Server:
         if message.resumed:
             indices = [bounds.index for bounds in message.shards]
             self._states = dict(zip(indices, message.resumed, strict=True))
-            for index in indices:
+            for index in indices if not message.lacking else ():
                 self._begin(message.initializer, index, now_ticks)
         return [Send(COORDINATOR, Ready())]
 
@@ -376,7 +376,8 @@ class Server:
     def _extend(self, message: ExtendShards) -> list[Request]:
         """Request the initial weights of the new parameters. If they are requested again, earlier ones are unused."""
         self.initializer, self._next = message.initializer, message.number
-        self._to_begin = set() if message.resumed else {bounds.index for bounds in message.shards}
+        complete = message.resumed and not message.lacking
+        self._to_begin = set() if complete else {bounds.index for bounds in message.shards}
         initializer = worker_peer(message.initializer)
         requested = [Send(initializer, InitialWeightsRequested(shard)) for shard in sorted(self._to_begin)]
         return [*requested, *self._report_if_ready()]

@@ -111,7 +111,10 @@ class WorkerTraining:
         else:
             session.await_first_weights()
         trained.buffers.changed()  # from here on, only changed buffers are sent
-        new = ((), ()) if initializer else (trained.spec.buffers, trained.spec.frozen)
+        own = (
+            initializer and not session.resumed
+        )  # the weights and buffers of the run are those of this worker
+        new = ((), ()) if own else (trained.spec.buffers, trained.spec.frozen)
         self._train(trained, weights, range(len(trained.parameters)), *new)
         # The session refers to this object, so that it lives on if the script keeps only the model.
         session.callbacks.on_moved = self._follow_weights

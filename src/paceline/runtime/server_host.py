@@ -172,6 +172,9 @@ class ServerHost(Host):
         self._memory: ServerMemory | None = None  # None until training begins
         self._frozen: FrozenValues[ServerCaller] = FrozenValues()  # empty unless this server holds shard 0
         self._copies = ShardCopies()
+        self._lacking = (
+            False  # True if the checkpoint with which the run begins lacks parameters of the model
+        )
         self._timers: Timers[Timer] = Timers()
         self._running = True
         self._told_to_end = False  # True once `Shutdown` has arrived
@@ -316,7 +319,10 @@ class ServerHost(Host):
                 memory.keep_state(message, b"".join(peer.payload))
             case InitialWeights():
                 self._core.require_beginning(message.shard, peer.index)
-                memory.begin(message.shard, peer.payload)
+                if self._lacking:
+                    memory.load(message.shard, self._resumed_checkpoint(), peer.payload)
+                else:
+                    memory.begin(message.shard, peer.payload)
                 self._pass_on(peer, message)
             case FrozenTensors():
                 self._frozen.arrived(peer.index, message.digests, peer.payload)
@@ -398,13 +404,15 @@ class ServerHost(Host):
                     model, shards, self._job.servers, master, self._keep, self._job.wire
                 )
                 self.stores = self._memory.stores
-                if message.resumed:
+                self._lacking = message.lacking
+                if message.resumed and not message.lacking:
                     self._load(shards)
                 self._pass_on(self._coordinator, message)
             case ExtendShards(model, shards):
                 _load_classes(model)
                 self._require_memory().prepare(model, shards, self._attach_master(model.layout))
-                if message.resumed:
+                self._lacking = message.lacking
+                if message.resumed and not message.lacking:
                     self._load(shards)
                 self._pass_on(self._coordinator, message)
             case ModelExtended():
@@ -585,10 +593,14 @@ class ServerHost(Host):
 
     def _load(self, shards: Sequence[ShardSlice]) -> None:
         """Load the weights and the optimizer state of shards from the checkpoint with which the run begins."""
-        assert self._job.resumed is not None
-        checkpoint = Checkpoint(Path(self._job.resumed.path), checked=False)
+        checkpoint = self._resumed_checkpoint()
         for bounds in shards:
             self._require_memory().load(bounds.index, checkpoint)
+
+    def _resumed_checkpoint(self) -> Checkpoint:
+        """Return the checkpoint with which the run begins."""
+        assert self._job.resumed is not None
+        return Checkpoint(Path(self._job.resumed.path), checked=False)
 
     def _recorder_of(self, shard: int) -> Recorder | None:
         job = self._job

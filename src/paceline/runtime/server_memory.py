@@ -205,18 +205,35 @@ class ServerMemory:
             return
         self._put(index, payload)
 
-    def load(self, index: int, checkpoint: Checkpoint) -> None:
-        """Create or extend the store of a shard from a checkpoint, which may be of another number of shards."""
+    def load(self, index: int, checkpoint: Checkpoint, initial: Sequence[bytearray] | None = None) -> None:
+        """Create or extend the store of a shard from a checkpoint, which may be of another number of shards.
+
+        Args:
+            index: index of the shard.
+            checkpoint: the checkpoint.
+            initial: the payload of `InitialWeights`, with the values of what the checkpoint lacks; None if it lacks
+                nothing. An initial optimizer state counts where the checkpoint has none.
+        """
         plan = self._next or self._plan
-        bounds = plan.slices[index]
-        weights = checkpoint.weights(plan.model.layout, bounds)
-        parts: list[memoryview] = [bytes_of(weights[vector]) for vector in self._new_vectors(index)]
+        bounds, vectors, buffers = plan.slices[index], self._new_vectors(index), self._new_buffers()
+        first: Vectors | None = None
+        if initial is not None:
+            first = tensors_over(dict(zip(vectors, (memoryview(part) for part in initial), strict=False)))
+        weights = checkpoint.weights(plan.model.layout, bounds, first)
+        parts: list[memoryview] = [bytes_of(weights[vector]) for vector in vectors]
         if index == 0:
-            parts += pack([checkpoint.state_dict[spec.name] for spec in self._new_buffers()])
+            own = {} if initial is None else dict(zip(buffers, initial[len(vectors) :], strict=True))
+            values = {
+                **{spec.name: unpack(spec, part) for spec, part in own.items()},
+                **checkpoint.state_dict,
+            }
+            parts += pack([values[spec.name] for spec in buffers])
         known = len(self._plan.model.layout.parameters) if self._next is not None else 0
-        self._states[index] = {
+        self._states[index] = self._states.get(index, {}) | {
             name: value
-            for name, value in checkpoint.optimizer_state(plan.model, bounds).items()
+            for name, value in checkpoint.optimizer_state(
+                plan.model, bounds, lacking=initial is not None
+            ).items()
             if bounds.segments[int(name.partition("/")[0])].parameter >= known
         }
         self.begin(index, [bytearray(part) for part in parts])

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ..core.protocol.job_cut import JobCut
-from ..core.protocol.layout import ShardSlice
+from ..core.protocol.layout import Layout, ShardSlice
 from ..shard.optimizer_state import join_state, slice_state
-from ..shard.vectors import Vectors, torch_dtype
+from ..shard.vectors import Vectors, segment_views, torch_dtype
 
 __all__ = ["CutShard", "SimCut"]
 
@@ -66,6 +66,38 @@ class SimCut:
             for name, (start, stop) in shard.bounds.bounds.items():
                 whole[name][start:stop] = shard.weights[name]
         return {name: whole[name][start:stop].clone() for name, (start, stop) in bounds.bounds.items()}
+
+    def put_into(self, layout: Layout, bounds: ShardSlice, weights: Vectors) -> Vectors:
+        """Replace the weights of a slice by those of the cut, as far as it has them. Return their optimizer state.
+
+        Args:
+            layout: layout of a model that has all parameters of the cut, and perhaps others.
+            bounds: the slice.
+            weights: its weights.
+        """
+        before = self.job.model.layout
+        pieces: dict[str, torch.Tensor] = {
+            each.names[0]: torch.empty(each.size, dtype=torch_dtype(each.dtype)) for each in before.parameters
+        }
+        for shard in self._shards:
+            views = segment_views(shard.bounds, shard.weights)
+            for segment, view in zip(shard.bounds.segments, views, strict=True):
+                name = before.parameters[segment.parameter].names[0]
+                pieces[name][segment.offset :][: view.numel()] = view
+        for segment, view in zip(bounds.segments, segment_views(bounds, weights), strict=True):
+            if (piece := pieces.get(layout.parameters[segment.parameter].names[0])) is not None:
+                view.copy_(piece[segment.offset :][: view.numel()])
+        joined: dict[int, dict[str, Any]] = join_state(
+            before, [(each.bounds, each.state) for each in self._shards]
+        )
+        states = {before.parameters[index].names[0]: state for index, state in joined.items()}
+        parameters = [torch.empty(each.shape) for each in layout.parameters]
+        known = zip(layout.parameters, parameters, strict=True)
+        return slice_state(
+            bounds,
+            parameters,
+            {tensor: states[each.names[0]] for each, tensor in known if each.names[0] in states},
+        )
 
     def optimizer_state(self, bounds: ShardSlice) -> Vectors:
         """Return the optimizer state of a slice, which need not be that of one of the shards."""

@@ -493,7 +493,7 @@ class VirtualJob:
         for worker in self._first:
             self._at_once(worker_peer(worker), self.workers[worker].core.register(models(worker)))
         initializer = worker_peer(self.coordinator.initializer)
-        if self.coordinator.resumed is None:
+        if self.coordinator.awaits_initial_weights:
             self._at_once(initializer, self.workers[initializer.index].core.initialize())
         self._at_once(initializer, [Send(COORDINATOR, Status(0, None, "computing"))])
         for worker in self._first:

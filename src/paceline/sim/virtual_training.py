@@ -184,11 +184,13 @@ class Training:
                 "the run",
                 "no worker ever called step() on a paceline.DistributedOptimizer, so nothing was trained",
             )
-        if self.resumed is not None:
-            return self.stores
         initializer = registered[0]
         model = self._sessions[initializer].model
         assert model is not None
+        if self.resumed is not None:
+            if self.resumed.job.contains(model) or not self.resumed.job.is_extended_by(model):
+                return self.stores
+            self.stores.clear()  # they lack parameters of this model
         self.model = model
         self.slices = model.layout.sliced(self._count, self._slicing)
         self._initializer = initializer
@@ -241,12 +243,19 @@ class Training:
         self, vectors: Vectors, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]
     ) -> None:
         """Create the stores from the initializer's initial weights, buffers and optimizer state."""
-        self._slots = BufferSlots(self.model.buffers, [tensor.clone() for tensor in buffers])
+        named = dict(zip(self.model.buffers, buffers, strict=True))
+        known = {} if self.resumed is None else self.resumed.tensors
+        self._slots = BufferSlots(
+            self.model.buffers, [known.get(spec.name, tensor).clone() for spec, tensor in named.items()]
+        )
         self._frozen = self._frozen_of(self._sessions[self._initializer], self.model)
         for bounds in self.slices:
             weights = {d: vectors[d][start:stop].clone() for d, (start, stop) in bounds.bounds.items()}
+            state = state_of(bounds)
+            if self.resumed is not None:
+                state = state | self.resumed.put_into(self.model.layout, bounds, weights)
             store = Store(bounds, weights, self.model.optimizers_over_layout)
-            store.load_optimizer_state(state_of(bounds))
+            store.load_optimizer_state(state)
             self.stores.append(store)
 
     def _load(self, cut: SimCut) -> None:

@@ -60,6 +60,7 @@ class Network:
         shards: number of shards. Default: one for each server.
         most: maximum number of workers. Default: `workers`.
         resumed: the cut with which the run begins; None for none.
+        first_model: number of the model of `network_processes.MODELS` with which the scripts begin.
         used: (epoch, position) -> how often earlier runs have used the position, according to this cut.
         script: what each worker does, one verb after another: see `WorkerProcess.VERBS`. "epoch N" is repeated until
             the epoch has ended.
@@ -90,6 +91,7 @@ class Network:
         most: int = 0,
         script: Sequence[str] = (),
         resumed: JobCut | None = None,
+        first_model: int = 0,
         used: Mapping[tuple[int, int], int] = {},
         **options: Any,
     ) -> None:
@@ -107,6 +109,7 @@ class Network:
         self.batches: dict[tuple[int, int], list[Batch]] = {}
         self.cuts: list[tuple[JobCut, set[tuple[int, int]], set[tuple[int, int]]]] = []
         self.over = ""
+        self.first_model = first_model
         self._used = used
         self._sent = 0
         self._script = script

@@ -305,11 +305,13 @@ class ServerProcess(Process):
 
     def _hear_coordinator(self, message: Message | str) -> None:
         match message:
-            case CreateShards(shards=shards, resumed=resumed):
+            case CreateShards(shards=shards):
+                complete = bool(message.resumed) and not message.lacking
                 self.stores = {shard.index: Pushes() for shard in shards}
-                self.origins = {shard: [message.initializer] if resumed else [] for shard in self.stores}
-            case ExtendShards(number=number, resumed=resumed):
-                arrived = dict.fromkeys(self.stores, message.initializer) if resumed else {}
+                self.origins = {shard: [message.initializer] if complete else [] for shard in self.stores}
+            case ExtendShards(number=number):
+                complete = bool(message.resumed) and not message.lacking
+                arrived = dict.fromkeys(self.stores, message.initializer) if complete else {}
                 self._prepared, self._arrived = number, arrived
             case ModelExtended():
                 self._extend()
@@ -367,7 +369,8 @@ class WorkerProcess(Process):
         super().__init__(network, name_of(index, incarnation))
         self.index = index
         self.core: Worker = core
-        self._model = network.coordinator.reconfigurations.extensions  # number of the model that it registers
+        # number of the extension in force when it registers its model
+        self._extension = network.coordinator.reconfigurations.extensions
         self.number = -1
         self.calling = ""
         self._script = deque(script)
@@ -385,7 +388,7 @@ class WorkerProcess(Process):
         """Connect to the coordinator, and register the model of the run."""
         hello = Hello("", "worker", self.index, incarnation=self._incarnation)
         self.network.connect(self.name, "c", hello)
-        self.carry_out(self.core.register(MODELS[self._model]))
+        self.carry_out(self.core.register(MODELS[self.network.first_model + self._extension]))
 
     # -- what it does -------------------------------------------------------------------------------------
 
@@ -445,7 +448,7 @@ class WorkerProcess(Process):
 
     def extend(self, number: str) -> None:
         """Propose an extended model, unless it is in force."""
-        if self.core.extension < int(number):
+        if self.network.first_model + self.core.extension < int(number):
             self.calling = "call"
             self.carry_out(self.core.propose(MODELS[int(number)]))
 
@@ -514,8 +517,9 @@ class WorkerProcess(Process):
             self.network.end(self.name)
             return
         if isinstance(message, Started):
-            assert message.extension == self._model, (
-                f"{self.name} has registered model {self._model}, but extension {message.extension} is in force"
+            assert message.extension == self._extension, (
+                f"{self.name} has registered its model with extension {self._extension}, but extension "
+                f"{message.extension} is in force"
             )
             self._connect()
             if message.initializer == self.index:

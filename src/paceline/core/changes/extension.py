@@ -39,7 +39,11 @@ the graph already holds those of the encoder. It takes the new ones only if it h
 and has called no module with trained parameters before.
 
 In a run that resumes a cut, the scripts add parameters again that the earlier run had added. The servers then take
-their values from the cut.
+their values from the cut. A cut may also have been made before an extension, while some workers waited in it already
+or were about to propose it. Nothing prevents this, because a worker may wait there for long. When the scripts go on,
+they may have the new parameters from the beginning: of what the run begins with, the cut then *lacks* a part. The
+initializer sends all initial weights as in a new run, and the servers replace those that the cut has. The other way
+round, a run is not cut before its scripts have added again what the earlier run had trained.
 """
 
 from __future__ import annotations
@@ -57,7 +61,7 @@ from ..protocol.requests import Request, Send, server_peer, worker_peer
 __all__ = ["Extension"]
 
 
-@stateful(decides="slices phase _models _workers _placement _number _resumed _ready")
+@stateful(decides="slices phase _models _workers _placement _number _resumed _lacking _ready")
 class Extension:
     """The coordinator's part of an extension that is in progress.
 
@@ -67,6 +71,7 @@ class Extension:
         placement: the servers of the shards.
         number: number of the extension.
         resumed: number of the cut that contains the new parameters; 0 if they are new.
+        lacking: True if this cut contains only some of them.
 
     Attributes:
         slices: the slices of the extended model.
@@ -81,6 +86,8 @@ class Extension:
         placement: Placement,
         number: int,
         resumed: int = 0,
+        *,
+        lacking: bool = False,
     ) -> None:
         self.slices = tuple(slices)
         self.phase: Literal["agreed", "in force"] = "agreed"
@@ -89,6 +96,7 @@ class Extension:
         self._placement = placement
         self._number = number
         self._resumed = resumed
+        self._lacking = lacking
         self._ready: set[int] = set()  # servers that have received the initial weights
 
     @property
@@ -113,6 +121,7 @@ class Extension:
                     self._workers[0],
                     self._number,
                     self._resumed,
+                    self._lacking,
                 ),
             )
             for server in self._placement.servers

@@ -196,10 +196,16 @@ class Reconfigurations:
         require_extension(before, model)
 
     def extend(
-        self, slices: Sequence[ShardSlice], models: Mapping[int, ModelSpec], resumed: int = 0
+        self,
+        slices: Sequence[ShardSlice],
+        models: Mapping[int, ModelSpec],
+        resumed: int = 0,
+        *,
+        lacking: bool = False,
     ) -> list[Request]:
         """Begin an extension on which all live workers have agreed. See `Extension`."""
-        self.extension = Extension(slices, models, self._placement, self.extensions + 1, resumed)
+        number = self.extensions + 1
+        self.extension = Extension(slices, models, self._placement, number, resumed, lacking=lacking)
         return self.extension.begin()
 
     def leave_extension(self, worker: int) -> list[Request]:

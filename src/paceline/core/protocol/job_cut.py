@@ -10,10 +10,13 @@ by themselves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 import msgspec
 from msgspec import structs
 
-from .layout import Layout, ShardSlice
+from .layout import Layout, Parameter, ShardSlice
 from .lease import Lease, Order
 from .messages import LoopLimits, LoopPosition, PushCounts, ShardState
 from .model_spec import ModelSpec, first_difference
@@ -172,7 +175,57 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
 
         A script that goes on after it has added parameters may have all of them from the beginning.
         """
-        return any(not first_difference(_in_one_part(known), _in_one_part(model)) for known in self.models)
+        whole = _from_the_beginning(model)
+        return any(not first_difference(_from_the_beginning(known), whole) for known in self.models)
+
+    def models_before(self, models: Sequence[ModelSpec]) -> tuple[ModelSpec, ...]:
+        """Return the models of the job that come before those of a run that has resumed this cut.
+
+        Args:
+            models: the models of the run, in order.
+        """
+        own = [_from_the_beginning(model) for model in models]
+        return tuple(
+            known
+            for known in self.models
+            if all(first_difference(each, _from_the_beginning(known)) for each in own)
+        )
+
+    def is_covered_by(self, model: ModelSpec) -> bool:
+        """Return True if a model has everything that the job has trained at the cut."""
+        return not first_difference(
+            _from_the_beginning(self.model), _from_the_beginning(model)
+        ) or self.is_extended_by(model)
+
+    def is_extended_by(self, model: ModelSpec) -> bool:
+        """Return True if a model has everything that the job has trained at the cut, and further parameters.
+
+        A script adds parameters at a moment of its own choice: some workers may wait in the extension at the cut, or
+        be about to add them. When it goes on, it may have these parameters from the beginning.
+        """
+        cut, extended = _from_the_beginning(self.model), _from_the_beginning(model)
+        if len(extended.optimizers) < len(cut.optimizers):
+            return False
+        for index, (before, after) in enumerate(zip(cut.optimizers, extended.optimizers, strict=False)):
+            of_cut, of_model = _of_set(cut, index), _of_set(extended, index)
+            if (
+                before.name != after.name
+                or len(after.groups) < len(before.groups)
+                or of_model[: len(of_cut)] != of_cut
+                or after.group_of[: len(before.group_of)] != before.group_of
+            ):
+                return False
+        found = {buffer.name: str(buffer) for buffer in extended.buffers}
+        return all(found.get(buffer.name) == str(buffer) for buffer in cut.buffers)
+
+    def has_of(self, before: ModelSpec, model: ModelSpec) -> Literal["none", "some", "all"]:
+        """Return how many of the parameters by which `model` extends `before` were trained at the cut."""
+        earlier = {parameter.names[0] for parameter in before.layout.parameters}
+        known = {parameter.names[0] for parameter in self.model.layout.parameters}
+        added = {parameter.names[0] for parameter in model.layout.parameters} - earlier
+        if self.contains(model):
+            return "all"
+        return "none" if added.isdisjoint(known) or not self.is_extended_by(model) else "some"
 
     def states_of(self, shards: int) -> tuple[ShardState, ...]:
         """Return the state with which each shard begins if a run resumes this cut with a number of shards.
@@ -185,7 +238,19 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
         return (self.shards[0] if self.shards else ShardState(),) * shards
 
 
-def _in_one_part(model: ModelSpec) -> ModelSpec:
-    """Return a model as if all of its parameters had been there from the beginning."""
+def _of_set(model: ModelSpec, set_index: int) -> list[Parameter]:
+    return [parameter for parameter in model.layout.parameters if parameter.set_index == set_index]
+
+
+def _from_the_beginning(model: ModelSpec) -> ModelSpec:
+    """Return a model as if all of its parameters had been there from the beginning.
+
+    The sets of parameters then follow one another. In each set, added parameters come last in any case.
+    """
     parameters = [structs.replace(parameter, part=0) for parameter in model.layout.parameters]
-    return structs.replace(model, layout=Layout.of(parameters))
+    return structs.replace(
+        model,
+        layout=Layout.of(sorted(parameters, key=lambda parameter: parameter.set_index)),
+        buffers=tuple(sorted(model.buffers, key=lambda buffer: buffer.name)),
+        frozen=tuple(sorted(model.frozen, key=lambda frozen: frozen.name)),
+    )

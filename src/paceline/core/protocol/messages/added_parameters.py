@@ -28,6 +28,8 @@ class ExtendShards(Message, frozen=True, tag=True):
         number: number of the extension. The extensions of a run are numbered from 1.
         resumed: number of the cut that contains the new parameters, because an earlier run had added them. The server
             then has their weights, and the initializer does not send any. 0 if they are new.
+        lacking: True if the cut contains only some of them. The initializer then sends initial weights nevertheless,
+            and those of the cut replace them.
     """
 
     model: ModelSpec
@@ -35,6 +37,7 @@ class ExtendShards(Message, frozen=True, tag=True):
     initializer: int
     number: int
     resumed: int = 0
+    lacking: bool = False
 
 
 @sent("server", to="worker")

@@ -58,6 +58,8 @@ class CreateShards(Message, frozen=True, tag=True):
         observes: True if the server of shard 0 reports how fast the workers are (see `core.sync.paces`).
         resumed: the state of each shard in `shards`, if a cut is resumed; else (). The server then has the weights,
             and the initializer does not send any.
+        lacking: True if the cut lacks parameters of the model, because the script has them earlier than before. The
+            initializer then sends initial weights nevertheless, and those of the cut replace them.
     """
 
     model: ModelSpec
@@ -69,6 +71,7 @@ class CreateShards(Message, frozen=True, tag=True):
     incarnations: tuple[tuple[int, int], ...] = ()
     observes: bool = False
     resumed: tuple[ShardState, ...] = ()
+    lacking: bool = False
 
 
 @sent("server", to="coordinator", during="starting", then="serving")
