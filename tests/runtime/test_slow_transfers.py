@@ -332,19 +332,22 @@ def test_a_worker_whose_connection_carries_data_is_not_silent(tmp_path: Path) ->
     job = make_job(workers=2, servers=1, run_dir=tmp_path)
     coordinator = CoordinatorHost.listen(job)
     coordinator.start()
-    coordinator.watch.heard_s.update({("worker", 0): 1.0, ("worker", 1): 1.0})
+    clocks = coordinator.watch.clocks
+    for worker in (0, 1):
+        clocks.begin(("silent", "worker", worker), 1.0)
+    before = clocks.running()
     moved_s = 1234.56789
-    for _ in range(2):
+    for _ in range(3):
+        clocks.look(2000.0)
         waits = Waits((), False, moved_ticks=((0, job.ticks_of(moved_s)), (1, job.ticks_of(0.5)), (7, 5)))
         coordinator.watch.note_traffic_of(0, waits)
-        # Times of bytes that have not moved stay exactly equal; otherwise, the worker would seem to respond again.
-        assert coordinator.watch.heard_s == {
-            ("worker", 0): pytest.approx(moved_s, abs=1e-6),
-            ("worker", 1): 1.0,
-        }
-        before = coordinator.watch.heard_s.copy()
-    coordinator.watch.note_traffic_of(0, waits)
-    assert coordinator.watch.heard_s == before
+        after = clocks.running()
+        # The clock stays the same while no byte moves; otherwise, the worker would seem to respond again.
+        assert after["silent", "worker", 1] == before["silent", "worker", 1]
+        assert after["silent", "worker", 0] > before["silent", "worker", 0]
+        assert len(after) == 2
+        moved = clocks.waited_s(("silent", "worker", 0), 2000.0)
+    assert moved == pytest.approx(2000.0 - moved_s, abs=1e-3)
     coordinator.stop()
 
 

@@ -183,8 +183,10 @@ class Agents:
             return
         now_ticks = self._job.now_ticks()
         self._machines.admit(agent.index, address, workers, servers, now_ticks)
+        for server in servers:
+            self._watch.expect("server", server)
         for worker in workers:
-            self._watch.forget(worker)
+            self._watch.expect("worker", worker)
         machine = machine_of(agent)
         self._hub.send(agent, MachineAdmitted(workers, encode_job(self._job), now_ticks, machine, servers))
 
@@ -289,7 +291,7 @@ class Agents:
             return
         log.warning("server %d of machine %s has left before the run has begun: %s", server, name, how)
         self._machines.servers[agent].discard(server)
-        self._watch.heard_s.pop(("server", server), None)
+        self._watch.left("server", server)
         if (member := self._members.get(("server", server))) is not None:
             self._hub.drop(member, how)
         if (member := self._members.get(("agent", agent))) is not None:

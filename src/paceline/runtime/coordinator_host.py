@@ -124,8 +124,7 @@ class CoordinatorHost(Host):
         failure: the first failure that was reported, or its cause; None if there is none.
         gone_servers: server -> why its connection ended, for servers that disconnected before they were told to end,
             and for those that sent nothing for too long, in order of disconnection.
-        asked_s: server -> time on the monotonic clock at which the server was asked which workers are waiting.
-            Contains only servers that have not answered yet.
+        asked: the servers that were asked which workers are waiting, and have not answered yet.
         machines: the machines that have joined the run.
         agents: handles what the agents of these machines report.
         watch: what is known of the processes.
@@ -142,7 +141,7 @@ class CoordinatorHost(Host):
         self.over = threading.Event()
         self.failure: RunFailedError | None = None
         self.gone_servers: dict[int, str] = {}
-        self.asked_s: dict[int, float] = {}
+        self.asked: set[int] = set()
         self._observers: set[Caller] = set()
         self.status: JobStatus | None = None
         self._refreshing = False  # True from a call of `refresh` until it has been performed
@@ -448,8 +447,9 @@ class CoordinatorHost(Host):
 
     def _ask_servers(self) -> None:
         for server in self._of_role("server"):
-            if server.index not in self.asked_s:
-                self.asked_s[server.index] = time.monotonic()
+            if server.index not in self.asked:
+                self.asked.add(server.index)
+                self.watch.clocks.begin(("asked", "server", server.index), time.monotonic())
                 self._hub.send(server, FetchWaits())
 
     def _patience_s(self) -> float | None:
@@ -500,7 +500,7 @@ class CoordinatorHost(Host):
         self.core.require_expected(party, hello.incarnation)
         peer.role, peer.index = hello.role, hello.index
         self._members[peer.role, peer.index] = peer
-        self.watch.heard_s[peer.role, peer.index] = time.monotonic()
+        self.watch.heard(peer.role, peer.index)
         if hello.role == "worker":
             self.watch.devices[hello.index] = hello.device or CPU.label
         self._perform(self.core.connected(party, self.job.now_ticks(), hello.address, hello.incarnation))
@@ -522,10 +522,12 @@ class CoordinatorHost(Host):
         if peer.role == "agent":
             self.agents.gone(peer)
             return
+        self.watch.left(peer.role, peer.index)
         party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)
         self._perform(self.core.disconnected(party, self.job.now_ticks()))
         if peer.role != "server":
             return
+        self.asked.discard(peer.index)
         self._awaited.pop(peer.index, None)
         self.checkpoints.server_gone(peer.index)
         if not self._stopping:
@@ -549,7 +551,7 @@ class CoordinatorHost(Host):
             self.watch.note_own_traffic(self._streams())
             self._hub.send(peer, StatusReported(msgspec.msgpack.encode(self.watch.status())))
             return
-        self.watch.heard_s[peer.role, peer.index] = time.monotonic()
+        self.watch.heard(peer.role, peer.index)
         if isinstance(message, Snapshot) and self._collection is not None:
             self._collection.arrived(message)
             self._collect_from(peer.index)
@@ -582,10 +584,11 @@ class CoordinatorHost(Host):
         self._perform(self.core.handle(party, message, self.job.now_ticks()))
         match message:
             case Register():
-                self.watch.registered_s[peer.index] = time.monotonic()
+                self.watch.prepared(peer.index)
             case Waits():
-                self.asked_s.pop(peer.index, None)
-                if not self.asked_s and len(self.core.waits) == self.job.servers:
+                self.asked.discard(peer.index)
+                self.watch.clocks.end(("asked", "server", peer.index))
+                if not self.asked and len(self.core.waits) == self.job.servers:
                     self.watch.progress.look(self.core, self.job.now_ticks())
             case Status():
                 self.watch.note_pace(peer.index, message)

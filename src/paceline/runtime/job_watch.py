@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ..core.coordinator import Coordinator
 from ..core.machines.traffic_rates import Link, TrafficMeter
+from ..core.machines.waiting_clocks import Clocks
 from ..core.protocol.messages import Status, Waits
 from ..core.status.job_progress import ProgressMeter
 from ..core.status.job_status import (
@@ -32,7 +33,12 @@ from .machines import Machines
 __all__ = ["JobWatch"]
 
 NOTE_INTERVAL_TICKS = TICKS_PER_S // 5  # minimum time between two records of the workers' states
+CLOCK_GAP_S = 1.0  # a launcher that looks less often than this was suspended
 PACE_SPAN = 8  # approximate number of recent iterations over which a worker's iteration time is averaged
+
+
+Stage = Literal["starting", "preparing", "silent", "asked"]
+"""What a process has a clock for. See `JobWatch.clocks`."""
 
 
 class JobWatch:
@@ -44,28 +50,35 @@ class JobWatch:
         machines: the machines that have joined the run.
 
     Attributes:
-        heard_s: (role, index) -> time of the last message from this peer, on the clock of `time.monotonic`. For a
-            worker, also the time at which a part of a message to or from a server last moved, as the servers report.
+        clocks: (stage, role, index) -> for how long the run has waited for this process. A process is "starting" from
+            the moment at which it is expected until its first message. A worker is then "preparing" until it has
+            registered its model. A process is "silent" since its last message, or since the last time at which a part
+            of a message to or from a server moved, as servers report. A server is "asked" until it says who waits.
+        took_s: (stage, role, index) -> how long a process has taken to start or to prepare, with all pauses.
+        connected: (role, index) of the processes that have sent a message.
         usual_s: worker -> moving average of the worker's iteration time in seconds, including waiting.
-        registered_s: worker -> time at which the worker registered its model, on the clock of `time.monotonic`.
         devices: worker -> its device and the model of this device, for workers that have connected.
         traffic: the number of bytes of each link between machines.
         progress: how far the run has come.
     """
 
     def __init__(self, job: Job, core: Coordinator, machines: Machines) -> None:
-        self.heard_s: dict[tuple[str, int], float] = {}
+        self.clocks: Clocks[tuple[Stage, str, int]] = Clocks(time.monotonic(), gap_s=CLOCK_GAP_S)
+        self.took_s: dict[tuple[Stage, str, int], float] = {}
+        self.connected: set[tuple[str, int]] = set()
         self.usual_s: dict[int, float] = {}
-        self.registered_s: dict[int, float] = {}
         self.devices: dict[int, str] = {}
         self.traffic = TrafficMeter()
         self.progress = ProgressMeter()
+        self._begun_s: dict[
+            tuple[Stage, str, int], float
+        ] = {}  # (stage, role, index) -> time at which it began
         self._job = job
         self._core = core
         self._machines = machines
         self._state_times = StateTimes()
         self._noted_ticks = 0
-        # worker -> (its latest iteration, time at which this iteration was first reported)
+        # worker -> (its latest iteration, time that had counted when it was first reported)
         self._paced: dict[int, tuple[int, float]] = {}
 
     def named_devices(self) -> dict[int, str]:
@@ -73,11 +86,52 @@ class JobWatch:
         found = dict(sorted(self.devices.copy().items()))
         return found if set(found.values()) - {CPU.label} else {}
 
-    def forget(self, worker: int) -> None:
-        """Forget what was observed of the previous incarnation of a worker."""
-        for known in (self.usual_s, self.registered_s, self._paced, self.devices):
-            known.pop(worker, None)
-        self.heard_s.pop(("worker", worker), None)
+    # -- processes ----------------------------------------------------------------------------------------
+
+    def expect(self, role: str, index: int) -> None:
+        """Wait for a process from now on. Nothing is left of what was observed of another one in its place."""
+        self.left(role, index)
+        self.connected.discard((role, index))
+        self.took_s.pop(("starting", role, index), None)
+        if role == "worker":
+            self.took_s.pop(("preparing", role, index), None)
+            for known in (self.usual_s, self._paced, self.devices):
+                known.pop(index, None)
+        now_s = time.monotonic()
+        self._enter("starting", role, index, now_s)
+        self.clocks.begin(("silent", role, index), now_s)
+
+    def heard(self, role: str, index: int) -> None:
+        """Note a message from a process."""
+        now_s = time.monotonic()
+        self.clocks.begin(("silent", role, index), now_s)
+        if (role, index) in self.connected:
+            return
+        self.connected.add((role, index))
+        self._pass("starting", role, index, now_s)
+        if role == "worker":
+            self._enter("preparing", role, index, now_s)
+
+    def prepared(self, worker: int) -> None:
+        """Note that a worker has registered its model."""
+        self._pass("preparing", "worker", worker, time.monotonic())
+
+    def left(self, role: str, index: int) -> None:
+        """Wait for a process no longer, because it has left."""
+        for stage in get_args(Stage):
+            self.clocks.end((stage, role, index))
+
+    def _pass(self, stage: Stage, role: str, index: int, now_s: float) -> None:
+        """Note that a process has passed a stage."""
+        if (begun_s := self._begun_s.pop((stage, role, index), None)) is not None:
+            self.took_s[stage, role, index] = now_s - begun_s
+        self.clocks.end((stage, role, index))
+
+    def _enter(self, stage: Stage, role: str, index: int, now_s: float) -> None:
+        self._begun_s[stage, role, index] = now_s
+        self.clocks.begin((stage, role, index), now_s)
+
+    # -- the state of the job -----------------------------------------------------------------------------
 
     def status(self) -> JobStatus:
         """Return the state of the job, for observers."""
@@ -87,7 +141,7 @@ class JobWatch:
         observed = Observed(
             servers=self._job.servers,
             elapsed_s=now_ticks / TICKS_PER_S,
-            connected={index for role, index in self.heard_s if role == "worker"},
+            connected={index for role, index in self.connected.copy() if role == "worker"},
             machine_of=machines.machine_of,
             devices=self.named_devices(),
             state_s=self._state_times.state_s(now_ticks),
@@ -114,7 +168,7 @@ class JobWatch:
             reported = core.board.get(worker)
             states[worker] = (
                 held_state(core, worker, processes)
-                or worker_state(core, worker, ("worker", worker) in self.heard_s),
+                or worker_state(core, worker, ("worker", worker) in self.connected),
                 None if reported is None else reported.iteration,
             )
         self._state_times.note(states, now_ticks)
@@ -122,9 +176,7 @@ class JobWatch:
 
     def note_pace(self, worker: int, now: Status) -> None:
         """Update the moving average of a worker's iteration time."""
-        now_s = time.monotonic()
-        if self._core.quorum.paused:
-            self._paced.clear()  # the pause is not part of an iteration
+        now_s = self.clocks.counted_s(time.monotonic())  # without pauses, which are no part of an iteration
         before = self._paced.get(worker)
         if before is not None and now.iteration > before[0]:
             each_s = (now_s - before[1]) / (now.iteration - before[0])
@@ -158,8 +210,7 @@ class JobWatch:
                 traffic = Traffic(each.sent_bytes, each.received_bytes)
                 self._note_traffic(("server", server, each.worker), here, there, traffic)
         for worker, moved_ticks in message.moved_ticks:
-            if (known_s := self.heard_s.get(("worker", worker))) is not None:
-                self.heard_s["worker", worker] = max(known_s, self._job.monotonic_s_of(moved_ticks))
+            self.clocks.renew(("silent", "worker", worker), self._job.monotonic_s_of(moved_ticks))
 
     def _note_traffic(self, connection: Hashable, here: str, there: str, traffic: Traffic) -> None:
         """Record the traffic of a connection between two machines, as the first one has counted it."""

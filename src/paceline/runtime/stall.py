@@ -2,10 +2,12 @@
 
 The result is only a guess, because a worker whose script evaluates its model for a minute is as silent as a worker
 that hangs. Therefore the time after which a worker is reported depends on the usual duration of its iterations. The
-report names the process and says how long it has been silent; the user decides what to do. Possible reports:
+report names the process and says how long it has been silent; the user decides what to do. The clock of a process
+begins when the process is expected, and stands still while the run waits for other machines (see
+`core.machines.waiting_clocks`). Possible reports:
 
-    before training   a process has not started, or a worker has not begun to train, although another one did
-                      so some time ago or the run began more than a minute ago
+    before training   a process has not started, or a worker has not begun to train, although another one took much
+                      less time to do so, or after more than a minute
     in training       a server does not answer; or a worker that should be computing has been silent for a long time,
                       and other workers are waiting for it or all workers are silent
     standstill        every worker is waiting, and no condition will release any worker. With the sync models of this
@@ -15,15 +17,19 @@ report names the process and says how long it has been silent; the user decides 
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Literal
 
 import msgspec
 
+from ..core.machines.waiting_clocks import Clocks
 from ..core.protocol.messages import Waits
+from ..core.status.job_status import LOCAL
 from ..core.status.standstill import standstill, unable_to_begin
 from .compute_devices import CPU
 from .coordinator_host import CoordinatorHost
+from .job_watch import CLOCK_GAP_S
 
 __all__ = ["Awaited", "StallWatch"]
 
@@ -34,11 +40,14 @@ PATIENCE_ITERATIONS = 5
 # Permitted silence while a worker's iteration time is unknown, long enough for an iteration that compiles code. An
 # accelerator may compile code in any iteration.
 FIRST_PATIENCE_S = 15.0
-NOBODY_YET_PATIENCE_S = 60.0  # time for the first process to start, and for the first worker to reach step()
+NOBODY_YET_PATIENCE_S = (
+    60.0  # time for a machine's first process to start, and for the first worker to reach step()
+)
 # Permitted silence of a server, which answers once it has handled the current message.
 SERVER_PATIENCE_S = 3.0
 SUSPICIOUS_S = 2.0  # after this time without a computing worker, ask the servers which workers are waiting
 APART_S = 1.0  # minimum time between two requests to the servers
+IDLE = "idle"  # the state in which no worker computes
 
 
 class Awaited(msgspec.Struct, frozen=True):
@@ -47,7 +56,8 @@ class Awaited(msgspec.Struct, frozen=True):
     Attributes:
         role: "worker" or "server".
         index: index of the worker or server.
-        quiet_s: seconds since the last message from this process, or since an overdue message was first expected.
+        quiet_s: seconds for which this process has been silent, although it could have sent a message. At the start
+            of a run, only those that it has taken longer than others.
         doing: state of the process, as a phrase that completes a sentence beginning with "It".
         waiting: the workers that wait for this process.
         usual_s: usual duration of the worker's iterations in seconds; 0 if unknown.
@@ -77,40 +87,44 @@ class StallWatch:
         self.standstill = ""
         self._first_patience_s = min(FIRST_PATIENCE_S, timeout_s or FIRST_PATIENCE_S)
         self._coordinator = coordinator
-        self._begun_s = time.monotonic()
-        self._asked_s = 0.0
-        # time since which no worker has been computing; None while a worker is computing
-        self._idle_s: float | None = None
+        self._asked_s = -math.inf
+        # The clock of the state in which no worker computes.
+        self._idle: Clocks[str] = Clocks(time.monotonic(), gap_s=CLOCK_GAP_S)
         self._before: dict[int, Waits] = {}  # previous answers of the servers
 
     def look(self) -> list[Awaited]:
         """Return the processes for which the run has been waiting for an unusually long time."""
-        coordinator = self._coordinator
-        live = sorted(coordinator.core.members.live)
-        if coordinator.core.quorum.paused:
-            self._before, self._idle_s = {}, None
-            return []  # the run waits for workers that are yet to join
-        if coordinator.core.model is None:
-            return self._look_before_training(live)
-        now_s = time.monotonic()
-        quiet_s = {
-            worker: now_s - coordinator.watch.heard_s.get(("worker", worker), self._begun_s)
-            for worker in live
-        }
+        coordinator, core = self._coordinator, self._coordinator.core
+        live, now_s = sorted(core.members.live), time.monotonic()
+        waits = core.quorum.paused or core.shortage != ""  # for workers or servers that are yet to join
+        coordinator.watch.clocks.look(now_s, counts=not waits)
+        self._idle.look(now_s, counts=not waits)
+        for worker in live:
+            if self._must_wait(worker):
+                coordinator.watch.clocks.renew(("silent", "worker", worker), now_s)
+        if core.model is None and core.unable_to_begin:
+            self.standstill = unable_to_begin(live, core.collectives.waiting.copy())
+        if waits:
+            self._before = {}
+            self._idle.end(IDLE)
+            return []
+        if core.model is None:
+            return self._look_before_training(live, now_s)
+        quiet_s = {worker: self._quiet_s("worker", worker, now_s) for worker in live}
         gathered = coordinator.core.collectives.waiting.copy()
         training = [worker for worker in live if worker not in gathered]
         states = [
             coordinator.core.board[worker].state for worker in training if worker in coordinator.core.board
         ]
         idle = bool(live) and len(states) == len(training) and "computing" not in states
-        self._idle_s = (self._idle_s or now_s) if idle else None
+        idle_s = self._idle.hold(IDLE, now_s, holds=idle)
         late = [worker for worker in training if quiet_s[worker] > self._patience_s(worker)]
-        if not late and (self._idle_s is None or now_s - self._idle_s < SUSPICIOUS_S):
+        if not late and (idle_s is None or idle_s < SUSPICIOUS_S):
             self._before = {}
             return []
         if now_s - self._asked_s > APART_S:
-            if not coordinator.asked_s and self._answered:
-                self._look_for_standstill(live)
+            if not coordinator.asked and self._answered:
+                self._look_for_standstill(live, idle_s)
             self._asked_s = now_s
             coordinator.ask_servers()
             return []
@@ -126,17 +140,38 @@ class StallWatch:
             return [Awaited("worker", initializer, quiet_s[initializer], doing, waiting)]
         held = {worker for answer in self._answers for shard in answer.shards for worker, _ in shard.pulls}
         held |= coordinator.core.awaiting_turn | gathered.keys()
+        for worker in held:
+            coordinator.watch.clocks.renew(("silent", "worker", worker), now_s)
         awaited = [worker for worker in late if worker not in held]
         if not held and len(awaited) < len(live):
             return []  # no worker waits, so the other workers can continue without the late ones
         waiting = tuple(worker for worker in live if worker in held)
         return [self._awaited(worker, quiet_s[worker], waiting) for worker in awaited]
 
+    def _must_wait(self, worker: int) -> bool:
+        """Return True if a worker sends nothing because it waits for others, so that its silence says nothing."""
+        core = self._coordinator.core
+        return (
+            (core.model is None and ("preparing", "worker", worker) in self._coordinator.watch.took_s)
+            or worker in core.collectives.waiting
+            or worker in core.awaiting_turn
+            or core.is_joining(worker)
+        )
+
+    def _quiet_s(self, role: Literal["worker", "server"], index: int, now_s: float) -> float:
+        """Return for how long a process has been silent, although it could act: 0 if it is not expected."""
+        return self._coordinator.watch.clocks.waited_s(("silent", role, index), now_s) or 0.0
+
     def _silent_servers(self, now_s: float, waiting: list[int]) -> list[Awaited]:
+        clocks = self._coordinator.watch.clocks
+        asked_s = [
+            (server, clocks.waited_s(("asked", "server", server), now_s) or 0.0)
+            for server in sorted(self._coordinator.asked.copy())
+        ]
         return [
-            Awaited("server", server, now_s - asked_s, "has not answered the coordinator yet", tuple(waiting))
-            for server, asked_s in sorted(self._coordinator.asked_s.copy().items())
-            if now_s - asked_s > SERVER_PATIENCE_S
+            Awaited("server", server, quiet_s, "has not answered the coordinator yet", tuple(waiting))
+            for server, quiet_s in asked_s
+            if quiet_s > SERVER_PATIENCE_S
         ]
 
     def _awaited(self, worker: int, quiet_s: float, waiting: tuple[int, ...]) -> Awaited:
@@ -149,32 +184,45 @@ class StallWatch:
         usual_s = self._coordinator.watch.usual_s.get(worker, 0.0)
         return Awaited("worker", worker, quiet_s, doing, waiting, usual_s)
 
-    def _look_before_training(self, live: list[int]) -> list[Awaited]:
-        coordinator = self._coordinator
-        heard_s = coordinator.watch.heard_s.copy()
-        gathered = coordinator.core.collectives.waiting.copy()
-        if coordinator.core.unable_to_begin:
-            self.standstill = unable_to_begin(live, gathered)
-        registered_s = {w: at_s for w, at_s in coordinator.watch.registered_s.copy().items() if w in live}
-        waiting = tuple(sorted({*registered_s, *gathered}))
-        expected: list[tuple[Literal["worker", "server"], int]] = [("worker", w) for w in live]
+    def _look_before_training(self, live: list[int], now_s: float) -> list[Awaited]:
+        coordinator, watch = self._coordinator, self._coordinator.watch
+        waiting = tuple(worker for worker in live if self._must_wait(worker))
         # Machines that have yet to join bring the vacant ones.
-        vacant = coordinator.core.servers.vacant.copy()
-        expected += [("server", k) for k in range(coordinator.job.servers) if k not in vacant]
-        silent = [peer for peer in expected if peer not in heard_s]
-        unregistered: list[tuple[Literal["worker", "server"], int]]
-        unregistered = [("worker", w) for w in live if ("worker", w) in heard_s and w not in waiting]
+        servers = [k for k in range(coordinator.job.servers) if k not in coordinator.core.servers.vacant]
+        took_s = watch.took_s.copy()
         awaited = []
-        # All processes start at the same time, and all workers run the same script. So no process should take much
-        # longer than the first one.
-        for peers, first_s, doing in [
-            (silent, min(heard_s.values(), default=None), "has not started yet"),
-            (unregistered, min(registered_s.values(), default=None), "has not begun to train yet"),
-        ]:
-            quiet_s = time.monotonic() - (self._begun_s if first_s is None else first_s)
-            if quiet_s >= (NOBODY_YET_PATIENCE_S if first_s is None else self._first_patience_s):
-                awaited += [Awaited(role, index, quiet_s, doing, waiting) for role, index in peers]
+        stages: list[tuple[Literal["starting", "preparing"], Literal["worker", "server"], int, str]]
+        stages = [("starting", "worker", worker, "has not started yet") for worker in live]
+        stages += [("starting", "server", server, "has not started yet") for server in servers]
+        stages += [
+            ("preparing", "worker", worker, "has not begun to train yet")
+            for worker in live
+            if worker not in waiting
+        ]
+        for stage, role, index, doing in stages:
+            waited_s = watch.clocks.waited_s((stage, role, index), now_s)
+            if waited_s is None:
+                continue
+            # The processes of a machine start at the same time, and all workers run the same script. So no process
+            # should take much longer than the fastest one.
+            machine = self._machine_of(role, index)
+            fastest_s = min(
+                (
+                    each_s
+                    for (of, other, number), each_s in took_s.items()
+                    if of == stage and (stage == "preparing" or self._machine_of(other, number) == machine)
+                ),
+                default=None,
+            )
+            quiet_s = min(waited_s - (fastest_s or 0.0), self._quiet_s(role, index, now_s))
+            if quiet_s >= (NOBODY_YET_PATIENCE_S if fastest_s is None else self._first_patience_s):
+                awaited.append(Awaited(role, index, quiet_s, doing, waiting))
         return awaited
+
+    def _machine_of(self, role: str, index: int) -> str:
+        machines = self._coordinator.machines
+        named = machines.machine_of_server if role == "server" else machines.machine_of
+        return named.get(index, LOCAL)
 
     @property
     def _answers(self) -> list[Waits]:
@@ -191,7 +239,7 @@ class StallWatch:
         on_cpu = self._coordinator.watch.devices.get(worker, CPU.label) == CPU.label
         return max(PATIENCE_S if on_cpu else self._first_patience_s, PATIENCE_ITERATIONS * usual_s)
 
-    def _look_for_standstill(self, live: list[int]) -> None:
+    def _look_for_standstill(self, live: list[int], idle_s: float | None) -> None:
         """Set `standstill` if the servers repeat their previous answers, all workers wait and no timer is set."""
         core = self._coordinator.core
         before, self._before = self._before, core.waits.copy()
@@ -203,8 +251,8 @@ class StallWatch:
         pushing = [worker for worker, contribution in gathered.items() if contribution.may_push]
         patience_s = max(map(self._patience_s, pushing), default=0.0)
         if (
-            self._idle_s is None
-            or time.monotonic() - self._idle_s < patience_s
+            idle_s is None
+            or idle_s < patience_s
             or self._before != before
             or any(answer.timers for answer in self._answers)
             or set(live) - held

@@ -35,6 +35,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from ...checkpoints.manifest import files_in
+from ...core.machines.waiting_clocks import Clocks
 from ...errors import ConfigurationError, PeerLostError, RunFailedError
 from ...files import Unfinished
 from ...report.run_file import NAME
@@ -203,7 +204,10 @@ class RayRun:
         self._interrupted = ""  # why it goes on, as a sentence
         # By this file, a node knows that it sees the run directory.
         self._mark = Path(job.run_dir, f".seen-{secrets.token_hex(8)}")
-        self._drains_s = self._told_s = 0.0
+        self._drains_s = 0.0
+        # The clock of the state in which Ray has not placed the run, or not again.
+        self._unplaced: Clocks[str] = Clocks(time.monotonic(), gap_s=1.0)
+        self._told = False  # True if the user knows of this state
 
     def carry_out(
         self,
@@ -218,7 +222,6 @@ class RayRun:
         self._server_payload = server_payload
         self._snapshot_every_s, self._show_all, self._source = snapshot_every_s, show_all, source
         self._request(self._server)
-        self._told_s = time.monotonic() + PLACEMENT_S
         asked = 0
         while self._ended is None:
             self._request_workers()
@@ -471,10 +474,15 @@ class RayRun:
     def _look_at_placement(self) -> None:
         """Say so if Ray has not placed the run yet."""
         now_s = time.monotonic()
-        if now_s > self._told_s and not (
-            self._server.node and sum(map(_placed, self._workers)) >= self._job.least
-        ):
-            self._told_s = float("inf")
+        pausing = sum(
+            place.actor is None and now_s < place.due_s for place in self._workers
+        )  # before a request
+        placed = self._server.node and sum(map(_placed, self._workers)) + pausing >= self._job.least
+        self._unplaced.look(now_s)
+        unplaced_s = self._unplaced.hold("unplaced", now_s, holds=not placed)
+        self._told = self._told and not placed
+        if unplaced_s is not None and unplaced_s > PLACEMENT_S and not self._told:
+            self._told = True
             total = self._ray.cluster_resources()
             needs = " and ".join(_listed(bundle) for bundle in self._group.bundle_specs)
             self._say(

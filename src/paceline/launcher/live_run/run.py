@@ -310,9 +310,11 @@ class LiveRun:
             try:
                 try:
                     for index, machine in enumerate(self._placement.servers):
+                        coordinator.watch.expect("server", index)
                         engine.start_server(index, machine, server_payload)
                     devices = self._job.devices or (None,) * len(self._placement.workers)
                     for index, machine in enumerate(self._placement.workers):
+                        coordinator.watch.expect("worker", index)
                         engine.start_worker(
                             index, machine, worker_arguments, worker_payload, device=devices[index]
                         )

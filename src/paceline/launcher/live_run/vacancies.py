@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from ...core.machines.waiting_clocks import Clocks
 from ...errors import RunFailedError
 from ...report.words import counted
 from ...runtime.coordinator_host import CoordinatorHost
+from ...runtime.job_watch import CLOCK_GAP_S
 
 __all__ = ["Vacancies"]
 
 # Time in which machines join a run again that goes on by itself. They call it for that long (`paceline join --wait`).
 RETURN_TIMEOUT_S = 60.0
+SHORTAGE, LIFE = "shortage", "life"
 
 
 class Vacancies:
@@ -37,14 +40,17 @@ class Vacancies:
         self._patience_s = patience_s
         self._say = say
         self._again = again
-        self._begun_s = time.monotonic()
+        # Both of these clocks are about the run: one of the present shortage, the other of this life of the run.
+        self._clocks: Clocks[str] = Clocks(time.monotonic(), gap_s=CLOCK_GAP_S)
+        self._clocks.begin(LIFE, time.monotonic())
         self._paused = False
         self._vacant = 0  # number of servers for which the run was last said to be waiting
-        self._since_s: float | None = None  # time since which there have been too few workers
 
     def look(self) -> str:
         """Check the number of workers. Return why the run must end, or "" if it need not."""
-        shortage = self._coordinator.core.shortage
+        now_s, shortage = time.monotonic(), self._coordinator.core.shortage
+        self._clocks.look(now_s)
+        short_s = self._clocks.hold(SHORTAGE, now_s, holds=shortage != "")
         begun = self._coordinator.core.model is not None
         self._look_for_servers()
         if self._paused != (begun and shortage != ""):
@@ -53,12 +59,7 @@ class Vacancies:
                 self._say(f"the run is paused: it has {shortage}; it continues when others have joined")
             else:
                 self._say("the run continues")
-        if not shortage:
-            self._since_s = None
-            return ""
-        now_s = time.monotonic()
-        self._since_s = self._since_s or now_s
-        if self._patience_s is None or now_s - self._since_s < self._patience_s:
+        if self._patience_s is None or short_s is None or short_s < self._patience_s:
             return ""
         core = self._coordinator.core
         brought = self._coordinator.job.remote_servers - len(core.servers.vacant)
@@ -75,7 +76,8 @@ class Vacancies:
     def unreturned_server(self) -> RunFailedError | None:
         """Return the loss of a server whose machine was to join the run again, if it has not done so in time."""
         vacant = tuple(self._coordinator.core.servers.vacant)
-        if not (self._again and vacant) or time.monotonic() < self._begun_s + RETURN_TIMEOUT_S:
+        waited_s = self._clocks.waited_s(LIFE, time.monotonic())
+        if not (self._again and vacant) or waited_s is None or waited_s < RETURN_TIMEOUT_S:
             return None
         return RunFailedError(
             f"server {min(vacant)}", f"its machine has not joined the run again within {RETURN_TIMEOUT_S:g} s"

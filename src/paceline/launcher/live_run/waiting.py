@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
@@ -49,8 +50,8 @@ class Waiting:
         # Times until which the silence of all processes, and that of worker 0, has a known reason.
         self._excused_s = self._typed_s = -math.inf
         self._watch = StallWatch(coordinator, timeout_s)
-        # For each reported process: the time of its last message, and the length of its silence when it was reported.
-        self._reported: dict[tuple[str, int], tuple[float, float]] = {}
+        # Each reported process, with the incarnation of a worker -> its clock, and for how long it had been silent.
+        self._reported: dict[tuple[Literal["worker", "server"], int, int], tuple[float | None, float]] = {}
 
     def look(self) -> str:
         """Check the processes once. If the run cannot continue, return the reason; otherwise, return ""."""
@@ -59,11 +60,11 @@ class Waiting:
             if awaited is None or self._may_take_its_time(awaited):
                 continue
             key = awaited.role, awaited.index
-            heard_s = self._coordinator.watch.heard_s.get(key, 0.0)
-            before_s, reported_s = self._reported.get(key, (heard_s, 0.0))
+            process_key, clock = self._key_of(*key), self._clock_of(*key)
+            before, reported_s = self._reported.get(process_key, (clock, 0.0))
             # Report a silent process again each time its silence has doubled.
-            if awaited.quiet_s > 2 * reported_s or before_s != heard_s:
-                self._reported[key] = heard_s, awaited.quiet_s
+            if awaited.quiet_s > 2 * reported_s or before != clock:
+                self._reported[process_key] = clock, awaited.quiet_s
                 self._say(self._describe(awaited))
             if self._timeout_s is not None and awaited.quiet_s > max(
                 self._timeout_s, LEAST_ITERATIONS * awaited.usual_s
@@ -73,15 +74,28 @@ class Waiting:
                     process.kill(why)
                 else:
                     self._coordinator.kill(awaited.role, awaited.index, why)
-        for (role, index), (heard_s, quiet_s) in list(self._reported.items()):
-            if self._coordinator.watch.heard_s.get((role, index), 0.0) != heard_s:
-                del self._reported[role, index]
+        for (role, index, incarnation), (before, quiet_s) in list(self._reported.items()):
+            clock = self._clock_of(role, index)
+            if clock is None or incarnation != self._key_of(role, index)[2]:
+                del self._reported[role, index, incarnation]  # it has left
+            elif clock != before:
+                del self._reported[role, index, incarnation]
                 self._say(f"{role} {index} responds again, after a silence of at least {quiet_s:.0f} s.")
         return self._watch.standstill
 
     def excuse(self) -> None:
         """Do not count the silence of any process before now: the processes were suspended."""
         self._excused_s = time.monotonic()
+
+    def _key_of(
+        self, role: Literal["worker", "server"], index: int
+    ) -> tuple[Literal["worker", "server"], int, int]:
+        """Return what names a process for the whole run: the index of a worker may be used again."""
+        return role, index, self._coordinator.core.members.incarnation(index) if role == "worker" else 0
+
+    def _clock_of(self, role: Literal["worker", "server"], index: int) -> float | None:
+        """Return what changes when a process sends a message; None once it has left."""
+        return self._coordinator.watch.clocks.running().get(("silent", role, index))
 
     def _without_excuse(self, awaited: Awaited) -> Awaited | None:
         """Return the process with the silence that has no known reason, or None if that silence is short."""
