@@ -134,7 +134,7 @@ def test_a_bucket_suffices_to_resume_a_run(bucket: str) -> None:
     shown(resume("--run-dir", "elsewhere", run=bucket))
     assert Path("elsewhere", "run.json").exists()
     job = make_job(workers=1, resume=bucket, run_dir="third", dry_run=True)
-    assert job.resumed == Resumed(str(Path("third", CHECKPOINTS, "000002").absolute()))
+    assert job.resumed == Resumed(str(Path("third", CHECKPOINTS, "000002").absolute()), lock=0)
     assert (job.run_dir, job.checkpoint_dir, job.seed) == (str(Path("third").absolute()), bucket, 7)
 
 

@@ -23,6 +23,7 @@ import torch
 import paceline
 from paceline.checkpoints.directory import numbers_in
 from paceline.errors import ConfigurationError, RunFailedError
+from tests.support.emulated import why_not_emulated
 from tests.support.live import await_that, processes, run_program, start_program
 from tests.support.marks import chaos, thorough
 from tests.support.served import Served, output
@@ -152,6 +153,39 @@ def test_a_killed_run_goes_on_with_the_same_bits_from_its_last_whole_checkpoint(
     assert whole.returncode == 0
     for name, tensor in safetensors.torch.load_file(Path("whole", "weights.safetensors")).items():
         assert torch.equal(weights[name], tensor), name
+
+
+def test_one_of_several_runs_has_the_directory_until_it_ends_or_another_takes_it_by_force(mark: str) -> None:
+    first = [start_program(*options("-n", "1", "--servers", "1"), "train.py") for _ in range(2)]
+    await_that(lambda: any(each.poll() is not None for each in first), "one of them has ended")
+    [refused] = [each for each in first if each.poll() is not None]
+    [program] = [each for each in first if each is not refused]
+    words = " ".join(refused.communicate()[1].split())
+    assert refused.returncode == 2
+    assert (
+        f"is still in progress: process {program.pid} on {socket.gethostname()} holds the directory" in words
+    )
+    await_checkpoints(1)
+    refused_resume = run_program("-m", "paceline", "run", "--resume", "run")
+    assert refused_resume.returncode == 2
+    assert "--force (force=True) ends it from here" in " ".join(refused_resume.stderr.split())
+    if not why_not_emulated():
+        elsewhere = ("unshare", "--pid", "--fork", "--mount-proc")
+        status = start_program("-m", "paceline", "status", "run", prefix=elsewhere)
+        told = " ".join("".join(status.communicate()).split())
+        assert "is in progress: its launcher, process" in told
+        assert "cut off" not in told
+    taken = start_program("-m", "paceline", "run", "--resume", "run", "--force")
+    _, lost = program.communicate()
+    Path("go").touch()
+    assert program.returncode == 1
+    assert f"process {taken.pid} on {socket.gethostname()} has taken the directory" in " ".join(lost.split())
+    _, words = taken.communicate()
+    assert taken.returncode == 0, words
+    assert f"the run of process {program.pid} on" in " ".join(words.split())
+    found = summary()
+    assert found["ended"] == "finished"
+    require_closed(found)
 
 
 ADDING = (

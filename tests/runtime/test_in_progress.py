@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import msgspec
 import pytest
 
 from paceline.errors import ConfigurationError, PacelineError, PeerLostError
-from paceline.runtime.in_progress import FILE_NAME, RunInProgress, newest_run, published, run_in
+from paceline.runtime.in_progress import FILE_NAME, RunInProgress, newest_run, published, run_in, unreachable
 from paceline.runtime.process_states import RunningProcess
+from paceline.runtime.run_lock import Holder, RunLock
 
 
 @pytest.fixture
@@ -26,11 +28,8 @@ def run_dir(name: str, written_s: float | None = None, **others: object) -> Path
     """The directory of a run of this process that is in progress, unless its file says otherwise."""
     path = Path("runs", name)
     path.mkdir(parents=True)
-    process = RunningProcess.of(os.getpid())
-    assert process is not None
-    content = msgspec.structs.replace(
-        RunInProgress("unix:x", "token", os.uname().nodename, process), **others
-    )
+    launcher = msgspec.structs.replace(Holder.here(), **others)
+    content = RunInProgress("unix:x", "token", launcher)
     file = path / FILE_NAME
     file.write_bytes(msgspec.json.encode(content))
     if written_s is not None:
@@ -118,11 +117,24 @@ def test_a_run_whose_launcher_was_killed_has_been_cut_off(folder: Path) -> None:
         run_in(run_dir("a", process=ENDED))
 
 
-def test_a_run_on_another_machine_is_watched_there(folder: Path) -> None:
-    with pytest.raises(
-        ConfigurationError, match="runs/a was started on the machine node7; call status there"
-    ):
-        run_in(run_dir("a", machine="node7", process=ENDED))
+def test_a_run_on_another_machine_is_never_called_cut_off(folder: Path) -> None:
+    path = run_dir("a", boot="another", machine="node7", process=ENDED)
+    found = run_in(path)
+    assert not found.seen
+    words = str(unreachable(path, found))
+    assert words.startswith("whether the run in runs/a is in progress cannot be told from here")
+    assert f"process {os.getpid()} on node7, can be neither seen nor reached. Call status there" in words
+    with RunLock.take(path):
+        words = str(unreachable(path, found))
+    assert words.startswith("the run in runs/a is in progress: its launcher, process")
+    assert "has just given a sign of life, but cannot be reached from here" in words
+
+
+def test_a_run_leaves_the_file_of_the_run_that_has_taken_its_directory(folder: Path) -> None:
+    with published(folder, "unix:x", "secret"), published(folder, "unix:y", "other"):
+        content = (folder / FILE_NAME).read_bytes()
+        (folder / FILE_NAME).write_bytes(content.replace(b"other", b"third"))
+    assert run_in(folder).token == "third"
 
 
 def test_a_run_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +154,11 @@ def test_the_newest_run_in_progress_is_found(folder: Path) -> None:
     run_dir("newer", 200.0)
     run_dir("older", 100.0)
     run_dir("cut-off", 300.0, process=ENDED)
-    run_dir("elsewhere", 400.0, machine="node7")
+    run_dir("elsewhere", 400.0, boot="another")
     assert newest_run() == Path("runs/newer")
+    shutil.rmtree("runs/newer")
+    shutil.rmtree("runs/older")
+    assert newest_run() == Path("runs/elsewhere")
 
 
 def test_it_is_said_that_the_newest_run_was_cut_off_but_not_an_older_one(folder: Path) -> None:

@@ -156,6 +156,7 @@ def serve(
             patience_s=wait,
             command=command,
             outlets=outlets,
+            force=settings["force"],
         )
     report(result)
 

@@ -12,7 +12,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from ..errors import ConfigurationError, PacelineError
+from ..errors import ConfigurationError
 from ..files import Unfinished
 from ..launcher.live_run.reporting import REPORT
 from ..launcher.terminal.output import print_sentence
@@ -99,12 +99,13 @@ def _print(report: RunReport, console: Console, *, name: bool) -> None:
 
 def _read(run_dir: Path, tell: _Teller) -> RunReport:
     from ..report.run_reading import ReportReader
+    from ..runtime.run_lock import is_held
 
     def look() -> bool:
         tell.look(run_dir)
         return False
 
-    return ReportReader(run_dir, _in_progress).read(hurried=look)
+    return ReportReader(run_dir, is_held).read(hurried=look)
 
 
 class _Teller:
@@ -119,16 +120,6 @@ class _Teller:
         if time.monotonic() > self._due_s and run_dir not in self._told:
             self._told.add(run_dir)
             print(f"reading {run_dir} ...", file=sys.stderr, flush=True)
-
-
-def _in_progress(run_dir: Path) -> bool:
-    from ..runtime.in_progress import run_in
-
-    try:
-        run_in(run_dir)
-    except PacelineError:  # it has ended, or was cut off
-        return False
-    return True
 
 
 def _require_file(path: Path) -> None:

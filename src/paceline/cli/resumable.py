@@ -16,8 +16,9 @@ __all__ = ["Resumable"]
 HIDDEN = "..."
 """What stands for a secret in the description of a run."""
 
-NOT_REPEATED = ("--resume", "--run-dir", "--command", "--accept-changes")
-"""Options that concern only one start of a run. The last one has no value."""
+FLAGS = ("--accept-changes", "--force")
+NOT_REPEATED = ("--resume", "--run-dir", "--command", *FLAGS)
+"""Options that concern only one start of a run. The `FLAGS` have no value."""
 
 
 class Resumable(OptionalValues):
@@ -30,11 +31,19 @@ class Resumable(OptionalValues):
         found, options = self._split(ctx, args)
         # `launcher.clusters.scheduled` gives all options itself.
         if (run_dir := found.get("resume")) and "announce_to" not in found:
-            args = self._with_earlier(ctx, options, _program(found), run_dir, found.get("run_dir"))
+            where, force = found.get("run_dir"), bool(found.get("force"))
+            args = self._with_earlier(ctx, options, _program(found), run_dir, where, force=force)
         return super().parse_args(ctx, args)
 
     def _with_earlier(
-        self, ctx: Any, options: Sequence[str], program: Sequence[str], resumed: str, where: str | None
+        self,
+        ctx: Any,
+        options: Sequence[str],
+        program: Sequence[str],
+        resumed: str,
+        where: str | None,
+        *,
+        force: bool,
     ) -> list[str]:
         """Return the arguments after those of the earlier run, with its script if no `program` is given.
 
@@ -43,6 +52,7 @@ class Resumable(OptionalValues):
             program: the script that is given, and its arguments; [] if none is given.
             resumed: the directory of the earlier run, or the URL of the bucket with its checkpoints.
             where: directory to which the run is copied from the bucket; None for the usual one.
+            force: True if the run may still be in progress.
 
         Raises:
             ConfigurationError: the directory contains no run that has ended, or its command cannot be repeated.
@@ -51,9 +61,9 @@ class Resumable(OptionalValues):
 
         run_dir, further = Path(resumed), []
         if is_bucket(resumed):
-            run_dir, further = fetch_run(resumed, where), [f"--checkpoint-dir={resumed}"]
+            run_dir, further = fetch_run(resumed, where, force=force), [f"--checkpoint-dir={resumed}"]
             options = [*_left(options, ("--resume", "--run-dir")), f"--resume={run_dir}"]
-        file = earlier_run(run_dir)
+        file = earlier_run(run_dir, force=force)
         if not program and has_finished(run_dir):
             raise ConfigurationError(
                 f"the run in {run_dir} has finished, so nothing is left to resume. To train longer, give the script "
@@ -120,6 +130,6 @@ def _left(options: Sequence[str], left_out: Collection[str] = NOT_REPEATED) -> l
         name, equals, _ = word.partition("=")
         if name not in left_out:
             kept.append(word)
-        elif not equals and name != NOT_REPEATED[-1] and left:
+        elif not equals and name not in FLAGS and left:
             left.pop(0)
     return kept

@@ -143,6 +143,7 @@ def run(
                 observer=shlex.split(observer),
                 outlets=outlets,
                 command=command,
+                force=settings["force"],
             )
         except (Interrupted, Terminated) as end:
             if end.summary:

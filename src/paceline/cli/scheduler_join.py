@@ -141,6 +141,7 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
                 run_dir=run_dir,
                 streams=Streams(show_all=show_all),
                 device=device,
+                force=settings["force"],
             )
         raise typer.Exit(code)
 

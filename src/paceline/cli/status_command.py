@@ -13,7 +13,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from ..errors import ConfigurationError, PeerLostError
+from ..errors import ConfigurationError, DeadlineError, PeerLostError
 from ..launcher.terminal.output import ForgivingStream
 from ..report.run_file import read_run_file
 from ..report.status_tables import LONG_LINE, StatusView
@@ -130,16 +130,19 @@ def _last_resumption(run_dir: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _in_progress(place: Place) -> Iterator[None]:
-    """If the run ends in this context, say so, instead of naming the address of its coordinator."""
-    from ..runtime.in_progress import run_in
+    """If the run ends in this context, say so, instead of naming the address of its coordinator.
+
+    If nobody can see from here whether it has ended, say what is known.
+    """
+    from ..runtime.in_progress import run_in, unreachable
 
     try:
         yield
-    except PeerLostError as error:
+    except (ConfigurationError, DeadlineError, PeerLostError) as error:
         if place.run_dir is None:
             raise
-        run_in(place.run_dir)  # raises an error that says how the run has ended
-        raise error
+        found = run_in(place.run_dir)  # raises an error that says how the run has ended
+        raise error if found.seen else unreachable(place.run_dir, found) from error
 
 
 def _watch(observer: Observer, state: JobStatus, notes: Sequence[str]) -> None:

@@ -117,6 +117,7 @@ class Local(Engine):
             streams=Streams(show_all=asked.show_all),
             source=asked.source,
             outlets=outlets,
+            force=asked.settings.get("force", False),
         )
 
 
@@ -173,6 +174,7 @@ class OnRay(Engine):
             snapshot_every_s=asked.snapshot_every_s,
             show_all=asked.show_all,
             source=asked.source,
+            force=asked.settings.get("force", False),
         )
 
 

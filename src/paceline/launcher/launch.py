@@ -135,6 +135,7 @@ def run_script(
     observer: Sequence[str] = (),
     outlets: Outlets | None = None,
     command: str = "",
+    force: bool = False,
 ) -> RunResult:
     """Run a script in every worker, as `python script arguments...` would.
 
@@ -150,6 +151,7 @@ def run_script(
             script and its arguments, and runs them.
         outlets: where the run is shown while it goes on.
         command: the command line that repeats the run. Default: that of this process.
+        force: see `start`.
     """
     path = [os.getcwd() if module else str(script.resolve().parent), *sys.path]
     packages = (*job.optimizers.packages, *imported_packages(script))
@@ -167,6 +169,7 @@ def run_script(
         outlets=outlets,
         command=command,
         source=script.read_text(errors="replace"),
+        force=force,
     )
 
 

@@ -1,8 +1,9 @@
 """The file that a run leaves in its directory while it is in progress, so that its user can watch the run.
 
-The file contains the address and the secret of the run, so only its owner may read it. It names the process of the
-launcher by its id and its start time: if the launcher is killed, the file remains, and readers notice that this
-process has ended.
+The file contains the address and the secret of the run, so only its owner may read it. It also names the process of
+the launcher: if the launcher is killed, the file remains, and readers notice that this process has ended. If they
+cannot see it, because it is on another machine or in another process namespace, they say no more than its heartbeats
+tell (see `run_lock`).
 """
 
 from __future__ import annotations
@@ -11,16 +12,15 @@ import contextlib
 import logging
 import os
 import secrets
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from ..errors import ConfigurationError, PacelineError, PeerLostError
-from .process_states import RunningProcess
+from .run_lock import MOST_MISSED, Holder, life_of, silence_s
 
-__all__ = ["FILE_NAME", "RunInProgress", "newest_run", "published", "run_in"]
+__all__ = ["FILE_NAME", "RunInProgress", "newest_run", "published", "run_in", "unreachable"]
 
 log = logging.getLogger("paceline.run")
 
@@ -45,16 +45,19 @@ class RunInProgress(msgspec.Struct, frozen=True):
     Attributes:
         address: address of the coordinator. See `paceline.wire.addresses`.
         token: the secret of the run.
-        machine: name of the machine on which its launcher runs.
-        process: the process of its launcher.
+        launcher: the process of its launcher.
         dashboard: address of its dashboard for a browser; "" if there is none.
     """
 
     address: str
     token: str
-    machine: str
-    process: RunningProcess
+    launcher: Holder
     dashboard: str = ""
+
+    @property
+    def seen(self) -> bool:
+        """True if this process can see that of the launcher."""
+        return life_of(self.launcher) != "unseen"
 
 
 @contextlib.contextmanager
@@ -67,27 +70,27 @@ def published(run_dir: Path, address: str, token: str, dashboard: str = "") -> I
         token: the secret of the run.
         dashboard: see `RunInProgress`.
     """
-    process = RunningProcess.of(os.getpid())
-    assert process is not None
     file = run_dir / FILE_NAME
     try:
-        _write(file, RunInProgress(address, token, socket.gethostname(), process, dashboard))
+        _write(file, RunInProgress(address, token, Holder.here(), dashboard))
     except OSError as error:
         log.warning("`paceline status` will not find the run, because %s cannot be written: %s", file, error)
     try:
         yield
     finally:
         try:
-            file.unlink(missing_ok=True)
+            # A run that has taken the directory from this one has a file of its own.
+            if (found := _read(run_dir)) is not None and found.token == token:
+                file.unlink(missing_ok=True)
         except OSError as error:
             log.warning("%s cannot be removed: %s", file, error)
 
 
 def run_in(run_dir: Path) -> RunInProgress:
-    """Return how to reach the run in a directory.
+    """Return how to reach the run in a directory. Whether the run is in progress is unknown if it is not `seen`.
 
     Raises:
-        ConfigurationError: the directory is not that of a run, or the run is that of another machine or user.
+        ConfigurationError: the directory is not that of a run, or the run is that of another user.
         PeerLostError: the run has ended, or has been cut off: its launcher was killed.
     """
     if not run_dir.is_dir():
@@ -102,16 +105,27 @@ def run_in(run_dir: Path) -> RunInProgress:
         ) from None
     if found is None:
         raise _absence(run_dir)
-    if found.machine != socket.gethostname():
-        raise ConfigurationError(
-            f"the run in {run_dir} was started on the machine {found.machine}; call status there."
-        )
-    if found.process.state() == "gone":
+    if life_of(found.launcher) == "dead":
         raise PeerLostError(
-            f"the run in {run_dir} was cut off: its launcher, process {found.process.process_id}, has ended without "
-            "saving its results"
+            f"the run in {run_dir} was cut off: its launcher, process {found.launcher.process.process_id}, has ended "
+            "without saving its results"
         )
     return found
+
+
+def unreachable(run_dir: Path, found: RunInProgress) -> PacelineError:
+    """Return the error that says what is known of a run whose launcher can be neither seen nor reached from here."""
+    quiet_s, launcher = silence_s(run_dir), found.launcher
+    if quiet_s is not None and quiet_s <= MOST_MISSED * launcher.heartbeat_s:
+        return ConfigurationError(
+            f"the run in {run_dir} is in progress: its launcher, {launcher.words}, has just given a sign of life, "
+            "but cannot be reached from here. Call status there, in the same container if it runs in one."
+        )
+    last = "" if quiet_s is None else f" Its last sign of life was {quiet_s:.0f} s ago."
+    return PeerLostError(
+        f"whether the run in {run_dir} is in progress cannot be told from here: its launcher, {launcher.words}, can "
+        f"be neither seen nor reached.{last} Call status there"
+    )
 
 
 def newest_run(folder: Path = RUNS) -> Path:
@@ -122,15 +136,20 @@ def newest_run(folder: Path = RUNS) -> Path:
         PeerLostError: the same, and the newest run has been cut off.
     """
     cut_off: dict[Path, PeerLostError] = {}
+    unseen: list[Path] = []
     for file in sorted(folder.glob(f"*/{FILE_NAME}"), key=_written_s, reverse=True):
         try:
-            run_in(file.parent)
+            found = run_in(file.parent)
         except PeerLostError as error:
             cut_off[file.parent] = error
         except ConfigurationError:
-            continue  # the run is that of another machine or user
+            continue  # the run is that of another user
         else:
-            return file.parent
+            if found.seen:
+                return file.parent
+            unseen.append(file.parent)
+    if unseen:
+        return unseen[0]
     newest = max(folder.glob("*"), key=_written_s, default=None)
     if newest in cut_off:
         raise cut_off[newest]

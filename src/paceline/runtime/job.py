@@ -56,10 +56,13 @@ class Resumed(msgspec.Struct, frozen=True):
     Attributes:
         path: its directory, on the machine of the coordinator.
         faults: a sentence for each newer checkpoint, which says why it is not used.
+        lock: number of the newest lock on the run directory when the checkpoint was chosen; None if this process has
+            the lock already. See `run_lock`.
     """
 
     path: str
     faults: tuple[str, ...] = ()
+    lock: int | None = None
 
     @property
     def number(self) -> int:

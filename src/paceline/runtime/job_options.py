@@ -71,13 +71,13 @@ def make_job(
     if (run_dir := values["resume"]) is not None:
         bucket = run_dir if is_bucket(run_dir) else None
         if bucket:
-            run_dir = str(fetch_run(bucket, values["run_dir"]).absolute())
+            run_dir = str(fetch_run(bucket, values["run_dir"], force=values["force"]).absolute())
         elif values["run_dir"]:
             raise ConfigurationError(
                 f"run_dir is {values['run_dir']!r} and resume is {run_dir!r}, but a resumed run goes on in its own "
                 "directory; omit run_dir."
             )
-        file = earlier_run(Path(run_dir))
+        file = earlier_run(Path(run_dir), force=values["force"])
         checkpoint_dir = values["checkpoint_dir"] or bucket or file.value_of("--checkpoint-dir") or None
         resumed = find_resumed(file, Path(run_dir), checkpoint_dir)
         # The orders of the epochs follow from the seed, so it stays as it is.

@@ -6,6 +6,7 @@ the start time, which is read together with the state, tells the two apart.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -47,6 +48,13 @@ class RunningProcess(msgspec.Struct, frozen=True):
         fields = _fields(process_id)
         return None if fields is None else cls(process_id, int(fields[START_TIME]))
 
+    @classmethod
+    def this(cls) -> RunningProcess:
+        """Return this process. In /proc, it may have another id, which belongs to another process namespace."""
+        fields = _fields("self")
+        assert fields is not None
+        return cls(os.getpid(), int(fields[START_TIME]))
+
     def state(self) -> State:
         """Return the state of the process. A process that has ended but has not been reaped is "gone".
 
@@ -58,7 +66,7 @@ class RunningProcess(msgspec.Struct, frozen=True):
         return STATES.get(fields[0], "running")
 
 
-def _fields(process_id: int) -> list[str] | None:
+def _fields(process_id: int | str) -> list[str] | None:
     """Return the fields of /proc/PID/stat after the name, which may contain spaces; None if there is no process."""
     try:
         return Path(f"/proc/{process_id}/stat").read_text(errors="replace").rpartition(")")[2].split()

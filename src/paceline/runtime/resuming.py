@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..core.protocol.job_cut import JobCut
-from ..errors import CheckpointError, ConfigurationError, PacelineError
+from ..errors import CheckpointError, ConfigurationError
 from ..files import Unfinished
 from ..report.run_file import NAME, RunFile, read_run_file
 from ..settings.checks import is_bucket
 from ..trace.run_dir import require_usable
-from .in_progress import RUNS, run_in
+from .in_progress import RUNS
 from .job import CHECKPOINTS, Resumed
+from .run_lock import await_free, newest_lock
 
 if TYPE_CHECKING:
     from ..checkpoints.reading import Found  # imports torch
@@ -47,12 +48,13 @@ def described(run_dir: Path) -> dict[str, bytes]:
     return found
 
 
-def fetch_run(bucket: str, run_dir: str | None) -> Path:
+def fetch_run(bucket: str, run_dir: str | None, *, force: bool = False) -> Path:
     """Copy what is needed to resume a run from the bucket with its checkpoints, and return its directory here.
 
     Args:
         bucket: the URL of the bucket.
         run_dir: the directory of the run on this machine; None for one in ./runs with the last name in the URL.
+        force: see `earlier_run`.
 
     Raises:
         ConfigurationError: the bucket cannot be read or has no whole checkpoint, or the directory is that of another
@@ -61,7 +63,7 @@ def fetch_run(bucket: str, run_dir: str | None) -> Path:
     if run_dir:
         require_usable(run_dir)
     folder = Path(run_dir or RUNS / PurePosixPath(bucket).name)
-    if (folder / NAME).exists() and earlier_run(folder).value_of("--checkpoint-dir") != bucket:
+    if (folder / NAME).exists() and earlier_run(folder, force=force).value_of("--checkpoint-dir") != bucket:
         raise ConfigurationError(
             f"resume is {bucket!r}, but {folder} is the directory of a run with other checkpoints; name another "
             "directory with run_dir (--run-dir)."
@@ -76,8 +78,14 @@ def fetch_run(bucket: str, run_dir: str | None) -> Path:
     return folder
 
 
-def earlier_run(run_dir: Path) -> RunFile:
+def earlier_run(run_dir: Path, *, force: bool = False) -> RunFile:
     """Return the description of the run that is to be resumed.
+
+    If nothing tells whether the run is still in progress, this takes the time of three heartbeats. See `run_lock`.
+
+    Args:
+        run_dir: the directory of the run.
+        force: True if the run may be in progress, and is ended if it is.
 
     Raises:
         ConfigurationError: the directory contains no run, or the run is still in progress.
@@ -98,13 +106,9 @@ def earlier_run(run_dir: Path) -> RunFile:
             f"resume is {str(run_dir)!r}, which is not the directory of a run; name a directory that a run has made, "
             "such as runs/NAME."
         )
-    try:
-        run_in(run_dir)
-    except PacelineError:
-        return file  # it has ended, or its machine is another one
-    raise ConfigurationError(
-        f"the run in {run_dir} is still in progress; wait until it has ended, or end it with Ctrl-C."
-    )
+    if not force:
+        await_free(run_dir)
+    return file
 
 
 def find_resumed(earlier: RunFile, run_dir: Path, checkpoint_dir: str | None) -> Resumed:
@@ -119,13 +123,13 @@ def find_resumed(earlier: RunFile, run_dir: Path, checkpoint_dir: str | None) ->
     Raises:
         ConfigurationError: there is no whole checkpoint, or a bucket cannot be read.
     """
-    usual = str(run_dir / CHECKPOINTS)
+    usual, lock = str(run_dir / CHECKPOINTS), newest_lock(run_dir)
     places = dict.fromkeys(filter(None, [checkpoint_dir, earlier.value_of("--checkpoint-dir") or usual]))
     faults: list[str] = []
     for place in places:
         found = newest_checkpoint(place, Path(usual))
         if found.checkpoint is not None:
-            return Resumed(str(found.checkpoint.path), found.faults)
+            return Resumed(str(found.checkpoint.path), found.faults, lock)
         faults += found.faults
     every = earlier.value_of("--checkpoint-every") or "off"
     why = " ".join(faults) or f"It had --checkpoint-every {every}."
@@ -161,10 +165,22 @@ def newest_checkpoint(place: str, usual: Path) -> Found:
     return Found(there.checkpoint or here.checkpoint, (*there.faults, *here.faults))
 
 
-def can_resume(run_dir: Path) -> bool:
-    """Return True if a directory has a whole checkpoint of a run that has not finished, and is not in progress."""
+def can_resume(run_dir: Path, *, force: bool = False) -> bool:
+    """Return True if a directory has a whole checkpoint of a run that has not finished.
+
+    Also True if the run is still in progress: --resume says so, and refuses.
+
+    Args:
+        run_dir: the directory.
+        force: see `earlier_run`.
+    """
     try:
-        find_resumed(earlier_run(run_dir), run_dir, None)
+        if not force:
+            await_free(run_dir)
+    except ConfigurationError:
+        return True
+    try:
+        find_resumed(earlier_run(run_dir, force=True), run_dir, None)
     except ConfigurationError:
         return False
     return not has_finished(run_dir)

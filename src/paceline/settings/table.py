@@ -350,6 +350,18 @@ class Settings(TypedDict, total=False):
             field=None,
         ),
     ]
+    force: Annotated[
+        bool,
+        Setting(
+            default=False,
+            doc="True to use a run directory although a run that is in progress holds it. That run ends without its "
+            "weights, and what it has done since its last checkpoint is lost.",
+            help="Use the run directory although a run that is in progress holds it. That run ends without its "
+            "weights, and what it has done since its last checkpoint is lost.",
+            panel=RESUMING,
+            field=None,
+        ),
+    ]
     accept_changes: Annotated[
         bool,
         Setting(

@@ -54,6 +54,7 @@ class ServeOrder(msgspec.Struct, frozen=True, tag="serve"):
         command: the command line that repeats the run.
         source: the source of the training function; "" if it cannot be read.
         interrupted: why the run was interrupted, as a sentence; "" if it begins, or if a user has resumed it.
+        lock: token of the lock that the program which has called `launch` holds on the run directory.
     """
 
     job: Job
@@ -63,6 +64,7 @@ class ServeOrder(msgspec.Struct, frozen=True, tag="serve"):
     command: str = ""
     source: str = ""
     interrupted: str = ""
+    lock: str = ""
 
 
 class JoinOrder(msgspec.Struct, frozen=True, tag="join"):
@@ -241,6 +243,7 @@ def _serve(
             command=order.command,
             source=order.source,
             interrupted=order.interrupted,
+            lock_token=order.lock,
         )
     except (Interrupted, Terminated) as end:
         return Ended("interrupted", end.words, result=pickle.dumps((end.summary, [], ())))

@@ -43,10 +43,11 @@ from ...report.words import counted
 from ...runtime.in_progress import FILE_NAME, run_in
 from ...runtime.job import CHECKPOINTS, Job, Resumed, claim_run_dir
 from ...runtime.resuming import newest_checkpoint
+from ...runtime.run_lock import RunLock, is_lock
 from ..live_run.earlier_life import make_room
 from ..live_run.lives import MOST_IN_VAIN
 from ..live_run.rejoining import Rejoins
-from ..live_run.run import server_payload_of
+from ..live_run.run import server_payload_of, take_lock
 from ..live_run.run_description import command_line
 from ..live_run.run_results import RunResult, write_summary
 from ..processes.interruption import Interruption
@@ -99,6 +100,7 @@ def start_on_ray(
     snapshot_every_s: float | None,
     show_all: bool,
     source: str,
+    force: bool = False,
 ) -> RunResult:
     """Start a run on the Ray cluster, wait until it has ended, and return the result. See `launch`.
 
@@ -113,6 +115,7 @@ def start_on_ray(
         snapshot_every_s: see `launch`.
         show_all: see `launch`.
         source: see `Asked`.
+        force: see `start`.
     """
     ray = import_ray()
     server_payload = server_payload_of(job, path)
@@ -121,11 +124,13 @@ def start_on_ray(
         ray.init()
     try:
         with Interruption() as interruption:
-            run = RayRun(ray, claim_run_dir(job), resources, console, interruption)
-            try:
-                return run.carry_out(worker_payload, server_payload, snapshot_every_s, show_all, source)
-            finally:
-                run.close()
+            job, lock = take_lock(claim_run_dir(job), interruption, force=force)
+            with lock:
+                run = RayRun(ray, job, resources, console, interruption, lock)
+                try:
+                    return run.carry_out(worker_payload, server_payload, snapshot_every_s, show_all, source)
+                finally:
+                    run.close()
     finally:
         if not connected:
             ray.shutdown()
@@ -174,12 +179,20 @@ class RayRun:
         resources: resources of each worker.
         console: console for messages.
         interruption: counter of the signals that ask the run to end.
+        lock: the lock on the run directory.
     """
 
     def __init__(
-        self, ray: Any, job: Job, resources: Mapping[str, float], console: Console, interruption: Interruption
+        self,
+        ray: Any,
+        job: Job,
+        resources: Mapping[str, float],
+        console: Console,
+        interruption: Interruption,
+        lock: RunLock,
     ) -> None:
         self._ray = ray
+        self._lock = lock
         self._job = job
         self._console = console
         self._interruption = interruption
@@ -228,6 +241,8 @@ class RayRun:
             self._await_answers()
             self._look_at_placement()
             self._look_at_nodes()
+            if self._lock.lost:  # `close` ends all programs at once
+                raise RunFailedError("the launcher", self._lock.lost)
             if self._interruption.count > asked:
                 asked = self._interruption.count
                 self._end_run()
@@ -245,7 +260,7 @@ class RayRun:
     def close(self) -> None:
         """End everything that is left of the run."""
         for place in [self._server, *self._workers]:
-            self._drop(place, at_once=self._interruption.hurried())
+            self._drop(place, at_once=self._interruption.hurried() or bool(self._lock.lost))
         self._mark.unlink(missing_ok=True)
         if self._ends:
             self._ray.wait(self._ends, num_returns=len(self._ends), timeout=END_TIMEOUT_S + ANSWER_TIMEOUT_S)
@@ -331,6 +346,7 @@ class RayRun:
                 command_line(),
                 self._source,
                 self._interrupted,
+                self._lock.token,
             )
             place.actor.order.remote(msgspec.msgpack.encode(order), self._server_payload)
             self._ask(place, "hear")
@@ -542,6 +558,8 @@ class RayRun:
         actor, get = place.actor, self._ray.get
         try:
             for name, size in get(actor.files.remote(), timeout=ANSWER_TIMEOUT_S):
+                if is_lock(name):  # of the directory there, not of this one
+                    continue
                 target = Path(self._job.run_dir, name)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with Unfinished(target) as unfinished:

@@ -80,6 +80,7 @@ def join_job(
     run_dir: str | None,
     streams: Streams,
     device: Device | None = None,
+    force: bool = False,
 ) -> int:
     """Run one worker of a job that a scheduler has started, until it has ended. The first process also serves it.
 
@@ -97,6 +98,7 @@ def join_job(
             Default: a new directory in ./runs.
         streams: what the user wants of the standard streams of the worker.
         device: the device of the worker; None if none is assigned.
+        force: True to use the run directory although a run that is in progress holds it.
 
     Returns:
         The exit code of this process. A process whose worker is lost or leaves does not fail, unless it is the first
@@ -139,7 +141,7 @@ def join_job(
     reached = listening_address(place, listen)
     where = [f"--listen={listen or reached}", f"--port={port}", f"--command={command_line()}"]
     if folder := run_dir or (None if place.store else f"runs/{place.name}"):
-        where.append(f"--resume={folder}" if can_resume(Path(folder)) else f"--run-dir={folder}")
+        where.append(f"--resume={folder}" if can_resume(Path(folder), force=force) else f"--run-dir={folder}")
     with Serving([*serve_arguments, *where], {VARIABLE: token} if token else {}) as serving:
         store = None if place.store is None else _store(place.store, patience_s, serves=True)
         found = serving.announced()

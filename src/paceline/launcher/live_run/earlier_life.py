@@ -14,6 +14,7 @@ from ...errors import ConfigurationError
 from ...report.run_file import NAME, Resumption, RunFile, read_run_file
 from ...runtime.job import CHECKPOINTS, Job
 from ...runtime.resuming import SOURCE, cut_of
+from ...runtime.run_lock import is_lock
 from ...sync.ticks import TICKS_PER_S
 from ...trace.digest import Digest
 from ...trace.run_dir import set_aside
@@ -93,7 +94,8 @@ def make_room(job: Job) -> Earlier:
         file = read_run_file(run_dir)
     except (OSError, MsgspecError):
         file = None
-    folder = set_aside(run_dir, Path(job.resumed.path).name, (CHECKPOINTS, NAME, SOURCE, SECRET))
+    locks = [each.name for each in run_dir.iterdir() if is_lock(each.name)]
+    folder = set_aside(run_dir, Path(job.resumed.path).name, (CHECKPOINTS, NAME, SOURCE, SECRET, *locks))
     return Earlier(cut, job.resumed.path, job.resumed.faults, file, _progress_in(folder, file))
 
 

@@ -33,10 +33,12 @@ from ...runtime.coordinator_host import CoordinatorHost
 from ...runtime.in_progress import published
 from ...runtime.job import Job, claim_run_dir
 from ...runtime.listener import Listener
-from ...runtime.resuming import keep_source
+from ...runtime.resuming import cut_of, earlier_run, find_resumed, keep_source
+from ...runtime.run_lock import RunLock
 from ...shard.frozen_files import remove_frozen
 from ...shard.snapshot import WeightsSnapshot
 from ...sync import Conditions
+from ...trace.run_dir import require_usable
 from ...wire.passing import PassedSockets
 from ...wire.preface import COORDINATOR
 from ..processes.digest_process import Digester
@@ -59,7 +61,7 @@ from .sampling import Keeper, Sampler
 from .vacancies import Vacancies
 from .waiting import Waiting
 
-__all__ = ["server_payload_of", "start"]
+__all__ = ["server_payload_of", "start", "take_lock"]
 
 log = logging.getLogger("paceline.run")
 
@@ -94,6 +96,8 @@ def start(
     source: str = "",
     interrupted: str = "",
     outlets: Outlets | None = None,
+    force: bool = False,
+    lock_token: str = "",
 ) -> RunResult:
     """Start the processes of a run, wait until all of them have ended, and return the result. See `launch`.
 
@@ -116,6 +120,8 @@ def start(
         interrupted: if the run goes on by itself, why it was interrupted, as a sentence.
         outlets: where the run is shown while it goes on. The caller closes them if this function raises an error
             before it starts anything.
+        force: True to use the run directory although a run that is in progress holds it.
+        lock_token: token of the lock on the run directory, if the process that has started this one holds it.
     """
     if placement is None:
         placement = Placement.on_loopback(job)
@@ -124,13 +130,17 @@ def start(
     server_payload = server_payload_of(job, path)
     lives = Lives()
     announced = False  # True once `listening` was called. The address stays the same
-    with Interruption() as interruption:  # a signal between two lives ends the next one
+    # A signal between two lives ends the next one.
+    with Interruption() as interruption, contextlib.ExitStack() as held:
+        lock: RunLock | None = None
         while True:
             sock, address = CoordinatorHost.listen_for(job, placement.coordinator)
             try:
+                if lock is None:
+                    job, lock = take_lock(claim_run_dir(job), interruption, force=force, token=lock_token)
+                    held.enter_context(lock)
                 earlier = None if job.resumed is None else make_room(job)
-                job = claim_run_dir(job)
-            except ConfigurationError:
+            except BaseException:
                 sock.close()
                 raise
             described = _describe(job, worker_arguments, command, source, earlier, interrupted)
@@ -165,6 +175,7 @@ def start(
                     listener,
                     lives,
                     described.resumptions,
+                    lock,
                 )
                 try:
                     return run.carry_out(worker_arguments, worker_payload, server_payload)
@@ -174,6 +185,38 @@ def start(
             placement = placement.for_servers(job.local_servers)
             starter = None
             outlets = (outlets or Outlets()).opened_again()
+
+
+def take_lock(job: Job, interruption: Interruption, *, force: bool, token: str = "") -> tuple[Job, RunLock]:
+    """Take the lock on the run directory. Return the configuration, perhaps with a newer checkpoint, and the lock.
+
+    Args:
+        job: the configuration of the run, whose directory exists.
+        interruption: counter of the signals that ask the run to end.
+        force: see `start`.
+        token: see `lock_token` of `start`.
+
+    Raises:
+        ConfigurationError: another run holds the directory, or has used it meanwhile.
+    """
+
+    def look() -> None:
+        if interruption.asked:
+            raise interruption.exception("nothing was started", {})
+
+    run_dir, resumed = Path(job.run_dir), job.resumed
+    after = None if resumed is None else resumed.lock
+    lock = RunLock.take(run_dir, force=force, after=after, token=token, look=look)
+    try:
+        if resumed is None:
+            require_usable(run_dir)  # a run that has begun meanwhile may have ended again
+        elif force:  # the run that has just ended may have written another checkpoint
+            resumed = find_resumed(earlier_run(run_dir, force=True), run_dir, job.checkpoint_dir)
+            job = replace(job, seed=cut_of(resumed).seed)
+    except BaseException:
+        lock.release()
+        raise
+    return replace(job, resumed=None if resumed is None else replace(resumed, lock=None)), lock
 
 
 def _describe(
@@ -238,6 +281,7 @@ class LiveRun:
         listener: the listener of this machine, if its processes do not listen themselves.
         lives: decides whether the run goes on after the loss of a server.
         resumptions: the interruptions of the run, in order.
+        lock: the lock on the run directory.
     """
 
     def __init__(
@@ -255,8 +299,10 @@ class LiveRun:
         listener: Listener | None,
         lives: Lives,
         resumptions: Sequence[Resumption],
+        lock: RunLock,
     ) -> None:
         self._job = job
+        self._lock = lock
         self._lives = lives
         self._resumptions = resumptions
         self._run_dir = Path(job.run_dir)
@@ -340,10 +386,10 @@ class LiveRun:
                     )
                 early = bool(reason)
                 if early:
-                    engine.end(engine.workers.values(), grace_s=0.0, hurried=self._interruption.hurried)
+                    engine.end(engine.workers.values(), grace_s=0.0, hurried=self._hurried)
                 for thread in (self._sampler, self._keeper):
                     if thread is not None:
-                        thread.stop(self._interruption.hurried)
+                        thread.stop(self._hurried)
                 if next_life is None:
                     self._keep_weights(failure)
                     coordinator.dismiss(reason or self._weights_fault(), saved=True)
@@ -352,15 +398,17 @@ class LiveRun:
                 raise
             finally:
                 gone = coordinator.gone_servers.copy()
-                coordinator.stop(self._interruption.hurried)
+                coordinator.stop(self._hurried)
                 self._give_up(coordinator.gone_servers.keys() - gone.keys())
-                self._notes += self._digester.end(self._interruption.hurried)
+                self._notes += self._digester.end(self._hurried)
                 grace_s = FAILED_GRACE_S if early or self._notes else GRACE_S
-                left = engine.end(engine.processes, grace_s=grace_s, hurried=self._interruption.hurried)
+                left = engine.end(engine.processes, grace_s=grace_s, hurried=self._hurried)
         # The coordinator has stopped and no longer records how processes end, so the launcher records it here.
         for worker, process in engine.workers.items():
             if process.ending:
                 coordinator.core.note_ending(worker, process.ending)
+        if self._lock.lost:  # what is in the directory is another run's now
+            raise RunFailedError("the launcher", self._lock.lost)
         remove_frozen(self._run_dir)
         for process in left:
             self._notes.append(f"{process.name} (process {process.id}) was killed, but has not ended yet")
@@ -371,6 +419,10 @@ class LiveRun:
         if self._interruption.asked:
             raise self._interrupted()
         return self._result()
+
+    def _hurried(self) -> bool:
+        """Return True if the run must end at once, without writing anything more."""
+        return self._interruption.hurried() or bool(self._lock.lost)
 
     # -- during the run -----------------------------------------------------------------------------------
 
@@ -383,6 +435,8 @@ class LiveRun:
             self._follow_choices()
             self._follow_checkpoints()
             self._digester.look()
+            if self._lock.lost:
+                return RunFailedError("the launcher", self._lock.lost)
             if self._interruption.asked:
                 return None
             if self._interruption.suspended and all(p.started for p in engine.processes):
@@ -438,8 +492,9 @@ class LiveRun:
         try:
             self._interruption.suspend()
         finally:
-            for process in processes:
-                process.signal(signal.SIGCONT)
+            if not self._lock.look():  # another process may have taken the directory meanwhile
+                for process in processes:
+                    process.signal(signal.SIGCONT)
             self._waiting.excuse()
             if self._terminal is not None:
                 self._terminal.resume()
@@ -527,7 +582,7 @@ class LiveRun:
 
     def _keep_weights(self, failure: RunFailedError | None) -> None:
         """Save the weights, if training has begun: the last good ones, or else those that the servers have now."""
-        if not self._coordinator.started.is_set() or self._interruption.hurried():
+        if not self._coordinator.started.is_set() or self._hurried():
             return
         coordinator = self._coordinator
         diverged = failure is not None and failure.process == DIVERGED
@@ -539,7 +594,7 @@ class LiveRun:
             return
         collection = coordinator.collect()
         told: set[int] = set()
-        while not collection.finished.wait(POLL_INTERVAL_S) and not self._interruption.hurried():
+        while not collection.finished.wait(POLL_INTERVAL_S) and not self._hurried():
             self._progress.update()
             for server, quiet_s in coordinator.quiet_s().items():
                 if quiet_s > TELL_S and server not in told:
@@ -602,7 +657,7 @@ class LiveRun:
         here = {index for index, process in self._engine.workers.items() if process.crashed}
         crashed = sorted(here | self._coordinator.agents.crashed)
         faults = [*self._coordinator.core.faults, *self._notes]
-        hurried = self._interruption.hurried
+        hurried = self._hurried
         summary = summarize(
             self._coordinator, faults, crashed, self._weights_path, ended, failure, self._program, hurried
         )
@@ -617,7 +672,7 @@ class LiveRun:
     def _failed(self, failure: RunFailedError) -> RunFailedError:
         """Write the summary of a run that has failed, and return the failure with its notes."""
         explained = self._explained(failure)
-        if not self._interruption.hurried():
+        if not self._hurried():
             try:
                 self._summary("failed", str(failure))
             except Exception as error:  # what has made the run fail is more important
@@ -669,7 +724,7 @@ class LiveRun:
         """Write the summary, and return the exception for the signal that ended the run."""
         summary: dict[str, Any] = {}
         faults = self._notes
-        if not self._interruption.hurried():
+        if not self._hurried():
             written = self._summary("interrupted")
             if self._weights_path is not None:
                 summary, faults = written, written["faults"]
