@@ -16,6 +16,8 @@ import typer
 
 import paceline
 from paceline import cli
+from paceline.errors import ConfigurationError
+from paceline.studies.trained import of_script
 from paceline.sync import MODELS
 from tests.support.marks import chaos
 from tests.support.scheduled import SLURM
@@ -124,6 +126,67 @@ def test_help_says_what_the_program_is_and_names_its_commands(call: Call) -> Non
     )
     assert "--version" in ended.stdout
     assert "[bold]" not in ended.stdout
+
+
+def test_help_and_messages_keep_their_brackets(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of extras stand in brackets, and rich takes these for the names of styles."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    group = cli.console.command_line(cli.app)
+    seen = []
+    for name, command in [("", group), *group.commands.items()]:
+        shown = " ".join(call(*name.split(), "--help").stdout.split())
+        for text in [command.help, *(getattr(parameter, "help", "") for parameter in command.params)]:
+            for bracketed in re.findall(r"\S*\[[^\]]*\]", (text or "").replace("\\[", "[")):
+                assert bracketed in shown, name
+                seen.append(bracketed)
+    assert seen.count("paceline[tensorboard]") >= 2  # `run` and `serve`
+    ended = call("run", "--dry-run", "train.py", "--only", "[red]", "[/]")
+    assert ended.code == 0, ended.stderr
+    assert ended.stdout.rstrip().endswith("train.py --only [red] [/]")
+
+
+def test_every_console_prints_text_as_it_is() -> None:
+    """A console that looks for the names of styles in brackets would take the extras and users' names for them."""
+    source = Path(paceline.__file__).parent
+    makers = [path for path in source.rglob("*.py") if re.search(r"\bConsole\(", path.read_text())]
+    assert makers == [source / "launcher" / "terminal" / "output.py"]
+
+
+NOT_PYTHON = {
+    b"if True print(1)\n": (
+        "has a syntax error in line 1: invalid syntax. Nothing was started.\n",
+        ", line 1\n    if True print(1)\n            ^^^^^\n",
+    ),
+    b"print(1)\nreturn 1\n": (
+        "has a syntax error in line 2: 'return' outside function. Nothing was started.\n",
+        ", line 2\n    return 1\n    ^^^^^^^^\n",
+    ),
+    "print('é')".encode("latin-1"): (
+        "in line 1: (unicode error) 'utf-8' codec can't decode byte",
+        "",
+    ),
+    b"print(1)\0": ("cannot be compiled: ", ""),
+}
+"""Bytes of a script -> what is said, and the file, the line and the caret below."""
+
+
+@pytest.mark.parametrize("content", NOT_PYTHON)
+def test_a_script_that_cannot_be_compiled_is_refused_before_anything_starts(
+    content: bytes, call: Call
+) -> None:
+    words, lines = NOT_PYTHON[content]
+    Path("train.py").write_bytes(content)
+    before = contents(Path())
+    for command in ("run", "run -m", "join 127.0.0.1:1", "check", "simulate elastic-bsp --script"):
+        ended = call(*command.split(), "train" if "-m" in command else "train.py")
+        assert ended.code == 2, ended
+        assert ended.stderr.startswith("error: the script '")
+        assert words in ended.stderr
+        assert ended.stderr.endswith(lines)
+        assert re.search(r'\n  File "[^"]*train.py", line', ended.stderr) or not lines
+    with pytest.raises(ConfigurationError, match=r"the script .*train\.py'"):  # of a study
+        of_script("train.py", Path())
+    assert contents(Path()) == before
 
 
 RUN_OPTIONS = {

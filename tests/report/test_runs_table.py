@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from rich.console import Console
 from rich.table import Table
 
 from paceline.demo.settings import EVERY_SETTING, SETTINGS
+from paceline.launcher.terminal.output import plain_console
 from paceline.rehearsal.ranking import EVERY_MODEL, rank
 from paceline.report.ranking_table import ranking_table
 from paceline.report.results_table import TrialOutcome, comparison_table
@@ -19,7 +19,7 @@ CLUSTER = Cluster(compute_s=[1.0, 1.0, 3.0], latency_s=0.01)
 
 
 def printed(table: Table, width: int) -> str:
-    console = Console(width=width)
+    console = plain_console(width=width)
     with console.capture() as capture:
         console.print(table)
     text = capture.get()

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
 from .. import __version__
 from ..errors import unknown_name
+from ..launcher.terminal.output import plain_console
 from .check_command import check
 from .console import load_named_models, run_app
 from .join_command import join, serve
@@ -96,9 +96,9 @@ def sync(
 
     load_named_models(name or "", imports)
     if name is None or every:
-        Console().print(ModelsTable(pages()), highlight=False, markup=False, crop=False)
+        plain_console().print(ModelsTable(pages()), highlight=False, markup=False, crop=False)
     else:
-        Console().print(page_text(describe(name)), highlight=False, markup=False, crop=False)
+        plain_console().print(page_text(describe(name)), highlight=False, markup=False, crop=False)
 
 
 def _help(command: Callable[..., None]) -> str:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from ..launcher.terminal.output import print_sentence
+from ..launcher.terminal.output import plain_console, print_sentence
 from .console import EXIT_FAILED, interruptible, print_json
 from .numbers import number_option, whole_number_option
 from .options import AsJson
@@ -62,7 +61,7 @@ def check(
     with interruptible():
         from ..inspection.check import check_script
 
-        console = Console(stderr=True, quiet=as_json)
+        console = plain_console(stderr=True, quiet=as_json)
         with console.status("") if console.is_terminal and not as_json else nullcontext():
             found = check_script(
                 script,
@@ -82,7 +81,7 @@ def check(
 
 
 def _print(found: list[Mistake], script: Path, workers: int, iterations: int) -> None:
-    console = Console(highlight=False)
+    console = plain_console(highlight=False)
     for mistake in found:
         place = f"{os.path.relpath(mistake.file)}:{mistake.line}: " if mistake.file else ""
         said = f"{place}{mistake.severity}: {mistake.name}\n  {mistake.text}\n  Fix: {mistake.fix}"

@@ -6,19 +6,20 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import typer
-from rich.console import Console
+from rich.markup import escape
 
 from ..errors import ConfigurationError, PacelineError, UsageError
-from ..launcher.terminal.output import ForgivingStream, print_sentence
+from ..launcher.terminal.output import ForgivingStream, plain_console, print_sentence
 
 __all__ = [
     "EXIT_BAD_INPUT",
     "EXIT_FAILED",
     "EXIT_INTERRUPTED",
     "EXIT_NOT_ALL_WELL",
+    "command_line",
     "interruptible",
     "keep_streams_usable",
     "load_named_models",
@@ -34,17 +35,32 @@ EXIT_NOT_ALL_WELL = 3
 EXIT_INTERRUPTED = 130
 
 
+def command_line(app: typer.Typer) -> Any:
+    """Return the command of a command line, whose help texts are shown as they are.
+
+    They contain extras such as paceline[report], and rich takes what stands in brackets for the name of a style.
+    """
+    command = typer.main.get_command(app)
+    for each in (command, *getattr(command, "commands", {}).values()):
+        for holder in (each, *each.params):
+            if text := getattr(holder, "help", None):
+                holder.help = escape(text)
+    return command
+
+
 def run_app(app: typer.Typer) -> None:
     """Run the command line. If it fails, print the error and exit with the exit code for this kind of error."""
     keep_streams_usable()
     try:
-        app()
+        command_line(app)()
     except (ConfigurationError, UsageError) as error:
-        print_sentence(Console(stderr=True), f"error: {error}")
+        print_sentence(plain_console(stderr=True), f"error: {error}")
+        for line in getattr(error, "__notes__", ()):
+            print(line, file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
     except PacelineError as error:
         first, *details = str(error).split("\n")  # the details are tracebacks and lines of logs
-        print_sentence(Console(stderr=True), f"error: {first}")
+        print_sentence(plain_console(stderr=True), f"error: {first}")
         for line in (*details, *getattr(error, "__notes__", ())):
             print(line, file=sys.stderr)
         sys.exit(EXIT_FAILED)
@@ -80,10 +96,12 @@ def interruptible(then: str = "all processes of the run have ended") -> Iterator
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        print_sentence(Console(stderr=True), f"interrupted: {interrupt.args[0] if interrupt.args else then}")
+        print_sentence(
+            plain_console(stderr=True), f"interrupted: {interrupt.args[0] if interrupt.args else then}"
+        )
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except Terminated as end:
-        print_sentence(Console(stderr=True), f"terminated: {end.words}")
+        print_sentence(plain_console(stderr=True), f"terminated: {end.words}")
         raise typer.Exit(128 + end.number) from None
 
 

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from msgspec import structs
-from rich.console import Console
 
 from .. import __version__
 from ..errors import ConfigurationError, PeerLostError
-from ..launcher.terminal.output import print_sentence
+from ..launcher.terminal.output import plain_console, print_sentence
 from ..report.words import counted
 from ..settings.setting import SERVE
 from ..wire.addresses import seen_from
@@ -142,7 +141,7 @@ def serve(
     with importing():  # imports torch
         from ..launcher.live_run.run import start
 
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     placement = Placement(listen, (HostMachine(listen),) * job.local_servers, ())
     with interruptible(), outlets:
         result = start(
@@ -279,7 +278,7 @@ def join(
     from ..launcher.clusters.join import join as join_run
     from ..launcher.terminal.channels import Streams
 
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     if warning := shared(assigned.devices):
         print_sentence(console, f"warning: {warning}")
     with interruptible("all processes on this machine have ended"):
@@ -325,7 +324,7 @@ def _tell_how_to_join(address: str, job: Job, announce_to: int | None, *, is_new
     # If the run listens on all addresses, any name by which the other machines know this one will do.
     place = seen_from(address, f"tls:{socket.gethostname()}:0").removeprefix("tls:")
     least = counted(job.least, "worker")
-    print_sentence(Console(stderr=True), f"waiting for {least}{most}{brought}; on each machine, run:")
+    print_sentence(plain_console(stderr=True), f"waiting for {least}{most}{brought}; on each machine, run:")
     print(
         f"  {known} paceline join {place} SCRIPT [ARGUMENTS]",
         file=sys.stderr,

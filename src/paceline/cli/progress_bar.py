@@ -18,6 +18,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from ..launcher.terminal.output import plain_console
+
 __all__ = ["TellShare", "counting", "shown_progress"]
 
 PLAIN_INTERVAL_S = 5.0
@@ -40,7 +42,7 @@ class TellShare(Protocol):
 @contextlib.contextmanager
 def counting() -> Iterator[Callable[[int, int, str], None]]:
     """On a terminal, show a bar that counts steps. Yield a callback that takes (done, total, description)."""
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("")

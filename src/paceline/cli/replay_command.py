@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from ..errors import ConfigurationError
+from ..launcher.terminal.output import plain_console
 from ..report.names import wrappable
 from .console import load_named_models, print_json
 from .options import AsJson, ModelImports
@@ -59,7 +59,7 @@ def replay(
         raise ConfigurationError(
             f"{run_dir} contains no traces. Give the directory of a run that was made without --traces off."
         )
-    console = Console(quiet=as_json)
+    console = plain_console(quiet=as_json)
     if model is None:
         differences = {trace.header.recorded_by: replay_trace(trace) for trace in traces}
         entries = sum(len(trace.entries) for trace in traces)

@@ -15,7 +15,7 @@ from rich.console import Console
 from ..errors import ConfigurationError
 from ..files import Unfinished
 from ..launcher.live_run.reporting import REPORT
-from ..launcher.terminal.output import print_sentence
+from ..launcher.terminal.output import plain_console, print_sentence
 from .console import interruptible
 from .options import AsJson
 from .run_folders import require_no_folder_of_runs
@@ -78,7 +78,7 @@ def report(
             raise ConfigurationError(
                 f"{str(path)!r} cannot be written: {error.strerror or error}. Name another file with --out."
             ) from error
-    console = Console()
+    console = plain_console()
     for each in reports:
         _print(each, console, name=len(reports) > 1)
     print(f"report: {path}")

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import typer
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ..errors import ConfigurationError
 from ..launcher.live_run.reporting import REPORT
-from ..launcher.terminal.output import print_sentence
+from ..launcher.terminal.output import plain_console, print_sentence
 from ..report.summary import summary_rows
 from ..settings import Settings
 from ..settings.setting import RUN
@@ -49,7 +49,7 @@ class RunCommand(Resumable):
         if strays and not separated:
             names, command = " ".join(strays), f"paceline {ctx.info_name}"
             print_sentence(
-                Console(stderr=True),
+                plain_console(stderr=True),
                 f"warning: options after {script} are passed to the script: {', '.join(strays)}. Options for "
                 f"paceline must come before the script: {command} {names} ... {script}. To silence this warning, "
                 f"write -- before the script: {command} -- {script} {names} ...",
@@ -89,7 +89,7 @@ def run(
     command: Annotated[str, typer.Option("--command", hidden=True)] = "",  # for `cli.resumable`
     **settings: Unpack[Settings],
 ) -> None:
-    """Run a script in several worker processes. [bold]python script.py[/] runs the same script in one process.
+    """Run a script in several worker processes. python script.py runs the same script in one process.
 
     paceline run --workers 4 --servers 2 --sync elastic-bsp:lookahead=15 train.py --epochs 10
     """
@@ -109,9 +109,9 @@ def run(
             source = script.read_text(errors="replace")
             note = require_same_source(f"the script {script}", source, Path(job.run_dir), "--accept-changes")
             if note:
-                print_sentence(Console(stderr=True), f"warning: {note}")
+                print_sentence(plain_console(stderr=True), f"warning: {note}")
         outlets = open_outlets(settings["dashboard"], settings["tensorboard"], settings["metrics_port"])
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     if warning := shared(job.devices):
         print_sentence(console, f"warning: {warning}")
     if dry_run:
@@ -234,7 +234,7 @@ def demo(
         require_usable(run_dir)
     with interruptible():
         run_demo(
-            console=Console(),
+            console=plain_console(),
             run_dir=None if run_dir is None else Path(run_dir),
             seeds=tuple(range(seeds)),
             settings=EVERY_SETTING if every else SETTINGS,
@@ -246,8 +246,8 @@ def _print_pairs(pairs: dict[str, str]) -> None:
     table.add_column()
     table.add_column(overflow="fold")
     for key, value in pairs.items():
-        table.add_row(f"[bold]{key}[/]", value)
-    console = Console()
+        table.add_row(Text(key, style="bold"), value)
+    console = plain_console()
     console.print(table, soft_wrap=not console.is_terminal)
 
 
@@ -256,4 +256,4 @@ def _print_summary(summary: dict[str, Any]) -> None:
     _print_pairs(rows)
     for finding in summary.get("findings", []):
         if finding not in rows.values():
-            print_sentence(Console(), finding)
+            print_sentence(plain_console(), finding)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from .. import __version__
 from ..errors import ConfigurationError
 from ..launcher.clusters.environments import ENVIRONMENTS
+from ..launcher.terminal.output import plain_console
 from ..settings import SETTINGS
 from ..settings.setting import SCHEDULED
 from ..wire.secret import VARIABLE, take_secret
@@ -136,7 +136,7 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
                 port=port,
                 token=token,
                 version=__version__,
-                console=Console(stderr=True),
+                console=plain_console(stderr=True),
                 patience_s=wait,
                 run_dir=run_dir,
                 streams=Streams(show_all=show_all),

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from ..errors import ConfigurationError
+from ..launcher.terminal.output import plain_console
 from ..settings import SETTINGS
 from .console import interruptible, load_named_models, print_json
 from .numbers import whole_number_option
@@ -169,7 +169,7 @@ def simulate(
         rounds = math.ceil(samples / (batch_size * machines.workers))
         data = Dataset(samples=samples, batch_size=batch_size, epochs=math.ceil(iterations / rounds))
     folder = new_folder(out, "simulate")
-    console = Console(quiet=as_json)
+    console = plain_console(quiet=as_json)
     with interruptible("no results were saved, and all processes have ended"), counting() as tell:
         result: object
         if script is not None:
@@ -271,4 +271,4 @@ def advise(
     if as_json:
         print_json(report)
     else:
-        advice.show(report, Console())
+        advice.show(report, plain_console())

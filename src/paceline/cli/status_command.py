@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 import typer
-from rich.console import Console
 
 from ..errors import ConfigurationError, DeadlineError, PeerLostError
-from ..launcher.terminal.output import ForgivingStream
+from ..launcher.terminal.output import ForgivingStream, plain_console
 from ..report.run_file import read_run_file
 from ..report.status_tables import LONG_LINE, StatusView
 from .console import interruptible, print_json
@@ -152,7 +151,7 @@ def _watch(observer: Observer, state: JobStatus, notes: Sequence[str]) -> None:
     """
     from rich.live import Live
 
-    console = Console()
+    console = plain_console()
     live = Live(console=console, auto_refresh=False) if console.is_terminal else None
     with live or contextlib.nullcontext():
         while True:
@@ -171,7 +170,7 @@ def _watch(observer: Observer, state: JobStatus, notes: Sequence[str]) -> None:
 
 def _print_status(state: JobStatus, notes: Sequence[str]) -> None:
     """Print the state of a run; in a pipe or a file, without a limit of the length of a line."""
-    console = Console()
+    console = plain_console()
     if not console.is_terminal:
-        console = Console(width=LONG_LINE)
+        console = plain_console(width=LONG_LINE)
     console.print(StatusView(state, notes=notes), crop=False)

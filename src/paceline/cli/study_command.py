@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from ..errors import PacelineError, first_line
+from ..launcher.terminal.output import plain_console
 from .console import EXIT_NOT_ALL_WELL, interruptible, load_named_models
 from .numbers import whole_number_option
 from .options import ModelImports
@@ -70,7 +70,7 @@ def study(
     load_named_models("", imports)
     found = read_file(description, imports or ())
     folder = out or Path("runs", description.stem)
-    errors = Console(stderr=True)
+    errors = plain_console(stderr=True)
     with (
         interruptible(
             f"the runs that had ended are kept in {folder}, and the same command goes on with them"

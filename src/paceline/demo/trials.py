@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from ..errors import ConfigurationError
 from ..files import Unfinished, write_json
@@ -78,8 +79,9 @@ def run_demo(
     trials: list[Trial] = []
     for seed in seeds:
         for setting in settings:
-            count = f"[bold]{len(trials) + 1}/{len(seeds) * len(settings)}[/]"
-            console.print(f"{count} {setting}, seed {seed}", soft_wrap=True, highlight=False)
+            count = (f"{len(trials) + 1}/{len(seeds) * len(settings)}", "bold")
+            line = Text.assemble(count, f" {setting}, seed {seed}")
+            console.print(line, soft_wrap=True, highlight=False)
             run = home / f"{re.sub('[^a-z0-9.]+', '-', setting.name)}-seed-{seed}"
             trials.append(run_trial(digits, problem, setting, seed, run_dir=run, progress=progress))
     outcomes = [medians([t.outcome for t in trials if t.outcome.name == s.name]) for s in settings]

@@ -34,6 +34,7 @@ from .live_run.run_results import RunResult
 from .processes.devices import shared
 from .processes.starting import Starter
 from .terminal.channels import Streams
+from .terminal.output import plain_console
 from .terminal.run_display import announce
 
 __all__ = ["ENGINES", "RunResult", "launch", "run_script"]
@@ -115,7 +116,9 @@ def launch(
     outlets = open_outlets(
         settings.get("dashboard"), settings.get("tensorboard"), settings.get("metrics_port")
     )
-    console = Console(stderr=True, quiet=not (progress if progress is not None else sys.stderr.isatty()))
+    console = plain_console(
+        stderr=True, quiet=not (progress if progress is not None else sys.stderr.isatty())
+    )
     announce(job, console)
     if warning := shared(job.devices):
         log.warning("%s", warning)

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.text import Text
 
 from ..core.protocol.lease import BatchSizing
 from ..errors import ConfigurationError
@@ -434,7 +435,8 @@ def show(report: MachineReport, console: Console) -> None:
         print_sentence(console, f"\n{report.caution}")
     for advice in report.advice:
         name = run_name(advice.sync, advice.batch)
-        console.print(f"\n[bold]{advice.wish}[/]: {name}", highlight=False, soft_wrap=not console.is_terminal)
+        wish = Text.assemble("\n", (advice.wish, "bold"), f": {name}")
+        console.print(wish, highlight=False, soft_wrap=not console.is_terminal)
         print_sentence(console, f"  {advice.reason}")
         checked = " Check the accuracy first:" if advice.check else ""
         print_sentence(console, f"  Accuracy: {EFFECTS[advice.effect]}.{checked}")

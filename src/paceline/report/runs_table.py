@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich import box
-from rich.markup import escape
 from rich.table import Table
 
 __all__ = ["runs_table"]
@@ -47,13 +46,13 @@ def runs_table(
     if left_out := [" ".join(heading.split()) for heading in columns if heading not in kept]:
         caption += f"\nleft out in {width} columns: {'; '.join(left_out)}"
     table = Table(
-        title=escape(title) or None,
+        title=title or None,
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
         collapse_padding=True,
-        caption=escape(caption.strip("\n")) or None,
+        caption=caption.strip("\n") or None,
         caption_justify="left",
     )
     table.add_column(
@@ -66,7 +65,7 @@ def runs_table(
     for heading in kept:
         table.add_column(heading, justify="right", no_wrap=True)
     for number, name in enumerate(names):
-        table.add_row(escape(name), *(cells[number] for cells in kept.values()))
+        table.add_row(name, *(cells[number] for cells in kept.values()))
     return table
 
 

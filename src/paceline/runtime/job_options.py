@@ -6,7 +6,10 @@ import math
 import os
 import secrets
 import time
+import traceback
+import warnings
 from collections.abc import Sequence
+from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Unpack
 
@@ -193,10 +196,33 @@ def _free_port() -> int:
 
 
 def require_script(path: Path) -> None:
-    """Raise `ConfigurationError` if a script does not exist or is not a file."""
+    """Compile a script, so that a syntax error is found before anything starts.
+
+    Raises:
+        ConfigurationError: the script does not exist, is not a file, or cannot be compiled. A note shows the line.
+    """
     if not path.is_file():
         what = "is not a file" if path.exists() else "does not exist"
         raise ConfigurationError(f"the script {str(path)!r} {what}; give the path of a Python file.")
+    if path.suffix in (*BYTECODE_SUFFIXES, *EXTENSION_SUFFIXES):  # a module that is compiled already
+        return
+    try:
+        source = path.read_bytes()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the workers show them
+            compile(source, str(path), "exec", dont_inherit=True)
+    except OSError as error:
+        raise ConfigurationError(f"the script {str(path)!r} cannot be read: {error}.") from error
+    except SyntaxError as error:
+        if not error.text:  # for example bytes that are not UTF-8
+            raise ConfigurationError(f"the script {str(path)!r} cannot be compiled: {error.msg}.") from error
+        refusal = ConfigurationError(
+            f"the script {str(path)!r} has a syntax error in line {error.lineno}: {error.msg}. Nothing was started."
+        )
+        refusal.add_note("".join(traceback.format_exception_only(error)[:-1]).rstrip())
+        raise refusal from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ConfigurationError(f"the script {str(path)!r} cannot be compiled: {error}.") from error
 
 
 def _require_integer(name: str, value: int, least: int) -> int:

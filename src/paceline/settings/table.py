@@ -70,7 +70,7 @@ class Settings(TypedDict, total=False):
             doc="the sync model, as an object, a list with one object per shard, or a string in the notation of the "
             'command line. The string may also describe a schedule ("bsp@0,elastic-bsp@epoch:5").',
             help="Synchronization model: bsp, asp, ssp:staleness=3, elastic-bsp:lookahead=15, ... "
-            "([bold]paceline sync[/] lists all). 'bsp|asp' uses bsp for shard 0 and asp for shard 1. "
+            "(paceline sync lists all). 'bsp|asp' uses bsp for shard 0 and asp for shard 1. "
             "'bsp@0,elastic-bsp@epoch:5' switches to elastic-bsp at epoch 5; @100 means iteration 100. 'auto' begins "
             "with bsp and balanced batches, and changes to another model if that saves 10 % of the time per epoch.",
             metavar="NAME:KEY=VALUE,...",

@@ -26,6 +26,7 @@ import cloudpickle
 import msgspec
 
 from ..errors import ConfigurationError, first_line, unknown_name
+from ..runtime.job_options import require_script
 from .problems import PROBLEMS
 
 __all__ = ["SEED", "Run", "Trained", "of_function", "of_name", "of_problem", "of_script", "source_digest"]
@@ -105,7 +106,7 @@ def of_script(command: str, folder: Path) -> Trained:
     """Return a script, whose path is relative to a folder.
 
     Raises:
-        ConfigurationError: there is no such script.
+        ConfigurationError: there is no such script, or it cannot be compiled.
     """
     try:
         path, *arguments = shlex.split(command) or [""]
@@ -116,6 +117,7 @@ def of_script(command: str, folder: Path) -> Trained:
         raise ConfigurationError(
             f"script is {command!r}, but there is no file {path!r} in {folder.resolve()}."
         )
+    require_script(file)
     return Trained(
         shlex.join([str(file), *arguments]), "script", (str(file.parent),), digest=_digest(file.read_bytes())
     )

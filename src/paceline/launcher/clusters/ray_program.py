@@ -35,6 +35,7 @@ from ..processes.devices import device_of_process
 from ..processes.interruption import Interrupted, Terminated
 from ..processes.starting import Starter
 from ..terminal.channels import Streams
+from ..terminal.output import plain_console
 from .join import join
 from .ray_host import read_frame, write_frame
 
@@ -145,7 +146,7 @@ def main() -> None:
         obeying = threading.Thread(target=_obey, args=(source, folder, done), daemon=True)
         obeying.start()
         order = msgspec.msgpack.decode(data, type=Order)
-        console = Console(stderr=True, quiet=order.quiet)
+        console = plain_console(stderr=True, quiet=order.quiet)
 
         def report(message: Report) -> None:
             write_frame(sink, msgspec.msgpack.encode(message))

@@ -10,7 +10,6 @@ import subprocess
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from ...errors import ConfigurationError
 from ...outlets.show_orders import Served, ShowOrder
@@ -18,7 +17,7 @@ from ...outlets.wanted import Listening, Outlets
 from ...runtime.best_effort import BestEffortFile
 from ...runtime.job import Job
 from ...wire.secret import without_secret
-from ..terminal.output import print_sentence
+from ..terminal.output import plain_console, print_sentence
 from .orders import file_of, open_file
 from .program import execute, main_of
 
@@ -129,7 +128,7 @@ class Showing:
 
 def _say(sentence: str) -> None:
     """Tell the user a sentence, even if no progress is shown: the user has asked for an outlet."""
-    print_sentence(Console(stderr=True), sentence)
+    print_sentence(plain_console(stderr=True), sentence)
 
 
 def _served(listening: Listening | None) -> Served | None:

@@ -15,7 +15,7 @@ from rich.text import Text
 from ...errors import InternalError
 from ...report.sentences import wrapped
 
-__all__ = ["ForgivingStream", "PlainScreen", "print_line", "print_sentence"]
+__all__ = ["ForgivingStream", "PlainScreen", "plain_console", "print_line", "print_sentence"]
 
 log = logging.getLogger("paceline.output")
 
@@ -71,6 +71,19 @@ def print_line(line: str) -> None:
     `print` would write the end of the line separately, so that another thread's line could come in between.
     """
     print(f"{line}\n", end="", flush=True)
+
+
+def plain_console(*, stderr: bool = False, **options: Any) -> Console:
+    """Return a console that prints each text as it is. All consoles of Paceline are made here.
+
+    Texts contain names from users, and extras such as paceline[report]. By default, rich takes what stands in
+    brackets for the name of a style, and drops it.
+
+    Args:
+        stderr: whether it prints to standard error, not to standard output.
+        options: further arguments of `rich.console.Console`.
+    """
+    return Console(stderr=stderr, markup=False, **options)
 
 
 def print_sentence(
