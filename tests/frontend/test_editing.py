@@ -24,6 +24,7 @@ from paceline.core.protocol.requests import COORDINATOR, Discard, Overwrite, wor
 from paceline.core.server import Server
 from paceline.errors import ProtocolError, UsageError, WeightsChangedError
 from paceline.frontend import session as sessions
+from paceline.frontend.weights import WATCHED_PULLS
 from paceline.runtime.worker_session import WorkerSession
 from paceline.shard.store import Push, Store
 from paceline.shard.vectors import segment_views
@@ -466,14 +467,15 @@ def test_edits_without_effect_are_no_error(
         ("asp", "tcp", 6, True),
     ],
 )
-def test_a_large_weight_that_is_swapped_in_place_is_known_only_where_the_servers_memory_is_read(
+def test_a_large_weight_that_is_swapped_in_place_late_is_known_only_where_the_servers_memory_is_read(
     run_on_threads: RunOnThreads, sync: str, transport: str, width: int, known: bool
 ) -> None:
     def train() -> None:
         model = Net(width)
         optimizer = DistributedOptimizer(sgd(model), model=model)
-        model(rows(0, 0)).square().mean().backward()
-        optimizer.step()
+        for iteration in range(WATCHED_PULLS + 1):
+            model(rows(0, iteration)).square().mean().backward()
+            optimizer.step()
         swap_in_place(model)
         if known:
             optimizer.step()

@@ -4,7 +4,7 @@ parameters."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 import torch
@@ -71,7 +71,7 @@ class Buffers:
         self.have_changed = before.have_changed
         earlier = {spec.name for spec in before.specs}
         tensors = self.all()
-        self.added = _on_host({name: each for name, each in tensors.items() if name not in earlier})
+        self.added = _copies({name: each for name, each in tensors.items() if name not in earlier})
         sent = {name: each for name, each in before._sent.items() if name in tensors}
         self._sent = sent | {name: _Sent(tensors[name], value) for name, value in self.added.items()}
 
@@ -80,8 +80,8 @@ class Buffers:
         return {spec.name: self._get(spec.name) for spec in self.specs}
 
     def values(self, specs: Sequence[BufferSpec]) -> list[torch.Tensor]:
-        """Return the values of these buffers, in this order."""
-        return list(_on_host({spec.name: self._get(spec.name) for spec in specs}).values())
+        """Return copies of the values of these buffers, in this order."""
+        return list(_copies({spec.name: self._get(spec.name) for spec in specs}).values())
 
     def chunks_of(self, digest: str) -> Iterator[memoryview] | None:
         """Return the bytes of the frozen parameter with this digest, in parts; None if there is none."""
@@ -89,6 +89,22 @@ class Buffers:
             if spec.digest == digest:
                 return chunks(self._get(spec.name))
         return None
+
+    def differing_from(self, earlier: Mapping[int, torch.Tensor]) -> set[str]:
+        """Return the names of the buffers that differ from earlier copies of them, which are given by their `id`."""
+        found = set()
+        for spec in self.specs:
+            tensor = self._model.tensor(spec.name)
+            before = earlier.get(id(tensor))
+            if before is None or before.shape != tensor.shape or not _same_bits(tensor.detach(), before):
+                found.add(spec.name)
+        return found
+
+    def send_again(self, names: Iterable[str]) -> None:
+        """Let the next call of `changed` return these buffers in any case."""
+        for name in names:
+            self.have_changed = True
+            self._sent.pop(name, None)
 
     @torch.no_grad()
     def take_over(self, values: Mapping[str, torch.Tensor]) -> bool:
@@ -112,7 +128,9 @@ class Buffers:
         return bool(differing)
 
     def changed(self) -> dict[int, torch.Tensor]:
-        """Return the buffers that have changed since the last call, by index in `specs`. The first call returns all.
+        """Return copies of the buffers that have changed since the last call, by index in `specs`.
+
+        The first call returns all.
 
         Raises:
             UsageError: the shape or dtype of a tensor has changed since training began.
@@ -125,7 +143,8 @@ class Buffers:
                 now = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
                 raise UsageError(
                     f"Buffer {spec.name!r} was {spec.dtype}{list(spec.shape)} when training began, but is now {now}. "
-                    "Do not change the shape or dtype of a buffer during training."
+                    "A buffer may not change its shape or dtype after the first step. Create it in its final shape, "
+                    "or with register_buffer(..., persistent=False) if it need not be saved."
                 )
             sent = self._sent.get(spec.name)
             if sent is None or sent.may_differ_from(tensor):
@@ -135,8 +154,8 @@ class Buffers:
             sent = self._sent.get(name)
             if sent is None or sent.differs_from(suspected[name], value):
                 self.have_changed |= sent is not None
-                self._sent[name] = _Sent(suspected[name], value)
-                found[index_of[name]] = value
+                self._sent[name] = sent = _Sent(suspected[name], value)
+                found[index_of[name]] = sent.copy if sent.copy is not None else _copy(suspected[name], value)
         return found
 
     def _get(self, name: str) -> torch.Tensor:
@@ -160,6 +179,19 @@ def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
+def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of these tensors in host memory."""
+    return {name: _copy(tensors[name], value) for name, value in _on_host(tensors).items()}
+
+
+def _copy(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor, of which `value` is the content in host memory.
+
+    Only copies leave this class: torch forbids a tensor to grow once its memory has been lent, as for sending.
+    """
+    return value.clone() if tensor.device.type == "cpu" else value
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
@@ -177,20 +209,21 @@ class _Sent:
     Args:
         tensor: the buffer.
         value: its content, in host memory.
+
+    Attributes:
+        copy: a copy of its content; None if it is large.
     """
 
     def __init__(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         self._version = (tensor.data_ptr(), tensor._version)
-        self._copy: torch.Tensor | None = None
-        if tensor.numel() <= COMPARED_SIZE:
-            self._copy = value.clone() if tensor.device.type == "cpu" else value
+        self.copy = _copy(tensor, value) if tensor.numel() <= COMPARED_SIZE else None
 
     def may_differ_from(self, tensor: torch.Tensor) -> bool:
         """Return True if the buffer may have changed, so that its content has to be looked at."""
-        return self._copy is not None or (tensor.data_ptr(), tensor._version) != self._version
+        return self.copy is not None or (tensor.data_ptr(), tensor._version) != self._version
 
     def differs_from(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
         """Return True if the buffer, whose content is now `value`, may have changed."""
         if (tensor.data_ptr(), tensor._version) != self._version:
             return True
-        return self._copy is not None and not torch.equal(value, self._copy)
+        return self.copy is not None and not torch.equal(value, self.copy)

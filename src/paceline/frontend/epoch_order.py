@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..shard.buffer_bytes import lent_bytes
 from .generator_states import GeneratorStates, generators_lock
 
 __all__ = ["EpochOrder"]
@@ -155,7 +156,7 @@ def _digest(item: object, update: Callable[[bytes], object]) -> None:
         case torch.Tensor() if not item.is_sparse:
             flat = item.detach().reshape(-1)[: MOST_DIGESTED_BYTES // max(1, item.element_size())]
             update(repr(tuple(item.shape)).encode())
-            update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            update(lent_bytes(flat.cpu().contiguous()).tobytes())
         case _ if numpy is not None and isinstance(item, numpy.ndarray | numpy.generic):
             _digest(torch.as_tensor(numpy.asarray(item)), update)
         case _:

@@ -43,6 +43,7 @@ class Gradients:
         stager: the stager, whose flat vectors for the gradients are filled with zeros.
         pushed: the session's flat vectors for the gradients.
         pushes_rows: see `Session.pushes_rows`.
+        computed: called with the index of a parameter when a gradient of it has been computed.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Gradients:
         stager: Stager,
         pushed: Vectors,
         pushes_rows: Callable[[int], bool],
+        computed: Callable[[int], None],
     ) -> None:
         self._layout = layout
         self._parameters = parameters
@@ -66,6 +68,7 @@ class Gradients:
         # True for each parameter of which a gradient has been accumulated since the last push
         self._accumulated_since_push = [False] * len(self._views)
         self._pushes_rows = pushes_rows
+        self._computed = computed
         self._warned_of_sparse = False
 
     def adopt(self, index: int) -> bool:
@@ -87,6 +90,10 @@ class Gradients:
         if gradient.device != view.device:
             raise move_to_device(self._layout.parameters[index], view.device, gradient.device)
         self._written[index] = True
+        if gradient.requires_grad:
+            # It was computed with create_graph=True. The script may still use its graph, so it remains `.grad`.
+            move_into(view, gradient.detach())
+            return True
         if gradient.is_sparse and not self._pushes_rows(index):
             self._warn_of_sparse(index)
         if gradient is self._lent[index] and is_at(gradient, view):
@@ -178,11 +185,14 @@ class Gradients:
     ) -> None:
         if not parameter.is_cpu:
             require_not_capturing("A gradient was computed")
+        self._computed(index)
         gradient = parameter.grad
+        has_graph = gradient is not None and gradient.requires_grad
         # Without create_graph=True, autograd adds to a gradient in place. So this is the first one, or a later one
         # after the script has dropped what was accumulated before, as zero_grad() does.
-        is_first = gradient is not self._lent[index] and gradient is not None and not gradient.requires_grad
-        self.adopt(index)
+        is_first = gradient is not self._lent[index] and gradient is not None and not has_graph
+        if not has_graph:  # a gradient with a graph is copied at the step
+            self.adopt(index)
         session = owner()
         if session is None:
             return
@@ -191,7 +201,7 @@ class Gradients:
             self.begin_next()
         self._accumulated_since_push[index] = True
         session.core.data.accumulate()
-        if scales.used:
+        if scales.used or has_graph:
             return
         arrived = self._stager.gradient_ready(index)
         if final and session.sends_early:

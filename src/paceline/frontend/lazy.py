@@ -1,7 +1,8 @@
-"""Parameters of lazy modules, such as `torch.nn.LazyLinear`, which have no shape before their first forward pass.
+"""Parameters and buffers that get their shape in the first forward pass.
 
-Training begins with parameters that have shapes. So an optimizer with lazy parameters does not begin with their first
-forward pass, but with the step that follows.
+Examples are the parameters of lazy modules, such as `torch.nn.LazyLinear`, and the buffers of observers for
+quantization, which are empty before. Training begins with tensors that have shapes. So an optimizer that trains such
+a model does not begin with its first forward pass, but with the step that follows.
 """
 
 from __future__ import annotations
@@ -14,12 +15,18 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import UsageError
 
-__all__ = ["any_lazy", "initialize", "require_initialized"]
+__all__ = ["any_empty_buffer", "any_lazy", "initialize", "require_initialized"]
 
 
 def any_lazy(parameters: Iterable[torch.Tensor]) -> bool:
     """Return True if some of the parameters have no shape yet."""
     return any(map(is_lazy, parameters))
+
+
+def any_empty_buffer(models: Iterable[nn.Module]) -> bool:
+    """Return True if some of the modules have a buffer without elements, whose shape the forward pass may set."""
+    buffers = (buffer for model in models for buffer in model.buffers())
+    return any(is_lazy(buffer) or buffer.numel() == 0 for buffer in buffers)
 
 
 def initialize(models: Sequence[nn.Module], closure: Callable[[], object]) -> None:

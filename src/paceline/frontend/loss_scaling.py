@@ -91,7 +91,7 @@ def unscale(parameters: Iterable[torch.Tensor], scale: float) -> None:
     if scale != 1.0:
         for parameter in parameters:
             if parameter.grad is not None:
-                parameter.grad.mul_(1.0 / scale)
+                parameter.grad.detach().mul_(1.0 / scale)
 
 
 log = logging.getLogger("paceline.frontend.loss_scaling")

@@ -12,12 +12,13 @@ import gc
 import logging
 import math
 import numbers
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from ..core.protocol.model_spec import OptimizerSpec
@@ -33,10 +34,11 @@ from .capturing import require_not_capturing
 from .clipping import gradient_norm
 from .first_forward import can_compute_gradients, hidden_from_modes, may_look
 from .hooks import before_each_forward
-from .lazy import any_lazy, initialize, require_initialized
+from .lazy import any_empty_buffer, any_lazy, initialize, require_initialized
 from .loss_scaling import OverflowWatch, lent_scaling, scales_of, scaling_of, unscale
 from .lr_schedules import ScheduleWatch
 from .marks import Marks
+from .metrics import metrics_of
 from .newcomer import add_untrained, are_trained, hold_job_model, job_state, untrained
 from .parameter_sets import ParameterSet
 from .position import latest_position
@@ -116,8 +118,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._overflow_watch = OverflowWatch(self._session) if self._session is not None else None
         self.marks = Marks(self._session) if self._session is not None and self._session.workers > 1 else None
         self._set_index = 0  # index of this optimizer among those of the script
-        # True if a graph may hold the initial weights of lazy parameters, which must not change before the step.
+        # True if a graph may hold initial weights of a model whose shapes are not all known, which must not change
+        # before the step.
         self._begins_at_step = False
+        self._takes_step = False  # True while `step` begins to train the parameters
+        # If training begins at the step: copies of the buffers from before the first forward pass, by `id`
+        self._first_buffers: dict[int, torch.Tensor] = {}
         # notices the first forward pass with parameters that are not trained yet; None if there are none
         self._forward_hook: RemovableHandle | None = None
         if self._session is not None:
@@ -188,19 +194,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if samples is not None:
             self._session.core.data.samples, self._session.core.data.used = samples, True
+        loss: Any = None
+        computed = (
+            closure is None
+        )  # True if the gradients were computed before training began, or by the script
         if self._training is None or self._forward_hook is not None:
             if closure is not None and any_lazy(self._new_parameters()):
                 initialize(self.models(), closure)
+            elif closure is not None and self._awaits_shapes():
+                # Only a whole computation gives buffers the content that they have in a single process.
+                with torch.enable_grad(), metrics_of(self._session).closure():
+                    loss = closure()
+                computed = True
             require_initialized(self.models(), self._new_parameters())
-            self._begins_at_step = False
-            _begin(self._session)
+            self._takes_step = True
+            try:
+                _begin(self._session)
+            finally:
+                self._takes_step = False
         assert self._training is not None
         self._require_current("step()")
         self._training.require_not_idle("step()")
         self._training.require_same(self._set_index, self._parameters())
-        loss: Any = None
         if closure is None:
             self._training.computed_without_closure()
+        elif computed:
+            self._training.computed()
         else:
             with torch.enable_grad():
                 loss = self._training.compute(closure)
@@ -218,8 +237,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             unscale(self._parameters(), scaling.scale)
             if clip is not None:  # when its norm was computed, the gradient may have been scaled
                 clip = _clip_to(clip.max_norm, gradient_norm(self._parameters()))
-        # A closure has computed new gradients.
-        stale = self._set_index in self._training.stale and closure is None
+        # A closure that ran after training had begun has computed new gradients.
+        stale = self._set_index in self._training.stale and computed
         if stale:
             log.warning(
                 "worker %d: the first gradient is discarded, because it was computed before training began, with "
@@ -318,7 +337,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         scale = 1.0 if self._session is None else scales_of(self._session).of(parameters)
         torch.nn.utils.clip_grad_value_(parameters, scale * clip_value)
 
-    def editing(self) -> AbstractContextManager[None]:
+    def editing(self, *, private: bool = False) -> AbstractContextManager[None]:
         """Return a context in which the weights may be edited between two steps.
 
         All workers run the block. The edit of one worker takes effect in all of them: at the end of the block, the
@@ -331,7 +350,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         worker is inside the block are lost for the parameters that it changes, and other workers may compute a few
         more gradients with the weights from before the edit. If the block raises an exception, the edit is undone.
 
-        Outside a run, and before training has begun, the context has no effect.
+        With `private=True`, the edit is that of this worker alone, and the weights are restored at the end of the
+        block. This is for a gradient at other weights than those of the step, as in sharpness-aware minimization, and
+        for evaluating averaged weights. Only the workers that need it run such a block.
+
+        Outside a run, and before training has begun, the context has no effect, except that it restores the weights
+        of this optimizer if `private` is True.
+
+        Args:
+            private: True for an edit that ends with the block.
 
         Raises:
             UsageError: `step()`, `evaluating()` or `editing()` was called inside the block.
@@ -348,6 +375,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._require_current("editing()")
         # The parameters of this optimizer may be trained already, by one that it replaces.
         training = training_of(self._session) if self._session is not None else None
+        if private:
+            return training.editing_privately() if training is not None else _restoring(self._parameters())
         return training.editing() if training is not None else nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
@@ -468,7 +497,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if (training := training_of(session)) is not None and training.is_idle:
             return  # the script evaluates; the step that follows begins to train them
         if can_compute_gradients(session, module, self._new_parameters()):
-            self._begins_at_step |= any_lazy(self._new_parameters())
+            if not self._begins_at_step and self._awaits_shapes():
+                self._begins_at_step = True
+                buffers = [each for model in self.models() for each in model.buffers() if not is_lazy(each)]
+                self._first_buffers = {id(buffer): buffer.clone() for buffer in buffers}
             if not self._begins_at_step:
                 with hidden_from_modes():
                     _begin(session)
@@ -501,6 +533,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         outside = [parameter for parameter in self._new_parameters() if id(parameter) not in held]
         return (*models, find_model(outside)) if outside else models
 
+    def _awaits_shapes(self) -> bool:
+        """Return True if a forward pass must give the model its shapes before the new parameters are trained."""
+        return any_lazy(self._new_parameters()) or any_empty_buffer(self.models())
+
     def _new_parameters(self) -> list[torch.Tensor]:
         """Return the parameters that are not trained yet."""
         trained = 0 if self._training is None else len(self._training.sets[self._set_index].parameters)
@@ -518,6 +554,18 @@ def _as_number(loss: object) -> float | None:
         return None
 
 
+@contextmanager
+def _restoring(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Return a context after which the parameters have the values from before it."""
+    before = [parameter.detach().clone() for parameter in parameters]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value)
+
+
 def _begin(session: Session) -> None:
     """Begin to train all parameters of all existing optimizers, except those that begin at their next step."""
     if len(untrained(session)) > 1:
@@ -526,7 +574,7 @@ def _begin(session: Session) -> None:
     found = [
         optimizer
         for optimizer in waiting
-        if not optimizer._begins_at_step and not any_lazy(optimizer._new_parameters())
+        if optimizer._takes_step or not (optimizer._begins_at_step or optimizer._awaits_shapes())
     ]
     training = training_of(session)
     sets = list(training.sets) if training is not None else []
@@ -545,12 +593,14 @@ def _begin(session: Session) -> None:
             sets[set_index] = optimizer.parameter_set()
     if training is None:
         begin_resumed(session)
-        training = WorkerTraining(session, sets)
+        first = {key: value for optimizer in found for key, value in optimizer._first_buffers.items()}
+        training = WorkerTraining(session, sets, first)
         restore(session, ANYWHERE)
     else:
         training.extend(sets)
     for optimizer, index in zip(found, indices, strict=True):
         optimizer._training, optimizer._set_index = training, index
+        optimizer._begins_at_step, optimizer._first_buffers = False, {}
         if optimizer._forward_hook is not None:
             optimizer._forward_hook.remove()
             optimizer._forward_hook = None

@@ -324,6 +324,10 @@ class Session(ABC):
         """Return True if the script has changed `weights` since the last pull, None if this is not known."""
         return None
 
+    def restore_weights(self) -> bool:
+        """Undo all changes by the script to `weights` since the last pull. Return False if this is not possible."""
+        return False
+
     def gradient_ready(self, parameter: int) -> None:
         """Tell the session that `gradients` contains a parameter's gradient, which may change until `commit`."""
         raise NotImplementedError  # only a session that sends early needs it

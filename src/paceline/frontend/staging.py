@@ -59,6 +59,10 @@ class Stager(Protocol):
         """Return True if the script has changed `weights` since the last pull, None if this is not known."""
         ...
 
+    def restore_weights(self) -> bool:
+        """Undo all changes by the script to `weights` since the last pull. Return False if this is not possible."""
+        ...
+
     def true_values(self, index: int) -> torch.Tensor | None:
         """Return a parameter's values as of the last pull, on whatever device; None if they are not known."""
         ...
@@ -115,6 +119,9 @@ class Aliasing:
 
     def weights_edited(self) -> bool | None:
         return self._session.weights_edited()
+
+    def restore_weights(self) -> bool:
+        return self._session.restore_weights()
 
     def true_values(self, index: int) -> torch.Tensor | None:
         return None
@@ -204,6 +211,10 @@ class Copying:
 
     def weights_edited(self) -> bool | None:
         return None
+
+    def restore_weights(self) -> bool:
+        self.weights_pulled(None)
+        return True
 
     def true_values(self, index: int) -> torch.Tensor | None:
         return self._true_views[index]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
@@ -46,6 +47,7 @@ __all__ = ["WorkerTraining", "training_of"]
 log = logging.getLogger("paceline.frontend.training")
 
 EVALUATING, EDITING = "paceline.evaluating(...)", "optimizer.editing()"
+EDITING_PRIVATELY = "optimizer.editing(private=True)"
 """The contexts in which a script may not take a step."""
 
 UNABORTABLE = (
@@ -70,6 +72,8 @@ class WorkerTraining:
     Args:
         session: this worker's session.
         sets: the parameter sets. Below, a set is given by its index in this sequence.
+        first_buffers: copies of buffers from before the first forward pass, by their `id`, if training begins after
+            this pass.
 
     Attributes:
         stale: the sets with gradients that were computed with weights that differed from the initializer's weights.
@@ -88,7 +92,9 @@ class WorkerTraining:
     _restartable: Restartable | None
     _trained_ids: set[int]  # `id` of each trained parameter
 
-    def __init__(self, session: Session, sets: Sequence[ParameterSet]) -> None:
+    def __init__(
+        self, session: Session, sets: Sequence[ParameterSet], first_buffers: Mapping[int, torch.Tensor]
+    ) -> None:
         self._session = session
         self._said_unabortable = False
         self._inside = ""  # the context that the script is in: `EVALUATING`, `EDITING` or ""
@@ -115,7 +121,7 @@ class WorkerTraining:
             initializer and not session.resumed
         )  # the weights and buffers of the run are those of this worker
         new = ((), ()) if own else (trained.spec.buffers, trained.spec.frozen)
-        self._train(trained, weights, range(len(trained.parameters)), *new)
+        self._train(trained, weights, range(len(trained.parameters)), *new, first_buffers)
         # The session refers to this object, so that it lives on if the script keeps only the model.
         session.callbacks.on_moved = self._follow_weights
         session.callbacks.on_finish = self._finish
@@ -193,6 +199,7 @@ class WorkerTraining:
         added: range,
         new_buffers: Sequence[BufferSpec],
         new_frozen: Sequence[FrozenSpec],
+        first_buffers: Mapping[int, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         """Take over the weights of the session, and train with its memory from now on.
 
@@ -202,6 +209,7 @@ class WorkerTraining:
             added: the indices of the parameters that were not trained before.
             new_buffers: the buffers whose values must be taken over from the initializer.
             new_frozen: the frozen parameters whose values must be taken over if they differ.
+            first_buffers: see the class.
         """
         session, parameters = self._session, trained.parameters
         self._trained, self._weights = trained, weights
@@ -213,6 +221,11 @@ class WorkerTraining:
             own = trained.buffers.values(new_buffers)
             initial = {**session.servers.fetch_initial_buffers(new_buffers, own)}
             initial |= resumption_of(session).take_buffers(new_buffers)
+            if first_buffers and not (replaced or session.core.updates or session.resumed):
+                # What a forward pass with the job's weights has changed is a statistic of this worker.
+                own_statistics = trained.buffers.differing_from(first_buffers)
+                initial = {name: value for name, value in initial.items() if name not in own_statistics}
+                trained.buffers.send_again(own_statistics)
             replaced |= trained.buffers.take_over(initial)
         if new_frozen:
             replaced |= trained.buffers.take_over(session.servers.fetch_frozen(new_frozen))
@@ -223,7 +236,12 @@ class WorkerTraining:
                 if any(index in added and parameters[index].grad is not None for index in members)
             }
         self._gradients = Gradients(
-            trained.spec.layout, parameters, self._stager, session.gradients, session.pushes_rows
+            trained.spec.layout,
+            parameters,
+            self._stager,
+            session.gradients,
+            session.pushes_rows,
+            weights.note_gradient,
         )
         final = all(each.scale_gradients is None for each in trained.sets)
         members = {index for each in trained.members for index in each}
@@ -317,8 +335,12 @@ class WorkerTraining:
             if session.main_worker == session.worker:
                 log.warning("%s", UNABORTABLE)
                 session.exchange(lambda: [Send(COORDINATOR, Warned(UNABORTABLE))])
+        self.computed()
+
+    def computed(self) -> None:
+        """Tell the session that the gradients are already computed."""
         self._stager.await_gradients()
-        session.hold_back(droppable=False)
+        self._session.hold_back(droppable=False)
 
     def commit(
         self,
@@ -482,6 +504,19 @@ class WorkerTraining:
             )
         weights.mark_pulled()
 
+    @contextmanager
+    def editing_privately(self) -> Iterator[None]:
+        """Return a context after which the weights are those from before it."""
+        self.require_not_idle("editing(private=True)")
+        self._weights.require_unchanged()
+        before = self._weights.copies()
+        self._inside = EDITING_PRIVATELY
+        try:
+            yield
+        finally:
+            self._inside = ""
+            self._weights.give_back(before)
+
     def combine(self, call: str, op: Literal["mean", "sum"], numbers: bytes, weight: float) -> Combined:
         """Take part in a barrier or a reduction. See `Session.combine`.
 
@@ -490,7 +525,7 @@ class WorkerTraining:
             WeightsChangedError: weights have been changed since the last step.
         """
         session = self._session
-        if self._inside == EDITING:
+        if self._inside in (EDITING, EDITING_PRIVATELY):
             self.require_not_idle(f"{call.partition('(')[0]}()")
         if self._inside:
             return session.combine(call, op, numbers, weight)

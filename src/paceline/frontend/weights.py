@@ -5,11 +5,16 @@ Once training has begun, the servers hold the weights, and a worker's weights ma
 memory address or strides. In-place edits through `.data` change none of the three, so a sample of the weights is also
 compared with a copy.
 
-Such a change is no error if the values are the same. They are compared with the truth, if it is at hand: the memory
-that a parameter has been moved away from, the servers' memory if the worker reads its weights there, the session's
-memory if the parameters are on another device, a sample that contains all elements, or a copy that was made before a
-call of `load_state_dict`. A copy in every step would cost too much, so a large parameter on the CPU that was edited
-in another way counts as changed.
+Such a change is no error if the weights are restored before the step. Scripts do this that climb to other weights
+for a second gradient (sharpness-aware minimization, adversarial training), or that evaluate averaged weights. The
+values are compared with the truth, if it is at hand: the servers' memory if the worker reads its weights there, the
+session's memory if the parameters are on another device, a sample that contains all elements, or a copy. A copy in
+every step would cost too much. So copies are made for the first few steps, before a call of `load_state_dict`, and in
+each step once a script has restored its weights. Without the truth, a large parameter on the CPU that was edited in
+place counts as changed.
+
+A script that subtracts what it has added restores its weights up to rounding. This is no error, either, if the
+weights at which it has computed the gradient explain the difference. The weights are then those of the last pull.
 """
 
 from __future__ import annotations
@@ -29,6 +34,10 @@ SAMPLE_SIZE = 16_384
 """Before each push, at most this number of evenly spaced elements of each flat vector are compared with a copy."""
 
 
+WATCHED_PULLS = 3
+"""Number of pulls after which a script that restores its weights in each step is known to do so."""
+
+
 class Weights:
     """A model's trained parameters, as views of flat vectors.
 
@@ -46,6 +55,11 @@ class Weights:
         self._samples: list[tuple[torch.Tensor, torch.Tensor]] = []  # (view of a sample, copy of the sample)
         self._complete = False  # True if the samples contain all elements
         self._kept: list[torch.Tensor] | None = None  # copy of each parameter as of the last pull
+        self._pulls = 0
+        self._restores = False  # True if the script has changed its weights and restored them
+        self._subtracts = False  # True if it has restored them up to rounding
+        # index -> copy of a parameter with which a gradient was computed, if it may differ from the last pull
+        self._used: dict[int, torch.Tensor] = {}
 
     def copy_to(self, vectors: Vectors) -> None:
         """Copy the values of the parameters into flat vectors. Parameters of other vectors are not copied."""
@@ -95,7 +109,10 @@ class Weights:
         """Record the current weights as unchanged from here on."""
         # Inside `torch.autocast`, torch keeps copies of weights in a lower precision until the context ends.
         torch.clear_autocast_cache()
-        self._kept = None
+        self._pulls += 1
+        keeps = (self._restores or self._pulls <= WATCHED_PULLS) and not self._truth_at_hand
+        self._kept = self.copies() if keeps else None
+        self._used.clear()
         self._mark()
 
     def copies(self) -> list[torch.Tensor]:
@@ -108,13 +125,19 @@ class Weights:
 
         Called before `load_state_dict()` changes the weights, so that values that stay the same are no error.
         """
-        known = self._complete or self._stager.weights_edited() is not None
-        known = known or self._stager.true_values(0) is not None
-        if self._kept is None and not known and not self._suspects() and not self._sample_differs():
+        unknown = self._kept is None and not self._truth_at_hand
+        if unknown and not self._suspects() and not self._sample_differs():
             self._kept = self.copies()
 
+    def note_gradient(self, index: int) -> None:
+        """Note that a gradient of a parameter has been computed with its present values."""
+        parameter = self._parameters[index]
+        watches = self._subtracts or self._pulls <= WATCHED_PULLS
+        if watches or parameter._version != self._versions[index]:
+            self._used[index] = parameter.detach().clone()
+
     def require_unchanged(self, *, anywhere: bool = False) -> None:
-        """Check that nothing has changed the weights since the last pull. Undo moves to other memory.
+        """Check that the weights are those of the last pull. Undo moves to other memory.
 
         Args:
             anywhere: True if the parameters may also be on another device.
@@ -123,6 +146,24 @@ class Weights:
             WeightsChangedError: the values, the shape, the dtype or the device of a parameter were changed, or the
                 parameter was edited, and its earlier values are no longer known.
         """
+        moved = self._moved(anywhere=anywhere)
+        edited = self._stager.weights_edited()
+        suspects = self._suspects()
+        differs = edited or self._sample_differs()
+        if not (moved or suspects or differs):
+            return
+        if moved or edited is None or edited:
+            present = [parameter.detach().clone() for parameter in self._parameters]
+            if self._bring_back():
+                self._require_restored(present, moved, suspects)
+            else:
+                self._require_probably_restored(moved, suspects, differs=differs)
+            point_at([self._parameters[index] for index in moved], [self._views[index] for index in moved])
+            self._restores = self._restores or bool(suspects or differs)
+        self._mark()
+
+    def _moved(self, *, anywhere: bool) -> list[int]:
+        """Return the parameters that are in other memory."""
         moved = []
         for index, parameter in enumerate(self._parameters):
             view = self._views[index]
@@ -132,30 +173,89 @@ class Weights:
             if elsewhere and not anywhere:
                 raise move_to_device(self._layout.parameters[index], view.device, parameter.device)
             if elsewhere or not is_at(parameter, view):
-                if parameter.dtype != view.dtype or not same(parameter, view):
-                    raise change_outside_step(
-                        self._layout.parameters[index], "was moved or replaced (model.to(...), .data = ...)"
-                    )
                 moved.append(index)
-        edited = self._stager.weights_edited()
-        suspects = self._suspects()
-        if edited or self._sample_differs():
-            if suspects:
-                raise change_outside_step(self._layout.parameters[suspects[0]], "was edited")
-            raise WeightsChangedError(f"Weights were edited through .data {OUTSIDE_STEP}")
-        if suspects and edited is None and not self._complete:
-            for index in suspects:
-                true = self._stager.true_values(index) if self._kept is None else self._kept[index]
-                if true is None:
-                    raise change_outside_step(
-                        self._layout.parameters[index], "was edited, perhaps without a change of its values,"
-                    )
-                if not same(self._views[index], true):
-                    raise change_outside_step(self._layout.parameters[index], "was edited")
-        if moved:
-            point_at([self._parameters[index] for index in moved], [self._views[index] for index in moved])
-        if moved or suspects:
-            self._mark()
+        return moved
+
+    @property
+    def _truth_at_hand(self) -> bool:
+        """True if the weights of the last pull can be restored without a copy of them."""
+        stager = self._stager
+        return self._complete or stager.weights_edited() is not None or stager.true_values(0) is not None
+
+    def _bring_back(self) -> bool:
+        """Set the views to the weights of the last pull. Return False if these are not known."""
+        if self._kept is not None:
+            self._set_views(self._kept)
+        elif self._complete and self._samples:
+            for part, copy in self._samples:
+                part.copy_(copy)
+        else:
+            return self._stager.restore_weights()
+        return True
+
+    def _require_restored(
+        self, present: Sequence[torch.Tensor], moved: Sequence[int], suspects: Sequence[int]
+    ) -> None:
+        """Check that the parameters had the values that the views have now, at least up to rounding."""
+        rounded = []
+        for index, value in enumerate(present):
+            view = self._views[index]
+            if value.dtype == view.dtype and same(value, view):
+                continue
+            if not self._is_rounded(index, value):
+                kept = dict.fromkeys(moved)  # these parameters have their values elsewhere
+                self._set_views(
+                    [self._views[at] if at in kept else value for at, value in enumerate(present)]
+                )
+                raise self._edited(index, moved, suspects)
+            rounded.append(index)
+        for index in rounded:
+            torch.autograd.graph.increment_version(self._parameters[index])
+            self._subtracts = True
+
+    def _is_rounded(self, index: int, value: torch.Tensor) -> bool:
+        """Return True if a value differs from the truth as after adding something and subtracting it again."""
+        true, used = self._views[index], self._used.get(index)
+        if used is None or value.dtype != true.dtype or value.device != true.device or same(used, true):
+            return False
+        error = torch.finfo(true.dtype).eps * (used.abs() + true.abs())
+        return bool(((value - true).abs() <= error).all())
+
+    def _require_probably_restored(
+        self, moved: Sequence[int], suspects: Sequence[int], *, differs: bool
+    ) -> None:
+        """Check the weights as far as possible without those of the last pull."""
+        for index in moved:
+            parameter, view = self._parameters[index], self._views[index]
+            equal = parameter.dtype == view.dtype and same(parameter, view)
+            if not equal and (not differs or parameter.dtype != view.dtype):
+                raise self._edited(index, moved, suspects)
+            if (
+                not equal
+            ):  # the parameter was edited in its place before it was moved, perhaps to earlier values
+                view.copy_(parameter.detach())
+        if self._sample_differs():
+            index = suspects[0] if suspects else -1
+            raise self._edited(index, moved, suspects)
+        if suspects:
+            raise change_outside_step(
+                self._layout.parameters[suspects[0]], "was edited, perhaps without a change of its values,"
+            )
+
+    def _edited(self, index: int, moved: Sequence[int], suspects: Sequence[int]) -> WeightsChangedError:
+        """Return the error for a parameter that differs from the last pull; -1 if it is not known which one does."""
+        if index in moved:
+            change = "was moved or replaced (model.to(...), .data = ...)"
+        elif index in suspects:
+            change = "was edited"
+        else:
+            return WeightsChangedError(f"Weights were edited through .data {OUTSIDE_STEP}")
+        return change_outside_step(self._layout.parameters[index], change)
+
+    def _set_views(self, values: Sequence[torch.Tensor]) -> None:
+        for view, value in zip(self._views, values, strict=True):
+            if not same(view, value):
+                view.copy_(value)
 
     def changed_since(self, before: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the new values of each parameter that differs from these values, by index.
@@ -186,10 +286,23 @@ class Weights:
     def restore(self, values: Sequence[torch.Tensor]) -> None:
         """Point each parameter at its part of the flat vectors again, and set it to the given values."""
         point_at(self._parameters, self._views)
-        for view, value in zip(self._views, values, strict=True):
-            if not same(view, value):
-                view.copy_(value)
+        self._set_views(values)
         self._stager.weights_edited()  # discards private copies of the servers' memory, now with the same content
+
+    def give_back(self, values: Sequence[torch.Tensor]) -> None:
+        """Set the parameters to the values of the last pull after the script has changed them for itself.
+
+        A graph that holds a changed parameter can no longer be used.
+        """
+        changed = [
+            parameter
+            for parameter, value in zip(self._parameters, values, strict=True)
+            if parameter.shape != value.shape or parameter.dtype != value.dtype or not same(parameter, value)
+        ]
+        self.restore(values)
+        for parameter in changed:
+            torch.autograd.graph.increment_version(parameter)
+        self._mark()
 
     def change_after_training(self) -> str:
         """Describe a change of the weights after the last step; return "" if there is none."""
@@ -220,7 +333,8 @@ class Weights:
 OUTSIDE_STEP = (
     "outside step() after training had started. Since the first forward pass with gradients enabled, the servers "
     "hold the weights. Make such changes before that pass, or in all workers inside `with optimizer.editing():`, "
-    "which makes them known to the servers."
+    "which makes them known to the servers. If the script restores the weights before the next step, put both inside "
+    "`with optimizer.editing(private=True):`."
 )
 
 

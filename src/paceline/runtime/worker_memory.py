@@ -133,6 +133,13 @@ class WorkerMemory:
         """Return True if the script has changed the weights since the last pull, None if this is not known."""
         return self._master.edited() if self.in_place and self._master is not None else None
 
+    def restore(self) -> bool:
+        """Undo all changes by the script to the weights since the last pull. Return False if this is not possible."""
+        if not self.in_place or self._master is None:
+            return False
+        self._master.discard()
+        return True
+
     # -- pushes -------------------------------------------------------------------------------------------
 
     def contents(

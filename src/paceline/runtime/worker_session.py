@@ -255,6 +255,9 @@ class WorkerSession(Session):
     def weights_edited(self) -> bool | None:
         return None if self.memory is None else self.memory.edited()
 
+    def restore_weights(self) -> bool:
+        return self.memory is not None and self.memory.restore()
+
     def gradient_ready(self, parameter: int) -> None:
         if self.memory is not None and self.memory.outbox is not None:
             self.memory.outbox.ready(parameter)

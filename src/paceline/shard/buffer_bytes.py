@@ -18,12 +18,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from zlib import crc32
 
+import numpy as np
 import torch
 
 from ..core.protocol.model_spec import BufferSpec
 from .vectors import torch_dtype
 
-__all__ = ["bytes_of", "checksum", "pack", "packed_bytes", "pool", "unpack"]
+__all__ = ["bytes_of", "checksum", "lent_bytes", "pack", "packed_bytes", "pool", "unpack"]
 
 AVERAGED = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 COUNTED = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
@@ -53,6 +54,14 @@ def checksum(tensors: Sequence[torch.Tensor]) -> int:
 def bytes_of(vector: torch.Tensor) -> memoryview:
     """Return the bytes of a flat tensor without copying them."""
     return memoryview(vector.view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
+
+
+def lent_bytes(vector: torch.Tensor) -> memoryview:
+    """Return the bytes of a flat tensor of the script without copying them, to be read.
+
+    torch forbids a tensor to grow once `numpy()` was called on it, as `bytes_of` does.
+    """
+    return memoryview(np.from_dlpack(vector.detach().view(torch.uint8)))  # type: ignore[arg-type]
 
 
 def unpack(spec: BufferSpec, data: bytes | bytearray | memoryview) -> torch.Tensor:

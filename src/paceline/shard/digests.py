@@ -12,7 +12,7 @@ from hashlib import sha256
 
 import torch
 
-from .buffer_bytes import bytes_of
+from .buffer_bytes import lent_bytes
 from .vectors import dtype_name
 
 __all__ = ["DIGITS", "chunks", "digest_of", "digests_of"]
@@ -28,7 +28,7 @@ def chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
     """Return the bytes of a tensor, in parts of at most `CHUNK_BYTES`. Parts of a contiguous CPU tensor are views."""
     values = tensor.detach().reshape(-1)
     for part in values.split(max(1, CHUNK_BYTES // values.itemsize)) if values.numel() else ():
-        yield bytes_of(part.cpu())
+        yield lent_bytes(part.cpu())
 
 
 def digest_of(tensor: torch.Tensor) -> str:

@@ -19,7 +19,7 @@ import torch
 
 from ..core.protocol.messages import MOST_STATES_BYTES
 from ..errors import ProtocolError, UsageError
-from .buffer_bytes import bytes_of
+from .buffer_bytes import lent_bytes
 from .vectors import dtype_name
 
 __all__ = ["decode_states", "encode_states"]
@@ -95,7 +95,7 @@ def encode_states(states: Mapping[str, object]) -> list[memoryview]:
             f"the states of {', '.join(states)} have {size_bytes} bytes, expected at most {MOST_STATES_BYTES}. Track "
             "fewer objects, or smaller ones."
         )
-    parts = [bytes_of(tensor.contiguous().reshape(-1)) for tensor in tensors if tensor.numel()]
+    parts = [lent_bytes(tensor.contiguous().reshape(-1)) for tensor in tensors if tensor.numel()]
     return [memoryview(LENGTH.pack(len(header)) + header), *parts]
 
 

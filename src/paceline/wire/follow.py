@@ -76,6 +76,10 @@ class Follower:
             self._map.madvise(mmap.MADV_DONTNEED)
         return False
 
+    def discard(self) -> None:
+        """Discard all private copies, so that the memory has the shared content."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
     def close_in_fork(self) -> None:
         """See `close_in_forks`."""
         self.close()
@@ -112,6 +116,9 @@ class Reader:
     def edited(self) -> bool:
         """Return False, because this process cannot change the memory."""
         return False
+
+    def discard(self) -> None:
+        """There are no private copies."""
 
     def close(self) -> None:
         """The memory stays mapped until nothing refers to it."""

@@ -183,6 +183,7 @@ class Master:
         places, _ = _places(layout, MASTER)
         self.weights = {dtype: view.memory[a:b] for (_, dtype), (a, b) in places.items()}
         self.edited = view.edited
+        self.discard = view.discard
         self.close = view.close
 
     @classmethod
