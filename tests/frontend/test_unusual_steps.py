@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
@@ -259,6 +260,38 @@ def test_an_edit_between_the_gradient_and_the_step_is_refused_however_small(
     error = run.errors[0]
     assert isinstance(error, WeightsChangedError)
     assert "editing(private=True)" in str(error)
+
+
+def noisy(optimizer: DistributedOptimizer | None, model: nn.Module, x: torch.Tensor) -> None:
+    """Compute the gradient at weights with noise, from the first step on."""
+    noise = [torch.full_like(parameter, 0.1) for parameter in model.parameters()]
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with optimizer.editing(private=True) if optimizer is not None else nullcontext():
+        for parameter, each in zip(model.parameters(), noise, strict=True):
+            parameter.data.add_(each)
+        plain(model, x)
+        if optimizer is None:
+            for parameter, value in zip(model.parameters(), before, strict=True):
+                parameter.data.copy_(value)
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_training_does_not_begin_with_the_weights_of_a_private_edit(
+    run_on_threads: RunOnThreads, sync: str
+) -> None:
+    def train() -> None:
+        model = network()
+        optimizer = DistributedOptimizer(sgd(model), model=model)
+        for iteration in range(STEPS):
+            noisy(optimizer, model, batch(worker_index(), iteration))
+            optimizer.step()
+
+    run = run_on_threads(train, workers=WORKERS if sync == "bsp" else 1, sync=sync)
+    if sync == "bsp":
+        assert_close(run.state_dict, alone(network(), lambda model, x: noisy(None, model, x)))
+    else:
+        assert_close(run.state_dict, trained(network(), lambda model, x: noisy(None, model, x)))
 
 
 def private(optimizer: DistributedOptimizer, model: nn.Module, x: torch.Tensor) -> None:

@@ -354,8 +354,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         block. This is for a gradient at other weights than those of the step, as in sharpness-aware minimization, and
         for evaluating averaged weights. Only the workers that need it run such a block.
 
-        Outside a run, and before training has begun, the context has no effect, except that it restores the weights
-        of this optimizer if `private` is True.
+        Outside a run, and before training has begun, the context has no effect. But if `private` is True, it restores
+        the weights of this optimizer outside a run, and training begins with it in a run.
 
         Args:
             private: True for an edit that ends with the block.
@@ -376,6 +376,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # The parameters of this optimizer may be trained already, by one that it replaces.
         training = training_of(self._session) if self._session is not None else None
         if private:
+            if self._session is not None and self._forward_hook is not None and not self._awaits_shapes():
+                # The first gradient may be computed inside the block, and training must not begin with its weights.
+                if training is not None:
+                    training.require_not_idle("editing(private=True)")
+                _begin(self._session)
+                training = training_of(self._session)
             return training.editing_privately() if training is not None else _restoring(self._parameters())
         return training.editing() if training is not None else nullcontext()
 

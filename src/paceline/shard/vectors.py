@@ -139,10 +139,10 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     hashed, nonzero = blake2b(digest_size=8), False
     for tensor in tensors:
         values = (tensor if tensor.layout == torch.strided else tensor.to_dense()).detach().reshape(-1)
-        # a copy, because torch forbids a tensor to grow once numpy() was called on it
-        sample = values[:: -(-values.numel() // DIGESTED) or 1].cpu().to(torch.float64, copy=True)
+        sample = values[:: -(-values.numel() // DIGESTED) or 1].cpu().to(torch.float64)
         nonzero = nonzero or bool(sample.any())
-        hashed.update(sample.numpy().tobytes())
+        # of a copy, because torch forbids a tensor to grow once numpy() was called on it
+        hashed.update(sample.clone().numpy().tobytes())
     return hashed.hexdigest() if nonzero else ""
 
 
