@@ -337,12 +337,38 @@ def test_a_dry_run_without_a_run_directory_makes_none(call: Call, tmp_path: Path
 BAD_INPUT = {
     "an unknown model": (
         ["--sync", "elastic-bps", "train.py"],
-        "error: unknown sync model 'elastic-bps'; did you mean 'elastic-bsp'? Choices: asp, bsp, conditions, ",
+        "error: unknown sync model 'elastic-bps'; did you mean 'elastic-bsp'? Choices: asp, auto, bsp, conditions, ",
     ),
     "an empty model": (
         ["--sync", "", "train.py"],
-        "error: unknown sync model ''. Choices: asp, bsp",
+        "error: unknown sync model ''. Choices: asp, auto, bsp",
     ),
+    "a misspelt auto": (
+        ["--sync", "auot", "train.py"],
+        "unknown sync model 'auot'; did you mean 'auto'? Choices: asp, auto, ",
+    ),
+    **{
+        f"{text} with auto": (
+            ["--sync", text, "train.py"],
+            "'auto' is not a sync model, but chooses them for the whole run",
+        )
+        for text in (
+            "auto,bsp@3",
+            "bsp,auto@3",
+            "auto,asp",
+            "ssp:staleness=2,auto@5",
+            "bsp@0,auto@5",
+            "bsp|auto",
+            "auto:",
+        )
+    },
+    **{
+        f"{text} without a start": (
+            ["--sync", text, "train.py"],
+            "lists several models. Say when each of them begins, as in",
+        )
+        for text in ("bsp,asp", "bsp,asp@3", "ssp:staleness=2,bsp@3", "bsp@0,ssp,asp:push_scale=1/n@3")
+    },
     "an unknown key": (
         ["--sync", "ssp:stalenes=3", "train.py"],
         "'stalenes'; did you mean 'staleness'? Choices: execution, push_scale, staleness.",

@@ -89,7 +89,6 @@ def test_quantities_have_units() -> None:
     assert quantity("1.5 min", TIMES, "t") == 90.0
     assert quantity("2e3 MiB", SIZES, "s") == 2e3 * 2**20
     assert quantity(3, TIMES, "t") == 3.0
-    assert quantity("3", TIMES, "t") == 3.0
 
 
 @pytest.mark.parametrize(
@@ -110,6 +109,25 @@ def test_quantities_have_units() -> None:
         (
             "[[workers]]\ncompute = '1 parsec'",
             r"'1 parsec', which has an unknown unit; expected one of ns, us",
+        ),
+        (
+            "[[workers]]\ncompute = '400'",
+            r"workers\[0\].compute is '400', which has no unit; expected one of ns, us, .*such as '400 s'\.",
+        ),
+        *(
+            (f"{entry}\n[[workers]]\ncompute = 1\n{more}", "'5', which has no unit; expected one of")
+            for entry, more in (
+                ("latency = '5'", ""),
+                ("latency = { kind = 'uniform', low = '5', high = '6 s' }", ""),
+                ("bandwidth = '5'", ""),
+                ("parameters = '5'", ""),
+                ("apply = '5'", ""),
+                ("", "jitter = '5'"),
+                ("", "fixed = '5'"),
+                ("", "lost_at = '5'"),
+                ("", "[[pauses]]\nworkers = [0]\nevery = '5'\nlasting = '1 s'"),
+                ("", "[[uplinks]]\nworkers = [0]\nbandwidth = '5'"),
+            )
         ),
         ("[[workers]]\ncompute = true", "compute is True"),
         ("[[workers]]\ncompute = 1\ncount = 0", r"workers\[0\].count is 0"),

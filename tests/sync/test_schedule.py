@@ -108,7 +108,7 @@ def test_whatever_is_written_reads_back(steps: list[tuple[list[SyncModel], bool]
         ("bps", "did you mean 'bsp'?"),
         ("bsp|", "unknown sync model ''"),
         ("bsp@0,asp", "'asp' does not say when it begins. Write, for example, 'bsp@0,asp@100'"),
-        ("bsp,asp@100", "unknown sync model 'bsp,asp'; did you mean 'bsp'?"),
+        ("bsp,asp@100", "sync 'bsp,asp' lists several models"),
         ("bsp@1,asp@100", "the first model must begin at iteration 0, as in 'bsp@0,asp@100'"),
         ("bsp@epoch:0,asp@100", "the first model must begin at iteration 0"),
         ("bsp@0,asp@0", "iteration 0 is listed after iteration 0"),

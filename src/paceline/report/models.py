@@ -17,7 +17,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.text import Text
 
 from ..sync import MODELS
-from ..sync.notation import unknown_model
+from ..sync.notation import AUTO, misplaced_auto, unknown_model
 from .sentences import Sentence, wrapped
 
 __all__ = ["LABELS", "ModelsTable", "Page", "describe", "flowing", "page_text", "pages"]
@@ -54,6 +54,8 @@ class Page(msgspec.Struct, frozen=True):
 
 def describe(name: str) -> Page:
     """Return the documentation of one model. Raise `ConfigurationError` if there is no model with that name."""
+    if name == AUTO:
+        raise misplaced_auto(name)
     if name not in MODELS:
         raise unknown_model(name)
     model = MODELS[name]

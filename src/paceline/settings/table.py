@@ -299,8 +299,8 @@ class Settings(TypedDict, total=False):
             default="5min",
             doc='time between two checkpoints, such as "30s", "5min" or a number of seconds; "off" for none. '
             "Training does not wait for them. A run that ends earlier writes none.",
-            help="Time between two checkpoints, such as 30s, 5min or 1h; off for none. Training does not wait for "
-            "them. A run that ends earlier writes none.",
+            help="Time between two checkpoints, such as 30s, 5min or 1h, or a number of seconds; off for none. "
+            "Training does not wait for them. A run that ends earlier writes none.",
             metavar="TIME|off",
             panel=RESUMING,
             check=duration,

@@ -28,7 +28,7 @@
 In place of `[[workers]]`, `delays = "delays.csv"` names a file of measured compute times (see `delays`).
 
 Every quantity is a string with a unit, or a number in base units (seconds, bytes, bits per second, or fractions from
-0 to 1).
+0 to 1). A string without a unit, such as "400", is refused: whoever writes it may mean milliseconds.
 """
 
 from __future__ import annotations
@@ -100,21 +100,22 @@ def quantity(value: object, units: dict[str, float], what: str) -> float:
         ConfigurationError: the value is not valid, or it is negative.
     """
     number: float | None = None
+    example = max(units, key=lambda unit: units[unit] == 1)  # the base unit if `units` contains it
     if isinstance(value, int | float) and not isinstance(value, bool):
         number = float(value)
     elif isinstance(value, str) and (match := _quantity.fullmatch(value)):
         unit = match[2]
-        if unit and unit not in units:
+        if unit not in units:
+            wrong = "an unknown unit" if unit else "no unit"
             raise ConfigurationError(
-                f"{what} is {value!r}, which has an unknown unit; expected one of {', '.join(units)}."
+                f"{what} is {value!r}, which has {wrong}; expected one of {', '.join(units)}, such as "
+                f"'{match[1]} {example}'."
             )
         try:
-            number = float(Decimal(match[1]) * Decimal(repr(units.get(unit, 1))))
+            number = float(Decimal(match[1]) * Decimal(repr(units[unit])))
         except InvalidOperation:
             number = None
     if number is None or not 0 <= number < math.inf:
-        # The example in the message uses the base unit if `units` contains it.
-        example = max(units, key=lambda unit: units[unit] == 1)
         raise ConfigurationError(
             f"{what} is {value!r}, expected a number >= 0, or a string such as '2 {example}'."
         )

@@ -99,9 +99,26 @@ def require_registered(model: SyncModel) -> None:
         )
 
 
+def misplaced_auto(text: str) -> ConfigurationError:
+    """Return the error for "auto" where only a model can stand."""
+    return ConfigurationError(
+        f"sync {text!r}: 'auto' is not a sync model, but chooses them for the whole run. So it stands alone, without "
+        "parameters: --sync auto, or in Python sync='auto'. It cannot be a step of a schedule, the model of one "
+        "shard, or requested during a run."
+    )
+
+
+def several_models(text: str) -> ConfigurationError:
+    """Return the error for a list of models where only one can stand."""
+    return ConfigurationError(
+        f"sync {text!r} lists several models. Say when each of them begins, as in 'bsp@0,asp@100', or write '|' "
+        "between the models of shard 0, shard 1 and so on, as in 'bsp|asp'."
+    )
+
+
 def unknown_model(name: str) -> ConfigurationError:
     """Return the error for a name under which no model is registered."""
-    known = unknown_name("sync model", name, MODELS)
+    known = unknown_name("sync model", name, [*MODELS, AUTO])
     return ConfigurationError(f"{known} For a model of your own, name its module with --import.")
 
 
@@ -116,12 +133,11 @@ def parse(text: str) -> SyncModel:
     SpecSync(base=SSP(staleness=4))
     """
     name, _, rest = text.strip().partition(":")
-    if name == AUTO:
-        raise ConfigurationError(
-            f"sync {text!r}: 'auto' is not a sync model, but chooses them for the whole run. So it stands alone, "
-            "without parameters: --sync auto, or in Python sync='auto'. It cannot be a step of a schedule, the model "
-            "of one shard, or requested during a run."
-        )
+    listed = [item.partition(":")[0].strip() for item in text.split(",")]
+    if AUTO in listed:
+        raise misplaced_auto(text)
+    if any(item in MODELS for item in listed[1:]):
+        raise several_models(text)
     if name not in MODELS:
         raise unknown_model(name)
     model = MODELS[name]
