@@ -1,24 +1,66 @@
-"""Files that are either complete or absent.
+"""Files that are either complete or absent, and reading that never waits.
 
 A file is written beside its place, and gets its name when all of it is on the disk. So no reader finds a part of it:
 not when the disk is full, and not when the writer is killed. An earlier file of this name stays as it is until then.
+
+Directories of runs lie where other programs write, too. A pipe that has the name of a file would let a reader wait
+for ever. So files of a run are opened by `open_regular`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import uuid
 from collections.abc import Callable
+from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 import msgspec
 
-__all__ = ["PatientWriter", "Unfinished", "write_json"]
+__all__ = ["PatientWriter", "Unfinished", "open_regular", "read_regular", "write_json"]
 
 SYNC_BYTES = 16 * 2**20  # number of bytes after which a patient writer waits for the disk
+
+
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
+    """Open a file to read it, without ever waiting for its content.
+
+    Raises:
+        OSError: it cannot be opened, or it is not a file but a pipe, a device or a directory.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is a pipe or a device, expected a file", os.fspath(path))
+        return open(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a file. See `open_regular`.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     os.mkfifo(f"{folder}/run.json")
+        ...     try:
+        ...         read_regular(f"{folder}/run.json")
+        ...     except OSError as error:
+        ...         print(error.strerror)
+        it is a pipe or a device, expected a file
+    """
+    with open_regular(path) as file:
+        return file.read()
 
 
 class Unfinished:

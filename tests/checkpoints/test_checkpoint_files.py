@@ -12,7 +12,8 @@ from torch import nn
 
 from paceline.checkpoints.reading import newest_whole
 from paceline.shard.optimizers import ELEMENTWISE
-from tests.support.sharded import Net, Shards, model_of
+from paceline.shard.states import decode_states
+from tests.support.sharded import LINEAGE, Net, Shards, model_of
 
 Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
@@ -100,7 +101,7 @@ def test_any_number_of_shards_continues_from_the_files(
 ) -> None:
     net, optimizers, sharded = trained(case, before)
     sharded.write(tmp_path, net=net)
-    found = newest_whole(tmp_path)
+    found = newest_whole(tmp_path / LINEAGE)
     assert found.checkpoint is not None
     assert found.faults == ()
     again = Shards(sharded.model, after)
@@ -131,13 +132,13 @@ def test_a_tied_parameter_is_written_under_each_of_its_names(tmp_path: Path) -> 
 
 def test_the_states_of_the_job_and_of_the_workers_are_as_they_were_given(tmp_path: Path) -> None:
     net, _, sharded = trained("SGD", 2)
-    sharded.write(tmp_path, 12, net=net)
-    checkpoint = newest_whole(tmp_path).checkpoint
+    sharded.write(tmp_path, 12, net=net, job=b'{"steps": 3}')
+    checkpoint = newest_whole(tmp_path / LINEAGE).checkpoint
     assert checkpoint is not None
     assert checkpoint.path.name == "000012"
     assert checkpoint.manifest.versions == (12, 12)
     assert checkpoint.job == b'{"steps": 3}'
-    assert {worker: path.read_bytes() for worker, path in checkpoint.workers.items()} == {
-        0: b"zero",
-        12: b"twelve",
+    assert {worker: decode_states(path.read_bytes()) for worker, path in checkpoint.workers.items()} == {
+        0: {"worker": 0},
+        12: {"worker": 12},
     }

@@ -13,13 +13,13 @@ import msgspec
 import pytest
 import torch
 
-from paceline.checkpoints.directory import numbers_in
+from paceline.checkpoints.directory import DRAFT, DraftMark, numbers_in
 from paceline.checkpoints.manifest import FORMAT, files_in, read_manifest
 from paceline.checkpoints.reading import Found, newest_whole
 from paceline.checkpoints.shard_writing import ShardWriter, shard_content
 from paceline.checkpoints.writing import Draft
 from paceline.errors import CheckpointError
-from tests.support.sharded import Net, Shards, model_of
+from tests.support.sharded import LINEAGE, Net, Shards, model_of
 from tests.support.small_disk import fill, small_disk
 
 FILES = [
@@ -41,7 +41,7 @@ def shards() -> Shards:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with two checkpoints."""
-    directory = tmp_path_factory.mktemp("checkpoints")
+    directory = tmp_path_factory.mktemp("checkpoints") / LINEAGE
     made = shards()
     made.write(directory, 1)
     made.write(directory, 2)
@@ -52,7 +52,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def directory(two: Path, tmp_path: Path) -> Path:
     """A directory with two checkpoints that the test may damage."""
-    return shutil.copytree(two, tmp_path / "checkpoints")
+    return shutil.copytree(two, tmp_path / LINEAGE)
 
 
 def the_first_is_used(found: Found) -> str:
@@ -139,6 +139,7 @@ def test_the_checkpoint_with_which_the_run_has_begun_is_kept_as_well(directory: 
 def test_the_next_checkpoint_removes_what_a_killed_writer_has_left(directory: Path) -> None:
     (directory / "000007.partial").mkdir()
     (directory / "000007.partial" / "model.safetensors").write_bytes(bytes(100))
+    (directory / "000007.partial" / DRAFT).write_bytes(msgspec.json.encode(DraftMark(LINEAGE, "killed")))
     shards().write(directory, 8)
     assert sorted(path.name for path in directory.iterdir()) == ["000001", "000002", "000008"]
 
@@ -152,13 +153,13 @@ def test_a_shard_that_is_not_written_completely_leaves_no_checkpoint(directory: 
         shard_content(bounds, store.weights, state)
         for bounds, store, state in zip(made.slices, made.stores, states, strict=True)
     )
-    with ShardWriter(draft.path, made.slices[0], entries[0]) as writer:
+    with ShardWriter(draft.path, draft.token, made.slices[0], entries[0]) as writer:
         for part in first:
             writer.write(part)
         with pytest.raises(CheckpointError, match="shard 0 has more than"):
             writer.write(b"more")
     with contextlib.ExitStack() as opened:
-        writer = opened.enter_context(ShardWriter(draft.path, made.slices[1], entries[1]))
+        writer = opened.enter_context(ShardWriter(draft.path, draft.token, made.slices[1], entries[1]))
         for part in second[:-1]:
             writer.write(part)
         with pytest.raises(CheckpointError, match="bytes of shard 1 are missing"):
@@ -167,24 +168,24 @@ def test_a_shard_that_is_not_written_completely_leaves_no_checkpoint(directory: 
         draft.finish(b"", {}, versions=[1, 1])
     assert sorted(path.name for path in directory.iterdir()) == ["000001", "000002"]
     with pytest.raises(CheckpointError, match="No such file"):
-        ShardWriter(draft.path, made.slices[1], entries[1])
+        ShardWriter(draft.path, draft.token, made.slices[1], entries[1])
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     with small_disk(tmp_path / "disk", 32 * 2**20) as folder:
-        yield folder
+        yield folder / LINEAGE
 
 
 def test_a_disk_that_is_too_small_is_recognized_before_anything_is_written(disk: Path) -> None:
     made = shards()
     made.write(disk, 1)
-    fill(disk)
+    fill(disk.parent)
     with pytest.raises(CheckpointError) as refusal:
         made.write(disk, 2)
     assert "Checkpoint 2 was not written: it needs" in str(refusal.value)
     assert f"only 0 GB are free in {disk}" in str(refusal.value)
-    assert sorted(path.name for path in disk.iterdir()) == ["000001", "filler"]
+    assert sorted(path.name for path in disk.iterdir()) == ["000001"]
     found = newest_whole(disk)
     assert found.checkpoint is not None
     assert found.faults == ()
@@ -196,9 +197,9 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written_leaves_the_earlier_o
     states = [store.optimizer_state() for store in made.stores]
     entries = [store.state_entries(s) for store, s in zip(made.stores, states, strict=True)]
     draft = Draft.begin(disk, 2, made.model, made.slices, entries)
-    fill(disk)
+    fill(disk.parent)
     for bounds, store, state, of in zip(made.slices, made.stores, states, entries, strict=True):
-        with ShardWriter(draft.path, bounds, of) as writer:
+        with ShardWriter(draft.path, draft.token, bounds, of) as writer:
             for part in shard_content(bounds, store.weights, state):
                 writer.write(part)  # the space is reserved
     with pytest.raises(CheckpointError, match="No space left on device"):
@@ -206,7 +207,7 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written_leaves_the_earlier_o
     found = newest_whole(disk)
     assert found.checkpoint is not None
     assert found.checkpoint.manifest.number == 1
-    assert sorted(path.name for path in disk.iterdir()) == ["000001", "filler"]
+    assert sorted(path.name for path in disk.iterdir()) == ["000001"]
 
 
 KILLS = """
@@ -215,9 +216,9 @@ from pathlib import Path
 from paceline.checkpoints.reading import newest_whole
 from itertools import count
 from tests.checkpoints.test_damaged_checkpoints import shards
-from tests.support.sharded import Shards
+from tests.support.sharded import LINEAGE, Shards
 
-directory, chance, made, last = Path(sys.argv[1]), random.Random(0), shards(), 0
+directory, chance, made, last = Path(sys.argv[1], LINEAGE), random.Random(0), shards(), 0
 for _ in range(12):
     read, write = os.pipe()
     if not (child := os.fork()):
@@ -230,7 +231,7 @@ for _ in range(12):
     time.sleep(chance.random() / 10)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    checkpoint, faults = newest_whole(directory)
+    checkpoint, faults, _ = newest_whole(directory)
     assert checkpoint.manifest.number > last
     assert all("the run ended while it was being written" in fault for fault in faults), faults
     last = checkpoint.manifest.number

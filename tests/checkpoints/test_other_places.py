@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from paceline.checkpoints.buckets import newest_from, upload
+from paceline.checkpoints.directory import DRAFT
 from paceline.checkpoints.export import export_distributed
 from paceline.errors import CheckpointError, ConfigurationError
 from paceline.report.run_file import RunFile
@@ -28,7 +29,7 @@ from paceline.report.run_report import Setting
 from paceline.runtime.job import Resumed
 from paceline.runtime.job_options import make_job
 from paceline.runtime.resuming import find_resumed
-from tests.support.sharded import Shards, model_of
+from tests.support.sharded import LINEAGE, Shards, model_of
 
 
 def net_of(seed: int) -> torch.nn.Module:
@@ -96,14 +97,14 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def test_a_run_continues_from_the_copy_in_a_bucket(url: str, tmp_path: Path) -> None:
-    assert newest_from(url, tmp_path / "copy").checkpoint is None
+    assert newest_from(url, tmp_path / "copy", LINEAGE).checkpoint is None
     net, optimizers, shards = trained()
     for number in (1, 2, 3):
         upload(shards.write(tmp_path / "checkpoints", number, net=net), url, keep=2)
-    found = newest_from(url, tmp_path / "copy")
+    found = newest_from(url, tmp_path / "copy", LINEAGE)
     assert found.faults == ()
     assert found.checkpoint is not None
-    assert found.checkpoint.path == tmp_path / "copy" / "000003"
+    assert found.checkpoint.path == tmp_path / "copy" / LINEAGE / "000003"
     again = Shards(shards.model, 3)
     again.restore(found.checkpoint)
     take_step(net, optimizers, 3)
@@ -112,7 +113,9 @@ def test_a_run_continues_from_the_copy_in_a_bucket(url: str, tmp_path: Path) -> 
     for name, weights in again.named_weights().items():
         assert torch.equal(weights, shards.named_weights()[name])
     system, root = fsspec.core.url_to_fs(url)
-    assert sorted(Path(name).name for name in system.ls(root, detail=False)) == ["000002", "000003"]
+    names = [Path(name).name for name in system.ls(f"{root}/{LINEAGE}", detail=False)]
+    assert sorted(names) == ["000002", "000003"]
+    assert not [name for name in system.find(root) if name.endswith(DRAFT)]
 
 
 def test_a_damaged_copy_in_a_bucket_is_not_used(url: str, tmp_path: Path) -> None:
@@ -120,12 +123,12 @@ def test_a_damaged_copy_in_a_bucket_is_not_used(url: str, tmp_path: Path) -> Non
     for number in (1, 2, 3):
         upload(shards.write(tmp_path / "checkpoints", number), url)
     system, root = fsspec.core.url_to_fs(url)
-    system.rm(f"{root}/000003/manifest.json")  # as if the copy had not been finished
-    system.pipe_file(f"{root}/000002/optimizer-1.pt", b"damaged")
-    checkpoint, faults = newest_from(url, tmp_path / "copy")
+    system.rm(f"{root}/{LINEAGE}/000003/manifest.json")  # as if the copy had not been finished
+    system.pipe_file(f"{root}/{LINEAGE}/000002/optimizer-1.pt", b"damaged")
+    checkpoint, faults, _ = newest_from(url, tmp_path / "copy", LINEAGE)
     assert checkpoint is not None
     assert checkpoint.manifest.number == 1
-    assert [path.name for path in (tmp_path / "copy").iterdir()] == ["000001"]
+    assert [path.name for path in (tmp_path / "copy" / LINEAGE).iterdir()] == ["000001"]
     assert len(faults) == 2
     assert "manifest.json cannot be read" in faults[0]
     assert "optimizer-1.pt has 7 bytes" in faults[1]
@@ -181,7 +184,7 @@ def test_a_copy_is_given_up_when_the_run_has_ended(url: str, tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=r"cannot be copied to .*: the run has ended"):
         upload(path, url, pause=ended)
     assert len(took) == 2
-    assert newest_from(url, tmp_path / "copy").checkpoint is None
+    assert newest_from(url, tmp_path / "copy", LINEAGE).checkpoint is None
 
 
 def test_a_run_is_resumed_from_the_bucket_if_its_copy_is_newer(url: str, tmp_path: Path) -> None:
@@ -192,6 +195,7 @@ def test_a_run_is_resumed_from_the_bucket_if_its_copy_is_newer(url: str, tmp_pat
         command="",
         folder="",
         settings=(Setting("--checkpoint-dir", url),),
+        lineage=LINEAGE,
         sync="bsp",
         workers=1,
         servers=1,
@@ -202,9 +206,11 @@ def test_a_run_is_resumed_from_the_bucket_if_its_copy_is_newer(url: str, tmp_pat
     usual = tmp_path / "checkpoints"
     for number in (1, 2):
         upload(shards.write(usual, number), url)
-    shutil.rmtree(usual / "000002")
+    shutil.rmtree(usual / LINEAGE / "000002")
     assert find_resumed(earlier, tmp_path, None).number == 2  # from the bucket
     shards.write(usual, 3)
     assert find_resumed(earlier, tmp_path, None).number == 3  # from here
     shutil.rmtree(usual)
-    assert find_resumed(earlier, tmp_path, None) == Resumed(str(usual / "000002"), ())
+    assert find_resumed(earlier, tmp_path, None) == Resumed(
+        str(usual / LINEAGE / "000002"), highest=2, lock=0
+    )

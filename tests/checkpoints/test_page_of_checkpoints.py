@@ -17,6 +17,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
 EXAMPLE, EXPORT, COPY = re.findall(r"```python\n(.+?)```\n", PAGE, re.DOTALL)
 PRINTED, *_ = re.findall(r"This prints, for example:\n\n```\n(.+?)```\n", PAGE, re.DOTALL)
 
+OF_PAGE = re.findall(r"paceline-[0-9a-f]{16}", PAGE)[0]
+
 WITHOUT_PACELINE = "import sys\nsys.modules['paceline'] = None  # an import would fail\n"
 
 
@@ -32,7 +34,7 @@ def run_dir(tmp_path: Path) -> Path:
             parameter.grad = torch.ones_like(parameter)
         shards.step(model, [optimizer])
     further = {"run.json": b"{}", "script.py": b""}
-    shards.write(tmp_path / "checkpoints", 12, net=model, further=further)
+    shards.write(tmp_path / "checkpoints", 12, net=model, further=further, lineage=OF_PAGE)
     return tmp_path
 
 
@@ -50,12 +52,12 @@ def test_the_example_runs_without_paceline(run_dir: Path) -> None:
 
 
 def test_the_other_examples_run(run_dir: Path) -> None:
-    assert printed_by(EXPORT + COPY, run_dir) == "copied/000012\n"
+    assert printed_by(EXPORT + COPY, run_dir) == f"copied/{OF_PAGE}/000012\n"
     assert (run_dir / "exported" / ".metadata").exists()
 
 
 def test_the_page_names_all_files(run_dir: Path) -> None:
-    path = run_dir / "checkpoints" / "000012"
+    path = run_dir / "checkpoints" / OF_PAGE / "000012"
     described = set(re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE))
     written = {str(file.relative_to(path)) for file in files_in(path)} - {"workers/12.bin"}
     assert described == written

@@ -15,7 +15,7 @@ from paceline.checkpoints.reading import Checkpoint
 from paceline.core.protocol.layout import Layout, Parameter
 from paceline.errors import CheckpointError
 from paceline.frontend.tracked import hyper_parameters
-from tests.support.sharded import Net, Shards, model_of
+from tests.support.sharded import LINEAGE, Net, Shards, model_of
 
 
 def step(net: nn.Module, optimizer: torch.optim.Optimizer, shards: Shards, seed: int) -> None:
@@ -143,4 +143,4 @@ def test_a_buffer_that_the_format_cannot_contain_is_named_by_its_dtype(tmp_path:
     shards = Shards(model_of(net, [torch.optim.SGD(net.parameters(), lr=0.1)]), 1, net)
     with pytest.raises(CheckpointError, match=r"a tensor of torch\.complex128, which"):
         shards.write(tmp_path, net=net)
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / LINEAGE).iterdir()) == []

@@ -13,14 +13,13 @@ from typer.testing import CliRunner, Result
 
 from paceline.checkpoints.buckets import upload
 from paceline.cli import app
-from paceline.core.protocol.job_cut import JobCut
 from paceline.errors import ConfigurationError
 from paceline.report.run_file import RunFile, read_run_file, write_run_file
 from paceline.report.run_report import Setting
 from paceline.runtime.job import CHECKPOINTS, Resumed
 from paceline.runtime.job_options import make_job
 from paceline.runtime.resuming import can_resume, described, keep_source
-from tests.support.sharded import Net, Shards, model_of
+from tests.support.sharded import LINEAGE, Net, Shards, model_of
 
 RUN = Path("run")
 SCRIPT = "import paceline\nrate = 0.05\nprint(rate)\n"
@@ -43,6 +42,7 @@ def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         workers=3,
         servers=1,
         shards=1,
+        lineage=LINEAGE,
     )
     write_run_file(file, RUN)
     write_checkpoint(1)
@@ -52,10 +52,7 @@ def write_checkpoint(number: int) -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     model = model_of(net, [optimizer])
-    cut = JobCut(number=number, elapsed_s=1.0, seed=7, sync="bsp", model=model)
-    Shards(model, 1, net).write(
-        RUN / CHECKPOINTS, number, job=msgspec.json.encode(cut), further=described(RUN)
-    )
+    Shards(model, 1, net).write(RUN / CHECKPOINTS, number, further=described(RUN))
 
 
 def resume(*arguments: str, run: str = str(RUN)) -> Result:
@@ -83,7 +80,7 @@ def test_the_command_repeats_the_options_and_the_script_unless_they_are_given_an
 
 
 def test_a_run_without_a_whole_checkpoint_is_not_resumed() -> None:
-    (RUN / CHECKPOINTS / "000001" / "manifest.json").unlink()
+    (RUN / CHECKPOINTS / LINEAGE / "000001" / "manifest.json").unlink()
     words = refusal()
     assert "cannot be resumed, because there is no whole checkpoint in" in words
     assert "Checkpoint 1 is not used" in words
@@ -115,7 +112,7 @@ def bucket(tmp_path: Path) -> str:
     assert file is not None
     write_run_file(msgspec.structs.replace(file, settings=(Setting("--checkpoint-dir", url),)), RUN)
     write_checkpoint(2)
-    upload(RUN / CHECKPOINTS / "000002", url)
+    upload(RUN / CHECKPOINTS / LINEAGE / "000002", url)
     shutil.rmtree(RUN)
     return url
 
@@ -129,12 +126,13 @@ def test_a_bucket_suffices_to_resume_a_run(bucket: str) -> None:
     found = shown(resume(run=bucket))
     assert found["command"].endswith("train.py --epochs 10")
     assert found["workers"] == "3"
-    assert Path("runs", "trial", CHECKPOINTS, "000002", "manifest.json").exists()
+    assert Path("runs", "trial", CHECKPOINTS, LINEAGE, "000002", "manifest.json").exists()
     assert Path("runs", "trial", "script.py").read_text() == SCRIPT
     shown(resume("--run-dir", "elsewhere", run=bucket))
     assert Path("elsewhere", "run.json").exists()
     job = make_job(workers=1, resume=bucket, run_dir="third", dry_run=True)
-    assert job.resumed == Resumed(str(Path("third", CHECKPOINTS, "000002").absolute()), lock=0)
+    path = str(Path("third", CHECKPOINTS, LINEAGE, "000002").absolute())
+    assert job.resumed == Resumed(path, lock=0)
     assert (job.run_dir, job.checkpoint_dir, job.seed) == (str(Path("third").absolute()), bucket, 7)
 
 
@@ -150,7 +148,7 @@ def test_a_bucket_without_a_whole_checkpoint_and_the_directory_of_another_run_ar
     shown(resume(run=bucket))
     shown(resume(run=bucket))  # the directory is that of this run
     other = bucket.replace("bucket", "other")
-    upload(Path("runs", "trial", CHECKPOINTS, "000002"), other)
+    upload(Path("runs", "trial", CHECKPOINTS, LINEAGE, "000002"), other)
     result = resume(run=other)
     assert "but runs/trial is the directory of a run with other checkpoints; name another directory" in str(
         result.exception

@@ -23,7 +23,7 @@ from benchmarks.overlap.namespaces import why_not
 from paceline.checkpoints.directory import numbers_in
 from paceline.errors import ConfigurationError
 from tests.support import live
-from tests.support.live import await_that, mark, processes, run_program, start_program, train
+from tests.support.live import await_that, mark, of_the_run, processes, run_program, start_program, train
 
 __all__ = ["mark"]
 
@@ -346,7 +346,9 @@ def resumable(driver: Path, text: str = RUN) -> None:
 def started(driver: Path, **options: str) -> subprocess.Popen[str]:
     """Start a run, and return its driver when the run has written two checkpoints."""
     program = start_program(str(driver), json.dumps({"run_dir": "run", **options}), stderr=subprocess.STDOUT)
-    await_that(lambda: numbers_in(Path("run", "checkpoints"))[-1:] >= [2], "two checkpoints are whole")
+    await_that(
+        lambda: numbers_in(of_the_run(Path("run", "checkpoints")))[-1:] >= [2], "two checkpoints are whole"
+    )
     return program
 
 
@@ -374,12 +376,14 @@ def test_the_checkpoints_travel_if_the_node_does_not_see_the_run_directory(drive
     resumable(driver, RESUMABLE + HIDDEN + RUN.removeprefix(RESUMABLE))
     program = start_program(str(driver), '{"run_dir": "run"}', stderr=subprocess.STDOUT)
     elsewhere = Path(os.environ["TMPDIR"])
-    await_that(lambda: [*elsewhere.glob("paceline-*/checkpoints/000002")], "two checkpoints are whole")
+    await_that(
+        lambda: [*elsewhere.glob("paceline-*/checkpoints/paceline-*/000002")], "two checkpoints are whole"
+    )
     assert not Path("run", "checkpoints").exists()
     Path("fail").touch()
     program.communicate(timeout=60)
     Path("fail").unlink()
-    newest = numbers_in(Path("run", "checkpoints"))[-1]
+    newest = numbers_in(of_the_run(Path("run", "checkpoints")))[-1]
 
     Path("go").touch()
     ended = run_program(str(driver), '{"resume": "run"}')
@@ -404,7 +408,7 @@ def test_a_run_goes_on_after_its_end(driver: Path, mark: str, end: str, engine: 
         program.communicate(timeout=60)
         await_that(lambda: not processes(mark), "all processes have ended")
 
-    newest = numbers_in(Path("run", "checkpoints"))[-1]
+    newest = numbers_in(of_the_run(Path("run", "checkpoints")))[-1]
     Path("go").touch()
     if engine == "local":
         text = driver.read_text().replace('engine="ray", ', "").replace("ray.init", "dict")
@@ -472,7 +476,7 @@ def say_and_note(run, line):
 RayRun._say = say_and_note
 
 def disturb():
-    await_that(lambda: Path("run/checkpoints/000002").exists(), "two checkpoints are whole")
+    await_that(lambda: (of_the_run(Path("run/checkpoints")) / "000002").exists(), "two checkpoints are whole")
     host = json.loads(Path("run/running.json").read_text())["address"].split(":")[1]
     node = next(node for node in nodes if node.node_ip_address == host)
     drain = ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=soon", "--deadline-remaining-seconds=600"]

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 from paceline.checkpoints.directory import numbers_in
-from tests.support.live import await_that, processes, run_program, start_program
+from tests.support.live import await_that, of_the_run, processes, run_program, start_program
 from tests.support.marks import chaos, thorough
 
 pytestmark = [
@@ -126,7 +126,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_a_whole_run(
     chance = random.Random(name)
     options = [*one, "--checkpoint-every", "0.3", "--run-dir", "run", "train.py"]
     program = start_program("-m", "paceline", "run", *options, stderr=subprocess.STDOUT)
-    await_that(lambda: numbers_in(Path("run", "checkpoints")), "a checkpoint is whole")
+    await_that(lambda: numbers_in(of_the_run(Path("run", "checkpoints"))), "a checkpoint is whole")
     for _ in range(KILLS):
         kill(program, mark)
         before = steps()

@@ -27,7 +27,7 @@ from paceline.core.protocol.job_cut import JobCut
 from paceline.studies.statistics import difference
 from paceline.sync.actions import DropPush
 from paceline.trace.recording import trace_files
-from tests.support.live import await_that, processes, run_program, start_program
+from tests.support.live import await_that, of_the_run, processes, run_program, start_program
 
 pytestmark = [
     pytest.mark.chaos,
@@ -170,7 +170,10 @@ def kill_and_resume(sync: str, seed: int, mark: str) -> list[str]:
 def await_steps(least: int) -> None:
     """Wait until the workers have made some steps, or wait for the last epoch, and a checkpoint is whole."""
     await_that(
-        lambda: numbers_in(Path("run", "checkpoints")) and (steps() >= least or Path("waits").exists()),
+        lambda: (
+            numbers_in(of_the_run(Path("run", "checkpoints")))
+            and (steps() >= least or Path("waits").exists())
+        ),
         f"the workers have made {least} steps",
     )
 

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import paceline
 from paceline.checkpoints.directory import numbers_in
 from paceline.errors import ConfigurationError, RunFailedError
 from tests.support.emulated import why_not_emulated
-from tests.support.live import await_that, processes, run_program, start_program
+from tests.support.live import await_that, of_the_run, processes, run_program, start_program
 from tests.support.marks import chaos, thorough
 from tests.support.served import Served, output
 from tests.support.small_disk import fill, small_disk
@@ -78,7 +79,7 @@ def script(tmp_path: Path, mark: str) -> None:
 
 
 def checkpoints() -> list[int]:
-    return numbers_in(Path("run", "checkpoints"))
+    return numbers_in(of_the_run(Path("run", "checkpoints")))
 
 
 def await_checkpoints(least: int = 2) -> None:
@@ -88,7 +89,7 @@ def await_checkpoints(least: int = 2) -> None:
 def started(*more: str, within: Path = Path("run", "checkpoints")) -> subprocess.Popen[str]:
     """Start a run, and return its launcher when the run has written checkpoints to a directory."""
     program = start_program(*options(*more), "train.py", stderr=subprocess.STDOUT)
-    await_that(lambda: len(numbers_in(within)) >= 2, "two checkpoints are whole")
+    await_that(lambda: len(numbers_in(of_the_run(within))) >= 2, "two checkpoints are whole")
     return program
 
 
@@ -126,7 +127,9 @@ def final_weights() -> dict[str, torch.Tensor]:
 
 
 def damage(checkpoint: int) -> None:
-    with Path("run", "checkpoints", f"{checkpoint:06d}", "model.safetensors").open("r+b") as file:
+    with (of_the_run(Path("run", "checkpoints")) / f"{checkpoint:06d}" / "model.safetensors").open(
+        "r+b"
+    ) as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\xff")
 
@@ -266,7 +269,7 @@ def train(rate):
                 paceline.checkpoint()
             if not Path("go").exists():
                 time.sleep(0.02 if epoch < 20 else 0.5)  # the checkpoint is whole long before the last epoch
-                if Path("run", "checkpoints", "000001").exists():
+                if list(Path("run", "checkpoints").glob("*/000001")):
                     raise RuntimeError("not today")
 """
 
@@ -325,6 +328,56 @@ def test_a_lost_server_ends_nothing(mark: str, victim: str) -> None:
     assert resumption["why"] in " ".join(output.split())
     require_closed(found)
     assert sum(found["ledger"]["pushes"].values()) == EPOCHS * SAMPLES / 8
+
+
+def test_a_lost_server_and_a_damaged_checkpoint_cost_the_updates_since_the_one_before(mark: str) -> None:
+    """One of them has a flipped bit, one is truncated, and one lacks a file. The run goes on from the one before."""
+    program = started("-n", "1", "--servers", "1", "--keep", "4", "--sync", "bsp")
+    used: list[tuple[int, int]] = []
+    reasons: dict[Callable[[Path], None], str] = {
+        flip_bit: "is damaged: its checksum is wrong",
+        truncate: "bytes, expected",
+        Path.unlink: "No such file",
+    }
+    for times, damaging in enumerate(reasons):
+        await_checkpoints(checkpoints()[-1] + 2)
+        program.send_signal(signal.SIGSTOP)  # so that no newer checkpoint becomes whole
+        *_, before, newest = checkpoints()
+        folder = of_the_run(Path("run", "checkpoints")) / f"{newest:06d}"
+        damaging(folder / "model.safetensors")
+        os.kill(processes(mark)["server 0"], signal.SIGKILL)
+        program.send_signal(signal.SIGCONT)
+        await_that(lambda times=times: begun_again() > times, "the run begins again")  # type: ignore[misc]
+        used.append((newest, before))
+    Path("go").touch()
+    output, _ = program.communicate()
+    assert program.returncode == 0, output
+    found = summary()
+    require_closed(found)
+    assert sum(found["ledger"]["pushes"].values()) == EPOCHS * SAMPLES / 8
+    words = " ".join(output.split())
+    for (newest, before), resumption, why in zip(used, found["resumptions"], reasons.values(), strict=True):
+        [fault] = [
+            each for each in resumption["faults"] if each.startswith(f"Checkpoint {newest} is not used: ")
+        ]
+        assert why in fault
+        assert fault in words
+        assert Path(resumption["checkpoint"]).name == f"{before:06d}"
+
+
+def begun_again() -> int:
+    """Return how often the run has gone on."""
+    return len(list(Path("run", "before").glob("*")))
+
+
+def flip_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-2] ^= 0x40
+    file.write_bytes(data)
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 4)
 
 
 def test_a_lost_server_ends_the_run_if_the_user_wants_it_so_and_a_script_can_ask_for_a_checkpoint(
@@ -530,7 +583,7 @@ LARGE = LARGE.replace("lr=0.05", "lr=0.0001")
 
 
 def await_draft(directory: Path) -> None:
-    await_that(lambda: list(directory.glob("*.partial")), "a checkpoint is being written")
+    await_that(lambda: list(directory.glob("*/*.partial")), "a checkpoint is being written")
 
 
 @pytest.mark.thorough
@@ -548,7 +601,7 @@ def test_a_run_that_is_ended_while_it_writes_a_checkpoint_goes_on_from_the_one_b
         output, _ = program.communicate()
         assert program.returncode == 143
         assert f"checkpoint {checkpoints()[-1]:06d} is whole; to go on from it: " in " ".join(output.split())
-        assert not list(Path("run", "checkpoints").glob("*.partial"))
+        assert not list(Path("run", "checkpoints").glob("*/*.partial"))
     newest = checkpoints()[-1]
     ended = resumed()
     assert f"The run goes on from checkpoint {newest:06d}" in " ".join(ended.stderr.split())
@@ -567,10 +620,10 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written_costs_checkpoints_al
         assert program.returncode == 0, output
         words = " ".join(output.split())
         assert len(re.findall(r"(?<!note: )Checkpoint \d+ was not written", words)) == 1
-        assert not list(disk.glob("*.partial"))
+        assert not list(disk.glob("*/*.partial"))
         require_closed(summary())
         (disk / "filler").unlink()
-        newest = numbers_in(disk)[-1]
+        newest = numbers_in(of_the_run(disk))[-1]
         ended = resumed("train.py")
         assert f"The run goes on from checkpoint {newest:06d}" in " ".join(ended.stderr.split())
         require_closed(summary())

@@ -14,7 +14,7 @@ import pytest
 
 from paceline.checkpoints.directory import numbers_in
 from paceline.checkpoints.reading import newest_whole
-from tests.support.live import await_that, mark, processes
+from tests.support.live import await_that, mark, of_the_run, processes
 from tests.support.served import Served, enough, output
 
 pytestmark = [
@@ -41,14 +41,16 @@ def test_a_machine_that_does_not_see_the_run_directory_takes_part_in_checkpoints
     options = ["--workers", "1", "--servers", "2", "--remote-servers", "1", "--checkpoint-every", "0.3"]
     served = Served(*options)
     machine = join(served)
-    await_that(lambda: len(numbers_in(Path("run", "checkpoints"))) >= 2, "two checkpoints are whole")
+    await_that(
+        lambda: len(numbers_in(of_the_run(Path("run", "checkpoints")))) >= 2, "two checkpoints are whole"
+    )
     while found := processes(mark):
         for process_id in found.values():
             os.kill(process_id, signal.SIGKILL)
         time.sleep(0.05)
     output(machine)
     served.failure(code=-signal.SIGKILL)
-    checkpoint = newest_whole(Path("run", "checkpoints")).checkpoint
+    checkpoint = newest_whole(of_the_run(Path("run", "checkpoints"))).checkpoint
     assert checkpoint is not None
     assert len(checkpoint.manifest.versions) == 2
     shutil.rmtree("brought")

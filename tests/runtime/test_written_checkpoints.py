@@ -16,7 +16,7 @@ from paceline import DistributedOptimizer
 from paceline.checkpoints.reading import Checkpoint, newest_whole
 from paceline.checkpoints.shard_writing import is_draft
 from paceline.runtime import checkpoints, shard_copies
-from tests.support.live import await_that
+from tests.support.live import await_that, of_the_run
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -32,7 +32,7 @@ def scripts_without_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def whole(run_dir: Path, least: int = 1) -> Checkpoint | None:
     """Return the newest whole checkpoint if its number is at least `least`."""
-    found = newest_whole(run_dir / "checkpoints").checkpoint
+    found = newest_whole(of_the_run(run_dir / "checkpoints")).checkpoint
     return found if found is not None and int(found.path.name) >= least else None
 
 
@@ -101,10 +101,10 @@ def test_each_checkpoint_is_copied_to_the_bucket(run_on_threads: RunOnThreads, t
     def train() -> None:
         (run_dir / "script.py").write_text("import paceline")
         training(run_dir)
-        await_that(lambda: newest_whole(bucket).checkpoint, "the copy is whole")
+        await_that(lambda: newest_whole(of_the_run(bucket)).checkpoint, "the copy is whole")
 
     run_on_threads(train, workers=1, servers=1, checkpoint_dir=f"file://{bucket}")
-    [here, there] = [whole(run_dir), newest_whole(bucket).checkpoint]
+    [here, there] = [whole(run_dir), newest_whole(of_the_run(bucket)).checkpoint]
     assert here is not None
     assert there is not None
     assert here.manifest == there.manifest
@@ -131,9 +131,7 @@ def test_a_bucket_that_cannot_be_written_costs_only_the_copy(
 
 def test_a_directory_of_the_same_name_on_another_machine_is_not_the_draft(tmp_path: Path) -> None:
     assert not is_draft(tmp_path / "000001.partial", "token")
-    (tmp_path / "places.json").write_text(
-        '{"weights": [], "state": [], "optimizer": [], "members": [], "tensors": {}, "token": "theirs"}'
-    )
+    (tmp_path / "draft.json").write_text('{"lineage": "paceline-0123456789abcdef", "token": "theirs"}')
     assert not is_draft(tmp_path, "ours")
     assert is_draft(tmp_path, "theirs")
 

@@ -23,6 +23,7 @@ import pytest
 from safetensors.torch import load_file
 
 import paceline
+from paceline.checkpoints.directory import is_lineage, new_lineage
 from paceline.trace.measures import Measures
 from paceline.trace.time_use import TimeUse, time_shares
 
@@ -42,6 +43,7 @@ import torch
 from torch import nn
 
 import paceline
+from paceline.checkpoints.directory import is_lineage, new_lineage
 
 
 class Tied(nn.Module):
@@ -130,6 +132,13 @@ def peak_bytes(pid: int) -> int:
     status = Path(f"/proc/{pid}/status").read_text()
     [peak_kb] = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
     return 1024 * int(peak_kb)
+
+
+def of_the_run(directory: Path) -> Path:
+    """Return the folder with the checkpoints of the only run that has written checkpoints to a directory."""
+    own = [path for path in directory.glob("*") if is_lineage(path.name)]
+    assert len(own) <= 1, f"{len(own)} runs have written checkpoints to {directory}"
+    return own[0] if own else directory / new_lineage()
 
 
 def await_that(condition: Callable[[], object], what: str) -> None:

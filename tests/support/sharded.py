@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import nn
 
+from paceline.checkpoints.directory import is_lineage
 from paceline.checkpoints.places import Settings
 from paceline.checkpoints.reading import Checkpoint
 from paceline.checkpoints.shard_writing import ShardWriter, shard_content
 from paceline.checkpoints.writing import Draft
+from paceline.core.protocol.job_cut import JobCut, ShardState
 from paceline.core.protocol.layout import Layout, Parameter
 from paceline.core.protocol.model_spec import BufferSpec, ModelSpec, OptimizerSpec
 from paceline.shard.optimizers import read_groups, require_elementwise
+from paceline.shard.states import encode_states
 from paceline.shard.store import Push, Store
 from paceline.shard.vectors import dtype_name, parameter_views, sliced
+
+LINEAGE = "paceline-0123456789abcdef"
+"""The identity of the checkpoints."""
 
 
 class Net(nn.Module):
@@ -124,21 +131,24 @@ class Shards:
         keep: int = 3,
         spared: int = 0,
         settings: Sequence[Settings] = (),
-        job: bytes = b'{"steps": 3}',
+        job: bytes | None = None,
         further: Mapping[str, bytes] | None = None,
+        lineage: str = LINEAGE,
+        origin: str = "",
     ) -> Path:
         """Write a checkpoint, the last shard first, in pieces of this size; 0 for one piece for each vector."""
         states = [store.optimizer_state() for store in self.stores]
         entries = [store.state_entries(s) for store, s in zip(self.stores, states, strict=True)]
         tensors = dict(net.named_buffers()) if net is not None else {}
         draft = Draft.begin(
-            directory,
+            directory if is_lineage(directory.name) else directory / lineage,
             number,
             self.model,
             self.slices,
             entries,
             tensors=tensors,
             settings=settings,
+            origin=origin,
         )
         for bounds, store, state, of in reversed(
             list(zip(self.slices, self.stores, states, entries, strict=True))
@@ -148,12 +158,32 @@ class Shards:
                 joined = b"".join(content)
                 starts = range(0, len(joined), piece_bytes)
                 content = [memoryview(joined[start : start + piece_bytes]) for start in starts]
-            with ShardWriter(draft.path, bounds, of) as writer:
+            with ShardWriter(draft.path, draft.token, bounds, of) as writer:
                 for part in content:
                     writer.write(part)
         versions = [number] * len(self.slices)
-        workers = {0: b"zero", 12: b"twelve"}
-        return draft.finish(job, workers, versions=versions, further=further, keep=keep, spared=spared)
+        workers = {worker: b"".join(encode_states({"worker": worker})) for worker in (0, 12)}
+        return draft.finish(
+            self._cut(number) if job is None else job,
+            workers,
+            versions=versions,
+            further=further,
+            keep=keep,
+            spared=spared,
+        )
+
+    def _cut(self, number: int) -> bytes:
+        """Return the state of a job that has taken three steps."""
+        cut = JobCut(
+            number=number,
+            elapsed_s=1.0,
+            seed=7,
+            sync="bsp",
+            model=self.model,
+            slices=tuple(self.slices),
+            shards=tuple(ShardState() for _ in self.slices),
+        )
+        return msgspec.json.encode(cut)
 
     def _zeros(self) -> dict[str, torch.Tensor]:
         sizes = self.model.layout.sizes.items()

@@ -1,28 +1,64 @@
 """Copies checkpoints to and from object storage, such as a bucket, by the file systems of `fsspec`.
 
 A bucket has no directories that can be renamed. So a copy is whole once its manifest is there, which is copied last.
+The first file of a copy says whose it is. As in a directory (see `directory`), several runs may share a bucket: none
+looks outside of the folder of its lineage, and none removes what does not carry its identity.
 """
 
 from __future__ import annotations
 
-import shutil
+import contextlib
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
+import msgspec
 from fsspec.core import url_to_fs
 
 from ..errors import CheckpointError, ConfigurationError, first_line
-from .directory import NAME, PARTIAL, name_of
-from .manifest import MANIFEST, files_in
+from ..files import open_regular
+from .directory import (
+    DRAFT,
+    DraftMark,
+    identity_of,
+    lineages_in,
+    name_of,
+    number_of,
+)
+from .manifest import MANIFEST, carries, manifest_of, read_manifest
 from .reading import Checkpoint, Found
+from .writing import mark_new, remove, remove_drafts
 
-__all__ = ["newest_from", "require_bucket", "upload"]
+__all__ = ["LineageThere", "lineages_at", "newest_from", "require_bucket", "upload"]
 
 PIECE_BYTES = 4 * 2**20
 """Number of bytes that are copied at a time."""
+
+
+class LineageThere(NamedTuple):
+    """A lineage, the checkpoints of which are in a bucket or a directory.
+
+    Attributes:
+        name: its identity; "" for checkpoints of earlier versions, which have none.
+        numbers: the numbers of its complete checkpoints, in ascending order.
+        origin: the checkpoint of another lineage with which it has begun; "" for none. See `origin_of`.
+        run: the content of `run.json` in its newest checkpoint; b"" if there is none.
+    """
+
+    name: str
+    numbers: tuple[int, ...]
+    origin: str
+    run: bytes
+
+    def is_continued_by(self, other: LineageThere) -> bool:
+        """Return True if another lineage has begun with the newest checkpoint of this one."""
+        path = PurePosixPath(other.origin)
+        name = "" if str(path.parent) == "." else str(path.parent)
+        number = number_of(path.name)
+        return bool(other.origin) and name == self.name and number is not None and number >= max(self.numbers)
 
 
 def require_bucket(url: str) -> None:
@@ -33,7 +69,7 @@ def require_bucket(url: str) -> None:
     """
     system, root = _open(url)
     try:
-        _numbers_at(system, root)
+        _names_at(system, root)
     except Exception as error:  # each file system has its own exceptions
         raise ConfigurationError(
             f"the checkpoint directory {url} cannot be read: {first_line(error)}. Check the name and the "
@@ -44,7 +80,7 @@ def require_bucket(url: str) -> None:
 def upload(
     checkpoint: Path, url: str, keep: int = 3, pause: Callable[[float], bool] = lambda took_s: False
 ) -> None:
-    """Copy a complete checkpoint to a bucket, and remove the oldest copies there.
+    """Copy a complete checkpoint to the folder of its lineage in a bucket, and remove the oldest copies there.
 
     Args:
         checkpoint: directory of the checkpoint.
@@ -58,21 +94,30 @@ def upload(
         CheckpointError: the checkpoint cannot be copied. Earlier copies are unchanged.
     """
     system, root = _open(url)
-    target = PurePosixPath(root, checkpoint.name)
-    files = sorted(files_in(checkpoint), key=lambda file: file.name == MANIFEST)
+    manifest = read_manifest(checkpoint)
+    lineage = manifest.lineage
+    folder = PurePosixPath(root, lineage)
+    target = folder / checkpoint.name
+    mark = str(target / DRAFT)
     try:
-        for file in files:
-            place = target / file.relative_to(checkpoint)
+        system.makedirs(str(target), exist_ok=True)
+        system.pipe_file(mark, msgspec.json.encode(DraftMark(lineage, secrets.token_hex(16))))
+        for name in [*manifest.files, MANIFEST]:
+            place = target / name
             system.makedirs(str(place.parent), exist_ok=True)
-            _copy(file, system, str(place), pause)
-        for number in _numbers_at(system, root)[: -max(keep, 1)]:
-            system.rm(str(PurePosixPath(root, name_of(number))), recursive=True)
+            _copy(checkpoint / name, system, str(place), pause)
+        system.rm_file(mark)
+        own = [
+            number for number in _numbers_at(system, str(folder)) if _carries(system, folder, number, lineage)
+        ]
+        for number in own[: -max(keep, 1)]:
+            _remove(system, folder / name_of(number))
     except Exception as error:  # each file system has its own exceptions
         raise CheckpointError(f"{checkpoint} cannot be copied to {url}: {first_line(error)}") from error
 
 
 def _copy(file: Path, system: Any, place: str, pause: Callable[[float], bool]) -> None:
-    with file.open("rb") as source, system.open(place, "wb") as target:
+    with open_regular(file) as source, system.open(place, "wb") as target:
         while piece := source.read(PIECE_BYTES):
             began_s = time.monotonic()
             target.write(piece)
@@ -80,40 +125,141 @@ def _copy(file: Path, system: Any, place: str, pause: Callable[[float], bool]) -
                 raise CheckpointError("the run has ended")
 
 
-def newest_from(url: str, directory: Path, after: int = 0) -> Found:
-    """Copy the newest whole checkpoint from a bucket.
+def _carries(system: Any, folder: PurePosixPath, number: int, lineage: str) -> bool:
+    """Return True if a copy says that it belongs to this lineage. Nothing else may be removed."""
+    for name in (DRAFT, MANIFEST):
+        path = str(folder / name_of(number) / name)
+        if system.exists(path):
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                found = msgspec.json.decode(system.cat_file(path), type=dict)
+                return bool(lineage) and found.get("lineage") == lineage
+            return False
+    return False
+
+
+def _remove(system: Any, copy: PurePosixPath) -> None:
+    """Remove a copy. What says whose it is goes last, so that nothing is left for ever."""
+    for path in system.find(str(copy)):
+        if PurePosixPath(path) not in (copy / MANIFEST, copy / DRAFT) and PurePosixPath(path).name:
+            system.rm_file(path)
+    system.rm(str(copy), recursive=True)
+
+
+def newest_from(
+    url: str,
+    directory: Path,
+    lineage: str = "",
+    *,
+    after: int = 0,
+    until: int | None = None,
+    use: Callable[[Checkpoint], object] = lambda checkpoint: None,
+) -> Found:
+    """Copy the newest whole checkpoint of a lineage from a bucket.
 
     Args:
         url: where the checkpoints of the run are.
-        directory: directory of all checkpoints of the run on this machine. It is created if necessary.
+        directory: directory of all checkpoints of the run on this machine. The folder of the lineage is created in it
+            if necessary.
+        lineage: the identity of the lineage; "" for checkpoints of earlier versions, which have none.
         after: number of the newest checkpoint that is not needed, for example because this machine has it.
+        until: number of the newest checkpoint that may be used; None for no limit.
+        use: see `reading.newest_whole`.
+
+    Raises:
+        ConfigurationError: there is no file system for this URL.
+        CheckpointError: the bucket cannot be read, or this machine cannot be written.
+    """
+    system, root = _open(url)
+    there, here = PurePosixPath(root, lineage), directory / lineage
+    faults = []
+    try:
+        # Among copies of an earlier version, other folders may be named by numbers, too, such as those of Slurm jobs.
+        numbers = _numbers_at(system, str(there)) if lineage else _complete_at(system, there)
+        for number in reversed(numbers):
+            if until is not None and number > until:
+                continue
+            if number <= after:
+                break
+            try:
+                found = _fetch(system, there, number, here, use)
+            except CheckpointError as error:
+                faults.append(f"Checkpoint {number} in {url} is not used: {error}.")
+            else:
+                return Found(found, tuple(faults), numbers[-1])
+    except Exception as error:  # each file system has its own exceptions
+        raise CheckpointError(f"checkpoints cannot be copied from {url}: {first_line(error)}") from error
+    return Found(None, tuple(faults), numbers[-1] if numbers else 0)
+
+
+def _fetch(
+    system: Any, folder: PurePosixPath, number: int, here: Path, use: Callable[[Checkpoint], object]
+) -> Checkpoint:
+    """Copy a checkpoint to a folder on this machine.
+
+    Raises:
+        CheckpointError: it is not whole.
+    """
+    lineage, there = identity_of(here), folder / name_of(number)
+    if not system.exists(str(there / MANIFEST)):
+        raise CheckpointError(f"{MANIFEST} cannot be read: it has not been copied completely")
+    data = system.cat_file(str(there / MANIFEST))
+    manifest = manifest_of(data, lineage)
+    here.mkdir(parents=True, exist_ok=True)
+    remove_drafts(here)
+    begun = mark_new(here, DraftMark(lineage, secrets.token_hex(16)))
+    try:
+        (begun / "workers").mkdir()
+        (begun / MANIFEST).write_bytes(data)
+        for name in manifest.files:
+            if not system.exists(str(there / name)):
+                raise CheckpointError(f"{name} cannot be read: it is not in the bucket")
+            system.get_file(str(there / name), str(begun / name))
+        found = Checkpoint(begun)
+        found.require_number(number)
+        use(found)
+        path = here / there.name
+        if path.exists():  # it is damaged, or it would be used
+            if carries(path, lineage):
+                remove(path)
+            else:
+                path.rename(path.with_name(f"{path.name}.damaged-{secrets.token_hex(4)}"))
+        begun.rename(path)
+        (path / DRAFT).unlink()
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove(begun)
+        raise
+    return Checkpoint(path, checked=False)
+
+
+def lineages_at(place: str) -> Sequence[LineageThere]:
+    """Return the lineages that have complete checkpoints in a bucket or a directory. Files are not checked.
+
+    Args:
+        place: URL of the bucket, or name of the directory.
 
     Raises:
         ConfigurationError: there is no file system for this URL.
         CheckpointError: the bucket cannot be read.
     """
-    system, root = _open(url)
-    faults = []
+    system, root = _open(place if "://" in place else f"file://{Path(place).absolute()}")
     try:
-        for number in reversed(_numbers_at(system, root)):
-            if number <= after:
-                break
-            path = directory / name_of(number)
-            partial = directory / (path.name + PARTIAL)
-            directory.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(partial, ignore_errors=True)
-            system.get(str(PurePosixPath(root, path.name)), str(partial), recursive=True)
-            try:
-                Checkpoint(partial)
-            except CheckpointError as error:
-                shutil.rmtree(partial)
-                faults.append(f"Checkpoint {number} in {url} is not used: {error}.")
-                continue
-            shutil.rmtree(path, ignore_errors=True)
-            return Found(Checkpoint(partial.rename(path)), tuple(faults))
+        return list(_lineages(system, root))
     except Exception as error:  # each file system has its own exceptions
-        raise CheckpointError(f"checkpoints cannot be copied from {url}: {first_line(error)}") from error
-    return Found(None, tuple(faults))
+        raise CheckpointError(f"{place} cannot be read: {first_line(error)}") from error
+
+
+def _lineages(system: Any, root: str) -> Iterator[LineageThere]:
+    for name in lineages_in(_names_at(system, root)):
+        folder = PurePosixPath(root, name)
+        if numbers := _complete_at(system, folder):
+            newest = folder / name_of(numbers[-1])
+            said: Mapping[str, Any] = {}
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                said = msgspec.json.decode(system.cat_file(str(newest / MANIFEST)), type=dict)
+            run = newest / "run.json"
+            described = system.cat_file(str(run)) if system.exists(str(run)) else b""
+            yield LineageThere(name, tuple(numbers), str(said.get("origin") or ""), described)
 
 
 def _open(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -129,10 +275,21 @@ def _open(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     return system, root
 
 
-def _numbers_at(system: Any, root: str) -> list[int]:
-    """Return the numbers of the checkpoints in a bucket, in ascending order."""
+def _complete_at(system: Any, folder: PurePosixPath) -> list[int]:
+    """Return the numbers of those copies in a folder that have a manifest, in ascending order."""
+    numbers = _numbers_at(system, str(folder))
+    return [number for number in numbers if system.exists(str(folder / name_of(number) / MANIFEST))]
+
+
+def _names_at(system: Any, root: str) -> list[str]:
+    """Return the names of what is in a folder of a bucket."""
     system.invalidate_cache()
     if not system.exists(root):
         return []
-    names = [PurePosixPath(path).name for path in system.ls(root, detail=False)]
-    return sorted(int(name) for name in names if NAME.fullmatch(name))
+    return [PurePosixPath(path).name for path in system.ls(root, detail=False)]
+
+
+def _numbers_at(system: Any, folder: str) -> list[int]:
+    """Return the numbers of the checkpoints in a folder of a bucket, in ascending order."""
+    numbers = (number_of(name) for name in _names_at(system, folder))
+    return sorted(number for number in numbers if number is not None)

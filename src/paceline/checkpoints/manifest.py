@@ -1,20 +1,25 @@
 """The manifest of a checkpoint: what it contains, and the sizes and checksums by which a damaged one is recognized.
 
-The manifest is written last. So a checkpoint without a manifest is not complete.
+The manifest is written last. So a checkpoint without a manifest is not complete. Whoever can write a checkpoint can
+also sign it, so a manifest that names files outside of its directory is refused like a damaged one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from .. import __version__
 from ..core.protocol.model_spec import HyperParameters
 from ..errors import CheckpointError
+from ..files import open_regular, read_regular
+from .directory import DRAFT, identity_of, read_draft
 from .pace import Pace
 
 __all__ = [
@@ -23,13 +28,24 @@ __all__ = [
     "FileRecord",
     "Manifest",
     "OptimizerRecord",
+    "carries",
+    "files_in",
+    "manifest_of",
     "read_manifest",
     "record_of",
     "require_whole",
 ]
 
-FORMAT = 1
+FORMAT = 2
 """Number of the format of the directory. A change that earlier versions cannot read adds one."""
+
+ADDED = {2: ("lineage", "origin")}
+"""The attributes of `Manifest` that a format has added. Checksums of earlier formats do not include these."""
+
+FILE = re.compile(
+    r"model\.safetensors|optimizer-[0-9]+\.pt|job\.json|workers/[0-9]+\.bin|run\.json|script\.py"
+)
+"""The files of a checkpoint, besides its manifest."""
 
 PIECE_BYTES = 1024 * 1024
 MANIFEST = "manifest.json"
@@ -64,10 +80,12 @@ class Manifest(msgspec.Struct, frozen=True):
     Attributes:
         format: number of the format. See `FORMAT`.
         paceline: the version of Paceline that has written the checkpoint.
-        number: number of the checkpoint in its run.
+        number: number of the checkpoint in its lineage.
         versions: for each shard, the number of updates that its weights include.
         optimizers: the optimizers.
         files: all other files, by their paths in the directory of the checkpoint.
+        lineage: the identity of the run and of those that have resumed it. See `directory`. "" in format 1.
+        origin: the checkpoint of another lineage with which this one has begun. See `origin_of`; "" for none.
         sha256: checksum of this manifest with the checksum "".
     """
 
@@ -77,6 +95,8 @@ class Manifest(msgspec.Struct, frozen=True):
     versions: tuple[int, ...]
     optimizers: tuple[OptimizerRecord, ...]
     files: dict[str, FileRecord]
+    lineage: str = ""
+    origin: str = ""
     sha256: str = ""
 
     def write(self, folder: Path) -> None:
@@ -88,18 +108,24 @@ class Manifest(msgspec.Struct, frozen=True):
             os.fsync(file.fileno())
 
 
-class _Origin(msgspec.Struct, frozen=True):
+class _Head(msgspec.Struct, frozen=True):
     """The part of a manifest that no version changes."""
 
     format: int
     paceline: str
 
 
+class _Owner(msgspec.Struct, frozen=True):
+    """The part of a manifest that says whose the checkpoint is."""
+
+    lineage: str = ""
+
+
 def record_of(path: Path, pace: Pace) -> FileRecord:
     """Return the size and the checksum of a file, which is read at the given pace."""
     size_bytes, checksum = 0, hashlib.sha256()
     buffer = memoryview(bytearray(PIECE_BYTES))
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         while read_bytes := file.readinto(buffer):
             checksum.update(buffer[:read_bytes])
             size_bytes += read_bytes
@@ -111,25 +137,60 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or its format is another than `FORMAT`.
+        CheckpointError: there is none, it is damaged, its format is unknown, or it is that of another lineage.
     """
     try:
-        data = (folder / MANIFEST).read_bytes()
+        data = read_regular(folder / MANIFEST)
     except OSError as error:
         raise CheckpointError(f"{MANIFEST} cannot be read: {error.strerror}") from error
+    return manifest_of(data, identity_of(folder.parent))
+
+
+def manifest_of(data: bytes, lineage: str) -> Manifest:
+    """Return the manifest with this content.
+
+    Args:
+        data: the content of the file.
+        lineage: the identity that it has to carry; "" if it may carry none.
+
+    Raises:
+        CheckpointError: it is damaged, its format is unknown, or it is that of another lineage.
+    """
     try:
-        origin = msgspec.json.decode(data, type=_Origin)
-        manifest = msgspec.json.decode(data, type=Manifest) if origin.format == FORMAT else None
+        head = msgspec.json.decode(data, type=_Head)
+        manifest = msgspec.json.decode(data, type=Manifest) if 1 <= head.format <= FORMAT else None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{MANIFEST} is damaged: {error}") from error
     if manifest is None:
         raise CheckpointError(
-            f"Paceline {origin.paceline} has written it in format {origin.format}, but Paceline {__version__} reads "
-            f"format {FORMAT}"
+            f"Paceline {head.paceline} has written it in format {head.format}, but Paceline {__version__} reads "
+            f"the formats up to {FORMAT}"
         )
     if manifest.sha256 != _checksum(manifest):
         raise CheckpointError(f"{MANIFEST} is damaged: its checksum is wrong")
+    for name in manifest.files:
+        if FILE.fullmatch(name) is None:
+            raise CheckpointError(f"{MANIFEST} names {name!r}, which is no file of a checkpoint")
+    if manifest.lineage != lineage:
+        whose = f"carries the identity {manifest.lineage}" if manifest.lineage else "carries no identity"
+        expected = f"expected {lineage}" if lineage else "but its folder is that of checkpoints without one"
+        raise CheckpointError(f"it is of another run: it {whose}, {expected}")
     return manifest
+
+
+def carries(path: Path, lineage: str) -> bool:
+    """Return True if a checkpoint, complete or not, says that it belongs to this lineage.
+
+    Nothing else may be removed.
+    """
+    if not lineage or path.is_symlink():
+        return False
+    if (draft := read_draft(path)) is not None:
+        return draft.lineage == lineage
+    try:
+        return msgspec.json.decode(read_regular(path / MANIFEST), type=_Owner).lineage == lineage
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return False
 
 
 def require_whole(folder: Path, manifest: Manifest, pace: Pace) -> None:
@@ -152,8 +213,8 @@ def require_whole(folder: Path, manifest: Manifest, pace: Pace) -> None:
 
 
 def files_in(folder: Path) -> Iterable[Path]:
-    """Return the files in a folder and its folders, in the order of their names."""
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    """Return the files of a checkpoint that is being written, in the order of their names."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != DRAFT)
 
 
 def _size_bytes(path: Path) -> int:
@@ -164,4 +225,8 @@ def _size_bytes(path: Path) -> int:
 
 
 def _checksum(manifest: Manifest) -> str:
-    return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(manifest, sha256=""))).hexdigest()
+    content: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(manifest, sha256=""))
+    for number, names in ADDED.items():
+        if manifest.format < number:
+            content = {name: value for name, value in content.items() if name not in names}
+    return hashlib.sha256(msgspec.json.encode(content)).hexdigest()

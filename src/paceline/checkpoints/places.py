@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import secrets
 import struct
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -53,7 +52,6 @@ class Places(msgspec.Struct, frozen=True):
         optimizer: for each parameter of the layout, the index of its optimizer.
         members: for each optimizer, the names of its parameters in its own order.
         tensors: where each of the other tensors begins in `MODEL`, by name.
-        token: a random text, by which a process tells whether it sees these files.
     """
 
     weights: tuple[tuple[int, ...], ...]
@@ -61,7 +59,6 @@ class Places(msgspec.Struct, frozen=True):
     optimizer: tuple[int, ...]
     members: tuple[tuple[str, ...], ...]
     tensors: dict[str, int]
-    token: str
 
 
 class _Entry(NamedTuple):
@@ -117,7 +114,6 @@ def lay_out(
         optimizer=tuple(p.set_index for p in layout.parameters),
         members=tuple(members),
         tensors={name: begins[name] for name in tensors},
-        token=secrets.token_hex(16),
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +16,16 @@ from ..core.protocol.model_spec import HyperParameters, ModelSpec
 from ..errors import CheckpointError
 from ..shard.optimizer_state import slice_state
 from ..shard.vectors import Vectors, dtype_name, segment_views, torch_dtype
-from .directory import PARTIAL, name_of, numbers_in
-from .manifest import Manifest, OptimizerRecord, read_manifest, require_whole
+from .directory import PARTIAL, identity_of, name_of, numbers_in, read_draft
+from .manifest import MANIFEST, Manifest, OptimizerRecord, read_manifest, require_whole
 from .pace import Pace
-from .places import MODEL, optimizer_file
+from .places import MODEL, PLACES, optimizer_file
 
 __all__ = ["Checkpoint", "Found", "newest_whole"]
+
+
+WORKER = re.compile(r"workers/([0-9]+)\.bin")
+"""The file with the state of a worker."""
 
 
 class Checkpoint:
@@ -45,6 +50,11 @@ class Checkpoint:
         if checked:
             require_whole(path, self.manifest, pace or Pace())
 
+    def require_number(self, number: int) -> None:
+        """Raise `CheckpointError` if the checkpoint has another number, because somebody has renamed it."""
+        if self.manifest.number != number:
+            raise CheckpointError(f"its name says {number}, but it is checkpoint {self.manifest.number}")
+
     @property
     def job(self) -> bytes:
         """The state of the job."""
@@ -52,9 +62,11 @@ class Checkpoint:
 
     @property
     def workers(self) -> dict[int, Path]:
-        """The file with the state of each worker."""
-        files = sorted((self.path / "workers").glob("*.bin"), key=lambda path: int(path.stem))
-        return {int(path.stem): path for path in files}
+        """The file with the state of each worker. What else lies in this folder has been put there by others."""
+        names = filter(None, map(WORKER.fullmatch, self.manifest.files))
+        return {
+            index: self.path / name for index, name in sorted((int(found[1]), found[0]) for found in names)
+        }
 
     @cached_property
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -158,27 +170,69 @@ class Found(NamedTuple):
     Attributes:
         checkpoint: the checkpoint.
         faults: a sentence for each newer checkpoint, which says why it is not used.
+        highest: the highest number that a checkpoint has, whole or not; 0 if there is none. The next one follows it.
     """
 
     checkpoint: Checkpoint | None
     faults: tuple[str, ...]
+    highest: int = 0
 
 
-def newest_whole(directory: Path, pace: Pace | None = None) -> Found:
-    """Return the newest checkpoint in a directory that is complete and not damaged.
+def newest_whole(
+    *folders: Path,
+    until: int | None = None,
+    use: Callable[[Checkpoint], object] = lambda checkpoint: None,
+    pace: Pace | None = None,
+) -> Found:
+    """Return the newest checkpoint of a lineage that is complete and not damaged.
 
     Args:
-        directory: directory of all checkpoints of the run.
+        folders: directories of its checkpoints, such as a directory and that of copies from a bucket.
+        until: number of the newest checkpoint that may be used; None for no limit.
+        use: looks into the content of a checkpoint. It raises `CheckpointError` if the content means nothing,
+            although all checksums are right.
         pace: rate at which the files are read to check them; None for no limit.
     """
-    complete, partial = numbers_in(directory), numbers_in(directory, PARTIAL)
+    folders = tuple(dict.fromkeys(folders))
+    complete = [(number, folder) for folder in folders for number in _ours_in(folder, "", MANIFEST)]
+    partial = [(number, folder) for folder in folders for number in _ours_in(folder, PARTIAL, PLACES)]
+    there = [
+        (number, folder)
+        for number, folder in sorted({*complete, *partial}, reverse=True)
+        if until is None or number <= until
+    ]
+    highest = there[0][0] if there else 0
     faults = []
-    for number in sorted({*complete, *partial}, reverse=True):
-        if number not in complete:
-            faults.append(f"Checkpoint {number} is not used: the run ended while it was being written.")
-            continue
+    for number, folder in there:
         try:
-            return Found(Checkpoint(directory / name_of(number), pace), tuple(faults))
+            if (number, folder) not in complete:
+                raise CheckpointError(_unfinished(folder, number))
+            checkpoint = Checkpoint(folder / name_of(number), pace)
+            checkpoint.require_number(number)
+            use(checkpoint)
         except CheckpointError as error:
             faults.append(f"Checkpoint {number} is not used: {error}.")
-    return Found(None, tuple(faults))
+        else:
+            return Found(checkpoint, tuple(faults), highest)
+    return Found(None, tuple(faults), highest)
+
+
+def _ours_in(folder: Path, suffix: str, file: str) -> list[int]:
+    """Return the numbers of the checkpoints in a folder.
+
+    In a directory of an earlier version, other folders may be named by numbers, too, such as those of Slurm jobs.
+    There, a checkpoint is what has a certain file.
+    """
+    return [
+        number
+        for number in numbers_in(folder, suffix)
+        if identity_of(folder) or (folder / (name_of(number) + suffix) / file).exists()
+    ]
+
+
+def _unfinished(folder: Path, number: int) -> str:
+    """Return why a checkpoint is not complete."""
+    draft = read_draft(folder / (name_of(number) + PARTIAL))
+    if draft is not None and draft.lineage != identity_of(folder):
+        return f"it is of another run: it carries the identity {draft.lineage}"
+    return "the run ended while it was being written"

@@ -1,4 +1,8 @@
-"""Writes the content of one shard to its places in the files of a checkpoint, in pieces and at a limited rate."""
+"""Writes the content of one shard to its places in the files of a checkpoint, in pieces and at a limited rate.
+
+A draft may vanish while it is being written, and another one may take its name. So a writer knows the token of its
+draft, and compares this token whenever it writes.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,10 @@ import msgspec
 from ..core.protocol.layout import ShardSlice, item_bytes
 from ..core.protocol.state_entries import StateEntries
 from ..errors import CheckpointError
+from ..files import read_regular
 from ..shard.buffer_bytes import bytes_of
 from ..shard.vectors import Vectors, segment_views, torch_dtype
+from .directory import read_draft
 from .pace import Pace
 from .places import MODEL, PLACES, Places, optimizer_file
 
@@ -49,6 +55,7 @@ class ShardWriter:
 
     Args:
         path: the directory of the draft.
+        token: `Draft.token`.
         bounds: the shard.
         entries: the entries of its optimizer state, as given to `Draft.begin`.
         pace: the rate at which to write; None for no limit.
@@ -57,13 +64,14 @@ class ShardWriter:
         size_bytes: size of the content.
 
     Raises:
-        CheckpointError: the draft has been discarded.
+        CheckpointError: the draft has been discarded, or another run writes a draft of this name.
     """
 
     def __init__(
-        self, path: Path, bounds: ShardSlice, entries: StateEntries, pace: Pace | None = None
+        self, path: Path, token: str, bounds: ShardSlice, entries: StateEntries, pace: Pace | None = None
     ) -> None:
         self._path = path
+        self._token = token
         self._shard = bounds.index
         self._pace = pace or Pace()
         self._files: dict[str, int] = {}
@@ -75,6 +83,11 @@ class ShardWriter:
                 for name, _ in targets:
                     if name not in self._files:
                         self._files[name] = os.open(path / name, os.O_WRONLY)
+        try:
+            self._require_own()  # after all files have been opened
+        except CheckpointError:
+            self._close()
+            raise
         self.size_bytes = sum(size_bytes for size_bytes, _ in self._left)
 
     def __enter__(self) -> ShardWriter:
@@ -87,15 +100,19 @@ class ShardWriter:
             if error is None:
                 self._complete()
         finally:
-            for descriptor in self._files.values():
-                os.close(descriptor)
+            self._close()
+
+    def _close(self) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Write the next part of the content, which may have any size.
 
         Raises:
-            CheckpointError: the data cannot be written, or there is more than expected.
+            CheckpointError: the data cannot be written, the draft is no longer there, or there is more than expected.
         """
+        self._require_own()
         view = memoryview(data).cast("B")
         with self._explained():
             while view.nbytes:
@@ -121,6 +138,15 @@ class ShardWriter:
         self._unsynced_bytes = 0
         for descriptor in self._files.values():
             os.fdatasync(descriptor)
+        self._require_own()
+
+    def _require_own(self) -> None:
+        """Raise `CheckpointError` if the draft has been removed, or another one has taken its name."""
+        if not is_draft(self._path, self._token):
+            raise CheckpointError(
+                f"shard {self._shard} cannot be written to {self._path}: somebody has removed this draft, or another "
+                "run writes to the same directory"
+            )
 
     def _complete(self) -> None:
         if self._left:
@@ -163,20 +189,18 @@ def _regions(places: Places, bounds: ShardSlice, entries: StateEntries) -> Itera
 
 
 def _places_in(path: Path) -> Places:
-    return msgspec.json.decode((path / PLACES).read_bytes(), type=Places)
+    return msgspec.json.decode(read_regular(path / PLACES), type=Places)
 
 
 def is_draft(path: Path, token: str) -> bool:
-    """Return True if a directory is the draft with this token, and not one on another machine.
+    """Return True if a directory is the draft with this token, and not another one, or one on another machine.
 
     Args:
         path: the directory.
         token: `Draft.token`.
     """
-    try:
-        return _places_in(path).token == token
-    except (OSError, msgspec.MsgspecError):
-        return False
+    draft = read_draft(path)
+    return draft is not None and draft.token == token
 
 
 def _write_at(descriptor: int, data: memoryview, begin: int) -> None:

@@ -1,18 +1,21 @@
 """Writes a checkpoint beside training.
 
-    Draft.begin     creates NUMBER.partial with all large files in full size, so that the disk cannot fill up later
+    Draft.begin     creates NUMBER.partial, which says whose it is from the beginning, with all large files in full
+                    size, so that the disk cannot fill up later
     ShardWriter     writes the bytes of one shard to their places in these files. Each shard has a writer, in the
                     server's own process if it sees the same file system, else in the process that receives the bytes
     Draft.finish    adds the small files, waits for the disk, writes the manifest, and renames the directory to NUMBER
 
-So each byte is written once, nothing is put together in memory, and a checkpoint is complete or absent. All functions
-wait for the disk. Call them in a thread or a process of their own, never in an event loop.
+So each byte is written once, nothing is put together in memory, and a checkpoint is complete or absent. What earlier
+writers of the same lineage have left is removed, and nothing else (see `directory`). All functions wait for the disk.
+Call them in a thread or a process of their own, never in an event loop.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,13 +30,16 @@ from ..core.protocol.state_entries import StateEntries
 from ..errors import CheckpointError
 from ..shard.buffer_bytes import bytes_of
 from ..shard.vectors import torch_dtype
-from .directory import PARTIAL, name_of, numbers_in, sync
-from .manifest import FORMAT, FileRecord, Manifest, OptimizerRecord, files_in, record_of
+from .directory import DRAFT, PARTIAL, DraftMark, identity_of, name_of, numbers_in, sync
+from .manifest import FORMAT, MANIFEST, FileRecord, Manifest, OptimizerRecord, carries, files_in, record_of
 from .pace import Pace
 from .places import MODEL, PLACES, Settings, lay_out
-from .shard_writing import mark_of
+from .shard_writing import is_draft, mark_of
 
-__all__ = ["Draft"]
+__all__ = ["Draft", "mark_new", "remove", "remove_drafts"]
+
+BEGUN = ".begun"
+"""End of the name of a directory that becomes a draft, or a copy of a checkpoint, when it says whose it is."""
 
 SPARE_BYTES = 16 * 2**20
 """Space that is left free on the disk, among others for the manifest."""
@@ -45,16 +51,18 @@ class Draft:
     Attributes:
         path: the directory in which the files are until the checkpoint is complete.
         size_bytes: size of all tensors in the files.
-        token: what the files say about themselves. See `Places`.
+        token: a random text, by which a process tells whether it sees this draft. See `DraftMark`.
     """
 
     def __init__(
-        self, directory: Path, number: int, model: ModelSpec, entries: Sequence[StateEntries]
+        self, directory: Path, number: int, model: ModelSpec, entries: Sequence[StateEntries], origin: str
     ) -> None:
         self.path = directory / (name_of(number) + PARTIAL)
         self.size_bytes = 0
-        self.token = ""
+        self.token = secrets.token_hex(16)
         self._directory = directory
+        self._lineage = identity_of(directory)
+        self._origin = origin
         self._number = number
         self._model = model
         self._entries = entries
@@ -72,11 +80,13 @@ class Draft:
         tensors: Mapping[str, torch.Tensor] | None = None,
         settings: Sequence[Settings] = (),
         further_bytes: int = 0,
+        origin: str = "",
     ) -> Draft:
         """Create the directory and lay out its files, after everything that an earlier attempt has left is removed.
 
         Args:
-            directory: directory of all checkpoints of the run. It is created if necessary.
+            directory: directory of all checkpoints of the lineage, the name of which is its identity. It is created
+                if necessary.
             number: number of the checkpoint.
             model: the model.
             slices: the slices of all shards, in order.
@@ -85,20 +95,22 @@ class Draft:
             settings: the hyper-parameters in the groups of each of the script's optimizers. They add what servers do
                 not know, such as `initial_lr`, and the settings of `paceline.LARS`.
             further_bytes: size of the other files.
+            origin: the checkpoint of another lineage with which this one has begun; "" for none.
 
         Raises:
             CheckpointError: there is too little space, or the files cannot be written. Nothing is left of them.
         """
-        draft = cls(directory, number, model, entries)
+        draft = cls(directory, number, model, entries, origin)
+        assert draft._lineage, f"{directory} is not named after a lineage"
         draft.size_bytes = _size_bytes(model, slices, entries, tensors or {})
         with draft._or_discarded():
             directory.mkdir(parents=True, exist_ok=True)
             draft._require_space(draft.size_bytes + further_bytes)
-            for earlier in numbers_in(directory, PARTIAL):
-                shutil.rmtree(directory / (name_of(earlier) + PARTIAL))
-            draft.path.mkdir()
+            remove_drafts(directory)
+            draft._require_free(draft.path)
+            mark_new(directory, DraftMark(draft._lineage, draft.token), draft.path)
             places = lay_out(draft.path, model, slices, entries, tensors or {}, settings)
-            draft._members, draft.token = places.members, places.token
+            draft._members = places.members
             for path in files_in(draft.path):
                 with path.open("r+b") as file:
                     os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
@@ -138,6 +150,7 @@ class Draft:
             CheckpointError: a shard has not been written, or a file cannot be written. Nothing is left of them.
         """
         with self._or_discarded():
+            self._require_own()
             for index in range(len(versions)):
                 if not mark_of(self.path, index).exists():
                     raise CheckpointError(
@@ -151,18 +164,25 @@ class Draft:
             for worker, state in workers.items():
                 (self.path / "workers" / f"{worker}.bin").write_bytes(state)
             self._manifest(versions, pace or Pace()).write(self.path)
+            complete = self._directory / name_of(self._number)
+            self._require_own()
+            self._require_free(complete)
             for folder in (self.path / "workers", self.path):
                 sync(folder)
-            complete = self._directory / name_of(self._number)
             self.path.rename(complete)
             sync(self._directory)
-        for number in {*numbers_in(self._directory)[: -max(keep, 1)]} - {spared}:
-            shutil.rmtree(self._directory / name_of(number), ignore_errors=True)
+        own = [n for n in numbers_in(self._directory) if carries(self._directory / name_of(n), self._lineage)]
+        with contextlib.suppress(OSError):
+            (complete / DRAFT).unlink()
+            for number in {*own[: -max(keep, 1)]} - {spared}:
+                remove(self._directory / name_of(number))
         return complete
 
     def discard(self) -> None:
-        """Remove the files."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove the files, unless another draft has taken their place."""
+        with contextlib.suppress(OSError):
+            if is_draft(self.path, self.token):
+                remove(self.path)
 
     def _manifest(self, versions: Sequence[int], pace: Pace) -> Manifest:
         records: dict[str, FileRecord] = {}
@@ -174,7 +194,30 @@ class Draft:
             OptimizerRecord(spec.name, spec.replaced, names, counters[index] if counters else ())
             for index, (spec, names) in enumerate(zip(self._model.optimizers, self._members, strict=True))
         )
-        return Manifest(FORMAT, __version__, self._number, tuple(versions), optimizers, records)
+        return Manifest(
+            FORMAT,
+            __version__,
+            self._number,
+            tuple(versions),
+            optimizers,
+            records,
+            self._lineage,
+            self._origin,
+        )
+
+    def _require_own(self) -> None:
+        if not is_draft(self.path, self.token):
+            raise CheckpointError(
+                f"Checkpoint {self._number} was not written: somebody has removed {self.path}, or another run writes "
+                "to the same directory."
+            )
+
+    def _require_free(self, place: Path) -> None:
+        if os.path.lexists(place):
+            raise CheckpointError(
+                f"Checkpoint {self._number} was not written: {place} is there already, and this run has not written "
+                "it."
+            )
 
     def _require_space(self, size_bytes: int) -> None:
         free_bytes = shutil.disk_usage(self._directory).free
@@ -199,6 +242,53 @@ class Draft:
         except BaseException:
             self.discard()
             raise
+
+
+def mark_new(directory: Path, mark: DraftMark, path: Path | None = None) -> Path:
+    """Create a directory that says whose it is, and return its path. It has no other content.
+
+    Args:
+        directory: the directory of the lineage.
+        mark: whose it is.
+        path: where it is created; None for a temporary name.
+
+    Raises:
+        OSError: it cannot be created. Nothing is left of it.
+    """
+    begun = directory / (mark.token + BEGUN)
+    begun.mkdir()
+    try:
+        (begun / DRAFT).write_bytes(msgspec.json.encode(mark))
+        return begun if path is None else begun.rename(path)
+    except OSError:
+        shutil.rmtree(begun, ignore_errors=True)
+        raise
+
+
+def remove_drafts(directory: Path) -> None:
+    """Remove what earlier writers of a lineage have left in its directory.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    for path in directory.iterdir():
+        if path.name.endswith((PARTIAL, BEGUN)) and carries(path, identity_of(directory)):
+            remove(path)
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint, complete or not. What says whose it is goes last, so that nothing is left for ever.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    last = {checkpoint / DRAFT, checkpoint / MANIFEST}
+    for path in sorted(checkpoint.iterdir(), key=lambda path: (path in last, path.name)):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    checkpoint.rmdir()
 
 
 def _size_bytes(

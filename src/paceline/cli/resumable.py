@@ -61,7 +61,8 @@ class Resumable(OptionalValues):
 
         run_dir, further = Path(resumed), []
         if is_bucket(resumed):
-            run_dir, further = fetch_run(resumed, where, force=force), [f"--checkpoint-dir={resumed}"]
+            run_dir, bucket = fetch_run(resumed, where, force=force)
+            further = [f"--checkpoint-dir={bucket}"]
             options = [*_left(options, ("--resume", "--run-dir")), f"--resume={run_dir}"]
         file = earlier_run(run_dir, force=force)
         if not program and has_finished(run_dir):

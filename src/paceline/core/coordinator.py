@@ -180,6 +180,7 @@ class Coordinator:
         guard: judges what the workers report of their pushes. Default: one that says only what is always said.
         resumed: the cut with which the run begins; None to begin with the initial weights of a worker. The servers'
             hosts then have the weights of the cut.
+        cuts: the highest number that earlier runs have used for a cut, as far as known. No cut has such a number.
 
     Attributes:
         resumed: the cut with which the run has begun; None for none.
@@ -231,6 +232,7 @@ class Coordinator:
         ticks_per_s: int = TICKS_PER_S,
         guard: Guard | None = None,
         resumed: JobCut | None = None,
+        cuts: int = 0,
     ) -> None:
         self.resumed = resumed
         self.model: ModelSpec | None = None
@@ -268,7 +270,7 @@ class Coordinator:
         self._first = notation(schedule.first)
         self._sync = JobSync(self._first, seed, ticks_per_s)
         self.reconfigurations = Reconfigurations(self.placement, self._sync)
-        self.reconfigurations.cuts = 0 if resumed is None else resumed.number
+        self.reconfigurations.cuts = max(cuts, 0 if resumed is None else resumed.number)
         self._seed = seed
         self._ticks_per_s = ticks_per_s
         self._connected: set[int] = set()  # workers

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..files import write_json
+from ..files import read_regular, write_json
 from .run_report import Setting
 from .words import counted
 
@@ -78,6 +78,10 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
         format: version of the format of this file.
         version: version of Paceline.
         begun_at: date and time at which the run began, in ISO 8601 with the offset from UTC.
+        run_dir: the directory of the run when it began, by which a copy of the directory is recognized.
+        lineage: the identity of the run and of those that have resumed it in its directory, which its checkpoints
+            carry; "" in runs of earlier versions. See `paceline.checkpoints.directory`.
+        origin: the directory of the checkpoint of another lineage with which this one has begun; "" for none.
         command: the command line that repeats the run, quoted for a shell; "" if there is none, as in a notebook.
         folder: the current directory in which it was called.
         program: what each worker ran, as in `Order.arguments`; () if machines that join the run choose it.
@@ -105,6 +109,9 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
     joined: bool = False
     emulated: str = ""
     resumptions: tuple[Resumption, ...] = ()
+    run_dir: str = ""
+    lineage: str = ""
+    origin: str = ""
 
     def value_of(self, option: str) -> str:
         """Return the value of a setting, given the name of its option; "" if the setting is not here."""
@@ -128,6 +135,6 @@ def read_run_file(run_dir: Path) -> RunFile | None:
         OSError: the file cannot be read.
     """
     try:
-        return msgspec.json.decode((run_dir / NAME).read_bytes(), type=RunFile)
+        return msgspec.json.decode(read_regular(run_dir / NAME), type=RunFile)
     except FileNotFoundError:
         return None

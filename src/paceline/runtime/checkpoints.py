@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ..checkpoints.directory import origin_of
 from ..checkpoints.pace import REST, Pace, yield_to_training
 from ..checkpoints.shard_writing import PIECE_BYTES, ShardWriter
 from ..checkpoints.writing import Draft
@@ -294,7 +295,13 @@ class Checkpoints:
         }
         pace = Pace(BYTES_PER_S)
         draft = Draft.begin(
-            self._job.checkpoints, cut.number, cut.model, cut.slices, entries, tensors=tensors
+            self._job.checkpoints,
+            cut.number,
+            cut.model,
+            cut.slices,
+            entries,
+            tensors=tensors,
+            origin=origin_of(Path(self._job.origin)) if self._job.origin else "",
         )
         try:
             self._write_shards(cut, draft, entries, answers, pace)
@@ -331,7 +338,7 @@ class Checkpoints:
         written = [_answer_of(number, answers) for _ in placement.servers]
         unseen = [shard for each in written if not each.seen for shard in placement.shards_of(each.server)]
         for shard in unseen:
-            with ShardWriter(draft.path, cut.slices[shard], entries[shard], pace) as writer:
+            with ShardWriter(draft.path, draft.token, cut.slices[shard], entries[shard], pace) as writer:
                 for begin in range(0, writer.size_bytes, PIECE_BYTES):
                     asked_s = time.monotonic()
                     wanted = FetchCut(number, shard, begin, min(PIECE_BYTES, writer.size_bytes - begin))

@@ -179,6 +179,7 @@ class CoordinatorHost(Host):
             guard=Guard(job.guard, skips_nan=job.on_nan == "skip"),
             relaxes=job.translated,
             resumed=None if job.resumed is None else cut_of(job.resumed),
+            cuts=0 if job.resumed is None else job.resumed.highest,
         )
         self._metrics = MetricsWriter(self.core.history, Path(job.run_dir), self.core.faults.append)
         self._members: dict[tuple[str, int], Caller] = {}  # (role, index) -> its connection

@@ -56,12 +56,14 @@ class Resumed(msgspec.Struct, frozen=True):
     Attributes:
         path: its directory, on the machine of the coordinator.
         faults: a sentence for each newer checkpoint, which says why it is not used.
+        highest: the highest number of the checkpoints that lie there, whole or not; the run does not use it again.
         lock: number of the newest lock on the run directory when the checkpoint was chosen; None if this process has
             the lock already. See `run_lock`.
     """
 
     path: str
     faults: tuple[str, ...] = ()
+    highest: int = 0
     lock: int | None = None
 
     @property
@@ -105,8 +107,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         guard: what happens if training diverges; see `paceline.core.oversight.guard`.
         checkpoint_every_s: time between two checkpoints, in seconds; 0 for no checkpoints.
         keep: number of the newest checkpoints that are kept.
-        checkpoint_dir: directory of the checkpoints, or the URL of a bucket; None for the usual directory. See
-            `checkpoints` and `bucket`.
+        checkpoint_dir: directory with a folder for the checkpoints, or the URL of a bucket; None for the usual
+            directory. See `checkpoints` and `bucket`.
         on_server_loss: "resume" if the run goes on from its last checkpoint when a server is lost, or "stop" if it
             ends.
         stall_timeout_s: seconds after which a silent process is killed if others wait for it; None for no limit.
@@ -123,6 +125,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         optimizers: the places from which processes may take the classes of optimizers that are not torch's.
         devices: the device of each worker that the launcher starts; () if none is assigned.
         resumed: the checkpoint with which the run begins; None if it begins anew.
+        lineage: the identity of the run and of those that have resumed it in its directory, which its checkpoints
+            carry. See `paceline.checkpoints.directory`.
+        origin: the directory of the checkpoint of another lineage with which this one has begun; "" for none.
     """
 
     workers: int
@@ -164,6 +169,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     optimizers: OptimizerSources = OptimizerSources()
     devices: tuple[Device, ...] = ()
     resumed: Resumed | None = None
+    lineage: str = ""
+    origin: str = ""
 
     def __repr__(self) -> str:
         """Return a description without the token, which must not appear in a log."""
@@ -173,8 +180,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def checkpoints(self) -> Path:
         """The directory in which the run's checkpoints are written."""
         if self.checkpoint_dir is None or self.bucket is not None:
-            return Path(self.run_dir, CHECKPOINTS)
-        return Path(self.checkpoint_dir)
+            return Path(self.run_dir, CHECKPOINTS, self.lineage)
+        return Path(self.checkpoint_dir, self.lineage)
 
     @property
     def bucket(self) -> str | None:

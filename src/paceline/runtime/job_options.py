@@ -13,6 +13,7 @@ from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Unpack
 
+from ..checkpoints.directory import new_lineage
 from ..core.oversight.guard import guard_mode
 from ..errors import ConfigurationError
 from ..plugins import load_models, modules_of
@@ -33,7 +34,7 @@ from .footprint import (
     process_shortage,
 )
 from .job import Job, claim_run_dir
-from .resuming import cut_of, earlier_run, fetch_run, find_resumed
+from .resuming import cut_of, earlier_run, fetch_run, find_resumed, lineage_of
 
 __all__ = ["make_job", "require_script"]
 
@@ -71,10 +72,12 @@ def make_job(
         values["jitter"],
     )
     resumed = None
+    lineage, origin = new_lineage(), ""
     if (run_dir := values["resume"]) is not None:
-        bucket = run_dir if is_bucket(run_dir) else None
-        if bucket:
-            run_dir = str(fetch_run(bucket, values["run_dir"], force=values["force"]).absolute())
+        bucket = None
+        if is_bucket(run_dir):
+            fetched = fetch_run(run_dir, values["run_dir"], force=values["force"])
+            run_dir, bucket = str(fetched.run_dir.absolute()), fetched.bucket
         elif values["run_dir"]:
             raise ConfigurationError(
                 f"run_dir is {values['run_dir']!r} and resume is {run_dir!r}, but a resumed run goes on in its own "
@@ -83,6 +86,7 @@ def make_job(
         file = earlier_run(Path(run_dir), force=values["force"])
         checkpoint_dir = values["checkpoint_dir"] or bucket or file.value_of("--checkpoint-dir") or None
         resumed = find_resumed(file, Path(run_dir), checkpoint_dir)
+        lineage, origin = lineage_of(file, Path(run_dir), resumed)
         # The orders of the epochs follow from the seed, so it stays as it is.
         values |= {"run_dir": run_dir, "checkpoint_dir": checkpoint_dir, "seed": cut_of(resumed).seed}
     elif values["checkpoint_dir"] and is_bucket(values["checkpoint_dir"]):
@@ -160,6 +164,8 @@ def make_job(
         optimizers=OptimizerSources(packages=values["imports"]),
         devices=tuple(devices),
         resumed=resumed,
+        lineage=lineage,
+        origin=origin,
         **{row.field: values[name] for name, row in SETTINGS.items() if row.field is not None},
     )
     return job if dry_run else claim_run_dir(job)

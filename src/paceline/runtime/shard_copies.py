@@ -151,7 +151,7 @@ def _write(message: WriteCut, copies: list[Copy]) -> CutWritten:
         return CutWritten(message.number, seen=False)
     try:
         for copy in copies:
-            with ShardWriter(path, copy.bounds, copy.entries, pace) as writer:
+            with ShardWriter(path, message.token, copy.bounds, copy.entries, pace) as writer:
                 writer.write(copy.content)
     except CheckpointError as error:
         return CutWritten(message.number, str(error))

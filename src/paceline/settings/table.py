@@ -322,12 +322,12 @@ class Settings(TypedDict, total=False):
         str | os.PathLike[str] | None,
         Setting(
             default=None,
-            doc="directory of the run's checkpoints, for example on shared storage, or the URL of a bucket, such as "
-            '"s3://bucket/run", to which they are copied from the run directory. Default: `checkpoints` in the run '
-            "directory.",
-            help="Directory of the run's checkpoints, for example on shared storage, or the URL of a bucket, such as "
-            "s3://bucket/run, to which they are copied from the run directory. Default: checkpoints in the run "
-            "directory.",
+            doc="directory for the run's checkpoints, for example on shared storage, or the URL of a bucket, such as "
+            '"s3://bucket/run", to which they are copied from the run directory. Each run has a folder of its own '
+            "there. Default: `checkpoints` in the run directory.",
+            help="Directory for the run's checkpoints, for example on shared storage, or the URL of a bucket, such "
+            "as s3://bucket/run, to which they are copied from the run directory. Each run has a folder of its own "
+            "there. Default: checkpoints in the run directory.",
             metavar="DIR|URL",
             panel=RESUMING,
             check=directory_or_bucket,

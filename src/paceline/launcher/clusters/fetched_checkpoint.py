@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from ...checkpoints.directory import origin_of
 from ...checkpoints.manifest import MANIFEST, read_manifest, require_whole
 from ...checkpoints.pace import REST, Pace
 from ...core.protocol.messages import CheckpointPiece, FetchCheckpoint, Message
 from ...errors import CheckpointError, ProtocolError
+from ...files import read_regular
 from ...wire.stream import Stream, no_payload
 
 __all__ = ["fetch_checkpoint"]
@@ -43,13 +45,13 @@ def fetch_checkpoint(stream: Stream[Message], space: Callable[[], str]) -> Path 
         return None
     manifest = b"".join(piece.data for piece in pieces)
     try:
-        if Path(path, MANIFEST).read_bytes() == manifest:
+        if read_regular(Path(path, MANIFEST)) == manifest:
             return Path(path)
     except OSError:
         pass  # this machine does not see the directory
     try:
-        folder = Path(space(), Path(path).name)
-        folder.mkdir()
+        folder = Path(space(), origin_of(Path(path)))
+        folder.mkdir(parents=True)
         (folder / MANIFEST).write_bytes(manifest)
         found = read_manifest(folder)
         for name in found.files:

@@ -34,6 +34,7 @@ from msgspec import structs
 from rich.console import Console
 from safetensors.torch import load_file
 
+from ...checkpoints.directory import origin_of
 from ...checkpoints.manifest import files_in
 from ...core.machines.waiting_clocks import Clocks
 from ...errors import ConfigurationError, PeerLostError, RunFailedError
@@ -42,7 +43,7 @@ from ...report.run_file import NAME
 from ...report.words import counted
 from ...runtime.in_progress import FILE_NAME, run_in
 from ...runtime.job import CHECKPOINTS, Job, Resumed, claim_run_dir
-from ...runtime.resuming import newest_checkpoint
+from ...runtime.resuming import newest_of, resumed_with
 from ...runtime.run_lock import RunLock, is_lock
 from ..live_run.earlier_life import make_room
 from ..live_run.lives import MOST_IN_VAIN
@@ -429,27 +430,29 @@ class RayRun:
         Raises:
             RunFailedError: the loss, because the run does not go on. A note says why, or what the user can do.
         """
-        job, usual = self._job, Path(self._job.run_dir, CHECKPOINTS)
-        place = job.checkpoint_dir or str(usual)
+        job = self._job
+        place = job.checkpoint_dir or str(Path(job.run_dir, CHECKPOINTS))
         try:
-            found = newest_checkpoint(place, usual)
+            found = newest_of(job)
         except ConfigurationError as error:
             loss.add_note(str(error))
             raise loss from None
         if found.checkpoint is None:
             loss.add_note(
                 f"the run could not go on by itself, because there is no whole checkpoint in {place} "
-                "(--checkpoint-every)"
+                f"(--checkpoint-every). {' '.join(found.faults)}".rstrip(". ")
             )
             raise loss
         path = found.checkpoint.path
-        in_vain = self._goes_on_from(str(path)) and self._in_vain >= MOST_IN_VAIN
+        in_vain = self._goes_on_from(str(path.absolute())) and self._in_vain >= MOST_IN_VAIN
         if job.on_server_loss != "resume" or in_vain:
             loss.add_note(
                 f'checkpoint {path.name} is whole; to go on from it: paceline.launch(..., resume="{job.run_dir}")'
             )
             raise loss
-        return Resumed(str(path), found.faults)
+        resumed = resumed_with(found)
+        assert resumed is not None
+        return resumed
 
     def _goes_on_from(self, path: str) -> bool:
         return self._job.resumed is not None and self._job.resumed.path == path
@@ -463,7 +466,7 @@ class RayRun:
         if job.resumed is None or place.folder == str(run_dir):
             return structs.replace(job, run_dir=place.folder)
         checkpoint = Path(job.resumed.path)
-        there = Path(CHECKPOINTS, checkpoint.name)
+        there = Path(CHECKPOINTS, origin_of(checkpoint))
         files = {str(there / path.relative_to(checkpoint)): path for path in files_in(checkpoint)}
         if (described := run_dir / NAME).exists():
             files[NAME] = described

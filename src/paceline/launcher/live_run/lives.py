@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import secrets
 import time
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from ...errors import RunFailedError
 from ...runtime.agents import MachinesLeft
-from ...runtime.checkpoints import Saved
-from ...runtime.job import Job, Resumed
+from ...runtime.job import Job
+from ...runtime.resuming import resumed_with
+
+if TYPE_CHECKING:
+    from ...checkpoints.reading import Found  # imports torch
 
 __all__ = ["Lives", "ServerLost", "is_loss", "on_machines"]
 
@@ -64,22 +68,24 @@ class Lives:
     def __init__(self) -> None:
         self._in_vain = 0
 
-    def next(self, job: Job, address: str, saved: Saved | None) -> Job | None:
+    def next(self, job: Job, address: str, newest: Found) -> Job | None:
         """Return the configuration with which a run goes on after the loss of a server; None if it does not.
 
         Args:
             job: the configuration of the run.
             address: the address of its coordinator, which machines that have joined the run call again.
-            saved: the newest checkpoint that was written since the run began or went on; None if there is none.
+            newest: its newest whole checkpoint. A run that goes on by itself checks a checkpoint as strictly as a
+                user does who resumes the run.
         """
-        path = str(saved.path) if saved is not None else "" if job.resumed is None else job.resumed.path
-        self._in_vain = 0 if saved is not None else self._in_vain + 1
-        if job.on_server_loss != "resume" or not path or self._in_vain > MOST_IN_VAIN:
+        resumed = resumed_with(newest)
+        again = resumed is not None and job.resumed is not None and resumed.path == job.resumed.path
+        self._in_vain = self._in_vain + 1 if again else 0
+        if job.on_server_loss != "resume" or resumed is None or self._in_vain > MOST_IN_VAIN:
             return None
         return structs.replace(
             job,
             port=int(address.rpartition(":")[2]) if job.joined else job.port,
-            resumed=Resumed(path),
+            resumed=resumed,
             epoch_ns=time.monotonic_ns(),
             mark=secrets.token_hex(8),
         )

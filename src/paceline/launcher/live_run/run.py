@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
@@ -33,7 +33,7 @@ from ...runtime.coordinator_host import CoordinatorHost
 from ...runtime.in_progress import published
 from ...runtime.job import Job, claim_run_dir
 from ...runtime.listener import Listener
-from ...runtime.resuming import cut_of, earlier_run, find_resumed, keep_source
+from ...runtime.resuming import cut_of, earlier_run, find_resumed, keep_source, lineage_of, newest_of
 from ...runtime.run_lock import RunLock
 from ...shard.frozen_files import remove_frozen
 from ...shard.snapshot import WeightsSnapshot
@@ -60,6 +60,9 @@ from .run_results import RunResult, save_weights, summarize, write_summary
 from .sampling import Keeper, Sampler
 from .vacancies import Vacancies
 from .waiting import Waiting
+
+if TYPE_CHECKING:
+    from ...checkpoints.reading import Found  # imports torch
 
 __all__ = ["server_payload_of", "start", "take_lock"]
 
@@ -211,8 +214,10 @@ def take_lock(job: Job, interruption: Interruption, *, force: bool, token: str =
         if resumed is None:
             require_usable(run_dir)  # a run that has begun meanwhile may have ended again
         elif force:  # the run that has just ended may have written another checkpoint
-            resumed = find_resumed(earlier_run(run_dir, force=True), run_dir, job.checkpoint_dir)
-            job = replace(job, seed=cut_of(resumed).seed)
+            earlier = earlier_run(run_dir, force=True)
+            resumed = find_resumed(earlier, run_dir, job.checkpoint_dir)
+            lineage, origin = lineage_of(earlier, run_dir, resumed)
+            job = replace(job, seed=cut_of(resumed).seed, lineage=lineage, origin=origin)
     except BaseException:
         lock.release()
         raise
@@ -332,6 +337,7 @@ class LiveRun:
         self._hindered = False  # True once the user knows why batches are not balanced
         self._unwritten = ""  # why a checkpoint was not written, if the user knows of it
         self._chosen = 0  # number of choices of `--sync auto` that the user knows of
+        self._newest: Found | None = None  # the newest whole checkpoint, once a server was lost
         self._departures: tuple[Departure, ...] = ()  # of workers, before the launcher ended the others
 
     def carry_out(
@@ -568,8 +574,14 @@ class LiveRun:
         if failure is None or not is_loss(failure):
             return None
         left = self._coordinator.settle()
-        saved = self._coordinator.checkpoints.saved
-        next_life = self._lives.next(self._job, self._coordinator.address, saved)
+        if self._job.on_server_loss == "resume":
+            try:
+                self._newest = newest_of(self._job)
+            except ConfigurationError as error:
+                self._notes.append(f"the run could not go on by itself: {error}")
+        if self._newest is None:
+            return None
+        next_life = self._lives.next(self._job, self._coordinator.address, self._newest)
         return None if next_life is None else on_machines(next_life, left)
 
     def _words_of(self, failure: RunFailedError, next_life: Job) -> str:
@@ -702,9 +714,10 @@ class LiveRun:
         if hint := self._how_to_resume():
             failure.add_note(hint)
         elif failure.process.startswith("server ") and self._job.on_server_loss == "resume":
-            failure.add_note(
-                "the run could not go on by itself, because it had not written a checkpoint yet (--checkpoint-every)"
-            )
+            why = "it had not written a checkpoint yet (--checkpoint-every)"
+            if self._newest is not None and self._newest.faults:
+                why = f"none of its checkpoints is whole. {' '.join(self._newest.faults)}"
+            failure.add_note(f"the run could not go on by itself, because {why}")
         if self._weights_path is not None:
             failure.add_note(f"{self._which} were saved to {self._weights_path}")
         return failure
@@ -713,6 +726,8 @@ class LiveRun:
         """Return a clause that says from which checkpoint the run can be resumed; "" if there is none."""
         saved, resumed = self._coordinator.checkpoints.saved, self._job.resumed
         path = saved.path if saved is not None else None if resumed is None else Path(resumed.path)
+        if self._newest is not None:
+            path = None if self._newest.checkpoint is None else self._newest.checkpoint.path
         if path is None:
             return ""
         command = f"paceline {'serve' if self._job.joined else 'run'} --resume {self._run_dir}"

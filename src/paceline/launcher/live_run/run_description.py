@@ -49,6 +49,9 @@ def description_of(job: Job, program: Sequence[str], command: str = "") -> RunFi
         shards=job.shards,
         joined=job.joined,
         emulated=job.emulated,
+        run_dir=str(Path(job.run_dir).absolute()),
+        lineage=job.lineage,
+        origin=job.origin,
     )
 
 
