@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import safetensors.torch
 import torch
 
-from paceline.launcher.live_run.run_results import save_weights
+from paceline.core.metrics.history import Metric, MetricPoint
+from paceline.launcher.live_run.run_results import RunResult, save_weights
 from paceline.shard.snapshot import WeightsSnapshot
+from paceline.sim import Cluster, simulate
+from paceline.studies.results import StudyResult
 
 WEIGHT = torch.arange(6.0).reshape(2, 3).T  # not contiguous, as a model's may be
 
@@ -38,3 +42,20 @@ def test_without_any_weights_no_file_is_made(tmp_path: Path) -> None:
 
     assert (path, said) == (None, ["no weights were saved, because no weights could be read"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_result_is_shown_in_a_few_words(tmp_path: Path) -> None:
+    """A notebook shows the value of a cell's last line, and the weights alone may be millions of numbers."""
+    weights = {"weight": torch.zeros(1000)}
+    snapshot = WeightsSnapshot(weights, (3,))
+    live = RunResult(weights, {"sync": "asp", "ended": "finished"}, tmp_path, [(0.5, snapshot)] * 9)
+    assert repr(live) == f"RunResult(asp, finished, 1 tensors, run_dir={str(tmp_path)!r})"
+    assert repr(snapshot) == "WeightsSnapshot(1 tensors, versions=(3,))"
+    simulated = simulate(Cluster(compute_s=[1.0, 2.0]), "bsp", 50, record=True)
+    assert repr(simulated) == "SimResult(bsp, 2 workers, 100 iterations, 100 virtual seconds)"
+    assert repr(simulated.trace).startswith("[Trace(shard 0, ")
+    assert len(repr(simulated.trace)) < 100
+    metric = Metric("loss", "mean", (MetricPoint(0.5, 32, 1, 2.5),) * 100)
+    assert repr(metric) == "Metric('loss', mean, 100 points)"
+    compared = StudyResult(SimpleNamespace(name="mine"), (), (), ())  # type: ignore[arg-type]
+    assert repr(compared) == "StudyResult('mine', 0 rows)"

@@ -29,7 +29,7 @@ from paceline.studies.figures import _label_decades, figures_of
 from paceline.studies.pages import summary_md
 from paceline.studies.plan import tuning_cells
 from paceline.studies.results import StudyResult
-from paceline.studies.study import carry_out, write
+from paceline.studies.study import NO_FIGURES, carry_out, write
 from paceline.studies.tables import table_tex
 from paceline.studies.work import in_processes, in_this_process
 
@@ -461,11 +461,22 @@ def test_a_study_is_a_file_or_entries(tmp_path: Path) -> None:
         paceline.study("mine.toml", models=["bsp"], out=tmp_path)
 
 
-def test_without_matplotlib_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigurationError, match="pictures require matplotlib"):
-        paceline.study(SMALL, out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+def test_without_matplotlib_only_the_figures_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "matplotlib.figure", None)
+        paceline.study(SMALL, out=out, processes=1)
+    assert caplog.messages == [NO_FIGURES]
+    assert NO_FIGURES.endswith("run: pip install 'paceline[report]'")
+    tables = {name: (out / name).read_bytes() for name in ("runs.csv", "curves.csv", "table.tex")}
+    assert f"Note: {NO_FIGURES}" in (out / "summary.md").read_text()
+    assert not (out / "figures").exists()
+    write(carried_out(small(), out), out)
+    assert (out / "figures" / "staleness.png").exists()
+    assert NO_FIGURES not in (out / "summary.md").read_text()
+    assert {name: (out / name).read_bytes() for name in tables} == tables
 
 
 def test_a_changed_training_function_is_another_study(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import PacelineError, first_line
-from ..launcher.terminal.output import plain_console
+from ..launcher.terminal.output import plain_console, print_sentence
 from .console import EXIT_NOT_ALL_WELL, interruptible, load_named_models
 from .numbers import whole_number_option
 from .options import ModelImports
@@ -60,17 +60,19 @@ def study(
 
     paceline study study.toml --out results
     """
+    from ..report.canvas import can_draw
     from ..studies.cells import prepare
     from ..studies.description import read_file
     from ..studies.on_ray import on_ray
-    from ..studies.study import carry_out, require_matplotlib, write
+    from ..studies.study import NO_FIGURES, carry_out, write
     from ..studies.work import in_processes
 
-    require_matplotlib()
     load_named_models("", imports)
     found = read_file(description, imports or ())
     folder = out or Path("runs", description.stem)
     errors = plain_console(stderr=True)
+    if not can_draw():
+        print_sentence(errors, f"warning: {NO_FIGURES}")
     with (
         interruptible(
             f"the runs that had ended are kept in {folder}, and the same command goes on with them"
@@ -82,7 +84,7 @@ def study(
         write(result, folder)
     for line in failure_lines(result.failures):
         errors.print(line, markup=False, highlight=False, soft_wrap=True)
-    print(f"summary, tables and figures: {folder}")
+    print(f"{'summary, tables and figures' if can_draw() else 'summary and tables'}: {folder}")
     if result.failures:
         raise typer.Exit(EXIT_NOT_ALL_WELL)
 

@@ -32,6 +32,9 @@ class WeightsSnapshot(msgspec.Struct, frozen=True):
     absent: tuple[str, ...] = ()
     frozen: tuple[FrozenSpec, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"WeightsSnapshot({len(self.state_dict)} tensors, versions={self.versions})"
+
     def completed(self, run_dir: Path) -> WeightsSnapshot:
         """Return the snapshot with the frozen parameters that are in files in the run directory."""
         read = {

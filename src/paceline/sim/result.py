@@ -114,6 +114,17 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     snapshots: list[tuple[float, WeightsSnapshot]] = []
     cuts: list[SimCut] = []
 
+    def __repr__(self) -> str:
+        """A few words, which a notebook shows: the weights alone may be millions of numbers."""
+        iterations = sum(self.measures.iterations.values())
+        found = [f"{self.sync}, {len(self.finished_s)} workers, {iterations} iterations"]
+        found += [f"{max(self.finished_s, default=0.0):.6g} virtual seconds"]
+        if self.state_dict is not None:
+            found += [f"{len(self.state_dict)} tensors"]
+        if self.run_dir is not None:
+            found += [f"run_dir={str(self.run_dir)!r}"]
+        return f"SimResult({', '.join(found)})"
+
     @property
     def trace(self) -> list[Trace]:
         """The traces of all shards, followed by the coordinator's; read from `run_dir` if they are not in memory.

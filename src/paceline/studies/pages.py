@@ -18,12 +18,13 @@ from .tables import interval_text, keys_of, percent, value_text
 __all__ = ["summary_md"]
 
 
-def summary_md(result: StudyResult, figures: Sequence[str]) -> str:
+def summary_md(result: StudyResult, figures: Sequence[str], left_out: str = "") -> str:
     """Return the page.
 
     Args:
         result: the result of the study.
         figures: names of the figures, without their endings.
+        left_out: why there are no figures.
     """
     study = result.study
     parts = [f"# {study.name}", _method(study)]
@@ -37,8 +38,9 @@ def summary_md(result: StudyResult, figures: Sequence[str]) -> str:
                 "\n".join(f"- {sentence}" for sentence in _sentences(study, rows)),
             ]
     parts += list(_failures(result))
-    if figures:
+    if figures or left_out:
         parts.append("## Figures")
+        parts += [f"Note: {left_out}"] * bool(left_out)
         parts += [f"![{name}](figures/{name}.png)" for name in figures]
     return "\n\n".join(parts) + "\n"
 

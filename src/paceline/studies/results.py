@@ -80,6 +80,10 @@ class StudyResult(NamedTuple):
     tuning: tuple[tuple[Cell, Outcome], ...]
     failures: tuple[Failure, ...]
 
+    def __repr__(self) -> str:
+        failed = f", {len(self.failures)} failures" if self.failures else ""
+        return f"StudyResult({self.study.name!r}, {len(self.rows)} rows{failed})"
+
     def of_cluster(self, cluster: str) -> list[Row]:
         """Return the rows of a cluster."""
         return [row for row in self.rows if row.cluster == cluster]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,15 @@ from .results import StudyResult, make_result
 from .tables import curves_csv, runs_csv, table_tex
 from .work import Failure, Pool, Tell, in_processes, work_off
 
-__all__ = ["carry_out", "require_matplotlib", "study", "write"]
+__all__ = ["NO_FIGURES", "carry_out", "study", "write"]
+
+log = logging.getLogger("paceline.studies")
+
+NO_FIGURES = (
+    "the figures are left out, and can be drawn from the same results by repeating the study with matplotlib: "
+    f"{NO_MATPLOTLIB}"
+)
+"""What is said before a study starts on a machine without matplotlib. It ends with a command that may be copied."""
 
 
 def study(
@@ -34,7 +43,8 @@ def study(
     Every run trains on a simulated cluster, in virtual time. Runs are carried out in several processes, and each
     result is written when its run has ended. If a study was interrupted, the same call goes on with what is missing.
     The files are the same to the byte, whether it was interrupted or not, and with any number of processes. In a
-    script, call this below `if __name__ == "__main__":`, because each process imports the script.
+    script, call this below `if __name__ == "__main__":`, because each process imports the script. Without matplotlib,
+    the figures are left out, which is logged.
 
     Args:
         description: the path of a study file (see `docs/studies.md`), or its entries as a mapping. Alternatively, the
@@ -56,17 +66,12 @@ def study(
         found = read_file(Path(description))
     else:
         found = describe({**(description or {}), **entries}, Path.cwd())
-    require_matplotlib()
+    if not can_draw():
+        log.warning(NO_FIGURES)
     with in_processes(processes, prepare) as pool:
         result = carry_out(found, Path(out), pool, tell)
     write(result, Path(out))
     return result
-
-
-def require_matplotlib() -> None:
-    """Raise `ConfigurationError` if the figures cannot be drawn."""
-    if not can_draw():
-        raise ConfigurationError(NO_MATPLOTLIB)
 
 
 def carry_out(study: Study, out: Path, pool: Pool, tell: Tell) -> StudyResult:
@@ -145,9 +150,11 @@ class _Runs:
 
 
 def write(result: StudyResult, out: Path) -> None:
-    """Write the tables, the figures and the summary of a study into its folder."""
-    figures = figures_of(result) if result.rows else {}
-    (out / "figures").mkdir(exist_ok=True)
+    """Write the tables, the summary and, with matplotlib, the figures of a study into its folder."""
+    drawn = can_draw()
+    figures = figures_of(result) if result.rows and drawn else {}
+    if drawn:
+        (out / "figures").mkdir(exist_ok=True)
     for name, figure in figures.items():
         for ending in ("pdf", "png"):
             save(figure, out / "figures" / f"{name}.{ending}")
@@ -155,7 +162,7 @@ def write(result: StudyResult, out: Path) -> None:
         "runs.csv": runs_csv(result),
         "curves.csv": curves_csv(result),
         "table.tex": table_tex(result),
-        "summary.md": summary_md(result, list(figures)),
+        "summary.md": summary_md(result, list(figures), "" if drawn else NO_FIGURES),
     }.items():
         with Unfinished(out / name) as place:
             place.write_text(text, encoding="utf-8")

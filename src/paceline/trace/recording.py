@@ -134,6 +134,9 @@ class Trace(msgspec.Struct, frozen=True):
     header: Header
     entries: list[Entry]
 
+    def __repr__(self) -> str:
+        return f"Trace({self.header.recorded_by}, {len(self.entries)} entries)"
+
     @property
     def machine(self) -> int:
         """Index of the machine whose clock the times are on."""

@@ -94,6 +94,9 @@ class Metric(msgspec.Struct, frozen=True):
     points: tuple[MetricPoint, ...]
     guessed: bool = False
 
+    def __repr__(self) -> str:
+        return f"Metric({self.name!r}, {self.kind}, {len(self.points)} points)"
+
     @property
     def values(self) -> tuple[float, ...]:
         """The value of each point."""

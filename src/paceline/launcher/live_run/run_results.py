@@ -61,6 +61,11 @@ class RunResult(msgspec.Struct, frozen=True):
     problems: tuple[str, ...] = ()
     history: MetricHistory = NO_METRICS
 
+    def __repr__(self) -> str:
+        """A few words, which a notebook shows: the weights alone may be millions of numbers."""
+        sync, ended = self.summary.get("sync"), self.summary.get("ended")
+        return f"RunResult({sync}, {ended}, {len(self.state_dict)} tensors, run_dir={str(self.run_dir)!r})"
+
     @property
     def tracked(self) -> dict[str, Any]:
         """The states of the objects that the script tracked, by name, as kept last. See `paceline.track`."""
