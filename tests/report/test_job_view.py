@@ -6,12 +6,15 @@ import io
 import math
 import re
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
 from paceline.core.status.job_status import JobStatus, WorkerStatus
+from paceline.launcher.terminal import run_display
 from paceline.report.job_words import figures, progress_line, progress_words, title
 from paceline.report.models import ModelsTable, page_text, pages
 from paceline.report.status_tables import LONG_LINE, StatusView
@@ -63,6 +66,26 @@ def printed(shown: RenderableType, width: int, height: int = 24) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=height, record=True)
     console.print(shown, crop=False)
     return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+def test_a_line_of_progress_is_printed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, the state may still be the one before; and a long run's line may stay as it is."""
+    monkeypatch.setattr(run_display, "PLAIN_INTERVAL_S", 0.0)
+    run: Any = SimpleNamespace(
+        job=SimpleNamespace(workers=4, joined=False, emulated=""), status=job(4), refresh=lambda: None
+    )
+    console = Console(file=io.StringIO(), width=200)
+    output = console.file
+    assert isinstance(output, io.StringIO)
+    progress = run_display.Progress(run, console)
+    progress.update()
+    progress.update()
+    run.status = msgspec.structs.replace(run.status, elapsed_s=75.3)
+    progress.update()
+    assert output.getvalue().splitlines() == [progress_line(job(4))]
+    run.status = msgspec.structs.replace(run.status, progress=0.5)
+    progress.update()
+    assert len(output.getvalue().splitlines()) == 2
 
 
 def words(lines: Sequence[str]) -> set[str]:

@@ -63,6 +63,7 @@ class Progress:
         self._plain_s = time.monotonic()
         self._refreshed_s = -math.inf
         self._shown: JobStatus | None = None  # the state that the table shows
+        self._line = ""  # the last line of progress
         self._live: Live | None = None
         # What worker 0 has drawn: the last bytes, and the modes of the terminal that it has set.
         self._drawn = b""
@@ -153,8 +154,11 @@ class Progress:
                 )
         elif now_s - self._plain_s >= PLAIN_INTERVAL_S:
             self._plain_s = now_s
-            if status.workers:  # otherwise, no machine has joined the run yet
-                print_sentence(self._console, progress_line(status, most))
+            # Without workers, no machine has joined the run yet. On a busy machine, the state may be the one before.
+            line = progress_line(status, most) if status.workers else ""
+            if line not in ("", self._line):
+                self._line = line
+                print_sentence(self._console, line)
 
     @property
     def _notes(self) -> list[str]:
