@@ -136,6 +136,31 @@ def test_with_everything_open_axe_finds_nothing_serious(visit: Callable[..., Pag
     assert findings(page) == []
 
 
+@pytest.mark.parametrize("width", [420, 1280])
+@pytest.mark.parametrize("name", ["straggler", "side by side", "extremes"])
+def test_a_table_that_does_not_end_at_its_edge_shows_it(
+    visit: Callable[..., Page], name: str, width: int
+) -> None:
+    """A row that is cut off at the edge looks like a whole one, and many systems show no scroll bar."""
+    page = visit(name, width=width)
+    page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    wider = 0
+    for box in page.locator(".scroll:visible").all():
+        more = (
+            "(box) => box.scrollWidth > box.clientWidth + 1 ? box.dataset.more : (box.dataset.more ?? 'none')"
+        )
+        page.wait_for_function(
+            f"(box) => ['none', 'right'].includes(({more})(box))", arg=box.element_handle()
+        )
+        if box.evaluate(more) == "right":
+            wider += 1
+            assert "linear-gradient" in box.evaluate("(box) => getComputedStyle(box).maskImage")
+            box.evaluate("(box) => { box.scrollLeft = box.scrollWidth; }")
+            page.wait_for_function("(box) => box.dataset.more === 'left'", arg=box.element_handle())
+    assert wider >= (width == 420)
+    assert findings(page) == []
+
+
 @pytest.mark.parametrize(("width", "most"), [(1280, 800), (1600, 800), (380, 1200)])
 def test_the_cause_and_the_remedy_are_on_the_first_screen(
     visit: Callable[..., Page], width: int, most: int

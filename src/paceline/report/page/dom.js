@@ -46,10 +46,18 @@ function subsection(title, ...children) {
   return make("div", { class: "sub" }, make("h3", {}, title), ...children);
 }
 
-// A box that scrolls if its content is larger; only then can it have the focus.
+// A box that scrolls if its content is larger; only then can it have the focus. The attribute `data-more` says on which
+// sides there is more, and the style shows it: many systems show no scroll bar before one scrolls.
 function scrollBox(label, kind, ...children) {
-  const root = make("div", { class: kind }, ...children);
+  const root = make("div", { class: kind, onscroll: () => sign() }, ...children);
+  function sign() {
+    const right = root.scrollWidth - root.clientWidth - root.scrollLeft > 1;
+    const sides = [root.scrollLeft > 1 && "left", right && "right"].filter(Boolean);
+    if (sides.length) root.dataset.more = sides.join(" ");
+    else delete root.dataset.more;
+  }
   const observer = new ResizeObserver(() => {
+    sign();
     const scrolls = root.scrollWidth > root.clientWidth + 1 || root.scrollHeight > root.clientHeight + 1;
     for (const [name, value] of [
       ["tabindex", "0"],
