@@ -52,7 +52,8 @@ ALGORITHMS: dict[str, list[Line]] = {
             "14",
             "add a part of the gradient to the weights",
             "sync.conditions:ConditionMachine._receive",
-            "The paper adds 1/N of it (`push_scale=1/n`). The default hands the whole gradient to the optimizer.",
+            "The paper adds 1/N of it (`push_scale=1/n`, where n is the largest number of workers that were present "
+            "at once). The default hands the whole gradient to the optimizer.",
         ),
         Line("15", "count the push", "sync.counts:Counts.pushed"),
         Line(

@@ -57,11 +57,12 @@ Kind = TypeVar("Kind", bound=type)
 
 Mark = Literal["decides", "history", "fixed"]
 
-Subject = Literal["returns", "staleness", "connections", "scripts", "cuts"]
+Subject = Literal["returns", "staleness", "factors", "connections", "scripts", "cuts"]
 """What a field decides about, if it decides neither when a push is applied nor when a worker continues:
 
 returns       the labels of a worker that joins again
 staleness     the numbers of updates that answers contain
+factors       by which factors gradients are multiplied
 connections   whether a server waits for the end of a connection before it reports a loss
 scripts       which script writes files, and which calls scripts may make
 cuts          what a cut of the job contains

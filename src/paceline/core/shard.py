@@ -97,7 +97,7 @@ class Outcome(NamedTuple):
 
 @stateful(
     decides="sync samples clipped standing drawn _versions _held _details _edits _asked _cut _to_mark _orphans",
-    fixed="index _term _first _readers _recorder _usual_samples",
+    fixed="index _term _first _readers _recorder _usual_samples _replays",
     about={
         "samples": "staleness",
         "_versions": "staleness",
@@ -123,6 +123,8 @@ class Shard:
             gradients are then not scaled by their numbers of samples, because the share of the update contains them.
         term: the term of the server, which answers carry.
         state: how far the weights have come with which the shard begins.
+        replays: True if the events are those of a trace. They then say how many workers were present at once, because
+            the beginning of the trace does not.
 
     Attributes:
         index: index of the shard.
@@ -146,12 +148,15 @@ class Shard:
         translated: bool = False,
         term: int = 0,
         state: ShardState = BEGINNING,
+        replays: bool = False,
     ) -> None:
         self.index = index
         self.sync = ShardSync(models[index if len(models) > 1 else 0], seed, index, ticks_per_s)
+        self.sync.at_once = state.at_once
         self.samples = state.samples
         self.drawn = DrawnAtShard()
         self._term = term
+        self._replays = replays
         self._first = models
         self._readers = readers
         self._recorder = recorder
@@ -215,6 +220,8 @@ class Shard:
                 self._require_answered(event)
             if self.sync.needs_staleness and type(event) is PushReceived:
                 event = msgspec.structs.replace(event, staleness=self._versions.missed(event.worker))
+            if type(event) is PushReceived and not self._replays and self.sync.sync.needs_at_once:
+                event = msgspec.structs.replace(event, at_once=self.sync.at_once)
             outcome = Outcome(self.sync.sync, [], [], [])
             if self._cut is not None and drawn and drawn != self.drawn.last(event.worker):
                 self._cut_if_due(outcome.requests, asked=True)
@@ -332,7 +339,7 @@ class Shard:
         taken = CutTaken(
             cut.number,
             self.index,
-            ShardState(versions.version, samples),
+            ShardState(versions.version, samples, self.sync.at_once),
             versions.pushes(),
             tuple(LastPush(worker, label, self.drawn.until(worker, label)) for worker, label in last.items()),
         )

@@ -9,7 +9,8 @@ dropped. Progress is not guaranteed: conditions that never hold stall all worker
 If a condition raises an exception or returns anything other than True or False, the run reports this failure, and the
 shard falls back to the last model that worked (BSP if there was none).
 Use: To try out your own synchronization rule.
-Deviations: None.
+Deviations: With `push_scale="1/n"`, n is the largest number of workers that have been present at once (see
+`paceline.sync.conditions`). In the paper, N is a constant.
 
 >>> model = Conditions(pull=lambda state: state.gap <= 2)  # SSP(2), in one line
 >>> shard = model.at_shard()

@@ -22,8 +22,15 @@ package ensure that it does.
 
 If a condition written by the user fails, `fault` is set, and the state machine of another model takes over.
 
-Deviations: Conditions test `Count[V_train] >= N` (N is the number of live workers), whereas the paper tests `==`.
-Count[V_train] stays correct when workers join and leave.
+Deviations: Conditions test `Count[V_train] >= n` with the number n of live workers, whereas the paper tests
+`== N`. Count[V_train] stays correct when workers join and leave.
+
+The n of `push_scale` is another number. The paper divides each gradient by a constant, the total number N of workers
+(Algorithm 1, line 15, and Table II). Here, workers come and go, so n is the largest number of workers that have been
+present at once at this shard. When a worker finishes or is lost, n stays, so the last and most outdated pushes are
+not enlarged. A worker that joins again is not counted twice: only a join that makes more workers present than ever
+before increases n. Changes of the model leave n as it is. It is part of a checkpoint, so a run that is resumed begins
+with the n of its job, even if it has fewer workers.
 """
 
 from __future__ import annotations
@@ -156,7 +163,7 @@ def everybody(state: PushState) -> bool:
 
 
 PushScale = Callable[[int, int], float]
-"""Function of the number of live workers and the staleness of a push that returns the factor of the push."""
+"""Function of n and tau that returns the factor of a push. See `ApplyingModel`."""
 
 PUSH_SCALES: dict[str, PushScale] = {
     "1": lambda n, tau: 1.0,
@@ -170,8 +177,9 @@ class ApplyingModel(SyncModel, frozen=True, kw_only=True, repr_omit_defaults=Tru
     """Base class for models that apply each push on arrival.
 
     Attributes:
-        push_scale: factor by which each gradient is multiplied; n is the number of live workers, and tau the
-            staleness of the push: "1"; "1/n", as in FluentPS's Algorithm 1, line 15; "1/tau", but 1 for tau = 0, for
+        push_scale: factor by which each gradient is multiplied; n is the largest number of workers that have been
+            present at once in the job, and tau the staleness of the push: "1"; "1/n", as in FluentPS's Algorithm 1,
+            line 15, where n is the total number of workers (Table II); "1/tau", but 1 for tau = 0, for
             staleness-aware rates (Zhang, Gupta, Lian and Liu, "Staleness-aware async-SGD for distributed deep
             learning", IJCAI 2016); or "n/tau", but at most 1, for delay-adaptive rates (Mishchenko, Bach, Even and
             Woodworth, "Asynchronous SGD beats minibatch SGD under arbitrary delays", NeurIPS 2022).
@@ -194,6 +202,10 @@ class ApplyingModel(SyncModel, frozen=True, kw_only=True, repr_omit_defaults=Tru
     @property
     def needs_staleness(self) -> bool:
         return "tau" in self.push_scale
+
+    @property
+    def needs_at_once(self) -> bool:
+        return "n" in self.push_scale
 
 
 class ConditionModel(ApplyingModel, frozen=True, kw_only=True, repr_omit_defaults=True):
@@ -424,7 +436,9 @@ class ConditionMachine(ShardMachine):
             self._held.append((push.worker, push.iteration))
             return HoldPush(push.worker, push.iteration)
         if self._scale is not None:
-            factor = self._scale(self.counts.live_count, push.staleness or 0)
+            # Traces that were recorded before the number was kept have none: the live workers were counted.
+            workers = self.counts.live_count if push.at_once is None else push.at_once
+            factor = self._scale(workers, push.staleness or 0)
             return ApplyPush(push.worker, push.iteration, factor)
         return ApplyPush(push.worker, push.iteration)
 

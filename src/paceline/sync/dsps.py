@@ -16,7 +16,8 @@ Deviations: The rule for s is an interpretation (see Reference). Intervals do no
 delayed: a worker that waits for the slowest one would seem to be as slow, and s would shrink. They include the
 transfers and, with several shards, the time for which a worker waits for other shards. At first, s is `lower`. It
 does not change while a live worker has yet to push. With the soft barrier, a delayed pull waits for the current round
-to close, even if s has grown or shrunk in the meantime.
+to close, even if s has grown or shrunk in the meantime. With `push_scale="1/n"`, n is the largest number of workers
+that have been present at once (see `paceline.sync.conditions`). In the paper, N is a constant.
 
 >>> DSPS(lower=1, upper=9).at_shard().staleness
 1

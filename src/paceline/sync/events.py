@@ -178,6 +178,7 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
         warm_up: True if this was the worker's first iteration on an accelerator with batches of this size, for which
             programs are compiled or tuned. Its duration says nothing about the next ones.
         staleness: number of updates since the shard last sent its weights to the worker, if the model needs it.
+        at_once: the largest number of workers that have been present at once so far, if the model needs it.
     """
 
     worker: int
@@ -194,6 +195,7 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
     repeated: bool = False
     warm_up: bool = False
     staleness: int | None = None
+    at_once: int | None = None
 
 
 class PullRequested(Event, frozen=True, kw_only=True, tag=True):

@@ -288,6 +288,15 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
         return False
 
     @property
+    def needs_at_once(self) -> bool:
+        """True if the model uses the largest number of workers that have been present at once.
+
+        A worker that joins again is not counted twice, and the number does not decrease when workers leave. It is
+        part of a checkpoint, so a run that is resumed begins with it.
+        """
+        return False
+
+    @property
     def needs_significance(self) -> bool:
         """True if each push must contain |g| / |w|, the norm of the gradient divided by the norm of the weights."""
         return False

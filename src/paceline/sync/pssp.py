@@ -14,7 +14,8 @@ Deviations: The random draw is keyed by (seed, worker, iteration), so that all s
 does not change the model. In the paper, each server evaluates `rand(0,1) > P` by itself. `draws="per-shard"` does the
 same; P is then the probability at one shard, and the probability that a worker has to wait is 1 - (1 - P)^M, which
 the paper does not discuss. For example, P = 0.1 on 8 shards delays a worker with a probability of 0.57. The regret
-bounds of the paper are not covered by any test.
+bounds of the paper are not covered by any test. With `push_scale="1/n"`, n is the largest number of workers that
+have been present at once (see `paceline.sync.conditions`). In the paper, N is a constant.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = PSSP(staleness=0, probability=1.0).at_shard()

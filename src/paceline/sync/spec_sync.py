@@ -119,6 +119,10 @@ class SpecSync(SyncModel, frozen=True, repr_omit_defaults=True):
         return self.base.needs_staleness
 
     @property
+    def needs_at_once(self) -> bool:
+        return self.base.needs_at_once
+
+    @property
     def needs_starts(self) -> bool:
         return True
 

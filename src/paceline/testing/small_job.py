@@ -268,6 +268,7 @@ class SmallJob:
         matters: dict[Subject, bool] = {
             "returns": remembers,
             "staleness": any(model.needs_staleness for step in all_models for model in step),
+            "factors": any(model.needs_at_once for step in all_models for model in step),
             # A server that is told of a loss answers at once only if the worker is not connected any longer.
             "connections": self._settles,
             "cuts": False,

@@ -60,6 +60,7 @@ class Replay:
                 recorder=self._memory,
                 ticks_per_s=header.ticks_per_s,
                 translated=header.translated,
+                replays=True,
             )
             self._take: Callable[[Any], object] = self.core.handle
         else:

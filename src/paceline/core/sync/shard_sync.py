@@ -61,8 +61,9 @@ __all__ = ["ShardSync"]
 
 @stateful(
     decides=(
-        "sync needs_staleness changed_to order _machine _worked _change _changed _passed _orphans _to_pull"
+        "sync needs_staleness changed_to order at_once _machine _worked _change _changed _passed _orphans _to_pull"
     ),
+    about={"at_once": "factors"},
     fixed="_seed _shard _ticks_per_s",
     makes={"_machine": "_new_machine"},
 )
@@ -80,6 +81,8 @@ class ShardSync:
         needs_staleness: True if this model needs the staleness of each push.
         changed_to: the models of all shards after the last change that this shard completed; () before the first one.
         order: phases and labels of all live workers.
+        at_once: the largest number of workers that have been present at once, under all models and in all runs of the
+            job. The live workers include those that wait for a change.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class ShardSync:
         self.needs_staleness = sync.needs_staleness
         self.changed_to: tuple[SyncModel, ...] = ()
         self.order = Order()
+        self.at_once = 0
         self._seed = seed
         self._shard = shard
         self._ticks_per_s = ticks_per_s
@@ -159,6 +163,8 @@ class ShardSync:
             raise InvalidEventError(f"worker {event.worker} joined during change {self._change.number}")
         self._machine.check(event)
         self.order.advance(event)  # all checks have passed, so the event can no longer be refused
+        if type(event) is WorkerJoined:
+            self.at_once = max(self.at_once, len(self.order.phase))
         return self._take(event)
 
     def validate(self) -> None:

@@ -35,10 +35,12 @@ class ShardState(msgspec.Struct, frozen=True):
     Attributes:
         version: number of updates that the weights include.
         samples: number of samples in the pushes of these updates, as far as it is known.
+        at_once: the largest number of workers that have been present at once; 0 if it is unknown.
     """
 
     version: int = 0
     samples: int = 0
+    at_once: int = 0
 
 
 class PushCounts(msgspec.Struct, frozen=True, kw_only=True):
