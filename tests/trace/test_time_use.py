@@ -14,8 +14,8 @@ from paceline.trace.measures import Presence as PresenceTicks
 from paceline.trace.time_use import TimeUse, time_shares, time_use
 from tests.support.random_jobs import MODELS, ONE_SHARD, random_jobs
 
-STATES = ("computing", "waiting", "transfer", "wasted", "paused", "outside", "idle", "absent")
-PRESENT = STATES[:6]
+STATES = ("computing", "loading", "waiting", "transfer", "wasted", "paused", "outside", "idle", "absent")
+PRESENT = STATES[:7]
 
 
 def ticks(seconds: float) -> int:
@@ -141,9 +141,9 @@ def test_a_computation_without_a_push_counts_by_how_its_worker_has_left() -> Non
     ledger.leave(0, now_ticks=12, lost=True)
     ledger.leave(1, now_ticks=12, lost=False)
     reported = {worker: each.reported for worker, each in ledger.totals(now_ticks=12).items()}
-    assert reported[0] == {"computing": 5, "wasted": 7, "paused": 0, "outside": 0}
-    assert reported[1] == {"computing": 5, "wasted": 0, "paused": 0, "outside": 7}
-    assert reported[2] == {"computing": 12, "wasted": 0, "paused": 0, "outside": 0}
+    assert reported[0] == {"computing": 5, "loading": 0, "wasted": 7, "paused": 0, "outside": 0}
+    assert reported[1] == {"computing": 5, "loading": 0, "wasted": 0, "paused": 0, "outside": 7}
+    assert reported[2] == {"computing": 12, "loading": 0, "wasted": 0, "paused": 0, "outside": 0}
 
 
 def test_all_incarnations_of_a_worker_count() -> None:
@@ -188,6 +188,7 @@ def test_a_worker_that_never_reported_was_present_all_the_same() -> None:
     [use] = time_use({0: PresenceTicks(10, 4, 1, 2)}, {}, ticks_per_s=1).values()
     assert use == TimeUse(
         computing_s=0,
+        loading_s=0,
         waiting_s=4,
         transfer_s=6,
         wasted_s=0,

@@ -535,6 +535,7 @@ class Coordinator:
                         change=message.change,
                         attempt=message.attempt,
                         warm_up=message.warm_up,
+                        outside_ticks=message.outside_ticks,
                     )
                 )
             case messages.IterationStarted():

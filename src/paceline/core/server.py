@@ -425,6 +425,7 @@ class Server:
                 clipped=commit.clipped,
                 repeated=commit.repeated,
                 warm_up=commit.warm_up,
+                outside_ticks=commit.outside_ticks,
                 edit=commit.edit,
             ),
             commit.drawn,

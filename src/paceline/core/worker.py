@@ -313,6 +313,7 @@ class Worker:
         clipped: bool = False,
         edit: Edit | None = None,
         set_index: int | None = None,
+        outside_ticks: int = 0,
     ) -> list[Request]:
         """Commit the current iteration to every shard.
 
@@ -327,6 +328,7 @@ class Worker:
             clipped: True if the script has clipped this worker's own gradient.
             edit: set if the push contains new values of parameters instead of a gradient.
             set_index: the parameter set that is pushed and pulled; None for all sets.
+            outside_ticks: see the event `PushReceived`.
         """
         requests = self._due() if self._steps else []
         iteration, plan = self.iteration, self._plan
@@ -368,12 +370,13 @@ class Worker:
                 repeated,
                 self._terms[shard],
                 warm_up,
+                outside_ticks,
             )
             requests.append(Send(server, commit))
         if self._notifies or self._flagged is not None:
             superstep = stop.superstep if stop is not None else None
             number = self._flagged.number if self._flagged is not None else None
-            finished = IterationFinished(iteration, superstep, number, self._attempt, warm_up)
+            finished = IterationFinished(iteration, superstep, number, self._attempt, warm_up, outside_ticks)
             requests.append(Send(COORDINATOR, finished))
         self._await("answers" if self._overlap else "commits")
         if ahead:

@@ -19,6 +19,7 @@ from weakref import ref
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ..core.metrics.time_spent import PassMark, Stopwatch
 from ..core.protocol.lease import BATCH_SIZINGS, SPLITS, Batch, BatchSizing, Order, Split
 from ..errors import ConfigurationError, UsageError, unknown_name
 from .epoch_order import EpochOrder
@@ -208,6 +209,13 @@ class DistributedLoader(Generic[T]):
         return len(self._part)
 
     def __iter__(self) -> Iterator[T]:
+        times = _PassTimes(self._session)
+        try:
+            yield from self._batches(times)
+        finally:
+            times.end()
+
+    def _batches(self, times: _PassTimes) -> Iterator[T]:
         loop, part = active_loop(self._session), self._part
         hold_job_model(self._session)
         begin_resumed(self._session)
@@ -235,7 +243,9 @@ class DistributedLoader(Generic[T]):
                 for bar in bars:
                     begun = self.position.joint_batches - part.before
                     bar.total = expected_batches(drawn, max(begun, 1), len(part))
+                times.draw()
                 yield loaded
+                times.ask()
                 keep(self._session, place, self._content)
             self.position.complete(epoch)
             for bar in bars:
@@ -284,6 +294,43 @@ class DistributedLoader(Generic[T]):
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._source.inner, name)
+
+
+class _PassTimes:
+    """Tells the stopwatch of a worker when its script asks a loader for batches, during one pass.
+
+    Args:
+        session: the session of the worker.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._begun: tuple[Stopwatch, PassMark] | None = None
+        if (watched := session.watched()) is not None:
+            watch, now_ticks = watched
+            self._begun = watch, watch.begin_pass(session.core.data.accumulations, now_ticks)
+
+    def draw(self) -> None:
+        """Record that the script receives a batch now."""
+        if (watched := self._session.watched()) is not None:
+            watch, now_ticks = watched
+            watch.draw(now_ticks)
+
+    def ask(self) -> None:
+        """Record that the script asks for the next batch now."""
+        if (watched := self._session.watched()) is not None:
+            watch, now_ticks = watched
+            watch.ask(now_ticks)
+
+    def end(self) -> None:
+        """Record that the pass ends now."""
+        if (watched := self._session.watched()) is None:
+            return
+        watch, now_ticks = watched
+        if self._begun is not None and self._begun[0] is watch:
+            watch.end_pass(self._begun[1], self._session.core.data.accumulations, now_ticks)
+        else:  # the worker has begun to train in this pass
+            watch.enter("between", now_ticks)
 
 
 def _held(batch: object) -> Callable[[], bool]:

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from ..core.metrics.time_spent import Stopwatch
 from ..core.metrics.unsent_metrics import Noted, Settled
 from ..core.protocol.layout import ShardSlice
 from ..core.protocol.lease import BatchSizing, Split
@@ -392,6 +393,13 @@ class Session(ABC):
             ask: function that returns the requests. While it is called, no other thread uses the connections, so all
                 requests that the feed considers unanswered have been sent.
         """
+
+    def watched(self) -> tuple[Stopwatch, int] | None:
+        """Return the stopwatch of this worker, and the current time in ticks.
+
+        None if the time of what this thread does now is not measured, or is outside of training in any case.
+        """
+        return None
 
     def epoch_begins(self, epoch: int) -> None:
         """Tell the session that this worker begins a pass over its part of the data. Epochs are counted from 0."""

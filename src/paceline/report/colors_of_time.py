@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["COLOR_OF", "COMPUTING", "IDLE", "OUTSIDE", "PAUSED", "TRANSFER", "WAITING", "WASTED"]
+__all__ = ["COLOR_OF", "COMPUTING", "IDLE", "LOADING", "OUTSIDE", "PAUSED", "TRANSFER", "WAITING", "WASTED"]
 
 COMPUTING = "#56B4E9"
 TRANSFER = "#999999"
@@ -10,6 +10,7 @@ WAITING = "#D55E00"
 WASTED = "#F0E442"
 PAUSED = "#6F6FB4"
 OUTSIDE = "#CC79A7"
+LOADING = "#009E73"
 IDLE = "#9999994D"
 """Transparent, so that it is pale on a light background and on a dark one."""
 
@@ -21,5 +22,6 @@ COLOR_OF = {
     "paused": PAUSED,
     "outside": OUTSIDE,
     "idle": IDLE,
+    "loading": LOADING,
 }
 """Kind of time, as in `trace.time_use` -> its color."""

@@ -80,7 +80,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     def present_s(self, workers: Collection[int] | None = None) -> float:
         """Return the seconds for which workers, by default all, took part in the run."""
         return self.total_s(
-            "computing", "transfer", "waiting", "wasted", "paused", "outside", workers=workers
+            "computing", "loading", "transfer", "waiting", "wasted", "paused", "outside", workers=workers
         )
 
     def per_iteration_s(self, kind: str) -> dict[int, float]:

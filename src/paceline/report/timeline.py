@@ -116,8 +116,7 @@ def timeline_of(
             )
             if record.restarted_s is not None:
                 spans["wasted"].append((begun_s, record.restarted_s + shift_s))
-                begun_s = record.restarted_s + shift_s
-            spans["computing"].append((begun_s, pushed_s))
+            spans["computing"].append((pushed_s - record.computing_s, pushed_s))
             # The shards may be on other machines, whose clocks are known only up to an error.
             released = min(released_s.get((worker, record.iteration), pushed_s), answered_s)
             arrived = min(max(arrived_s.get((worker, record.iteration), pushed_s), pushed_s), released)

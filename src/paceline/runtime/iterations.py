@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..core.metrics.time_spent import Lap
 from ..core.protocol.messages import Commit
 from ..sync.ticks import TICKS_PER_S
 from ..trace.records import IterationRecord
@@ -17,6 +18,7 @@ from .segmented import TEND_S, SegmentedFile, segmenting
 
 __all__ = ["Iterations"]
 
+LEAST_NOTED_S = 1e-6  # shorter times are left out of the records
 USUAL_ITERATIONS = 15  # number of iterations whose median is the usual computing time
 
 
@@ -29,15 +31,17 @@ class Iterations:
 
     Attributes:
         begun_s: when the weights for the current iteration arrived; None before the first iteration.
-        computing_since_s: when the computation of the current gradient began: later, if it was restarted.
         computed_s: when the current gradient was complete.
-        supply_s: how long the script has waited for data in the current iteration.
+        lap: what the worker has done in the current iteration until its push.
+        begins_pass: True if this push is the first one of a pass over its loader.
         restarted: when the current iteration was aborted and restarted; None if it was not aborted.
     """
 
     def __init__(self, place: Assignment, failed: Callable[[str], None]) -> None:
         self.begun_s: float | None = None
-        self.computing_since_s = self.computed_s = self.supply_s = 0.0
+        self.computed_s = 0.0
+        self.lap = Lap()
+        self.begins_pass = False
         self.restarted: tuple[float, float] | None = None
         # the computing times of the latest iterations
         self._computing_s: deque[float] = deque(maxlen=USUAL_ITERATIONS)
@@ -54,30 +58,27 @@ class Iterations:
 
     def begin(self, now_s: float) -> None:
         """Record that the weights for an iteration have arrived."""
-        self.begun_s = self.computing_since_s = now_s
+        self.begun_s = now_s
         self.restarted = None
+        self.begins_pass = False
 
     def restart(self, dropped_s: float, now_s: float) -> None:
         """Record that the current iteration was aborted, and is restarted now."""
         self.restarted = dropped_s, now_s
-        self.computing_since_s = now_s
 
     def usual_s(self, otherwise_s: float) -> float:
         """Return the usual computing time; `otherwise_s` before the first push."""
         return statistics.median(self._computing_s) if self._computing_s else otherwise_s
 
-    def push(self, pushed_s: float) -> tuple[float, float]:
+    def push(self, lap: Lap, busy_s: float) -> None:
         """Record that a push begins.
 
-        Returns:
-            (the time since the iteration began, the time since then that the worker was busy).
+        Args:
+            lap: what the worker has done in the iteration.
+            busy_s: how long it has loaded and computed for the push.
         """
-        assert self.begun_s is not None
-        computing_s = pushed_s - self.begun_s
-        self._computing_s.append(computing_s)
-        busy_s = max(0.0, pushed_s - self.computing_since_s - self.supply_s)
-        self.supply_s = 0.0
-        return computing_s, busy_s
+        self.lap = lap
+        self._computing_s.append(busy_s)
 
     def end(
         self,
@@ -118,6 +119,13 @@ class Iterations:
         assert self.begun_s is not None
         assert commit is not None
         dropped_s, restarted_s = self.restarted or (None, None)
+        outside_s, loading_s, computing_s = (
+            ticks / TICKS_PER_S for ticks in (self.lap.outside, self.lap.loading, self.lap.computing)
+        )
+        known_s = outside_s + loading_s + computing_s
+        lasted_s = (dropped_s or pushed_s) - self.begun_s
+        # An aborted computation is not part of the lap, so exchanges before it are not known.
+        exchanged_s = lasted_s - known_s if dropped_s is None else 0.0
         return IterationRecord(
             iteration=commit.iteration,
             begun_s=self.begun_s,
@@ -130,6 +138,10 @@ class Iterations:
             dropped_s=dropped_s,
             restarted_s=restarted_s,
             machine=self._machine,
+            outside_s=_noted(outside_s),
+            loading_s=_noted(loading_s),
+            exchanged_s=_noted(exchanged_s),
+            begins_pass=self.begins_pass or msgspec.UNSET,
         )
 
     def write_unwritten(self, loss: float | None = None) -> None:
@@ -157,3 +169,8 @@ class Iterations:
         self.write_unwritten()
         if self._file is not None:
             self._file.close()
+
+
+def _noted(seconds: float) -> float | msgspec.UnsetType:
+    """Return a time as it is recorded."""
+    return round(seconds, 9) if seconds >= LEAST_NOTED_S else msgspec.UNSET

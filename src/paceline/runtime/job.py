@@ -214,6 +214,15 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return self.hyperparameters == "translated"
 
     @property
+    def marks_outside(self) -> bool:
+        """True if pushes say how long their scripts were outside of training, so that models leave it out.
+
+        With raw hyper-parameters, what models predict from intervals is as in their papers. A run that chooses its
+        models itself needs the times in any case.
+        """
+        return self.translated or self.schedule.auto
+
+    @property
     def wire_in_vain(self) -> str:
         """A sentence that says that `wire` has no effect, because nothing travels; "" if it has an effect."""
         if not self.carrier.shares_memory or self.wire.exact:

@@ -15,13 +15,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
 
-from ..core.metrics.time_spent import Stopwatch
+from ..core.metrics.time_spent import Lap, Stopwatch
 from ..core.metrics.unsent_metrics import Noted
 from ..core.protocol.layout import ShardSlice
 from ..core.protocol.messages import (
@@ -110,6 +111,7 @@ class WorkerSession(Session):
         self.status = WorkerStatus(job, self.links)
         emulated = job.pace or job.slowdown
         self._emulation = Emulation(job, place.index) if emulated else None
+        self._thread = 0  # the thread that trains; 0 before the training
         self._slow_link: SlowLink | None = None  # set if the servers are on other machines
         # when the coordinator was last heard; when a push was last observed, and reported to the guard; and when the
         # coordinator was last told what the script has logged
@@ -150,7 +152,10 @@ class WorkerSession(Session):
         while self.core.started is None:
             self.links.hear(timeout_s=None)
         # the worker takes part in the run from now on
+        self._thread = threading.get_ident()
+        loads = self.status.stopwatch.loads
         self.status.stopwatch = Stopwatch(self._job.now_ticks())
+        self.status.stopwatch.loads = loads
         self._connect(model, self.core.started.shards)
         return self.core.started.initializer == self.worker
 
@@ -237,8 +242,8 @@ class WorkerSession(Session):
     @exclusive
     def await_first_weights(self) -> None:
         self._await_answers()
-        self.status.stopwatch.enter("computing", self._job.now_ticks())
         now_s = self._job.now_s()
+        self.status.stopwatch.begin_iteration("computing", round(now_s * TICKS_PER_S))
         self.iterations.begin(now_s)
         self.status.show("computing", now_s)
 
@@ -279,7 +284,8 @@ class WorkerSession(Session):
         droppable = droppable and self.core.may_restart
         iterations.computed_s = now_s = job.now_s()
         if self._emulation is not None:
-            until_s = self._emulation.until_s(iterations.computing_since_s, now_s, self.core.data.work)
+            busy_s = self._busy_s(self.status.stopwatch.lap(self._job.now_ticks()))
+            until_s = self._emulation.until_s(now_s - busy_s, now_s, self.core.data.work)
             while now_s < until_s:
                 if not droppable:
                     time.sleep(until_s - now_s)
@@ -289,6 +295,10 @@ class WorkerSession(Session):
                     self.links.orders.poll((until_s - now_s) * 1000)
                 now_s = job.now_s()
         return not (droppable and self.restart_ordered())
+
+    def _busy_s(self, lap: Lap) -> float:
+        """Return how long the worker has loaded and computed for its current gradient."""
+        return (lap.busy if self.iterations.restarted is None else lap.computing) / TICKS_PER_S
 
     @exclusive
     def pull_again(self) -> None:
@@ -307,7 +317,6 @@ class WorkerSession(Session):
         with self.status.doing("exchanging"):
             self.links.carry_out(self.core.pull_again(restart=False))
             self._await_answers()
-        self.iterations.begin(self._job.now_s())
 
     def _forget_staged(self) -> None:
         """Forget which parts of the gradient have been sent early. They will be sent again."""
@@ -327,10 +336,11 @@ class WorkerSession(Session):
         self.status.note_loss(logged)
         pushed_ticks = self._job.now_ticks()
         pushed_s = pushed_ticks / TICKS_PER_S
-        self.status.stopwatch.push(pushed_ticks)
-        computing_s, busy_s = self.iterations.push(pushed_s)
+        lap = self.status.stopwatch.push(pushed_ticks)
+        busy_s = self._busy_s(lap)
+        self.iterations.push(lap, busy_s)
         if self._slow_link is not None:
-            self._watch_link(self._slow_link, computing_s)
+            self._watch_link(self._slow_link, busy_s)
         contents, links.payloads = memory.contents(
             step.present, step.groups, step.buffers, empty=step.empty, set_index=step.set_index
         )
@@ -343,7 +353,9 @@ class WorkerSession(Session):
             clip=step.clip,
             clipped=step.clipped,
             set_index=step.set_index,
+            outside_ticks=lap.outside if self._job.marks_outside else 0,
         )
+        self.iterations.begins_pass = core.data.begins_pass
         memory.pulls = step.set_index
         links.carry_out(requests)
         if step.observed is not None:
@@ -362,7 +374,7 @@ class WorkerSession(Session):
         if core.paused:
             self._wait_while_paused()
         answered_ticks = self._job.now_ticks()
-        self.status.stopwatch.enter("computing", answered_ticks)
+        self.status.stopwatch.begin_iteration(self.status.stopwatch.after_step, answered_ticks)
         memory.pulls = None
         if memory.outbox is not None:
             memory.outbox.committed()
@@ -428,11 +440,11 @@ class WorkerSession(Session):
         self._forget_staged()  # a part of a gradient may have been sent early; it will be sent again
         contents, links.payloads = memory.contents(present, b"", buffers, empty=not core.edits, exact=True)
         self.iterations.computed_s = pushed_s = self._job.now_s()
-        self.status.stopwatch.push(self._job.now_ticks())
+        self.iterations.lap = self.status.stopwatch.push(round(pushed_s * TICKS_PER_S))
         links.carry_out(core.push_edit(contents))
         self._await_answers()
         answered_ticks = self._job.now_ticks()
-        self.status.stopwatch.enter("computing", answered_ticks)
+        self.status.stopwatch.begin_iteration(self.status.stopwatch.after_step, answered_ticks)
         self._forget_staged()
         begun_s = self.iterations.end(core.last_commit, pushed_s, answered_ticks)
         self.status.show("computing", begun_s)
@@ -467,7 +479,7 @@ class WorkerSession(Session):
             ended: function that returns True once the call has ended.
             servers: True if servers take part in the call.
         """
-        links, job, iterations = self.links, self._job, self.iterations
+        links, job = self.links, self._job
         interval_s = self._idle_interval_s
         due_s = job.now_s() + max(interval_s, COMBINING_S)
         while not ended():
@@ -480,8 +492,6 @@ class WorkerSession(Session):
             if not ended() and self.core.may_stand_in and job.now_s() >= due_s:
                 self._stand_in()
                 due_s = job.now_s() + interval_s
-        if iterations.begun_s is not None and iterations.restarted is None:
-            iterations.begin(job.now_s())
 
     @exclusive
     def _stand_in(self) -> None:
@@ -498,12 +508,19 @@ class WorkerSession(Session):
         )
         self.iterations.computed_s = pushed_s = self._job.now_s()
         with self.status.doing("exchanging"):
+            self.iterations.lap = self.status.stopwatch.lap(round(pushed_s * TICKS_PER_S))
             links.carry_out(core.stand_in(contents))
             self._await_answers()
+            self.status.stopwatch.begin_iteration("exchanging", self._job.now_ticks())
         begun_s = self.iterations.end(core.last_commit, pushed_s, self._job.now_ticks())
         self.status.show("computing", begun_s)
 
     # -- data and changes of the sync model ---------------------------------------------------------------
+
+    def watched(self) -> tuple[Stopwatch, int] | None:
+        if self.status.away or self._thread not in (0, threading.get_ident()):
+            return None
+        return self.status.stopwatch, self._job.now_ticks()
 
     @property
     def now_s(self) -> float:
@@ -511,13 +528,13 @@ class WorkerSession(Session):
 
     @exclusive
     def exchange(self, ask: Callable[[], Sequence[Request]]) -> None:
-        began_s = self._job.now_s()
-        with self.status.doing("exchanging"):
+        # a loader on a thread of its own may request data while the script computes
+        trains = self._thread in (0, threading.get_ident())
+        with self.status.doing("exchanging") if trains else contextlib.nullcontext():
             self.links.carry_out(ask())
             while self.core.data.waiting:
                 self.links.leave_if_asked()
                 self.links.hear_coordinator_first(WAITING_S)
-        self.iterations.supply_s += self._job.now_s() - began_s
 
     @exclusive
     def request_sync(self, sync: str | SyncModel | Sequence[SyncModel], shard: int | None) -> None:

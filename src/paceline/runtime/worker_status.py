@@ -28,10 +28,12 @@ class WorkerStatus:
 
     Attributes:
         stopwatch: measures what the worker spends its time on.
+        away: True while the script is outside of training whatever it does, for example inside `evaluating`.
     """
 
     def __init__(self, job: Job, links: Links) -> None:
         self.stopwatch = Stopwatch(job.now_ticks())
+        self.away = False
         self._job = job
         self._links = links
         self._reported_s = -math.inf
@@ -81,7 +83,9 @@ class WorkerStatus:
 
         What takes the worker away from its training may take long, so the coordinator is told of it at once.
         """
+        away = self.away
         with self._links.lock:
+            self.away = away or activity == "outside"
             before = self.stopwatch.enter(activity, self._job.now_ticks())
             if activity == "outside":
                 with contextlib.suppress(PeerLostError):  # the next exchange notices it, and knows the reason
@@ -90,4 +94,5 @@ class WorkerStatus:
             yield
         finally:
             with self._links.lock:
+                self.away = away
                 self.stopwatch.enter(before, self._job.now_ticks())

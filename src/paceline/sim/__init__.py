@@ -1,7 +1,7 @@
 """Discrete-event simulation of runs in virtual time, with the same sync models, shards and front end as a live run.
 
 - `simulate` simulates a run with any number of workers, with or without gradients, and returns a `SimResult`.
-- `Cluster` describes the machines and the network. `Presence` and `Link` are settings for individual workers.
+- `Cluster` describes the machines and the network. `Presence`, `Link` and `Outside` are settings for single workers.
 - `Dataset` describes the data that workers use up in a simulation without gradients.
 - `Constant`, `Uniform`, `LogNormal`, `Pareto`, `Recorded`, `Resampled`, `Timed`, `Scaled`, `Drifting`, `Occasional`
   and `Sum` are distributions of durations. `Law` is the interface of your own distributions, and `read_delays` reads
@@ -34,7 +34,7 @@ from .times import (
     Times,
     Uniform,
 )
-from .worker_settings import Link, Presence
+from .worker_settings import Link, Outside, Presence
 
 __all__ = [
     "PRESETS",
@@ -47,6 +47,7 @@ __all__ = [
     "LogNormal",
     "Loss",
     "Occasional",
+    "Outside",
     "Pareto",
     "Pause",
     "Presence",

@@ -122,6 +122,9 @@ class Clockwork:
     def supplied(self, worker: int) -> None:
         pass
 
+    def passed(self, worker: int) -> None:
+        pass
+
     def take_cut(self, shard: int, number: int) -> None:
         pass  # there are no weights
 
@@ -153,6 +156,12 @@ class DatasetClockwork(Clockwork):
         # worker -> numbers of its batches and pushes since it joined
         self._batches: dict[int, int] = {}
         self._pushes: dict[int, int] = {}
+        # worker -> what draws the time for which its script is outside of training after an epoch
+        self._outside = {
+            worker: sample
+            for worker in range(len(job.workers))
+            if (sample := job.epoch_sampler(worker)) is not None
+        }
         self._computes: set[int] = set()  # workers whose current gradient is not computed yet
         self._waiting: set[int] = set()  # workers that wait for data
 
@@ -197,6 +206,18 @@ class DatasetClockwork(Clockwork):
             requests = core.data.begin(LOADER, "data", epoch, self._order)
         self._job.carry(worker, requests, at_once=False)
 
+    def _end_epoch(self, worker: int) -> None:
+        """Let pass what the script does at the end of an epoch, such as evaluating the model."""
+        epoch = self._next[worker] - 1
+        if worker in self._outside and epoch < self._epochs:
+            self._job.let_pass(worker, self._outside[worker](epoch, self._job.kernel.now_s), "outside")
+        else:
+            self._begin(worker)
+
+    def passed(self, worker: int) -> None:
+        self._job.workers[worker].stopwatch.enter("exchanging", self._job.kernel.now_ticks)
+        self._begin(worker)
+
     def _continue(self, worker: int) -> None:
         """Compute the gradient for the worker's next batch, or wait for data."""
         data = self._job.workers[worker].core.data
@@ -208,7 +229,7 @@ class DatasetClockwork(Clockwork):
             self._computes.add(worker)
             self._job.compute(worker)
         elif data.ended(LOADER):
-            self._begin(worker)
+            self._end_epoch(worker)
         else:
             self._waiting.add(worker)
             self._job.carry(worker, data.request(LOADER), at_once=False)

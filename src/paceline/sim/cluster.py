@@ -14,7 +14,7 @@ from ..sync.ticks import resolution
 from .cluster_file import in_words_of_file, read_file, read_preset
 from .racks import Pause, Uplink, require_workers
 from .times import Distribution, Times, times_of
-from .worker_settings import Link, Presence
+from .worker_settings import Link, Outside, Presence
 
 __all__ = ["Cluster", "require_whole"]
 
@@ -44,6 +44,7 @@ class Cluster:
             handles one message after another. Default: no time.
         pauses: pauses that strike several workers at once (`paceline.sim.Pause`).
         uplinks: links that several workers share (`paceline.sim.Uplink`).
+        outside: mapping from worker to `Outside`, for workers whose scripts also do something other than training.
         name: name of the cluster, used in titles.
         emulated: description of how unequal machines were emulated in the run from which the cluster was recorded,
             used in captions; "" if the run emulated nothing, or the cluster was not recorded.
@@ -69,6 +70,7 @@ class Cluster:
     apply_s: Times = 0.0
     pauses: Sequence[Pause] = ()
     uplinks: Sequence[Uplink] = ()
+    outside: Mapping[int, Outside] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.compute_s, str) or not isinstance(self.compute_s, Sequence) or not self.compute_s:
@@ -84,6 +86,7 @@ class Cluster:
         kinds: tuple[tuple[str, Mapping[int, object], type], ...] = (
             ("presence", self.presence, Presence),
             ("links", self.links, Link),
+            ("outside", self.outside, Outside),
         )
         for name, by_worker, kind in kinds:
             for worker, value in by_worker.items():
@@ -196,7 +199,9 @@ class Cluster:
         Args:
             stated: what else states times, such as the sync models of the run.
         """
-        return resolution(self.compute_s, self.latency_s, self.apply_s, self.presence, self.links, stated)
+        return resolution(
+            self.compute_s, self.latency_s, self.apply_s, self.presence, self.links, self.outside, stated
+        )
 
     def compute(self, worker: int) -> Distribution:
         """Return the distribution of a worker's compute times."""
@@ -224,6 +229,17 @@ class Cluster:
         """Return the bandwidth of a worker's network interface, in bits per second."""
         link = self.links.get(worker)
         return self.bandwidth_bps if link is None or link.bandwidth_bps is None else link.bandwidth_bps
+
+    def outside_s(self, worker: int, *, has_epochs: bool) -> tuple[Distribution, Distribution]:
+        """Return the times of a worker's script outside of training: before each iteration, and after each epoch.
+
+        Args:
+            worker: the worker.
+            has_epochs: False if there are no epochs in the simulation.
+        """
+        own = self.outside.get(worker, Outside())
+        each_s = own.each_s if has_epochs or own.without_epochs_s is None else own.without_epochs_s
+        return times_of(each_s), times_of(own.epoch_s)
 
     def joins_late(self, worker: int) -> bool:
         """Return True if a worker joins after the beginning of the run."""

@@ -24,6 +24,9 @@ class Driver(Protocol):
     def answered(self, worker: int) -> None:
         """Called when every shard's answer to the worker's most recent pull has arrived."""
 
+    def passed(self, worker: int) -> None:
+        """Called when the time has passed that the driver has let pass with `VirtualJob.let_pass`."""
+
     def supplied(self, worker: int) -> None:
         """Called when the coordinator's answer to one of the worker's requests for data has arrived."""
 

@@ -12,6 +12,9 @@ explain counts as latency. So the same cluster can be simulated with another ban
 
 A push without a gradient, which a worker makes while its script evaluates the model, is no computation. The first
 iteration of an accelerator with batches of a new size takes longer, because programs are compiled. Both are left out.
+
+What a script does outside of training (see `core.metrics.time_spent`) is not part of the compute times, because it
+does not depend on the batch. It takes as long as in the run: before the same iterations, or at the end of each epoch.
 """
 
 from __future__ import annotations
@@ -29,13 +32,13 @@ from ..core.data.batch_sizes import BatchTime
 from ..core.protocol.wire_format import WireFormat
 from ..errors import ConfigurationError
 from ..sync.actions import AnswerPull
-from ..sync.events import PullRepeated, PushReceived
+from ..sync.events import PullRepeated, PushReceived, WorkerFinished
 from ..trace.recording import AnyTrace, trace_files
 from ..trace.records import IterationRecord, record_files, records_in
 from .cluster import Cluster
 from .times import Recorded
 from .transfers import Transfer, ends_of
-from .worker_settings import Link
+from .worker_settings import Link, Outside
 
 __all__ = ["cluster_of", "compute_times", "read_cluster_of_run"]
 
@@ -70,6 +73,7 @@ class Arrivals:
 
     Attributes:
         arrived_s: for each shard, the time at which the push arrived.
+        finished_s: the time at which the worker has finished, according to shard 0; None if it has not.
         samples: number of samples of the push, if it has samples of its own.
         atypical: 1 if the push had no gradient, or if it was a warm-up.
         released_s: for each shard, the time at which it answered the pull.
@@ -77,6 +81,7 @@ class Arrivals:
 
     def __init__(self, shards: int) -> None:
         self.arrived_s = [Column() for _ in range(shards)]
+        self.finished_s: float | None = None
         self.samples = Column()
         self.atypical = Column()
         self.released_s = [Column() for _ in range(shards)]
@@ -95,6 +100,44 @@ class Latencies:
     def distribution(self) -> Recorded:
         """Return the latencies as a distribution; 0 s if there was no message."""
         return Recorded(seconds=tuple(self.seconds or [0.0]))
+
+
+class _OutsideTimes:
+    """What the script of one worker did outside of training, in seconds."""
+
+    def __init__(self) -> None:
+        self._each = array("d")  # before each iteration, without what lies between two epochs
+        self._epochs = array("d")  # between two epochs, and after the last one
+        self._all = array("d")  # before each iteration
+        self._answered_s = 0.0
+
+    def add(self, record: IterationRecord) -> None:
+        """Add the time before an iteration."""
+        outside_s, _, _ = record.apart_s
+        first, self._answered_s = not self._all, record.answered_s
+        begins = bool(record.begins_pass)
+        if begins and not first:  # an epoch has ended before
+            self._epochs.append(outside_s)
+        self._each.append(0.0 if begins else outside_s)
+        self._all.append(outside_s)
+
+    def end(self, finished_s: float | None) -> None:
+        """Add the time after the last iteration."""
+        if finished_s is not None:
+            self._epochs.append(max(0.0, finished_s - self._answered_s))
+
+    @property
+    def matters(self) -> bool:
+        """True if the script was outside of training at all."""
+        return sum(self._all) + sum(self._epochs) > 0.0
+
+    def distributions(self) -> Outside:
+        """Return what is known. Times repeat as they were recorded."""
+        return Outside(
+            each_s=Recorded(seconds=tuple(self._each)),
+            epoch_s=Recorded(seconds=tuple(self._epochs or [0.0])),
+            without_epochs_s=Recorded(seconds=tuple(self._all)),
+        )
 
 
 class Unexplained:
@@ -195,13 +238,16 @@ def cluster_of(
     unexplained = Unexplained(bandwidth_bps)
     computed: list[tuple[Recorded, float]] = []
     latencies: list[tuple[Latencies, Latencies]] = []  # to the servers, and from them
+    outside: list[_OutsideTimes] = []
     for worker, iterations in enumerate(records):
         own, at = arrivals[worker], ("worker", worker)
         to_server, from_server = Latencies(), Latencies()
+        besides = _OutsideTimes()
         observed: list[tuple[int | None, float]] = []
         atypical: list[tuple[int | None, float]] = []
         for record in iterations:
             number = record.iteration
+            besides.add(record)
             for shard, column in enumerate(own.arrived_s):
                 if (arrived_s := column.get(number)) is not None:
                     push = Transfer(record.pushed_s, at, ("server", shard), sizes.pushes[shard])
@@ -215,9 +261,12 @@ def cluster_of(
                 unexplained.add(from_server, record.answered_s, answers)
             samples = own.samples.get(number)
             times = atypical if own.atypical.get(number) else observed
-            times.append((None if samples is None else int(samples), _computed_s(record)))
+            computed_s = record.computing_s + record.apart_s[1]  # loading takes as long under every model
+            times.append((None if samples is None else int(samples), computed_s))
         if observed or atypical:
             latencies.append((to_server, from_server))
+            besides.end(own.finished_s)
+            outside.append(besides)
             computed.append(compute_times(observed or atypical, batch_size))
     if not computed:
         raise ConfigurationError("no worker finished an iteration, so the speed of the workers is unknown.")
@@ -232,6 +281,7 @@ def cluster_of(
             worker: Link(to_server_s=to_server.distribution(), from_server_s=from_server.distribution())
             for worker, (to_server, from_server) in enumerate(latencies)
         },
+        outside={worker: known.distributions() for worker, known in enumerate(outside) if known.matters},
         name=name,
         emulated=next((trace.header.emulated for trace in shards), ""),
     )
@@ -250,6 +300,8 @@ def _arrivals(shards: Sequence[AnyTrace]) -> Mapping[int, Arrivals]:
                     own.samples.put(event.iteration, event.samples)
                 if event.empty or event.warm_up:
                     own.atypical.put(event.iteration, 1)
+            if isinstance(event, WorkerFinished) and shard == 0:
+                arrivals[event.worker].finished_s = now_s
             if isinstance(event, PullRepeated):
                 continue
             for action in entry.actions:
@@ -313,9 +365,3 @@ def _summary(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return summary if isinstance(summary, dict) else {}
-
-
-def _computed_s(record: IterationRecord) -> float:
-    """Return the compute time of an iteration. If the iteration was restarted, only the last computation counts."""
-    begun_s = record.begun_s if record.restarted_s is None else record.restarted_s
-    return max(0.0, record.pushed_s - begun_s)

@@ -191,6 +191,7 @@ def simulate(
                 recorders=recorders,
                 planner=_planner,
                 wire=wire_format,
+                has_epochs=data is not None,
             )
             clockwork = (
                 Clockwork(job, math.inf if iterations is None else iterations)
@@ -236,6 +237,7 @@ def simulate(
                     wire=wire_format,
                     resumed=resumed.job if resumed is not None else None,
                     cut_at_s=cut_at_s,
+                    marks_outside=translated or schedule.auto,
                 )
                 stores = training.make_stores(first)
                 sizes = [store.bounds.size_bytes for store in stores]

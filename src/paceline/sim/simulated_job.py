@@ -16,7 +16,7 @@ import msgspec
 
 from ..core.coordinator import Coordinator
 from ..core.metrics.history import LOSS
-from ..core.metrics.time_spent import Stopwatch
+from ..core.metrics.time_spent import Lap, Stopwatch
 from ..core.metrics.unsent_metrics import Settled
 from ..core.oversight.guard import Guard
 from ..core.protocol.host import Host, ShardStore
@@ -95,7 +95,7 @@ KINDS = ("push", "pull", "pull again", "control")
 AT_ONCE = {Started, Answer, DataGranted, LoopEntered, Combined}
 """Messages that a worker can receive before its first weights have arrived."""
 
-COMPUTING, TO_SERVER, FROM_SERVER, ABSENCES, PAUSES, APPLYING = range(6)
+COMPUTING, TO_SERVER, FROM_SERVER, ABSENCES, PAUSES, APPLYING, OUTSIDE, BETWEEN_EPOCHS = range(8)
 """Purposes of random draws. The key of each draw begins with (seed, index, purpose), where the index is that of the
 worker, of the kind of pauses, or of the server."""
 
@@ -118,6 +118,8 @@ class VirtualJob:
         relaxes: False if `auto` chooses no model with stale gradients, because hyper-parameters are not translated.
         resumed: the cut with which the run begins; None to begin with the initial weights of a worker.
         cut_at_s: virtual times at which the job is cut.
+        marks_outside: True if pushes say how long their scripts were outside of training.
+        has_epochs: True if the driver has epochs.
 
     Attributes:
         kernel: the virtual clock and the pending events.
@@ -147,6 +149,8 @@ class VirtualJob:
         wire: WireFormat = EXACT,
         resumed: JobCut | None = None,
         cut_at_s: Sequence[float] = (),
+        marks_outside: bool = True,
+        has_epochs: bool = False,
     ) -> None:
         count = shards
         ticks_per_s = recorders.ticks_per_s
@@ -173,6 +177,7 @@ class VirtualJob:
         recorders.history = self.coordinator.history
         self._cluster = cluster
         self._planner = planner
+        self._marks_outside = marks_outside
         self._schedule = schedule
         self._shards = shards
         self._wire = wire
@@ -214,8 +219,11 @@ class VirtualJob:
         self._at_server = self._served if apply_s == Constant(seconds=0.0) else self._queued
         self.workers = []
         for worker in range(cluster.workers):
-            state = VirtualWorker(worker)
+            state = VirtualWorker(worker, ticks_per_s)
             state.sample = cluster.compute(worker).sampler(seed, worker, COMPUTING)
+            if worker in cluster.outside:
+                outside_s, _ = cluster.outside_s(worker, has_epochs=has_epochs)
+                state.outside = outside_s.sampler(seed, worker, OUTSIDE)
             to_server = self._delays(cluster.latency(worker, to_server=True), worker, TO_SERVER)
             from_server = self._delays(cluster.latency(worker, to_server=False), worker, FROM_SERVER)
             state.pauses = [each for pause, each in pauses if worker in pause.workers]
@@ -297,6 +305,13 @@ class VirtualJob:
 
     # -- called by drivers --------------------------------------------------------------------------------
 
+    def epoch_sampler(self, worker: int) -> Sample | None:
+        """Return what draws the time for which a worker's script is outside of training after an epoch, if it is."""
+        if worker not in self._cluster.outside:
+            return None
+        _, epoch_s = self._cluster.outside_s(worker, has_epochs=True)
+        return epoch_s.sampler(self._seed, worker, BETWEEN_EPOCHS)
+
     def compute(self, worker: int, *, droppable: bool = True) -> None:
         """Let the compute time of the current iteration pass, then call `Driver.computed`.
 
@@ -304,6 +319,26 @@ class VirtualJob:
         """
         state = self.workers[worker]
         state.attempt += 1
+        outside_ticks = 0
+        if state.outside is not None and state.outside_of != state.core.iteration:
+            state.outside_of = state.core.iteration
+            outside_ticks = self.kernel.in_ticks(state.outside(state.core.iteration, self.kernel.now_s))
+        if not outside_ticks:
+            self._begin_computing(worker, droppable)
+            return
+        self._enter(worker, "outside")
+        self.kernel.after(outside_ticks, self._return, worker, state.attempt, droppable)
+
+    def _return(self, worker: int, attempt: int, droppable: bool) -> None:
+        """Let a worker compute after its script was outside of training."""
+        state = self.workers[worker]
+        if attempt == state.attempt:
+            self._begin_computing(worker, droppable)
+            if state.core.restart_ordered:
+                self._abort(worker)
+
+    def _begin_computing(self, worker: int, droppable: bool) -> None:
+        state = self.workers[worker]
         state.computing, state.droppable = True, droppable
         self._enter(worker, "computing")
         state.started_ticks = self.kernel.now_ticks
@@ -347,7 +382,7 @@ class VirtualJob:
         self._record(state, logged.earlier_loss)
         state.pushed_s = self.kernel.now_s
         state.loss, state.loss_follows = logged.loss, logged.follows
-        state.stopwatch.push(self.kernel.now_ticks)
+        state.lap = state.stopwatch.push(self.kernel.now_ticks)
         busy_s = (self.kernel.now_ticks - state.started_ticks) / self.kernel.ticks_per_s
         requests = state.core.push(
             empty=empty,
@@ -356,6 +391,7 @@ class VirtualJob:
             clip=clip,
             clipped=clipped,
             set_index=set_index,
+            outside_ticks=state.lap.outside if self._marks_outside else 0,
         )
         if observed is not None:
             requests += state.core.observe(observed)
@@ -411,6 +447,24 @@ class VirtualJob:
         state.pushed_s = self.kernel.now_s
         state.loss, state.loss_follows = None, False
         self._from_worker(worker, state.core.push_edit(), pushes)
+
+    def let_pass(self, worker: int, length_s: Seconds, activity: Activity | None = None) -> None:
+        """Let time pass between two computations of a worker, then call `Driver.passed`.
+
+        Args:
+            worker: the worker.
+            length_s: how long.
+            activity: what the worker does meanwhile; None for what it does already.
+        """
+        state = self.workers[worker]
+        state.attempt += 1
+        if activity is not None:
+            self._enter(worker, activity)
+        self.kernel.after(self.kernel.in_ticks(length_s), self._passed, worker, state.attempt)
+
+    def _passed(self, worker: int, attempt: int) -> None:
+        if attempt == self.workers[worker].attempt:
+            self._driver.passed(worker)
 
     def carry(self, worker: int, requests: Sequence[Request], *, at_once: bool) -> None:
         """Send a worker's requests for data. `Driver.supplied` is called each time an answer arrives.
@@ -621,6 +675,8 @@ class VirtualJob:
                 if not state.loss_follows:
                     self._record(state)
             state.restarted, state.begun_s = None, now_s
+            state.lap = Lap()
+            state.stopwatch.begin_iteration("exchanging", self.kernel.now_ticks)
         self._enter(worker, "exchanging")
         if not state.standing_in:
             self._driver.answered(worker)

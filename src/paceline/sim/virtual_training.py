@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..core.metrics.time_spent import Stopwatch
 from ..core.metrics.unsent_metrics import Noted, Settled
 from ..core.oversight.guard import DIVERGED
 from ..core.protocol.job_cut import JobCut
@@ -315,6 +316,9 @@ class Training:
     def answered(self, worker: int) -> None:
         self._resume(self._sessions[worker])
 
+    def passed(self, worker: int) -> None:
+        self._resume(self._sessions[worker])
+
     def supplied(self, worker: int) -> None:
         session = self._sessions[worker]
         if session.awaits_data and not session.core.data.waiting:
@@ -607,6 +611,17 @@ class VirtualSession(Session):
     def idle(self) -> AbstractContextManager[None]:
         return nullcontext()  # virtual time passes only in calls to the session
 
+    def watched(self) -> tuple[Stopwatch, int] | None:
+        if not self.joined:
+            return None
+        job = self._training.job
+        return job.workers[self.worker].stopwatch, job.kernel.now_ticks
+
+    def let_pass(self, length_s: float) -> None:
+        """Let virtual time pass, as if the script took so long for what it does now."""
+        self._training.job.let_pass(self.worker, length_s)
+        self._pause()
+
     @property
     def now_s(self) -> float:
         return self._training.job.kernel.now_s
@@ -616,7 +631,11 @@ class VirtualSession(Session):
         self._training.job.carry(self.worker, ask(), at_once=not self.joined)
         if self.core.data.waiting:
             self.awaits_data = True
+            watched = self.watched()
+            before = None if watched is None else watched[0].enter("exchanging", watched[1])
             self._pause()
+            if before is not None and (watched := self.watched()) is not None:
+                watched[0].enter(before, watched[1])
             self.awaits_data = False
 
     def epoch_begins(self, epoch: int) -> None:
@@ -669,6 +688,9 @@ class VirtualSession(Session):
         self.commits = True
         self._pause()
         self.commits = False
+        if (watched := self.watched()) is not None:
+            watch, now_ticks = watched
+            watch.enter(watch.after_step, now_ticks)
 
     def observe(self, observed: Observation, noted: Sequence[Noted] = ()) -> None:
         if noted:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ..core.metrics.time_spent import Stopwatch
+import msgspec
+
+from ..core.metrics.time_spent import Lap, Stopwatch
 from ..core.protocol.requests import worker_peer
 from ..core.worker import Worker
 from ..trace.records import IterationRecord
@@ -19,6 +21,9 @@ class VirtualWorker:
     Attributes:
         core: the worker's protocol core, which is replaced each time the worker joins again.
         sample: function that draws the compute time of an iteration.
+        outside: function that draws the time before an iteration in which the script does not train.
+        outside_of: the iteration for which this time was drawn last.
+        lap: what the worker did in the last iteration until its push.
         pauses: the pauses that strike the worker.
         to_server: connection to each server.
         from_server: connection from each server.
@@ -43,6 +48,7 @@ class VirtualWorker:
         joining: True while the worker joins a run in progress, until its weights arrive.
         restarted: pair (time of the abort, time of the restart) for the current iteration; None without a restart.
         finished_s: time at which the most recent iteration ended.
+        ticks_per_s: number of ticks per second.
         stopwatch: measures what the worker spends its time on since it has joined.
     """
 
@@ -57,9 +63,12 @@ class VirtualWorker:
         "from_coordinator",
         "from_server",
         "joining",
+        "lap",
         "life",
         "loss",
         "loss_follows",
+        "outside",
+        "outside_of",
         "pauses",
         "peer",
         "pulls_rounded",
@@ -70,15 +79,20 @@ class VirtualWorker:
         "standing_in",
         "started_ticks",
         "stopwatch",
+        "ticks_per_s",
         "to_coordinator",
         "to_server",
         "unrecorded",
     )
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, ticks_per_s: int) -> None:
         self.core: Worker
+        self.ticks_per_s = ticks_per_s
         self.peer = worker_peer(index)
         self.sample: Sample
+        self.outside: Sample | None = None
+        self.outside_of = -1
+        self.lap = Lap()
         self.pauses: list[Pauses] = []
         self.to_server: list[Connection]
         self.from_server: list[Connection]
@@ -119,4 +133,11 @@ class VirtualWorker:
             commit.change.number if commit.change is not None else None,
             dropped_s,
             restarted_s,
+            outside_s=self._noted(self.lap.outside),
+            loading_s=self._noted(self.lap.loading),
+            begins_pass=(self.core.data.begins_pass and not commit.empty) or msgspec.UNSET,
         )
+
+    def _noted(self, ticks: int) -> float | msgspec.UnsetType:
+        """Return a time as it is recorded."""
+        return ticks / self.ticks_per_s if ticks else msgspec.UNSET

@@ -13,7 +13,7 @@ from ..errors import ConfigurationError
 from .cluster_file import RATES, quantity
 from .racks import Pause, Uplink
 from .times import Recorded, Resampled, Scaled, Timed, Times, times_of
-from .worker_settings import Link
+from .worker_settings import Link, Outside
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -102,6 +102,11 @@ def changed(
             for w in range(count)
             if w % before in links
         },
+        outside={
+            w: _outside_like(cluster.outside[w % before], repeated=w >= before)
+            for w in range(count)
+            if w % before in cluster.outside
+        },
         presence={w: cluster.presence[w % before] for w in range(count) if w % before in cluster.presence},
         pauses=[_members(each, before, count) for each in cluster.pauses if min(each.workers) < count],
         uplinks=[_members(each, before, count) for each in cluster.uplinks if min(each.workers) < count],
@@ -129,4 +134,13 @@ def _link_like(link: Link, *, repeated: bool) -> Link:
         link,
         to_server_s=None if link.to_server_s is None else _like(link.to_server_s, repeated=repeated),
         from_server_s=None if link.from_server_s is None else _like(link.from_server_s, repeated=repeated),
+    )
+
+
+def _outside_like(outside: Outside, *, repeated: bool) -> Outside:
+    without_epochs_s = outside.without_epochs_s
+    return Outside(
+        each_s=_like(outside.each_s, repeated=repeated),
+        epoch_s=_like(outside.epoch_s, repeated=repeated),
+        without_epochs_s=None if without_epochs_s is None else _like(without_epochs_s, repeated=repeated),
     )

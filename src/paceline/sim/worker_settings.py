@@ -1,4 +1,7 @@
-"""Settings for individual workers that differ from the rest of the cluster: their presence and their connection."""
+"""Settings for individual workers that differ from the rest of the cluster.
+
+They are about a worker's presence, its connection, and what its script does besides training.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from ..errors import ConfigurationError
 from ..sync.ticks import Seconds
 from .times import Times
 
-__all__ = ["Link", "Presence"]
+__all__ = ["Link", "Outside", "Presence"]
 
 
 class Presence(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,3 +68,20 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     bandwidth_bps: float | None = None
     to_server_s: Times | None = None
     from_server_s: Times | None = None
+
+
+class Outside(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a worker's script is outside of training, for example because it evaluates or saves the model.
+
+    Unlike a computation, this does not take longer with a larger batch.
+
+    Attributes:
+        each_s: time before each iteration, except for what lies between two epochs.
+        epoch_s: time at the end of each epoch, in a simulation with data.
+        without_epochs_s: time before each iteration in a simulation without data, in which there are no epochs; None
+            for `each_s`.
+    """
+
+    each_s: Times = 0.0
+    epoch_s: Times = 0.0
+    without_epochs_s: Times | None = None

@@ -24,7 +24,7 @@ __all__ = [
     "value_text",
 ]
 
-TIMES = ("computing", "waiting", "transfer", "wasted", "paused", "outside")
+TIMES = ("computing", "loading", "waiting", "transfer", "wasted", "paused", "outside")
 
 
 def runs_csv(result: StudyResult) -> str:

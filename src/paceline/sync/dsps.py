@@ -14,7 +14,9 @@ The run makes progress as long as the slowest live worker does. With lower = upp
 Use: When the ratio between the workers' speeds is not known in advance.
 Deviations: The rule for s is an interpretation (see Reference). Intervals do not include the time for which a pull is
 delayed: a worker that waits for the slowest one would seem to be as slow, and s would shrink. They include the
-transfers and, with several shards, the time for which a worker waits for other shards. At first, s is `lower`. It
+transfers and, with several shards, the time for which a worker waits for other shards. Unless the run has
+`--hyperparameters raw`, they do not contain what the script did outside of training, such as evaluating the model;
+each push says how long that was. At first, s is `lower`. It
 does not change while a live worker has yet to push. With the soft barrier, a delayed pull waits for the current round
 to close, even if s has grown or shrunk in the meantime. With `push_scale="1/n"`, n is the largest number of workers
 that have been present at once (see `paceline.sync.conditions`). In the paper, N is a constant.

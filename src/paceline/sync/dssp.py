@@ -19,7 +19,8 @@ Use: When the workers' speeds change and no single bound on the gap fits. The al
 `lower` and `upper`, depending on which gap is predicted to give the shortest wait.
 Deviations: If several workers are the slowest, the prediction is made for the one with the longest interval. The
 paper's controller predicts the slowest worker's next `upper` pushes; this implementation predicts as many pushes as
-it needs.
+it needs. Unless the run has `--hyperparameters raw`, an interval does not contain what the script did outside of
+training, such as evaluating the model; each push says how long that was.
 
 >>> DSSP(lower=3, upper=15)
 DSSP()

@@ -25,8 +25,11 @@ speed of ASP and still averages gradients at barriers.
 Deviations: A worker that joins before the first push under this model belongs to the first superstep. A worker that
 joins later runs as in ASP until the next superstep begins, even if no worker has pushed since the last barrier. The
 first push of an accelerator with batches of a new size does not count as one of the two pushes of the monitoring
-phase, and the interval that it ends is left out, because the next ones are shorter. If two pushes of a worker arrive
-at the same tick, its interval counts as one tick, because end times cannot be extrapolated from an interval of 0.
+phase, and the interval that it ends is left out, because the next ones are shorter. Unless the run has
+`--hyperparameters raw`, an interval does not contain what the script did outside of training, such as evaluating the
+model, because the next intervals do not contain this either; each push says how long that was. If two pushes of a
+worker arrive at the same tick, its interval counts as one tick, because end times cannot be extrapolated from an
+interval of 0.
 
 >>> from paceline.sync.events import IterationFinished, WorkerJoined
 >>> planner = ElasticBSP(lookahead=4).at_coordinator()
@@ -264,13 +267,15 @@ class Pace:
         self.iteration = iteration  # the next iteration that the worker will finish
         self.pushes = 0  # number of pushes since the worker's last barrier, without warm-ups
         self.last_ticks = 0  # time of the worker's last push
-        self.interval_ticks = 0  # time between the worker's last two pushes
+        self.interval_ticks = (
+            0  # time between the worker's last two pushes, without what was outside of training
+        )
 
-    def finished(self, now_ticks: int, *, warm_up: bool) -> None:
-        if not warm_up:
+    def finished(self, event: IterationFinished) -> None:
+        if not event.warm_up:
             self.pushes += 1
-            self.interval_ticks = now_ticks - self.last_ticks
-        self.last_ticks = now_ticks
+            self.interval_ticks = max(0, event.now_ticks - self.last_ticks - event.outside_ticks)
+        self.last_ticks = event.now_ticks
 
     def stopped(self) -> None:
         self.pushes = 0
@@ -317,7 +322,7 @@ class Planner(JobMachine):
             assert self._remaining is not None
             self._remaining.discard(worker)
         else:
-            pace.finished(event.now_ticks, warm_up=event.warm_up)
+            pace.finished(event)
             if pace.pushes >= 2:
                 self._unmonitored.discard(worker)
         return self._proceed()

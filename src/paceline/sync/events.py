@@ -177,6 +177,8 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
         repeated: True if an earlier push of the worker was computed from the same samples. They are counted once.
         warm_up: True if this was the worker's first iteration on an accelerator with batches of this size, for which
             programs are compiled or tuned. Its duration says nothing about the next ones.
+        outside_ticks: time since the worker's last pull was answered in which its script did not train, in ticks; see
+            `paceline.core.metrics.time_spent`. 0 in a run with `--hyperparameters raw`.
         staleness: number of updates since the shard last sent its weights to the worker, if the model needs it.
         at_once: the largest number of workers that have been present at once so far, if the model needs it.
     """
@@ -194,6 +196,7 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
     edit: Edit | None = None
     repeated: bool = False
     warm_up: bool = False
+    outside_ticks: int = 0
     staleness: int | None = None
     at_once: int | None = None
 
@@ -242,6 +245,7 @@ class IterationFinished(Event, frozen=True, kw_only=True, tag=True):
         change: set if the push was the worker's last one before the change with this number.
         attempt: number of times that the worker has restarted the iteration.
         warm_up: see `PushReceived`.
+        outside_ticks: see `PushReceived`.
     """
 
     worker: int
@@ -250,6 +254,7 @@ class IterationFinished(Event, frozen=True, kw_only=True, tag=True):
     change: int | None = None
     attempt: int = 0
     warm_up: bool = False
+    outside_ticks: int = 0
 
 
 class IterationStarted(Event, frozen=True, kw_only=True, tag=True):

@@ -2,7 +2,8 @@
 
 An interval ends with a push. It begins with the worker's previous push, as DSSP defines it, unless the model calls
 `begin` when it answers the worker's pull. Then the time for which the worker has waited is left out. The interval
-that ends with the warm-up of an accelerator is left out, because the next ones are shorter.
+that ends with the warm-up of an accelerator is left out, because the next ones are shorter. Time outside of training
+that a push names is not part of its interval, because it says nothing about the next ones.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class Intervals:
 
     Attributes:
         last_ticks: worker -> time of the worker's last push or join, or the time given to `begin`.
-        interval_ticks: worker -> length of the interval that ended with the worker's last push other than a warm-up.
+        interval_ticks: worker -> length of the interval that ended with the worker's last push other than a warm-up,
+            without the time outside of training.
     """
 
     def __init__(self) -> None:
@@ -31,7 +33,8 @@ class Intervals:
         match event:
             case PushReceived():
                 if not event.warm_up:
-                    self.interval_ticks[event.worker] = event.now_ticks - self.last_ticks[event.worker]
+                    length_ticks = event.now_ticks - self.last_ticks[event.worker]
+                    self.interval_ticks[event.worker] = max(0, length_ticks - event.outside_ticks)
                 self.last_ticks[event.worker] = event.now_ticks
             case WorkerJoined():
                 self.last_ticks[event.worker] = event.now_ticks

@@ -1,17 +1,21 @@
 """What each worker of a run did over time, and whom it waited for, in bounded memory.
 
 An `Activity` is fed with the entries of the shards' traces and with the records of the workers' iterations. An
-iteration has five parts:
+iteration has these parts:
 
-    wasted      from its begin until it was restarted, if its computation was aborted
+    outside     before the script asked for a batch
+    loading     until it had the batch
+    transfer    requests for data
+    wasted      until the computation was restarted, if it was aborted
     computing   until the push began. The sleep that emulates a slower machine counts as computing
     transfer    until the push had arrived at all shards
     waiting     until all shards had answered the pull
     transfer    until the new weights had arrived at the worker
 
-The worker measures its begin, restart, push and end; the shards measure what lies in between. A worker on a machine
-that has joined the run keeps its records. Without them, an iteration begins when all shards have answered the pull
-before, and everything until the push has arrived counts as computing.
+The worker measures its begin, restart, push and end, and how long it was outside of training and loaded (see
+`core.metrics.time_spent`): in total, so that these parts are shown at the begin of the iteration. The shards measure
+what lies in between. A worker on a machine that has joined the run keeps its records. Without them, an iteration
+begins when all shards have answered the pull before, and everything until the push has arrived counts as computing.
 
 A pull that is answered in the entry of another worker's event has waited for that worker. Over all shards, only the
 longest wait of a pull counts.
@@ -52,7 +56,9 @@ from .records import IterationRecord
 
 __all__ = ["SPAN_UNITS_PER_S", "Activity", "Happening", "Reason", "Span", "WorkerActivity"]
 
-COMPUTING, TRANSFER, WAITING, WASTED, PAUSED, OUTSIDE, IDLE = range(len(KINDS))
+COMPUTING, TRANSFER, WAITING, WASTED, PAUSED, OUTSIDE, IDLE, LOADING = range(len(KINDS))
+
+APART = (OUTSIDE, LOADING, TRANSFER)  # the parts of `IterationRecord.apart_s`
 
 SPAN_UNITS_PER_S = 10_000
 MOST_SPANS = 50_000  # number of iterations, over all workers, whose times are kept exactly
@@ -72,7 +78,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         worker: the worker.
-        begun: when the iteration began.
+        begun: when the iteration began, without what was outside of training, loading and requests for data.
         lengths: wasted, computing, transfer to the shards, waiting, transfer back.
         awaited: the worker that was awaited; -1 for nobody.
     """
@@ -114,6 +120,8 @@ class Exchange(msgspec.Struct):
     empty: bool = False
     # Begin, restart (or begin), push and end of the iteration according to the worker's record.
     record: tuple[float, float, float, float] | None = None
+    # What was outside of training, loading and exchanges before the push, according to the record.
+    apart_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 class WorkerActivity(msgspec.Struct):
@@ -176,6 +184,7 @@ class State(msgspec.Struct):
     samples: int = 0
     happenings: list[Happening] = []
     bound_s: float = 0.0
+    kinds: int = 7  # number of kinds of time; states of earlier versions do not say it
 
 
 class Activity:
@@ -206,7 +215,8 @@ class Activity:
         clocks: Mapping[int, MachineClock] | None = None,
         ticks_per_s: int = TICKS_PER_S,
     ) -> None:
-        state = State([ShardState() for _ in range(shards)], ticks_per_s, eras={0: Era(sync, 0.0, 0)})
+        eras = {0: Era(sync, 0.0, 0)}
+        state = State([ShardState() for _ in range(shards)], ticks_per_s, eras=eras, kinds=len(KINDS))
         self._begin(state, clocks)
 
     @classmethod
@@ -217,7 +227,14 @@ class Activity:
             msgspec.DecodeError: the bytes are no such state.
         """
         activity = cls.__new__(cls)
-        activity._begin(msgspec.msgpack.decode(state, type=State, dec_hook=decoded), clocks)
+        found = msgspec.msgpack.decode(state, type=State, dec_hook=decoded)
+        if (missing := len(KINDS) - found.kinds) > 0:
+            for row in found.cells.rows.values():
+                row.add_kinds(missing)
+            for own in found.workers.values():
+                own.times_s += [0.0] * missing
+            found.kinds = len(KINDS)
+        activity._begin(found, clocks)
         return activity
 
     def state(self) -> bytes:
@@ -323,6 +340,7 @@ class Activity:
         if exchange is None:
             exchange = self._opened(worker, own, record.iteration)
         exchange.record = begun_s, restarted_s, pushed_s, answered_s
+        exchange.apart_s = record.apart_s
         if exchange.answered >= len(self._state.shards) or own.fate:
             self._finish(worker, own, record.iteration)
 
@@ -374,6 +392,11 @@ class Activity:
             begun_s, restarted_s, pushed_s, answered_s = exchange.record
             if 0.0 <= own.since_s < begun_s:
                 self._spend(worker, own, OUTSIDE, own.since_s, begun_s)
+            for kind, length_s in zip(APART, exchange.apart_s, strict=True):
+                ended_s = min(begun_s + length_s, pushed_s)
+                self._spend(worker, own, kind, begun_s, ended_s)
+                begun_s = max(begun_s, ended_s)
+            restarted_s = max(restarted_s, begun_s)
             # The shards may be on other machines, whose clocks are known only up to an error.
             released_s = min(max(exchange.released_s, pushed_s), answered_s)
             arrived_s = min(max(exchange.arrived_s, pushed_s), released_s)

@@ -28,8 +28,11 @@ else:  # these types have no parameters at run time
 
 __all__ = ["KINDS", "NOBODY", "Cells", "Row", "decoded", "encoded"]
 
-KINDS = ("computing", "transfer", "waiting", "wasted", "paused", "outside", "idle")
-"""What a worker can spend its time on, as in `trace.time_use`. Absent workers do nothing."""
+KINDS = ("computing", "transfer", "waiting", "wasted", "paused", "outside", "idle", "loading")
+"""What a worker can spend its time on, as in `trace.time_use`. Absent workers do nothing.
+
+Their order is that of the files in which cells are kept, so further kinds come last.
+"""
 
 KIND_COUNT = len(KINDS)
 NOBODY = -1
@@ -64,6 +67,11 @@ class Row(msgspec.Struct):
             self.seconds.frombytes(bytes(4 * KIND_COUNT * missing))
             self.awaited.extend([NOBODY] * missing)
             self.votes.frombytes(bytes(4 * missing))
+
+    def add_kinds(self, missing: int) -> None:
+        """Make room for the last kinds, because the row was kept before they existed."""
+        seconds = np.frombuffer(self.seconds, np.float32).reshape(-1, KIND_COUNT - missing)
+        self.seconds = array("f", np.pad(seconds, ((0, 0), (0, missing))).tobytes())
 
     def halve(self) -> None:
         """Merge each two neighbouring buckets."""

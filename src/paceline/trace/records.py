@@ -31,6 +31,12 @@ class IterationRecord(msgspec.Struct, frozen=True):
         change: number of the sync model change if the push was the worker's last one before the change, else None.
         dropped_s: time at which the computation was aborted in order to be restarted; None if it was not aborted.
         restarted_s: time at which the computation was restarted; None if it was not restarted.
+        outside_s: part of the time from `begun_s` to `pushed_s` in which the script did not train; see
+            `core.metrics.time_spent`. Unset if there is none, as in all records of earlier versions.
+        loading_s: part of this time in which the script asked for batches.
+        exchanged_s: part of this time in which the worker requested data, or pulled again after an evaluation.
+        begins_pass: True if the iteration is the first one of a pass over its loader. What is outside of training in
+            this iteration lies between two passes.
         machine: index of the machine whose clock the times are on (see `trace.clocks`). Unset if it is machine 0, the
             one with the coordinator.
     """
@@ -46,6 +52,27 @@ class IterationRecord(msgspec.Struct, frozen=True):
     dropped_s: float | None = None
     restarted_s: float | None = None
     machine: int | msgspec.UnsetType = msgspec.UNSET
+    outside_s: float | msgspec.UnsetType = msgspec.UNSET
+    loading_s: float | msgspec.UnsetType = msgspec.UNSET
+    exchanged_s: float | msgspec.UnsetType = msgspec.UNSET
+    begins_pass: bool | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def apart_s(self) -> tuple[float, float, float]:
+        """The times of this iteration outside of training, of loading, and of exchanges before the push."""
+        return self.outside_s or 0.0, self.loading_s or 0.0, self.exchanged_s or 0.0
+
+    @property
+    def computing_s(self) -> float:
+        """Time of the computation that was pushed: the last one, if the iteration was restarted."""
+        outside_s, loading_s, exchanged_s = self.apart_s
+        apart_s = outside_s + loading_s + exchanged_s
+        begun_s = (
+            self.begun_s + apart_s
+            if self.restarted_s is None
+            else max(self.restarted_s, self.begun_s + apart_s)
+        )
+        return max(0.0, self.pushed_s - begun_s)
 
     @property
     def wasted_s(self) -> float:

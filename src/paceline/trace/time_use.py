@@ -1,20 +1,21 @@
 """What the workers of a run have spent their time on. The times add up to the duration of the run.
 
     computing   computations that were pushed. If the run was cut off, the computation in progress counts, too
+    loading     the script asked a distributed loader for a batch
     waiting     pulls that a shard did not answer at once, from their arrival until they were answered, their worker
                 was lost, or the run ended; of several shards, the longest wait counts
     transfer    messages on their way: pushes, weights and requests for data. This is what remains of the presence of
                 a worker when all other times are subtracted
     wasted      computations that were aborted, the pulls after them, and what a worker had computed when it was lost
     paused      the worker could not go on, because the run had too few workers
-    outside     the script did not train: it evaluated the model, waited in a barrier or a reduction, or had pushed
-                for the last time
+    outside     the script did not train: it evaluated or saved the model, waited in a barrier or a reduction, or had
+                pushed for the last time. `core.metrics.time_spent` defines what is outside, and what is loading
     idle        time from when a worker finished until the last worker left
     absent      time in which the worker had not joined yet, was lost, or had left before its script ended
 
 A worker is present from the moment when shard 0 counts it among its workers until it has left. Its presence is the
-sum of the first six times. The waits are measured by the shards, each on its own clock; the other times are measured
-by the workers (see `core.metrics.time_spent`). So no two clocks are compared, and the sums are exact.
+sum of the first seven times. The waits are measured by the shards, each on its own clock; the other times are
+measured by the workers (see `core.metrics.time_spent`). So no two clocks are compared, and the sums are exact.
 
 A worker that is lost makes no last report. The time since its last report belongs to the activity that it has
 reported then, except for the time in which it waited.
@@ -37,6 +38,7 @@ class TimeUse(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         computing_s: computations that were pushed.
+        loading_s: waits for batches of a distributed loader.
         waiting_s: pulls that were not answered at once.
         transfer_s: messages on their way.
         wasted_s: computations that were aborted or lost.
@@ -47,6 +49,7 @@ class TimeUse(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     computing_s: float
+    loading_s: float
     waiting_s: float
     transfer_s: float
     wasted_s: float
@@ -60,6 +63,7 @@ class TimeUse(msgspec.Struct, frozen=True, kw_only=True):
         """Time for which the worker took part in the run, in seconds."""
         return (
             self.computing_s
+            + self.loading_s
             + self.waiting_s
             + self.transfer_s
             + self.wasted_s

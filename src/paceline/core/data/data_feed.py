@@ -56,6 +56,7 @@ ONE_BATCH = Work(1, 1.0)
         "used again stopped entered states_wanted pushed least accelerated newest _loaders _asks _loop _epoch "
         "_trained _last _samples _accumulated _decided"
     ),
+    history="accumulations begins_pass _passes",
 )
 class DataFeed:
     """The data of one worker, for all loaders that its script distributes.
@@ -73,6 +74,8 @@ class DataFeed:
         accelerated: True if the worker computes on an accelerator, which compiles or tunes its programs for each new
             size of a batch. May be set.
         newest: the batch that the script has drawn last.
+        accumulations: number of times that the script has accumulated a gradient for batches that it had drawn.
+        begins_pass: True if the last push is the first one of a pass over its loader.
     """
 
     def __init__(self) -> None:
@@ -85,6 +88,9 @@ class DataFeed:
         self.least = 1
         self.accelerated = False
         self.newest: DrawnBatch | None = None
+        self.accumulations = 0
+        self.begins_pass = False
+        self._passes: dict[int, int] = {}  # loader -> the epoch of the last push with data from it
         self._loaders: list[_LoaderFeed] = []
         self._asks = False  # True while a question about a training loop has not been answered
         self._loop = -1  # the training loop that the script has begun last
@@ -204,6 +210,7 @@ class DataFeed:
         """Record that a gradient is accumulated, which decides to which push the drawn batches belong."""
         if not self._decided:
             self._decided, self._accumulated = True, self._last or self._accumulated
+            self.accumulations += 1
             for loader in self._loaders:
                 loader.drawn.accumulate()
 
@@ -226,6 +233,9 @@ class DataFeed:
         if self.warm_up:
             busy_s = None
         self._trained = feed or self._trained
+        self.begins_pass = feed is not None and self._passes.get(feed.number) != feed.epoch
+        if feed is not None:
+            self._passes[feed.number] = feed.epoch
         self._last = self._accumulated = self._samples = None
         for loader in self._loaders:
             loader.push(busy_s if loader is feed else None, accumulated=accumulated)
@@ -272,7 +282,7 @@ class DataFeed:
 
 @stateful(
     decides=(
-        "drawn committed ended requested epoch part _feed _number _name _order _leases _taken _last "
+        "drawn committed ended requested epoch part number _feed _name _order _leases _taken _last "
         "warm_up _sizes _unpushed _unpushed_positions _times"
     ),
 )
@@ -287,7 +297,7 @@ class _LoaderFeed:
         self.epoch = -1
         self.part: float | None = None  # the part of the epoch that has been drawn; None if it is unknown
         self._feed = feed
-        self._number = number
+        self.number = number
         self._name: str
         self._order: Order
         self._leases: deque[Lease] = deque()  # leases with batches that the worker has not taken
@@ -379,7 +389,7 @@ class _LoaderFeed:
             if self._feed.accelerated:
                 step = step_of(min(order.batch, order.most or order.batch))
         request = DataRequested(
-            self._number,
+            self.number,
             self._name,
             self.epoch,
             order,

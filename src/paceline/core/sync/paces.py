@@ -1,9 +1,9 @@
 """How fast the workers are, as shard 0 observes it, without I/O.
 
 A *cycle* of a worker begins when the shard answers its pull, and ends when its next push arrives. It includes the
-transfer of the weights, the computation, and the transfer of the gradient, but not the time for which the worker
-waits for others. So cycles tell how long each worker would take under any sync model. They are measured on one clock,
-wherever the worker is.
+transfer of the weights, the computation, and the transfer of the gradient, but neither the time for which the worker
+waits for others, nor what its script does outside of training. So cycles tell how long each worker would take under
+any sync model. They are measured on one clock, wherever the worker is.
 
 A cycle in which the worker pulled again, to evaluate the model or after an abort, is not counted, and neither is the
 warm-up of an accelerator.
@@ -103,6 +103,6 @@ class PaceMeter:
             self._samples_of[push.worker, push.iteration] = samples
             self._samples_of.pop((push.worker, push.iteration - 2), None)  # it has been decided about
         if begun_ticks is not None and not push.warm_up:
-            cycle_s = (push.now_ticks - begun_ticks) / self._ticks_per_s
+            cycle_s = max(0, push.now_ticks - begun_ticks - push.outside_ticks) / self._ticks_per_s
             self._cycles.setdefault(push.worker, []).append((samples, cycle_s))
             self._unreported += 1

@@ -9,8 +9,9 @@ const KIND_WORDS = {
   waiting: ["waiting", "pulls that were not answered at once"],
   wasted: ["wasted", "computations that were aborted"],
   paused: ["paused", "the run had too few workers"],
-  outside: ["outside training", "the script evaluated the model, or waited in a barrier"],
+  outside: ["outside training", "the script evaluated or saved the model, or waited in a barrier"],
   idle: ["idle at the end", "the worker had finished before the others"],
+  loading: ["loading", "the script asked a loader for batches"],
 };
 
 const kindWord = (name) => KIND_WORDS[name][0];

@@ -130,7 +130,7 @@ function drawIterations(context, content, rows, view, { left, top, width, height
   for (let i = 0; i < borders.length; i += 2) context.fillRect(borders[i], borders[i + 1], 1, height - gap);
 }
 
-const BETWEEN = ["paused", "outside", "idle"]; // what a worker may do between its iterations
+const BETWEEN = ["paused", "outside", "idle", "loading"]; // what a worker may do between its iterations
 
 function idleKind(level, row, fromS, toS) {
   const spentS = timeWithin(level, row, fromS, toS);

@@ -8,6 +8,7 @@ const DID = {
   paused: "was paused, as the run had too few workers,",
   outside: "did not train",
   idle: "had finished",
+  loading: "loaded batches",
 };
 
 function placeWords(content, row, timeS, exact, pixelS) {

@@ -24,15 +24,17 @@ __all__ = [
     "WorkerLost",
 ]
 
-Activity = Literal["computing", "exchanging", "restarting", "paused", "outside"]
-"""What a worker does.
+Activity = Literal["computing", "exchanging", "restarting", "paused", "outside", "loading", "between"]
+"""What a worker does. `core.metrics.time_spent` defines these activities.
 
-    computing     the script runs, between the arrival of the weights and the push
+    computing     the script computes a gradient
     exchanging    the worker pushes, pulls or requests data, and waits for the answers
     restarting    the worker pulls, because it has aborted a computation
     paused        the run has too few workers
     outside       the script evaluates the model, or waits in a barrier, in a reduction, or for others that add
                   parameters
+    loading       the script asks a distributed loader for a batch
+    between       the script has made a step, and has not asked a distributed loader for a batch since then
 """
 
 Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -46,7 +48,8 @@ class TimeSpent(msgspec.Struct, frozen=True, array_like=True):
         computing: time of the computations that were pushed.
         wasted: time of computations that were aborted, and of the pulls after them.
         paused: time in which the run had too few workers.
-        outside: time in which the script evaluated the model or waited in a call of all workers.
+        outside: time in which the script did not train.
+        loading: time in which the script asked a distributed loader for a batch.
         unfinished: time of the computation that has been neither pushed nor aborted yet.
         activity: what the worker does now.
     """
@@ -55,6 +58,7 @@ class TimeSpent(msgspec.Struct, frozen=True, array_like=True):
     wasted: Ticks = 0
     paused: Ticks = 0
     outside: Ticks = 0
+    loading: Ticks = 0
     unfinished: Ticks = 0
     activity: Activity = "exchanging"
 

@@ -8,6 +8,7 @@ import msgspec
 
 from ....sync.events import Change, Clip, Edit, Number, Stop
 from ..lease import PackedPushed
+from .ending import Ticks
 from .protocol_table import Message, sent
 
 __all__ = [
@@ -94,6 +95,7 @@ class Commit(Message, frozen=True, tag=True, omit_defaults=True):
         repeated: True if an earlier push was computed from the same samples, so they are not counted again.
         term: the term of the shard's server. See `paceline.core.protocol.placement`.
         warm_up: see the event `PushReceived`.
+        outside_ticks: see the event `PushReceived`.
     """
 
     shard: Number
@@ -114,6 +116,7 @@ class Commit(Message, frozen=True, tag=True, omit_defaults=True):
     repeated: bool = False
     term: Number = 0
     warm_up: bool = False
+    outside_ticks: Ticks = 0
 
     @property
     def pieces(self) -> tuple[int, ...]:
@@ -210,6 +213,7 @@ class IterationFinished(Message, frozen=True, tag=True):
         change: number of the model change, if this was the worker's last push before the change; else None.
         attempt: number of times that the worker has restarted the iteration.
         warm_up: see the event `PushReceived`.
+        outside_ticks: see the event `PushReceived`.
     """
 
     iteration: Number
@@ -217,6 +221,7 @@ class IterationFinished(Message, frozen=True, tag=True):
     change: Number | None = None
     attempt: Number = 0
     warm_up: bool = False
+    outside_ticks: Ticks = 0
 
 
 @sent("worker", to="coordinator", during="training")
