@@ -22,6 +22,8 @@ from rich.text import Text
 from ..core.protocol.lease import BatchSizing
 from ..errors import ConfigurationError
 from ..launcher.terminal.output import print_sentence
+from ..report.causes import COMPARE, sentences_of
+from ..report.evidence import evidence_of
 from ..report.names import run_name
 from ..report.ranking_table import ranking_table
 from ..report.speed import speed_unit
@@ -31,7 +33,7 @@ from ..sync.events import WorkerFinished, WorkerJoined, WorkerLost
 from ..sync.model import agree_on_means
 from ..sync.schedule import read_schedule
 from ..trace.digest import Digest
-from ..trace.findings import Handout, find, how_to_check
+from ..trace.findings import find, how_to_check
 from ..trace.kept_models import load_kept_models
 from ..trace.measures import Measures, Meter
 from ..trace.recording import Entry, Header, TraceFile, trace_files
@@ -157,7 +159,6 @@ def advise(
     own = summary["sync"]
     traces = [trace for trace in trace_files(run_dir) if trace.header.host == "shard"]
     together_s, together = _while_all_were_present(traces[0])
-    lockstep = all(model.lockstep for model in read_schedule(own).models)
     data = _dataset(summary, recorded.workers)
     batch = summary.get("batch", "equal")
     again = simulate(
@@ -193,14 +194,8 @@ def advise(
         emulated=cluster.emulated,
         findings=find(
             _measures(run_dir),
-            lockstep=lockstep,
-            handout=_handout(summary),
-            overlap=summary.get("overlap") != "off",
+            lost_time=_lost_time(summary, str(run_dir)),
             clippable=agree_on_means(read_schedule(own).models),
-            program=summary.get("program", ()),
-            run_dir=str(run_dir),
-            advise=False,
-            auto=read_schedule(own).auto,
         ),
         measured_updates_per_s=together.updates / together_s,
         simulated_updates_per_s=again.updates / together_s,
@@ -261,10 +256,10 @@ def _dataset(summary: Mapping[str, Any], workers: int) -> Dataset | None:
     return Dataset(samples=samples, batch_size=batch_size, epochs=epochs, pushes_per_batch=pushes)
 
 
-def _handout(summary: Mapping[str, Any]) -> Handout:
-    """Return how the data of a run was handed out."""
-    divisible = summary.get("divisible", True)
-    return Handout(summary.get("split"), summary.get("batch") == "balanced", divisible)
+def _lost_time(summary: Mapping[str, Any], run_dir: str) -> list[str]:
+    """Return what cost the workers of a run time, and what would help, as in the terminal and in its report."""
+    evidence = evidence_of(summary, run_dir)
+    return [] if evidence is None else [each for each in sentences_of(evidence) if COMPARE not in each]
 
 
 def _while_all_were_present(shard: TraceFile) -> tuple[float, Measures]:

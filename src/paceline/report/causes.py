@@ -1,16 +1,20 @@
-"""What held a run back, and what would help: the sentences with which a report begins.
+"""What held a run back, and what would help: the sentences with which a report begins, and the terminal ends.
 
 Each cause is computed from measured times, and says how many seconds it has cost, summed over the workers. A cause is
 named only if it has cost at least `LEAST_SHARE` of the workers' time, and at least `LEAST_S` per worker. What helps
-against waiting is the same as in the findings of the summary (`trace.findings`).
+against waiting is in `trace.findings`. The kinds of time are those of `core.metrics.time_spent`.
 
 Waiting alone says little: it is the other side of what another worker does. So the worker that was awaited is
-compared with the others. What it spends more time on in each iteration is the cause: its computation, its transfers,
-or something outside of training.
+compared with the others. What it spends more time on in each iteration is the cause: its computation, its loader, its
+transfers, or something outside of training.
+
+Processes that have too few cores take longer for everything. So this cause comes before waits and transfers that are
+the same in all workers.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Sequence
 from statistics import median
 
@@ -21,7 +25,7 @@ from .evidence import Evidence
 from .run_report import Cause
 from .words import counted, length, listed, percent, size
 
-__all__ = ["causes_of", "headline_of"]
+__all__ = ["COMPARE", "causes_of", "headline_of", "sentences_of"]
 
 GUILTY_SHARE = 0.7  # a few workers are named if they were awaited for at least this share of all waiting
 SLOWER = 1.15  # the others are compared with a worker that takes at least this many times as long
@@ -30,14 +34,36 @@ LEAST_OUTSIDE = (
     0.1  # least share that is named of the time outside of training, and of transfers on one machine
 )
 
+MOSTLY = 0.8  # share of computing from which nothing needs to be said about the rest
+LEAST_NAMED = 0.05  # least share of a kind of time that is named if there is no cause
+SHORT_S = 20.0  # a run of this length is too short for `LEAST_S` to be a small share
+
+SPENT = {
+    "computing": "computed",
+    "loading": "loaded batches",
+    "transfer": "had messages on their way",
+    "waiting": "waited for others",
+    "wasted": "computed in vain",
+    "paused": "were paused",
+    "outside": "did something other than training",
+}
+"""Kind of time -> what workers did in this time."""
+
+COMPARE = "To compare the sync models on these machines, run"
+
 Remedies = tuple[str, ...]
 
 
 def causes_of(evidence: Evidence) -> tuple[Cause, ...]:
     """Return what held a run back: first what makes its result doubtful, then what took time, most time first."""
     doubts = [Cause(sentence) for sentence in (evidence.unapplied, *evidence.noticed) if sentence]
+    crowded = _cores(evidence)
     awaited, explained = _waiting(evidence)
-    found = [awaited, _idle(evidence), *(find(evidence) for find in FURTHER if find not in explained)]
+    if crowded is not None:
+        explained = *explained, *(() if evidence.links else (_transfer,))
+        awaited = awaited if _guilty(evidence) else None
+    further = (find(evidence) for find in FURTHER if find not in explained)
+    found = [crowded, awaited, _idle(evidence), *further]
     slow = sorted((each for each in found if each is not None), key=lambda each: -(each.lost_s or 0.0))
     said: set[str] = set()  # what helps is said once
     for number, cause in enumerate(slow):
@@ -45,6 +71,15 @@ def causes_of(evidence: Evidence) -> tuple[Cause, ...]:
         said.update(remedies)
         slow[number] = msgspec.structs.replace(cause, remedies=remedies)
     return (*doubts, *slow)
+
+
+def sentences_of(evidence: Evidence) -> list[str]:
+    """Return what cost the workers time, and what would help, as the sentences that the terminal shows."""
+    slow = [cause for cause in causes_of(evidence) if cause.lost_s is not None]
+    sentences = [sentence for cause in slow for sentence in (cause.words, *cause.remedies)]
+    if sentences and evidence.run_dir and evidence.matters(evidence.total_s("waiting")):
+        sentences.append(f"{COMPARE}: paceline advise {shlex.quote(evidence.run_dir)}")
+    return sentences
 
 
 def headline_of(evidence: Evidence, causes: Sequence[Cause]) -> str:
@@ -73,8 +108,20 @@ def headline_of(evidence: Evidence, causes: Sequence[Cause]) -> str:
         return f"{text} What held the run back most: {slow[0].brief}."
     if evidence.state == "failed":
         return text
-    computing = evidence.total_s("computing") / evidence.present_s() if evidence.present_s() else 0.0
-    return f"{text} Nothing stands out that held it back: workers computed for {percent(computing)} of their time."
+    return f"{text} {_without_causes(evidence)}"
+
+
+def _without_causes(evidence: Evidence) -> str:
+    """Return what the workers did with their time in a run of which no cause is named."""
+    present_s = evidence.present_s()
+    shares = {kind: evidence.total_s(kind) / present_s if present_s else 0.0 for kind in SPENT}
+    computed = f"workers computed for {percent(shares['computing'])} of their time"
+    others = [kind for kind in sorted(SPENT, key=lambda kind: -shares[kind]) if shares[kind] >= LEAST_NAMED]
+    rest = [f"{SPENT[kind]} for {percent(shares[kind])}" for kind in others if kind != "computing"]
+    if shares["computing"] >= MOSTLY or not rest:
+        return f"Nothing stands out that held it back: {computed}."
+    short = " It was too short to say more." if evidence.duration_s < SHORT_S else ""
+    return f"No single cause stands out: {computed}; they {', '.join(rest)}.{short}"
 
 
 def _sentence(text: str) -> str:
@@ -114,7 +161,9 @@ def _waiting(evidence: Evidence) -> tuple[Cause | None, tuple[Finder, ...]]:
     if len(others) == 1:
         waited = waited.replace("their time", "its time")
     brief = f"the others waited for {share} of their time for {blamed}"
-    excess = {kind: _excess(evidence, kind, guilty) for kind in ("computing", "transfer", "outside")}
+    excess = {
+        kind: _excess(evidence, kind, guilty) for kind in ("computing", "loading", "transfer", "outside")
+    }
     kind = max(excess, key=lambda each: excess[each][0])
     _, ratio, each_s = excess[kind]
     slow = len(guilty)
@@ -132,7 +181,15 @@ def _waiting(evidence: Evidence) -> tuple[Cause | None, tuple[Finder, ...]]:
             f"{waited}, whose script did something other than training for {length(outside_s)}, such as "
             "evaluating or saving the model."
         )
-        return evidence.cause(words, brief, own_s, (EVALUATE,)), (_outside,)
+        brief += ", whose script did something other than training"
+        return evidence.cause(words, brief, own_s, (EVALUATE, READER)), (_outside,)
+    if kind == "loading" and ratio >= SLOWER:
+        words = (
+            f"{waited}, whose script waits for its loader for {length(each_s)} in each iteration, {_times(ratio)} as "
+            "long as those of the others."
+        )
+        brief += f", which loads its batches {_times(ratio)} as long"
+        return evidence.cause(words, brief, own_s, (LOADERS,)), (_loading,)
     if evidence.unsplit and ratio >= SLOWER:
         words = f"{waited}, which {_takes(guilty)} {_times(ratio)} as long from an answer to the next push: for the "
         words += "computation and the transfers, which are not told apart."
@@ -183,6 +240,14 @@ def _excess(evidence: Evidence, kind: str, guilty: Collection[int]) -> tuple[flo
 # -- other causes -----------------------------------------------------------------------------------------
 
 EVALUATE = "Inside paceline.evaluating(model), the other workers need not wait. It also helps to evaluate less often."
+READER = (
+    "Or evaluate copies of the weights apart from training: with paceline.launch(snapshot_every_s=...), a reader takes "
+    "them, for which no worker waits."
+)
+LOADERS = (
+    "Give the DataLoader more processes (num_workers), so that batches are loaded while the script computes, or load "
+    "from a faster disk."
+)
 
 
 def _idle(evidence: Evidence) -> Cause | None:
@@ -210,7 +275,7 @@ def _idle(evidence: Evidence) -> Cause | None:
             f"{idle}, because the script of {blamed} went on for {length(silent_s)} after its last step with "
             "something other than training, such as evaluating the model."
         )
-        return evidence.cause(words, brief, lost_s, ())
+        return evidence.cause(words, brief, lost_s, (READER,))
     amounts = {
         each.worker: float(each.samples if evidence.samples else each.iterations) for each in evidence.workers
     }
@@ -333,6 +398,44 @@ def _shorter_exchanges(evidence: Evidence) -> Remedies:
     )
 
 
+def _cores(evidence: Evidence) -> Cause | None:
+    """Return how long workers waited for a core, because the run has more busy processes than there are cores."""
+    lost_s = sum(evidence.queued_s.values())
+    processes = len(evidence.workers) + evidence.servers
+    if not 0 < evidence.cores < processes or not evidence.matters(lost_s, LEAST_OUTSIDE):
+        return None
+    share = percent(lost_s / evidence.present_s())
+    who = f"{counted(len(evidence.workers), 'worker')} and {counted(evidence.servers, 'server')}"
+    cores = counted(evidence.cores, "core")
+    words = (
+        f"{who.capitalize()} shared {cores}, perhaps with other programs: for {share} of their time "
+        f"({length(lost_s)} together), the workers could have gone on, but had no core. Computations, pushes and pulls "
+        "take longer then."
+    )
+    fewer = max(1, evidence.cores - evidence.servers)
+    remedies = [f"Use fewer workers: --workers {fewer} leaves each process a core of its own."]
+    if evidence.cores <= evidence.servers:
+        remedies = ["Use a machine with more cores."]
+    return evidence.cause(words, f"{processes} busy processes shared {cores}", lost_s, remedies)
+
+
+def _loading(evidence: Evidence) -> Cause | None:
+    """Return how long scripts waited for their loaders."""
+    lost_s = evidence.total_s("loading")
+    if not evidence.matters(lost_s, LEAST_OUTSIDE):
+        return None
+    share = percent(lost_s / evidence.present_s())
+    per = evidence.per_iteration_s("loading")
+    each_s = median(per.values()) if per else 0.0
+    words = (
+        f"For {share} of the workers' time ({length(lost_s)} together), the script waited for its loader: "
+        f"{length(each_s)} in each iteration."
+    )
+    return evidence.cause(
+        words, f"scripts waited for their loaders for {share} of the time", lost_s, (LOADERS,)
+    )
+
+
 def _wasted(evidence: Evidence) -> Cause | None:
     """Return how long was computed for nothing."""
     lost_s = evidence.total_s("wasted")
@@ -379,14 +482,15 @@ def _outside(evidence: Evidence) -> Cause | None:
     mostly = f", most of it worker {most}" if per[most] > lost_s / 2 and len(per) > 1 else ""
     words = (
         f"For {share} of the workers' time ({length(lost_s)} together{mostly}), the script did something other than "
-        "training: it evaluated the model, or waited in a barrier or a reduction, or went on after its last step."
+        "training: it evaluated or saved the model, or waited in a barrier or a reduction, or went on after its last "
+        "step."
     )
     return evidence.cause(
-        words, f"{share} of the workers' time was spent outside of training", lost_s, (EVALUATE,)
+        words, f"{share} of the workers' time was spent outside of training", lost_s, (EVALUATE, READER)
     )
 
 
-FURTHER: tuple[Finder, ...] = (_transfer, _wasted, _paused, _outside)
+FURTHER: tuple[Finder, ...] = (_transfer, _loading, _wasted, _paused, _outside)
 
 
 def _times(ratio: float) -> str:

@@ -1,16 +1,26 @@
-"""What is known about a run when the causes of its lost time are looked for (see `causes`)."""
+"""What is known about a run when the causes of its lost time are looked for (see `causes`).
+
+The terminal and the report of a run that has ended look for the causes in the same evidence: the summary of the run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
+from ..core.protocol.lease import Split
+from ..errors import ConfigurationError
 from ..sync.effects import backup_quorum
+from ..sync.schedule import read_schedule
 from ..trace.findings import LEAST_S, LEAST_SHARE, Handout, hints_for, how_to_check, in_python
-from .run_report import Cause, LinkTotal, WorkerReport
+from ..trace.measures import PushCounts
+from ..trace.unapplied import unapplied_pushes
+from .run_report import KINDS, Cause, LinkTotal, WorkerReport
+from .words import counted
 
-__all__ = ["Evidence"]
+__all__ = ["Evidence", "evidence_of", "handout_of", "links_of", "read_model", "shortage_of"]
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +42,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         updates: number of updates.
         restarts: number of computations that were aborted; None if unknown.
         servers: number of servers.
+        cores: number of cores that the processes of the run could use, if all ran on one machine; 0 if unknown.
+        queued_s: worker -> seconds in which it could run, but had no core; {} if this is unknown.
         wire: format in which gradients and weights travelled; see `core.protocol.wire_format`.
         joined: True if machines have joined the run.
         handout: how the data was handed out.
@@ -58,6 +70,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     updates: int = 0
     restarts: int | None = None
     servers: int = 1
+    cores: int = 0
+    queued_s: dict[int, float] = {}
     wire: str = "float32"
     joined: bool = False
     handout: Handout = Handout()
@@ -114,3 +128,99 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         return hints_for(
             self.lockstep, self.handout, self.overlap, equal_shares, waited, slow, quorum, how, self.auto
         )
+
+
+def evidence_of(summary: Mapping[str, Any], run_dir: str) -> Evidence | None:
+    """Return what the summary of a run says about lost time; None if it contains no statistics.
+
+    Args:
+        summary: the summary of a live run, as in `summary.json`.
+        run_dir: the run directory.
+    """
+    if not summary.keys() >= {"time_use", "iterations", "awaited_s"}:
+        return None
+    links = links_of(summary)
+    lockstep, auto = read_model(str(summary["sync"]))
+    joined = bool(summary.get("joined", links))
+    pushes = summary.get("ledger", {}).get("pushes", {})
+    unapplied = ""
+    if pushes and "unapplied" in summary:
+        unapplied = unapplied_pushes(PushCounts(**pushes), summary["unapplied"])
+    return Evidence(
+        state=str(summary.get("ended", "finished")),
+        failure=str(summary.get("failure", "")),
+        sync=str(summary["sync"]),
+        lockstep=lockstep,
+        auto=auto,
+        duration_s=summary["duration_s"],
+        workers=_workers(summary),
+        last_push_s={int(worker): at_s for worker, at_s in summary["last_push_s"].items()},
+        end_s=summary["duration_s"],
+        links=links,
+        samples=summary.get("samples", 0),
+        updates=summary.get("updates", 0),
+        restarts=summary.get("restarts"),
+        servers=int(summary.get("servers", 1)),
+        cores=int(summary.get("cores", 0)),
+        queued_s={int(worker): queued_s for worker, queued_s in summary.get("queued_s", {}).items()},
+        wire=str(summary.get("wire", "float32")),
+        joined=joined,
+        handout=handout_of(summary),
+        overlap=summary.get("overlap", "shards") == "shards",
+        program=tuple(summary.get("program", ())),
+        run_dir="" if joined else run_dir,
+        noticed=tuple(summary.get("noticed", ())),
+        unapplied=unapplied,
+        shortage=shortage_of(summary),
+    )
+
+
+def _workers(summary: Mapping[str, Any]) -> tuple[WorkerReport, ...]:
+    """Return the figures of each worker from which causes follow."""
+    machines: Mapping[str, str] = summary.get("machines", {})
+    samples: Mapping[str, int] = summary.get("worker_samples", {})
+    left, lost = summary.get("left", ()), summary.get("lost_workers", ())
+    found = []
+    for worker, use in sorted(summary["time_use"].items(), key=lambda each: int(each[0])):
+        index = int(worker)
+        found.append(
+            WorkerReport(
+                worker=index,
+                machine=machines.get(worker, ""),
+                fate="lost" if index in lost else "left" if index in left else "finished",
+                iterations=summary["iterations"].get(worker, 0),
+                samples=samples.get(worker, 0),
+                time_s={kind: use.get(f"{kind}_s", 0.0) for kind in KINDS},
+                awaited_s=summary["awaited_s"].get(worker, 0.0),
+            )
+        )
+    return tuple(found)
+
+
+def links_of(summary: Mapping[str, Any]) -> tuple[LinkTotal, ...]:
+    """Return the traffic between machines, according to a summary."""
+    duration_s = summary.get("duration_s", 0.0)
+    return tuple(
+        LinkTotal(sender, receiver, total, total / duration_s if duration_s else None)
+        for sender, receiver, total in summary.get("links", ())
+    )
+
+
+def handout_of(summary: Mapping[str, Any]) -> Handout:
+    """Return how the data of a run was handed out, according to its summary."""
+    split: Split | None = summary.get("split")
+    return Handout(split, summary.get("batch") == "balanced", bool(summary.get("divisible", True)))
+
+
+def shortage_of(summary: Mapping[str, Any]) -> str:
+    """Return how many workers a run must have so that it does not pause; "" if its summary does not say this."""
+    return counted(int(summary["least_workers"]), "worker") if "least_workers" in summary else ""
+
+
+def read_model(sync: str) -> tuple[bool, bool]:
+    """Return whether a schedule keeps all workers in lockstep, and whether the run chooses its models itself."""
+    try:
+        schedule = read_schedule(sync)
+    except ConfigurationError:  # a model of the user, which is not imported for a report
+        return False, False
+    return all(model.lockstep for model in schedule.models), schedule.auto

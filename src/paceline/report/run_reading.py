@@ -16,7 +16,6 @@ import msgspec
 from ..core.metrics.history import Metric
 from ..core.protocol.lease import Split
 from ..errors import ConfigurationError
-from ..sync.schedule import read_schedule
 from ..trace.activity import Activity
 from ..trace.clocks import MachineClock, read_clocks
 from ..trace.digest import Digest
@@ -27,12 +26,12 @@ from ..trace.metrics_file import read_metrics
 from ..trace.segments import held_files
 from ..trace.unapplied import unapplied_pushes
 from .causes import causes_of, headline_of
-from .evidence import Evidence
+from .evidence import Evidence, evidence_of, handout_of, links_of, read_model, shortage_of
 from .reported import marks_of, models_of, timeline_of, times_of
 from .run_file import RunFile, read_run_file
 from .run_report import LinkTotal, RunReport, Setting, WorkerReport
 from .summary import summary_rows
-from .words import counted, listed
+from .words import listed
 
 __all__ = ["ReportReader", "holds_run", "read_report"]
 
@@ -338,11 +337,7 @@ class _Assembly:
         return tuple(found)
 
     def _links(self) -> tuple[LinkTotal, ...]:
-        duration_s = self._summary.get("duration_s", 0.0)
-        return tuple(
-            LinkTotal(sender, receiver, total, total / duration_s if duration_s else None)
-            for sender, receiver, total in self._summary.get("links", ())
-        )
+        return links_of(self._summary)
 
     def _settings(self) -> tuple[Setting, ...]:
         """Return the settings. Without `run.json`, those that the summary contains."""
@@ -377,18 +372,11 @@ class _Assembly:
         self, workers: tuple[WorkerReport, ...], links: tuple[LinkTotal, ...], lasted_s: float, end_s: float
     ) -> Evidence:
         summary, activity, described = self._summary, self._activity, self._described
-        lockstep = auto = False
-        try:
-            schedule = read_schedule(self._sync)
-            lockstep, auto = all(model.lockstep for model in schedule.models), schedule.auto
-        except ConfigurationError:  # a model of the user, which is not imported for a report
-            pass
+        if self._has_ended and (known := evidence_of(summary, str(self._run_dir))) is not None:
+            return known  # as in the terminal
+        lockstep, auto = read_model(self._sync)
         joined = described.joined if described is not None else bool(summary.get("links"))
-        handout = Handout(
-            cast("Split | None", summary.get("split")),
-            summary.get("batch") == "balanced",
-            bool(summary.get("divisible", True)),
-        )
+        handout = handout_of(summary)
         if "epochs" not in summary and not self._has_ended and summary.get("samples"):
             # The run has not said how its data was handed out, but the numbers of samples show that it was.
             balanced = self._setting("--batch") == "balanced"
@@ -425,7 +413,7 @@ class _Assembly:
             run_dir="" if joined else str(self._run_dir),
             noticed=tuple(summary.get("noticed", ())),
             unapplied=unapplied,
-            shortage=counted(int(summary["least_workers"]), "worker") if "least_workers" in summary else "",
+            shortage=shortage_of(summary),
         )
 
     @property

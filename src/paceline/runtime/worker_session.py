@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
+import msgspec
 import torch
 
 from ..core.metrics.time_spent import Lap, Stopwatch
@@ -57,7 +58,7 @@ from .repeating import Repeating
 from .slow_link import SlowLink
 from .worker_links import WAITING_S, Links, exclusive
 from .worker_memory import WorkerMemory
-from .worker_status import WorkerStatus
+from .worker_status import WorkerStatus, queued_ticks
 
 __all__ = ["WorkerSession"]
 
@@ -112,6 +113,7 @@ class WorkerSession(Session):
         emulated = job.pace or job.slowdown
         self._emulation = Emulation(job, place.index) if emulated else None
         self._thread = 0  # the thread that trains; 0 before the training
+        self._queued_ticks = 0  # until the training
         self._slow_link: SlowLink | None = None  # set if the servers are on other machines
         # when the coordinator was last heard; when a push was last observed, and reported to the guard; and when the
         # coordinator was last told what the script has logged
@@ -153,6 +155,7 @@ class WorkerSession(Session):
             self.links.hear(timeout_s=None)
         # the worker takes part in the run from now on
         self._thread = threading.get_ident()
+        self._queued_ticks = queued_ticks()
         loads = self.status.stopwatch.loads
         self.status.stopwatch = Stopwatch(self._job.now_ticks())
         self.status.stopwatch.loads = loads
@@ -565,6 +568,7 @@ class WorkerSession(Session):
             self._send_rest()
         self.iterations.flush()
         spent = self.status.stopwatch.read(self._job.now_ticks())
+        spent = msgspec.structs.replace(spent, queued=max(0, queued_ticks() - self._queued_ticks))
         links.say_goodbye(self.core.finish(early=links.asked_to_leave, spent=spent))
 
     def _send_rest(self) -> None:

@@ -5,18 +5,31 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 from ..core.metrics.time_spent import Stopwatch
 from ..core.metrics.unsent_metrics import Settled
 from ..core.protocol.messages import Activity, Status
 from ..errors import PeerLostError
+from ..sync.ticks import TICKS_PER_S
 from .job import Job
 from .worker_links import Links
 
-__all__ = ["WorkerStatus"]
+__all__ = ["WorkerStatus", "queued_ticks"]
 
 STATUS_INTERVAL_S = 0.1  # minimum time between two reports
+
+
+def queued_ticks() -> int:
+    """Return how long the main thread of this process could run, but had no core, in ticks; 0 if this is unknown.
+
+    Linux counts this for each thread.
+    """
+    try:
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) * TICKS_PER_S // 10**9
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 class WorkerStatus:

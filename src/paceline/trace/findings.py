@@ -1,11 +1,8 @@
 """Describes in sentences what was wrong with a run, or could be better, and what would help.
 
 Pushes that were never applied, and updates that are missing, come first, because such a run trains less than its
-speed promises. The other sentences
-are about time that the workers lost, and about unusual clipping.
-
-A sentence about time appears only if the statistics support it: the lost time must be at least 5 % of the run and at
-least one second. Clipping by each worker is named whenever it occurs, because it changes the result.
+speed promises. The other sentences are about time that the workers lost (see `report.causes`), and about unusual
+clipping. Clipping by each worker is named whenever it occurs, because it changes the result.
 
 What helps is listed in the order of what it does to the result of training (see `sync.effects`): first what leaves
 it as it is, last the models with stale gradients, and those only with the advice to check the accuracy.
@@ -15,12 +12,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Sequence
-from statistics import fmean
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..core.protocol.lease import Order, Split
-from ..sync.effects import EFFECTS, backup_quorum
+from ..sync.effects import EFFECTS
 from .measures import Measures
 from .unapplied import missing_updates, unapplied_pushes
 
@@ -40,10 +36,6 @@ OPTION = re.compile(r"--(\w+) ([\w-]+(?::\w+=\w+)?)")
 
 LEAST_SHARE = 0.05
 LEAST_S = 1.0
-# The workers' iteration counts are considered equal if the smallest is at least this fraction of the largest.
-EQUAL = 0.95
-# The workers' waiting times are considered uneven if the shortest is at most this fraction of the mean.
-UNEVEN = 0.5
 
 BALANCED = "Try --batch balanced, which makes the size of each worker's batch proportional to its speed."
 BALANCED_LOCKSTEP = (
@@ -101,14 +93,8 @@ def find(
     measures: Measures,
     *,
     found: Sequence[str] = (),
-    lockstep: bool,
-    handout: Handout = Handout(),  # noqa: B008 - immutable
-    overlap: bool = True,
+    lost_time: Sequence[str] = (),
     clippable: bool = True,
-    program: Sequence[str] = (),
-    run_dir: str | None = None,
-    advise: bool = True,
-    auto: bool = False,
 ) -> list[str]:
     """Return sentences about pushes that were not applied, what was `found` before, clipping, and lost time.
 
@@ -118,41 +104,12 @@ def find(
     Args:
         measures: the statistics of the run.
         found: sentences that were found while the run was in progress.
-        lockstep: True if the sync model keeps all workers in lockstep, as `bsp` does. Its epochs are split into equal
-            shares, and it has a barrier in every iteration.
-        handout: how the data of the run was handed out.
-        overlap: False if the run had the option `--overlap off`, which other sync models do not have.
+        lost_time: sentences about the time that the workers lost, and what would help; see `report.causes`.
         clippable: False if the sync model does not allow the joint gradient to be clipped; see
             `SyncModel.agrees_on_means`.
-        program: what each worker ran, as in `Order.arguments`; () if it is unknown. If it is a function, options are
-            named as arguments of `paceline.launch`.
-        run_dir: the run directory, to be named in the commands that compare the sync models, which need the records
-            of all workers. Default: the directory is not mentioned.
-        advise: False to leave out the command that compares the speeds of the sync models.
-        auto: True if the run has chosen its sync models itself, so that others are not suggested.
     """
-    sentences, equal_shares = _idle(measures, handout)
-    waiting, slow = _waiting(measures, lockstep)
-    python = program[:1] == ["function"]
-    hints = hints_for(
-        lockstep,
-        handout,
-        overlap,
-        equal_shares,
-        bool(waiting),
-        slow,
-        backup_quorum(len(measures.iterations), slow) if slow else None,
-        how_to_check(run_dir, program),
-        auto,
-    )
-    advice = []
-    if waiting and advise and run_dir is not None:
-        command = f"paceline advise {shlex.quote(run_dir)}"
-        advice = [f"To compare the sync models on these machines, run: {command}"]
     unapplied = unapplied_pushes(measures.pushes, measures.unapplied) or missing_updates(measures)
-    if python:
-        hints = [in_python(hint) for hint in hints]
-    all_found = [unapplied, *found, *_clipping(measures, clippable), *sentences, *waiting, *hints, *advice]
+    all_found = [unapplied, *found, *_clipping(measures, clippable), *lost_time]
     return [sentence for sentence in all_found if sentence]
 
 
@@ -161,7 +118,7 @@ def find_moved(moved: int, *, python: bool = False) -> list[str]:
 
     Args:
         moved: number of samples of earlier epochs that were used in a later epoch.
-        python: see `find`.
+        python: True if the workers ran a function, so that options are named as arguments of `paceline.launch`.
     """
     if not moved:
         return []
@@ -200,8 +157,8 @@ def how_to_check(
     """Return the command, or the call in Python, that shows the accuracy of some models on the machines of a run.
 
     Args:
-        run_dir: see `find`.
-        program: see `find`.
+        run_dir: the run directory, to be named in the command; None if it lacks records of workers.
+        program: what each worker ran, as in `Order.arguments`; () if it is unknown.
         syncs: the models.
         changes: options that change the machines.
 
@@ -241,13 +198,16 @@ def hints_for(
     """Return what would help against lost time, as far as it can be done in this run.
 
     Args:
-        lockstep, handout, overlap: see `find`.
+        lockstep: True if the sync model keeps all workers in lockstep, as `bsp` does. Its epochs are split into equal
+            shares, and it has a barrier in every iteration.
+        handout: how the data of the run was handed out.
+        overlap: False if the run had the option `--overlap off`, which other sync models do not have.
         equal_shares: True if workers of unequal speed had equal shares of the work, so that some were idle.
         waited: True if workers waited for the answers to their pulls.
         slow: number of workers that waited much less than the others, so that balanced batches help.
         quorum: number of pushes for which a round without them would wait; None if there is none.
         how: how to check the accuracy of other models.
-        auto: see `find`.
+        auto: True if the run has chosen its sync models itself, so that others are not suggested.
     """
     if handout.split is None:
         return [DISTRIBUTE] if equal_shares or (lockstep and waited) else []
@@ -265,67 +225,3 @@ def hints_for(
     elif equal_shares and handout.split == "static":
         hints.append(f"{DYNAMIC}{SHARES if handout.may_balance else ''}.")
     return hints
-
-
-def _idle(measures: Measures, handout: Handout) -> tuple[list[str], bool]:
-    """Return sentences about workers that had finished while others were still working.
-
-    Also return True if this is because all of them had equal shares of the work.
-    """
-    least_s = max(LEAST_S, LEAST_SHARE * measures.duration_s)
-    idle_s = {worker: time_s for worker, time_s in measures.idle_s.items() if time_s >= least_s}
-    if not idle_s:
-        return [], False
-    working = [worker for worker, left_s in measures.left_s.items() if measures.duration_s - left_s < least_s]
-    who = f"{len(idle_s)} workers were" if len(idle_s) > 1 else f"Worker {next(iter(idle_s))} was"
-    sentence = (
-        f"{who} idle for the last {_range(idle_s.values(), '{:.1f}')} s "
-        f"({_range([time_s / measures.duration_s for time_s in idle_s.values()], '{:.0%}')} of the run), because "
-        f"{_names(working)} {'were' if len(working) > 1 else 'was'} still working."
-    )
-    # If the remaining workers hardly pushed toward the end, their scripts did something other than training.
-    pushed_s = max((measures.last_push_s.get(worker, 0.0) for worker in working), default=0.0)
-    if measures.duration_s - pushed_s > max(idle_s.values()) / 2:
-        others = "Their last pushes" if len(working) > 1 else "Its last push"
-        return [
-            sentence,
-            f"{others} arrived {measures.duration_s - pushed_s:.1f} s before the end: after that, the script did "
-            "something other than training, such as evaluating the model.",
-        ], False
-    counts = [measures.iterations[worker] for worker in [*idle_s, *working]]
-    # Balanced batches are unequal shares, even if the iteration counts are equal.
-    if handout.balanced or min(counts) < EQUAL * max(counts):
-        return [sentence], False
-    equal = f"All of them had equal shares ({_range(counts, '{}')} iterations each), although their speeds differ."
-    return [sentence, equal], True
-
-
-def _waiting(measures: Measures, lockstep: bool) -> tuple[list[str], int]:
-    """Return a sentence about the time for which workers waited for the answers to their pulls, in a list.
-
-    Also return the number of workers that waited much less than the others: these always wait for the same ones.
-    """
-    mean_s = fmean(measures.waiting_s.values()) if measures.waiting_s else 0.0
-    if measures.waiting_share < LEAST_SHARE or mean_s < LEAST_S:
-        return [], 0
-    what = "at the barrier of each iteration" if lockstep else "for the answers to their pulls"
-    share = f"Workers waited {what} for {measures.waiting_share:.0%} of their time ({mean_s:.1f} s each, on average)"
-    shortest = min(measures.waiting_s, key=lambda worker: measures.waiting_s[worker])
-    slow = sum(waited_s <= UNEVEN * mean_s for waited_s in measures.waiting_s.values())
-    if slow:
-        share += f"; worker {shortest} waited least ({measures.waiting_s[shortest]:.1f} s)"
-    return [f"{share}."], slow
-
-
-def _range(numbers: Collection[float], form: str) -> str:
-    """Return the smallest and the largest number as text, or one number if both have the same text."""
-    least, most = form.format(min(numbers)), form.format(max(numbers))
-    return least if least == most else f"{least} to {most}"
-
-
-def _names(workers: Sequence[int]) -> str:
-    """Return the workers as text, for example "workers 2 and 3"."""
-    if len(workers) == 1:
-        return f"worker {workers[0]}"
-    first = ", ".join(str(worker) for worker in workers[:-1])
-    return f"workers {first} and {workers[-1]}"

@@ -46,6 +46,7 @@ from ..sync.events import (
     PullRepeated,
     PullRequested,
     PushReceived,
+    TimerFired,
     WorkerFinished,
     WorkerJoined,
     WorkerLost,
@@ -144,6 +145,8 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
             from the same batch as the worker's push before it, as in a script that steps two optimizers in turn.
         iterations: worker -> number of iterations in which the worker pushed.
         waiting_s: worker -> total waiting time of the worker, in seconds, including pulls that were never answered.
+        awaited_s: worker -> total time in seconds for which others have waited for it: a pull that is answered in the
+            entry of another worker's event has waited for this worker.
         waiting_share: total waiting time of all workers, divided by `present_s`.
         barriers: number of barriers of shard 0.
         sync_cost_s: c_sync, the sum over the barriers of the longest waiting time of any worker, in seconds; the
@@ -185,6 +188,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     sampled_gradients: int
     iterations: dict[int, int]
     waiting_s: dict[int, float]
+    awaited_s: dict[int, float]
     waiting_share: float
     barriers: int
     sync_cost_s: float
@@ -380,6 +384,7 @@ class Meter:
             sampled_gradients=first.sampled_gradients,
             iterations=dict(iterations),
             waiting_s={worker: each.waiting / ticks_per_s for worker, each in presences.items()},
+            awaited_s={worker: self._waiting.awaited.get(worker, 0) / ticks_per_s for worker in presences},
             waiting_share=sum(each.waiting for each in presences.values()) / present if present else 0.0,
             barriers=first.barriers,
             sync_cost_s=max(shard.sync_cost for shard in self._shards) / ticks_per_s,
@@ -461,24 +466,40 @@ class _Waiting(msgspec.Struct):
     total: dict[int, int] = msgspec.field(default_factory=dict)
     # (worker, iteration) of a pull that only some shards have answered -> (number of these shards, longest wait).
     open: dict[tuple[int, int], tuple[int, int]] = msgspec.field(default_factory=dict)
+    # Worker -> total time for which others have waited for it, in ticks.
+    awaited: dict[int, int] = msgspec.field(default_factory=dict)
+    # (worker, iteration) of a pull that only some shards have answered -> the worker that it has waited for longest.
+    awaited_by: dict[tuple[int, int], int] = msgspec.field(default_factory=dict)
 
-    def ended(self, worker: int, iteration: int, wait: int) -> None:
-        """Record that a shard has answered a pull after `wait` ticks, or that its worker was lost after this time."""
+    def ended(self, worker: int, iteration: int, wait: int, awaited: int | None = None) -> None:
+        """Record that a shard has answered a pull after `wait` ticks, or that its worker was lost after this time.
+
+        Args:
+            worker: the worker that has pulled.
+            iteration: label of its pull.
+            wait: how long the pull has waited.
+            awaited: the worker whose event has ended the wait; None for nobody.
+        """
         if self.shards == 1:
-            self._add(worker, wait)
+            self._add(worker, wait, awaited)
             return
         key = worker, iteration
         answered, longest = self.open.pop(key, (0, 0))
+        before = self.awaited_by.pop(key, None)
+        if wait <= longest:
+            awaited = before
         longest = max(longest, wait)
         if answered + 1 == self.shards:
-            self._add(worker, longest)
-        else:
-            self.open[key] = answered + 1, longest
+            self._add(worker, longest, awaited)
+            return
+        self.open[key] = answered + 1, longest
+        if awaited is not None:
+            self.awaited_by[key] = awaited
 
     def forget(self, worker: int) -> None:
         """End all pulls of a worker that was lost. Its index is used again, and its iteration numbers may be, too."""
         for key in [key for key in self.open if key[0] == worker]:
-            self._add(worker, self.open.pop(key)[1])
+            self._add(worker, self.open.pop(key)[1], self.awaited_by.pop(key, None))
 
     def totals(self, unanswered: Iterable[tuple[Mapping[tuple[int, int], int], int]]) -> dict[int, int]:
         """Return the total waiting time of each worker in ticks; 0 for a worker that has not waited.
@@ -496,8 +517,10 @@ class _Waiting(msgspec.Struct):
             totals[worker] += wait
         return totals
 
-    def _add(self, worker: int, wait: int) -> None:
+    def _add(self, worker: int, wait: int, awaited: int | None) -> None:
         self.total[worker] = self.total.get(worker, 0) + wait
+        if awaited is not None and wait:
+            self.awaited[awaited] = self.awaited.get(awaited, 0) + wait
 
 
 class _Plans(msgspec.Struct):
@@ -624,7 +647,8 @@ class _ShardMeter(msgspec.Struct, dict=True):
                     worker = action.worker
                     member = self.current[worker]
                     wait, member.pulls = now - member.asked, None
-                    self._waiting.ended(worker, action.iteration, wait)
+                    other = kind is not TimerFired and event.worker != worker
+                    self._waiting.ended(worker, action.iteration, wait, event.worker if other else None)
                     if worker != event.worker:
                         longest = max(longest, wait)
                         if member.superstep is not None and self.plans is not None:

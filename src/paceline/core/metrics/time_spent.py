@@ -98,8 +98,9 @@ class Stopwatch:
         >>> watch.draw(now_ticks=158)
         >>> watch.push(now_ticks=160)
         Lap(loading=1, computing=2, outside=7)
-        >>> watch.read(now_ticks=160)
-        TimeSpent(computing=102, wasted=32, paused=0, outside=7, loading=1, unfinished=0, activity='exchanging')
+        >>> spent = watch.read(now_ticks=160)
+        >>> spent.computing, spent.loading, spent.wasted, spent.outside
+        (102, 1, 32, 7)
     """
 
     __slots__ = (
@@ -216,10 +217,12 @@ class WorkerTime(NamedTuple):
         reported: state -> time that the worker has reported.
         tails: state -> time from the last report until the worker was lost, or until now. This includes the time in
             which the worker waited, if it did not compute until the end.
+        queued: part of the reported times in which the worker's main thread could run, but had no core.
     """
 
     reported: dict[str, int]
     tails: dict[str, int]
+    queued: int = 0
 
 
 @stateful(history="_last _left")
@@ -260,13 +263,14 @@ class TimeLedger:
     def _total(self, worker: int, now_ticks: int, unfinished: str) -> WorkerTime:
         """Return the times of a worker. Its unfinished computation belongs to the state `unfinished`."""
         before = self._left.get(worker) or WorkerTime(dict.fromkeys(STATES, 0), dict.fromkeys(STATES, 0))
-        reported, tails = dict(before.reported), dict(before.tails)
+        reported, tails, queued = dict(before.reported), dict(before.tails), before.queued
         if worker in self._last:
             spent, at_ticks = self._last[worker]
+            queued += spent.queued
             for state in STATES:
                 reported[state] += getattr(spent, state)
             reported[unfinished] += spent.unfinished
             if spent.activity != "exchanging":
                 state = unfinished if spent.activity == "computing" else STATE_OF[spent.activity]
                 tails[state] += now_ticks - at_ticks
-        return WorkerTime(reported, tails)
+        return WorkerTime(reported, tails, queued)

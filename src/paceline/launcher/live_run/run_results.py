@@ -7,6 +7,7 @@ make the run fail.
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from math import fsum
@@ -22,6 +23,8 @@ from ...core.data.data_ledger import DataLedger
 from ...core.metrics.history import MetricHistory
 from ...errors import ConfigurationError
 from ...files import write_json
+from ...report.causes import sentences_of
+from ...report.evidence import evidence_of
 from ...runtime.coordinator_host import CoordinatorHost
 from ...shard.snapshot import WeightsSnapshot
 from ...sync.model import agree_on_means
@@ -29,7 +32,7 @@ from ...sync.ticks import TICKS_PER_S
 from ...trace.digest import Digest
 from ...trace.findings import Handout, find, find_moved
 from ...trace.kept_models import folders_of, modules_of_models
-from ...trace.measures import Meter
+from ...trace.measures import Measures, Meter
 from ...trace.recording import Trace, read_run, trace_files
 from ...trace.time_use import time_shares, time_use
 
@@ -144,6 +147,7 @@ def summarize(
     vain = [job.wire_in_vain] if job.wire_in_vain else []
     found = [*vain, *coordinator.core.findings, *find_moved(coordinator.core.data.moved, python=python)]
     figures: dict[str, Any] = {}
+    measures: Measures | None = None
     pushes: dict[str, int] = {}
     epochs = _epochs(coordinator.core.data, figures)
     devices = coordinator.watch.named_devices()
@@ -151,21 +155,8 @@ def summarize(
         meter = _meter(coordinator, faults, hurried)
         if meter is not None:
             measures = meter.measures()
-            lockstep = all(model.lockstep for model in job.schedule.models)
             figures = msgspec.to_builtins(measures, str_keys=True)
             epochs = _epochs(coordinator.core.data, figures)
-            figures["findings"] = find(
-                measures,
-                found=found,
-                lockstep=lockstep,
-                handout=_handout(coordinator.core.data, asked=job.batch == "balanced"),
-                overlap=job.overlap == "shards",
-                clippable=agree_on_means(job.schedule.models),
-                program=program,
-                # Machines that have joined the run keep the records of their workers.
-                run_dir=None if job.joined else job.run_dir,
-                auto=job.schedule.auto,
-            )
             pushes = figures.pop("pushes")
             if (before := coordinator.core.resumed) is not None:
                 # The versions of shards, which the traces count, go on.
@@ -177,9 +168,10 @@ def summarize(
             figures["wasted_s"] = fsum(use.wasted_s for use in uses.values())
             figures |= time_shares(uses)
             figures["time_use"] = msgspec.to_builtins(uses, str_keys=True)
+            figures["queued_s"] = {str(worker): each.queued / TICKS_PER_S for worker, each in spent.items()}
     except (ConfigurationError, OSError, msgspec.DecodeError) as error:
         faults.append(f"the run's traces cannot be read, so the summary has no statistics: {error}")
-    return {
+    summary = {
         "ended": ended,
         **({"failure": failure} if failure else {}),
         "sync": job.sync,
@@ -188,6 +180,8 @@ def summarize(
         "workers": job.workers,
         "least_workers": job.least,
         "servers": job.servers,
+        "joined": job.joined,
+        **({} if job.joined else {"cores": usable_cores()}),
         "shards": job.shards,
         "shard_bytes": [bounds.size_bytes for bounds in coordinator.core.slices],
         "rounded_bytes": [bounds.rounded_bytes for bounds in coordinator.core.slices],
@@ -225,6 +219,15 @@ def summarize(
         "links": [[*link, total_bytes] for link, total_bytes in coordinator.watch.traffic.totals().items()],
         **figures,
     }
+    if measures is not None:
+        evidence = evidence_of(summary, job.run_dir)
+        summary["findings"] = find(
+            measures,
+            found=found,
+            lost_time=sentences_of(evidence) if evidence is not None else (),
+            clippable=agree_on_means(job.schedule.models),
+        )
+    return summary
 
 
 def _meter(coordinator: CoordinatorHost, faults: list[str], hurried: Callable[[], bool]) -> Meter | None:
@@ -326,6 +329,14 @@ def _samples(data: DataLedger, dropped: int) -> dict[str, int]:
         "left": sum(counts.left + counts.leased for counts in trained),
         "left_out": sum(counts.left_out for counts in trained),
     }
+
+
+def usable_cores() -> int:
+    """Return the number of cores that the processes of this machine may use: a job of a scheduler may have few."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):  # not on Linux
+        return os.cpu_count() or 0
 
 
 def write_summary(summary: dict[str, Any], run_dir: Path) -> str:

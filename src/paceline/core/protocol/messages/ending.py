@@ -52,6 +52,7 @@ class TimeSpent(msgspec.Struct, frozen=True, array_like=True):
         loading: time in which the script asked a distributed loader for a batch.
         unfinished: time of the computation that has been neither pushed nor aborted yet.
         activity: what the worker does now.
+        queued: time in which its main thread could run, but had no core; 0 if unknown. Said at the end only.
     """
 
     computing: Ticks = 0
@@ -61,6 +62,7 @@ class TimeSpent(msgspec.Struct, frozen=True, array_like=True):
     loading: Ticks = 0
     unfinished: Ticks = 0
     activity: Activity = "exchanging"
+    queued: Ticks = 0
 
 
 @sent("worker", to="coordinator", during="training")
