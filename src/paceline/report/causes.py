@@ -241,7 +241,7 @@ def _excess(evidence: Evidence, kind: str, guilty: Collection[int]) -> tuple[flo
 
 EVALUATE = "Inside paceline.evaluating(model), the other workers need not wait. It also helps to evaluate less often."
 READER = (
-    "Or evaluate copies of the weights apart from training: with paceline.launch(snapshot_every_s=...), a reader takes "
+    "Or evaluate copies of the weights elsewhere: with paceline.launch(snapshot_every_s=...), a reader takes "
     "them, for which no worker waits."
 )
 LOADERS = (
@@ -409,8 +409,8 @@ def _cores(evidence: Evidence) -> Cause | None:
     cores = counted(evidence.cores, "core")
     words = (
         f"{who.capitalize()} shared {cores}, perhaps with other programs: for {share} of their time "
-        f"({length(lost_s)} together), the workers could have gone on, but had no core. Computations, pushes and pulls "
-        "take longer then."
+        f"({length(lost_s)} together), the workers could have gone on, but had no core. Computations, pushes and "
+        "pulls take longer then."
     )
     fewer = max(1, evidence.cores - evidence.servers)
     remedies = [f"Use fewer workers: --workers {fewer} leaves each process a core of its own."]
