@@ -333,6 +333,24 @@ def what_if(
     _show(report, [benchmark.table(report)], as_json=as_json)
 
 
+@app.command("advice")
+def advice(
+    as_json: AsJson = False,
+    rounds: Annotated[
+        int,
+        whole_number_option("--rounds", help="Number of rounds. Each result is the median over the rounds."),
+    ] = 1,
+) -> None:
+    """Compare what paceline advise promises of a change with a live run of this change, for several kinds of scripts.
+
+    Takes about 5 minutes.
+    """
+    from . import advice as benchmark
+
+    rows = _measured(benchmark.estimate_s(rounds), lambda tell: benchmark.measure(rounds, tell=tell))
+    _show(rows, [benchmark.table(rows)], as_json=as_json)
+
+
 @app.command("auto")
 def auto(as_json: AsJson = False) -> None:
     """Compare --sync auto with every fixed choice on 60 simulated clusters.

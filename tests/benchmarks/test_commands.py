@@ -25,6 +25,7 @@ OPTIONS = {
     "look": {"--json", "--siege", "--rounds"},
     "unequal": {"--json"},
     "what-if": {"--json", "--queue-ms", "--rate", "--rounds"},
+    "advice": {"--json", "--rounds"},
     "auto": {"--json"},
     "data": {"--json"},
     "coordinator": {"--json"},

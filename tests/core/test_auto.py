@@ -23,7 +23,7 @@ from paceline.frontend.session import set_sync
 from paceline.launcher.processes.rehearsal import Rehearsals
 from paceline.rehearsal.ranking import rank
 from paceline.runtime.job_options import make_job
-from paceline.sim import Cluster, Dataset, Link, LogNormal, Presence, simulate
+from paceline.sim import Cluster, Dataset, Link, LogNormal, Outside, Presence, simulate
 from paceline.sim.prospects import cluster_of, prospects
 from paceline.sync import parse
 from paceline.sync.actions import PublishChange
@@ -179,10 +179,13 @@ def test_without_epochs_each_simulation_is_followed_by_a_decision() -> None:
 # -- observations ---------------------------------------------------------------------------------------------
 
 
-def test_a_cycle_is_the_time_without_waiting() -> None:
+def test_a_cycle_is_the_time_without_waiting_and_without_what_is_outside_of_training() -> None:
     meter = PaceMeter(None)
     cluster = Cluster(
-        compute_s=[1.0, 3.0], links={1: Link(to_server_s=0.25, from_server_s=0.5)}, fixed_share=0.5
+        compute_s=[1.0, 3.0],
+        links={1: Link(to_server_s=0.25, from_server_s=0.5)},
+        fixed_share=0.5,
+        outside={0: Outside(each_s=0.75)},  # the script evaluates the model, for example
     )
     trace = simulate(cluster, "bsp", 40, record=True).trace[0]
     found: dict[int, set[float]] = {0: set(), 1: set()}

@@ -506,7 +506,7 @@ def test_clipping_by_torch_works_on_and_is_named_if_gradients_are_averaged(avera
     result = simulate(CLUSTER, "bsp" if averages else "asp", train_fn=work)
     assert nn.utils.clip_grad_norm_ is original
     assert result.measures.clipped_alone == (9 if averages else 0)
-    found = find(result.measures, lockstep=averages)
+    found = find(result.measures)
     assert [line for line in found if "clip" in line] == (
         [
             "9 of 12 averaged gradients were clipped by each worker before they were averaged "

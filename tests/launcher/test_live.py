@@ -19,6 +19,8 @@ import torch
 
 import paceline
 from paceline.errors import RunFailedError
+from paceline.report.causes import COMPARE, sentences_of
+from paceline.report.evidence import evidence_of
 from paceline.report.run_reading import read_report
 from paceline.sync.actions import ApplyMean, PublishPlan
 from paceline.trace import replay
@@ -120,7 +122,12 @@ def test_every_worker_trains_to_its_end_and_the_summary_says_so(the_run: TheRun)
     for figure in ("barriers", "sync_cost_s", "predicted_sync_cost_s"):
         assert result.summary[figure] == getattr(measures, figure) is not None
     assert all(use.computing_s > use.outside_s for use in times_in(result.summary).values())
-    assert result.summary["findings"] == find(measures, lockstep=False, run_dir=str(result.run_dir))
+    evidence = evidence_of(result.summary, str(result.run_dir))
+    assert evidence is not None
+    assert result.summary["findings"] == find(measures, lost_time=sentences_of(evidence))
+    causes = read_report(result.run_dir).causes
+    in_report = [each for cause in causes for each in (cause.words, *cause.remedies)]
+    assert in_report == [each for each in result.summary["findings"] if COMPARE not in each]
 
 
 def test_the_barrier_of_elastic_bsp_is_planned(the_run: TheRun) -> None:

@@ -91,7 +91,7 @@ def test_a_model_that_holds_every_push_says_so_first() -> None:
     result = simulate(UNEVEN, "failing:how=holds", 30)
     assert result.measures.unapplied == result.measures.pushes.lost == 120
     assert result.findings == result.summary["findings"] == [HELD.format(120)]
-    assert find(result.measures, lockstep=False)[0] == HELD.format(120)
+    assert find(result.measures)[0] == HELD.format(120)
     rows = summary_rows({**result.summary, "ended": "finished"})
     assert next(iter(rows.items())) == ("warning", HELD.format(120))
     assert rows["updates"] == "0"
@@ -126,7 +126,7 @@ def test_a_run_that_makes_far_fewer_updates_than_bsp_says_so() -> None:
     assert sentence.startswith(f"{share:.0%} of the samples were in gradients that were dropped")
     assert f"has made {measures.updates} updates, while bsp makes about 100 with as many samples" in sentence
     assert f"about {measures.updates / 100:.1f} times as far" in sentence
-    assert find(measures, lockstep=False)[0] == sentence
+    assert find(measures)[0] == sentence
 
 
 @pytest.mark.parametrize(

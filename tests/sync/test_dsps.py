@@ -67,3 +67,13 @@ def test_the_interval_that_ends_with_the_warm_up_of_an_accelerator_does_not_coun
         intervals.note(push)
         seen.append(intervals.interval_ticks.get(0))
     assert seen == [None, 1, 1, 1]
+
+
+def test_what_a_script_did_outside_of_training_is_not_part_of_an_interval() -> None:
+    """The last interval contains an evaluation of 90 ticks, of which the push tells."""
+    intervals = Intervals()
+    intervals.note(WorkerJoined(now_ticks=0, worker=0))
+    for iteration, (now_ticks, outside_ticks) in enumerate([(10, 0), (20, 0), (120, 90)]):
+        push = PushReceived(now_ticks=now_ticks, worker=0, iteration=iteration, outside_ticks=outside_ticks)
+        intervals.note(push)
+        assert intervals.interval_ticks[0] == 10

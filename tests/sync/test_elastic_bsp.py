@@ -215,10 +215,16 @@ def notify(
     superstep: int | None = None,
     *,
     warm_up: bool = False,
+    outside_s: float = 0.0,
 ) -> Plan | None:
     """An iteration has ended; the plan that this has brought about, if any."""
     event = IterationFinished(
-        now_ticks=in_ticks(now_s), worker=worker, iteration=iteration, superstep=superstep, warm_up=warm_up
+        now_ticks=in_ticks(now_s),
+        worker=worker,
+        iteration=iteration,
+        superstep=superstep,
+        warm_up=warm_up,
+        outside_ticks=in_ticks(outside_s),
     )
     return plan_in(planner, planner.handle(event))
 
@@ -299,6 +305,16 @@ def test_the_warm_up_of_an_accelerator_is_neither_monitored_nor_predicted() -> N
     assert notify(planner, 61.0, 1, 2, warm_up=True) is None
     plan = notify(planner, 64.5, 1, 3)  # ends at 68, 71.5, 75, 78.5
     assert plan == Plan(superstep=0, stops=((0, 3), (1, 4)), wait_ticks=0, barrier_ticks=in_ticks(68.0))
+
+
+def test_what_a_script_did_outside_of_training_is_not_predicted() -> None:
+    """As in the plan whose iterations end closest together, with an evaluation of 30 s before the last one."""
+    planner = planner_with(0, 1, lookahead=4)
+    for iteration, end_s in enumerate([32.0, 34.0]):
+        notify(planner, end_s, 0, iteration)  # ends at 36, 38, 40, 42
+    notify(planner, 1.0, 1, 0)
+    plan = notify(planner, 34.5, 1, 1, outside_s=30.0)  # ends at 38, 41.5, 45, 48.5
+    assert plan == Plan(superstep=0, stops=((0, 3), (1, 2)), wait_ticks=0, barrier_ticks=in_ticks(38.0))
 
 
 def test_monitoring_begins_anew_after_each_barrier() -> None:

@@ -1,4 +1,4 @@
-"""What scripts spend their time on is told back: computing, loading, and what is outside of training, in any worker."""
+"""What scripts spend their time on is told back: computing, loading, and being outside of training, in any worker."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import paceline
 from paceline.frontend.session import current
 from paceline.sim import Cluster, SimResult, simulate
 from paceline.sim.virtual_training import VirtualSession
+from paceline.trace import replay
 from paceline.trace.activity_cells import KINDS
 from tests.trace.test_activity import activity_of
 
@@ -165,3 +166,23 @@ def test_what_scripts_spend_their_time_on_is_told_back(seed: int) -> None:
         assert {kind: own_s[kind] for kind in expected} == pytest.approx(expected, abs=within)
         recorded_s = sum(record.computing_s for record in result.recording.records[worker])
         assert recorded_s == pytest.approx(expected["computing"], abs=within)
+
+
+@pytest.mark.parametrize("hyperparameters", ["raw", "translated"])
+@pytest.mark.parametrize("sync", ["elastic-bsp:lookahead=4", "dssp:lower=0,upper=4", "dsps"])
+def test_pushes_tell_what_was_outside_of_training_unless_intervals_are_those_of_the_papers(
+    sync: str, hyperparameters: str
+) -> None:
+    """So a replay decides the same, and a run with raw hyper-parameters predicts as the papers do."""
+    script = Script([Habits(), Habits(evaluating=9.0)], [1.0, 1.5])
+    result = simulate(
+        Cluster(compute_s=script.compute_s),
+        sync,
+        train_fn=script,
+        record=True,
+        hyperparameters=hyperparameters,
+    )
+    assert all(replay(trace) == [] for trace in result.trace)
+    events = [entry.event for trace in result.trace for entry in trace.entries]
+    told = [getattr(event, "outside_ticks", 0) for event in events]
+    assert max(told) == (9 * 10**9 if hyperparameters == "translated" else 0)

@@ -296,11 +296,12 @@ def _idle(evidence: Evidence) -> Cause | None:
         1e-9, median(per.get(worker, 0.0) for worker in idle_s)
     )
     words = f"{idle}, because {blamed} {were} still working."
-    equal = usual > 0 and 1 / MORE_DATA < ratio < MORE_DATA
-    if equal and not evidence.handout.balanced:
+    # Balanced batches are unequal shares, even if the iteration counts are equal.
+    equal = usual > 0 and 1 / MORE_DATA < ratio < MORE_DATA and not evidence.handout.balanced
+    if equal:
         longer = f", but the batches of {blamed} take {_times(slower)} as long" if slower >= SLOWER else ""
         words += f" All of them had equal shares of the data{longer}."
-    hints = evidence.hints(equal_shares=equal, slow=len(working), waited=False)
+    hints = evidence.hints(equal_shares=equal, slow=len(working) if evidence.lockstep else 0, waited=False)
     return evidence.cause(words, brief, lost_s, hints)
 
 

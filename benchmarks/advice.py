@@ -1,0 +1,214 @@
+"""`python -m benchmarks advice`: what `paceline advise` promises of a change, compared with a live run of it.
+
+Scripts of several kinds are run under bsp. From the run directory, `advise` tells how many times as many samples per
+second another model, or balanced batches, would use. A live run of the change tells whether this is right. The kinds
+differ in what takes the time: machines of different speeds, evaluations in one worker or in all of them, saving,
+logging, and loading.
+
+Workers sleep instead of computing, so two cores suffice.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import msgspec
+import torch
+from rich import box
+from rich.table import Table
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from paceline.cli.progress_bar import TellShare
+from paceline.core.protocol.lease import BatchSizing
+from paceline.frontend.data import distribute
+from paceline.frontend.epochs import epochs
+from paceline.frontend.is_main import is_main
+from paceline.frontend.optimizer import DistributedOptimizer
+from paceline.frontend.session import worker_index
+from paceline.launcher.launch import launch
+from paceline.rehearsal.advice import advise
+
+__all__ = ["KINDS", "AdviceRow", "Kind", "estimate_s", "measure", "table"]
+
+WORKERS = 3
+BATCH = 8
+BATCHES = 12  # of each worker in an epoch, if their shares are equal
+EPOCHS = 5
+SAMPLE_S = 0.008  # time to compute with one sample
+GOAL = 0.1  # largest permitted error of a promise
+START_S = 8.0  # approximate time to start and end the processes of a run on two cores
+
+
+class Kind(msgspec.Struct, frozen=True, kw_only=True):
+    """A kind of script, and a change of which `advise` promises something. All times are in seconds.
+
+    Attributes:
+        sync: the changed sync model.
+        batch: the changed sizes of the batches.
+        slow: worker -> how many times as long it computes.
+        evaluating: time of an evaluation at the end of each epoch.
+        saving: time to save the model in the middle of an epoch, after every fourth step.
+        logging: time to log after each step.
+        loading: worker -> time to load an item.
+        everywhere: True if all workers evaluate and save, False if only the main worker does.
+    """
+
+    sync: str = "bsp"
+    batch: BatchSizing = "equal"
+    slow: dict[int, float] = {}
+    evaluating: float = 0.0
+    saving: float = 0.0
+    logging: float = 0.0
+    loading: dict[int, float] = {}
+    everywhere: bool = False
+
+
+KINDS = {
+    "equal machines": Kind(sync="asp"),
+    "a slow worker": Kind(batch="balanced", slow={2: 2.0}),
+    "a slow worker, on demand": Kind(sync="asp", slow={2: 2.0}),
+    "evaluation in one worker": Kind(batch="balanced", evaluating=0.8),
+    "evaluation in one worker, on demand": Kind(sync="asp", evaluating=0.8),
+    "evaluation in all workers": Kind(batch="balanced", slow={2: 2.0}, evaluating=0.8, everywhere=True),
+    "saving in the middle": Kind(sync="asp", saving=0.2),
+    "logging": Kind(batch="balanced", slow={1: 2.0}, logging=0.03),
+    "a slow loader": Kind(sync="asp", loading={1: 0.008}),
+}
+"""The kinds, by name."""
+
+
+class AdviceRow(msgspec.Struct, frozen=True):
+    """What was promised and measured of one kind.
+
+    Attributes:
+        kind: a key of `KINDS`.
+        change: the change, as the options of the command line.
+        promised: how many times as many samples per second `advise` promises, median over the rounds.
+        measured: how many times as many the live run used, median over the rounds.
+    """
+
+    kind: str
+    change: str
+    promised: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of the promise."""
+        return self.promised / self.measured - 1
+
+    @property
+    def met(self) -> bool:
+        """True if the error is at most the goal."""
+        return abs(self.error) <= GOAL
+
+
+def estimate_s(rounds: int) -> float:
+    """Estimate how long the measurements take, in seconds."""
+    run_s = START_S + EPOCHS * (BATCHES * BATCH * SAMPLE_S * 1.5 + 0.4)
+    return 2 * rounds * len(KINDS) * run_s
+
+
+def measure(
+    rounds: int = 1,
+    kinds: tuple[str, ...] = tuple(KINDS),
+    tell: TellShare = lambda what, share, slow=False: None,
+) -> list[AdviceRow]:
+    """Run each kind of script as it is and with its change.
+
+    Raises:
+        RunFailedError: a process failed. All other processes have been stopped.
+    """
+    found = []
+    for number, name in enumerate(kinds):
+        kind = KINDS[name]
+        pairs = []
+        for each in range(rounds):
+            tell(f"{name}, round {each + 1} of {rounds}", (number + each / rounds) / len(kinds), slow=True)
+            with TemporaryDirectory() as folder:
+                before = _live(name, "bsp", "equal", Path(folder, "before"))
+                after = _live(name, kind.sync, kind.batch, Path(folder, "after"))
+                rows = advise(Path(folder, "before"), ("bsp", kind.sync)).rows
+            speed = {(row.sync, row.batch): row.speed for row in rows}
+            pairs.append((speed[kind.sync, kind.batch] / speed["bsp", "equal"], after / before))
+        change = f"--sync {kind.sync}" if kind.batch == "equal" else f"--batch {kind.batch}"
+        promised, measured = (median(column) for column in zip(*pairs, strict=True))
+        found.append(AdviceRow(name, change, promised, measured))
+    return found
+
+
+def _live(name: str, sync: str, batch: BatchSizing, run_dir: Path) -> float:
+    """Make a live run; return how many samples per second it used."""
+    result = launch(
+        train,
+        args=(name,),
+        workers=WORKERS,
+        servers=1,
+        sync=sync,
+        batch=batch,
+        run_dir=run_dir,
+        progress=False,
+    )
+    speed: float = result.summary["samples_per_s"]
+    return speed
+
+
+class Items(Dataset[torch.Tensor]):
+    """Items that take a while to load."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __len__(self) -> int:
+        return WORKERS * BATCHES * BATCH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self._seconds:
+            time.sleep(self._seconds)
+        return torch.full((4,), float(index))
+
+
+def train(name: str) -> None:
+    """Train as a script of this kind does."""
+    kind, worker = KINDS[name], worker_index()
+    torch.set_num_threads(1)
+    loader = distribute(DataLoader(Items(kind.loading.get(worker, 0.0)), batch_size=BATCH, shuffle=True))
+    model = nn.Linear(4, 1)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-9), model=model)
+    for _ in epochs(EPOCHS):
+        for number, batch in enumerate(loader):
+            time.sleep(SAMPLE_S * len(batch) * kind.slow.get(worker, 1.0))
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+            time.sleep(kind.logging)
+            if number % 4 == 3 and (kind.everywhere or is_main()):
+                time.sleep(kind.saving)
+        if kind.everywhere or is_main():
+            time.sleep(kind.evaluating)
+
+
+def table(rows: list[AdviceRow]) -> Table:
+    """Return what was promised and measured as a table."""
+    shown = Table(
+        title="Samples per second with a change, divided by those under bsp: promised by advise, and measured",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        caption=f"An error is marked (!) if it is beyond the goal of {GOAL:.0%}.",
+        caption_justify="left",
+    )
+    for heading in ("script", "change"):
+        shown.add_column(heading)
+    for heading in ("promised", "measured", "error"):
+        shown.add_column(heading, justify="right")
+    for row in rows:
+        mark = " " if row.met else "!"
+        shown.add_row(
+            row.kind, row.change, f"{row.promised:.2f}", f"{row.measured:.2f}", f"{row.error:+.1%}{mark}"
+        )
+    return shown
