@@ -27,7 +27,7 @@ from paceline.rehearsal.ranking import (
     run_tasks,
 )
 from paceline.rehearsal.sweeps import sweep, sweep_values, variants
-from paceline.sim import Cluster, Dataset, Presence, Uniform, simulate
+from paceline.sim import Cluster, Dataset, Outside, Presence, Recorded, Uniform, simulate
 from paceline.sim.recorded import read_cluster_of_run
 from tests.support.marks import chaos
 
@@ -168,6 +168,42 @@ def saved_with_data(tmp_path: Path, cluster: Cluster, sync: str, data: Dataset, 
     return run_dir
 
 
+FEW = Outside(each_s=Recorded(seconds=(0.0,) * 7 + (4.0,)))  # as for saving after every eighth step
+KINDS_OF_SCRIPTS: dict[str, tuple[list[float], dict[int, Outside], str, BatchSizing]] = {
+    "equal machines": ([1.0] * 3, {}, "asp", "equal"),
+    "a slow worker, balanced": ([1.0, 1.0, 2.5], {}, "bsp", "balanced"),
+    "a slow worker, on demand": ([1.0, 1.0, 2.5], {}, "asp", "equal"),
+    "evaluation in one worker, balanced": ([1.0] * 3, {0: Outside(epoch_s=20.0)}, "bsp", "balanced"),
+    "evaluation in one worker, on demand": ([1.0] * 3, {0: Outside(epoch_s=20.0)}, "asp", "equal"),
+    "evaluation in all workers": (
+        [1.0, 1.0, 2.5],
+        dict.fromkeys(range(3), Outside(epoch_s=20.0)),
+        "bsp",
+        "balanced",
+    ),
+    "saving in the middle": ([1.0] * 3, {0: FEW}, "asp", "equal"),
+    "logging": ([1.0, 2.0, 1.0], dict.fromkeys(range(3), Outside(each_s=0.5)), "bsp", "balanced"),
+}
+"""Compute times, what is outside of training, and the change of model or batches that is predicted."""
+
+
+@pytest.mark.usefixtures("one_core")
+@pytest.mark.parametrize("kind", KINDS_OF_SCRIPTS)
+def test_what_is_advised_for_a_script_holds_when_the_change_is_made(tmp_path: Path, kind: str) -> None:
+    """`python -m benchmarks advice` compares the same with live runs."""
+    compute_s, outside, sync, batch = KINDS_OF_SCRIPTS[kind]
+    cluster = Cluster(compute_s=compute_s, outside=outside, latency_s=0.01)
+    data = Dataset(samples=3 * 16 * 12, batch_size=16, epochs=5)
+    rows = advise(saved_with_data(tmp_path, cluster, "bsp", data, "equal"), ("bsp", sync)).rows
+    speeds = {(row.sync, row.batch): row.speed for row in rows}
+    promised = speeds[sync, batch] / speeds["bsp", "equal"]
+    made = simulate(cluster, sync, data=data, batch=batch).measures.samples_per_s
+    before = simulate(cluster, "bsp", data=data).measures.samples_per_s
+    assert promised == pytest.approx(made / before, rel=0.1)
+    if "evaluation in one" in kind:
+        assert promised < (1.05 if batch == "balanced" else 1.6)
+
+
 @pytest.mark.usefixtures("one_core")
 def test_with_data_models_are_advised_by_samples_per_second_and_balanced_batches_compete(
     tmp_path: Path,
@@ -219,7 +255,7 @@ def test_with_a_straggler_something_faster_is_advised_with_its_command(tmp_path:
     assert report.simulated_gradients_per_s == pytest.approx(report.measured_gradients_per_s, rel=0.02)
     assert report.measured_gradients_per_s == pytest.approx(4 * report.measured_updates_per_s, rel=0.02)
     assert report.emulated == ""
-    assert report.findings[0].startswith("Workers waited at the barrier of each iteration for ")
+    assert report.findings[0].startswith("Workers 0 to 2 waited ")
     backup = "drop-stragglers:quorum=3"
     assert [advice.sync for advice in report.advice] == ["bsp", backup, "elastic-bsp:lookahead=15", "asp"]
     assert [advice.effect for advice in report.advice] == ["exact", "fresh", "stale", "stale"]

@@ -207,3 +207,51 @@ def test_each_remedy_is_said_once() -> None:
     assert len(found) == 2
     said = [re.sub(r"\W+", " ", remedy) for cause in found for remedy in cause.remedies]
     assert len(said) == len(set(said)) > 0
+
+
+def test_more_busy_processes_than_cores_are_named_before_transfers_are_blamed() -> None:
+    """Four workers, two servers and two cores: pushes take long because each process waits for a core."""
+    workers = [
+        worker(index, computing=60.0, transfer=30.0, waiting=10.0, awaited_s=10.0) for index in range(4)
+    ]
+    known = evidence(*workers, servers=2, cores=2, queued_s=dict.fromkeys(range(4), 40.0))
+    cause = only(causes_of(known))
+    assert cause.words.startswith(
+        "4 workers and 2 servers shared 2 cores, perhaps with other programs: for 40 % of "
+    )
+    assert not any("--servers" in remedy for remedy in cause.remedies)
+    assert headline_of(known, [cause]).endswith(
+        "What held the run back most: 6 busy processes shared 2 cores."
+    )
+    # Workers that never wait for a core, because they sleep or use an accelerator, are not too many.
+    for others in ({"queued_s": {}}, {"cores": 8}):
+        [first, *_] = causes_of(structs.replace(known, **others))
+        assert "cores" not in first.words
+
+
+def test_a_slow_loader_is_told_from_a_slow_machine() -> None:
+    known = evidence(
+        *(worker(index, computing=30.0, waiting=60.0, loading=1.0) for index in range(2)),
+        worker(2, computing=30.0, loading=61.0, awaited_s=120.0),
+    )
+    cause = only(causes_of(known))
+    assert cause.words == (
+        "Workers 0 and 1 waited 66 % of their time (120 s together) for worker 2, whose script waits for its loader "
+        "for 610 ms in each iteration, 61 times as long as those of the others."
+    )
+    assert cause.remedies[0].startswith("Give the DataLoader more processes")
+    alike = evidence(*(worker(index, computing=60.0, loading=30.0) for index in range(2)))
+    assert only(causes_of(alike)).words.startswith(
+        "For 33 % of the workers' time (60 s together), the script waited for its loader: 300 ms in each iteration."
+    )
+
+
+def test_a_run_without_a_single_cause_says_what_its_workers_did() -> None:
+    """A short run, in which no kind of time has cost a second per worker."""
+    times = {"computing": 0.6, "waiting": 0.9, "transfer": 0.3, "outside": 0.9}
+    known = evidence(*(worker(index, **times) for index in range(4)), duration_s=3.0)
+    assert causes_of(known) == ()
+    assert headline_of(known, ()).endswith(
+        "No single cause stands out: workers computed for 22 % of their time; they waited for others for 33 %, did "
+        "something other than training for 33 %, had messages on their way for 11 %. It was too short to say more."
+    )

@@ -10,7 +10,7 @@ WAITING = "#D55E00"
 WASTED = "#F0E442"
 PAUSED = "#6F6FB4"
 OUTSIDE = "#CC79A7"
-LOADING = "#009E73"
+LOADING = "#8CC6A5"
 IDLE = "#9999994D"
 """Transparent, so that it is pale on a light background and on a dark one."""
 
