@@ -38,7 +38,7 @@ WORKERS = 3
 BATCH = 8
 BATCHES = 12  # of each worker in an epoch, if their shares are equal
 EPOCHS = 5
-SAMPLE_S = 0.008  # time to compute with one sample
+SAMPLE_S = 0.02  # time to compute with one sample: long, so that other programs on the machine matter little
 GOAL = 0.1  # largest permitted error of a promise
 START_S = 8.0  # approximate time to start and end the processes of a run on two cores
 
@@ -71,12 +71,12 @@ KINDS = {
     "equal machines": Kind(sync="asp"),
     "a slow worker": Kind(batch="balanced", slow={2: 2.0}),
     "a slow worker, on demand": Kind(sync="asp", slow={2: 2.0}),
-    "evaluation in one worker": Kind(batch="balanced", evaluating=0.8),
-    "evaluation in one worker, on demand": Kind(sync="asp", evaluating=0.8),
-    "evaluation in all workers": Kind(batch="balanced", slow={2: 2.0}, evaluating=0.8, everywhere=True),
-    "saving in the middle": Kind(sync="asp", saving=0.2),
-    "logging": Kind(batch="balanced", slow={1: 2.0}, logging=0.03),
-    "a slow loader": Kind(sync="asp", loading={1: 0.008}),
+    "evaluation in one worker": Kind(batch="balanced", evaluating=2.0),
+    "evaluation in one worker, on demand": Kind(sync="asp", evaluating=2.0),
+    "evaluation in all workers": Kind(batch="balanced", slow={2: 2.0}, evaluating=2.0, everywhere=True),
+    "saving in the middle": Kind(sync="asp", saving=0.5),
+    "logging": Kind(batch="balanced", slow={1: 2.0}, logging=0.08),
+    "a slow loader": Kind(sync="asp", loading={1: 0.02}),
 }
 """The kinds, by name."""
 
@@ -109,7 +109,7 @@ class AdviceRow(msgspec.Struct, frozen=True):
 
 def estimate_s(rounds: int) -> float:
     """Estimate how long the measurements take, in seconds."""
-    run_s = START_S + EPOCHS * (BATCHES * BATCH * SAMPLE_S * 1.5 + 0.4)
+    run_s = START_S + EPOCHS * (BATCHES * BATCH * SAMPLE_S * 1.5 + 1.0)
     return 2 * rounds * len(KINDS) * run_s
 
 

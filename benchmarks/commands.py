@@ -343,7 +343,7 @@ def advice(
 ) -> None:
     """Compare what paceline advise promises of a change with a live run of this change, for several kinds of scripts.
 
-    Takes about 5 minutes.
+    Takes about 8 minutes.
     """
     from . import advice as benchmark
 
