@@ -224,8 +224,8 @@ def test_more_busy_processes_than_cores_are_named_before_transfers_are_blamed() 
         "What held the run back most: 6 busy processes shared 2 cores."
     )
     # Workers that never wait for a core, because they sleep or use an accelerator, are not too many.
-    for others in ({"queued_s": {}}, {"cores": 8}):
-        [first, *_] = causes_of(structs.replace(known, **others))
+    for fewer in (structs.replace(known, queued_s={}), structs.replace(known, cores=8)):
+        [first, *_] = causes_of(fewer)
         assert "cores" not in first.words
 
 
