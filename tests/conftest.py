@@ -43,6 +43,8 @@ __all__ = ["mark"]  # a fixture
 settings.register_profile("paceline", deadline=None)  # no test fails by the clock
 settings.load_profile("paceline")
 
+CONFIG = tempfile.TemporaryDirectory(prefix="paceline-config-")
+
 collect_ignore_glob = [
     "inspection/checked_scripts/*",
     "frontend/ported_scripts/*",
@@ -56,6 +58,8 @@ def pytest_configure() -> None:
     The collection of tests creates objects that stay, so the garbage collector would search them in vain meanwhile.
     """
     gc.disable()
+    # The key of this user stays as it is; the processes that tests start have the key of the tests.
+    os.environ["XDG_CONFIG_HOME"] = CONFIG.name
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, handler)

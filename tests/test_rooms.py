@@ -25,6 +25,7 @@ ROOMS = [
     "core",
     "testing",
     "files",
+    "trust",
     "trace",
     "report",
     "shard",

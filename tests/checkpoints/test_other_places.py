@@ -202,15 +202,15 @@ def test_a_run_is_resumed_from_the_bucket_if_its_copy_is_newer(url: str, tmp_pat
         shards=1,
     )
     with pytest.raises(ConfigurationError, match=f"there is no whole checkpoint in {url}"):
-        find_resumed(earlier, tmp_path, None)
+        find_resumed(earlier, tmp_path, None, trust=True)
     usual = tmp_path / "checkpoints"
     for number in (1, 2):
         upload(shards.write(usual, number), url)
     shutil.rmtree(usual / LINEAGE / "000002")
-    assert find_resumed(earlier, tmp_path, None).number == 2  # from the bucket
+    assert find_resumed(earlier, tmp_path, None, trust=True).number == 2  # from the bucket
     shards.write(usual, 3)
-    assert find_resumed(earlier, tmp_path, None).number == 3  # from here
+    assert find_resumed(earlier, tmp_path, None, trust=True).number == 3  # from here
     shutil.rmtree(usual)
-    assert find_resumed(earlier, tmp_path, None) == Resumed(
+    assert find_resumed(earlier, tmp_path, None, trust=True) == Resumed(
         str(usual / LINEAGE / "000002"), highest=2, lock=0
     )

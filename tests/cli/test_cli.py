@@ -195,6 +195,7 @@ RUN_OPTIONS = {
     "--checkpoint-dir": "Directory of the run's checkpoints",
     "--resume": "Go on with the run in this directory",
     "--accept-changes": "Resume although the script has changed",
+    "--trust": "Do what the directory says",
     "--force": "Use the run directory although a run that is in progress holds it",
     "--on-server-loss": "if a server is lost, the run goes on from its last checkpoint",
     "--workers": "Number of workers",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import msgspec
@@ -12,13 +14,14 @@ import torch
 from typer.testing import CliRunner, Result
 
 from paceline.checkpoints.buckets import upload
-from paceline.cli import app
+from paceline.cli import app, resumable
 from paceline.errors import ConfigurationError
 from paceline.report.run_file import RunFile, read_run_file, write_run_file
 from paceline.report.run_report import Setting
 from paceline.runtime.job import CHECKPOINTS, Resumed
 from paceline.runtime.job_options import make_job
 from paceline.runtime.resuming import can_resume, described, keep_source
+from paceline.trust import signature_of
 from tests.support.sharded import LINEAGE, Net, Shards, model_of
 
 RUN = Path("run")
@@ -153,6 +156,132 @@ def test_a_bucket_without_a_whole_checkpoint_and_the_directory_of_another_run_ar
     assert "but runs/trial is the directory of a run with other checkpoints; name another directory" in str(
         result.exception
     )
+
+
+@pytest.fixture
+def another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This user has another key than whoever has started the run."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "another"))
+
+
+def rewrite(**changes: object) -> None:
+    """Change run.json, and sign it, as whoever has started the run could."""
+    file = read_run_file(RUN)
+    assert file is not None
+    write_run_file(msgspec.structs.replace(file, **changes), RUN)
+
+
+PLANTED = "paceline run --import planted --tensorboard /elsewhere train.py --epochs 10"
+
+
+def test_what_a_directory_of_somebody_else_says_is_not_done_unless_the_user_wants_it(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("planted.py").write_text("from pathlib import Path\nPath('ran').touch()")
+    rewrite(command=PLANTED)
+    request.getfixturevalue("another_user")
+    words = refusal()
+    assert words == (
+        f"the directory run would decide about the command {PLANTED!r} and --import 'planted' and --tensorboard "
+        "'/elsewhere', but its run.json is not signed with your key, so somebody else may have written this; look at "
+        "it, and add --trust (trust=True) if you want it, or give it anew."
+    )
+    # A command that is given anew is the user's. What else the directory names still is not.
+    assert "about --import 'planted' and --tensorboard '/elsewhere', but" in refusal("train.py")
+    # The modules that are given are imported besides those of the run.
+    assert "about --import 'planted', but" in refusal("--import", "json", "--tensorboard", "here", "train.py")
+    Path("planted.py").rename("unplanted.py")
+    missing = resume("--import", "planted", "--tensorboard", "here", "train.py")
+    assert "the module 'planted' cannot be imported" in str(missing.exception)
+    Path("unplanted.py").rename("planted.py")
+    assert not Path("ran").exists()
+    monkeypatch.setattr(resumable, "_can_ask", lambda: True)
+    arguments = ["run", "--resume", str(RUN), "--dry-run", "--tensorboard", "here"]
+    denied = CliRunner().invoke(app, arguments, input="n\n")
+    assert isinstance(denied.exception, ConfigurationError)
+    assert f"  the command: {PLANTED}\n  --import: planted\nIs this what you want? [y/N]" in " ".join(
+        denied.stderr.split(" ")
+    )
+    assert not Path("ran").exists()
+    sys.path.append(str(tmp_path))
+    try:
+        accepted = CliRunner().invoke(app, arguments, input="y\n")
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert accepted.exit_code == 0, accepted.output
+    assert Path("ran").exists()
+    sys.modules.pop("planted")
+
+
+def test_the_identity_of_a_run_is_never_a_path_to_elsewhere() -> None:
+    rewrite(lineage="../../elsewhere")
+    assert "run.json cannot be read: its lineage is '../../elsewhere'" in refusal("train.py")
+
+
+def test_a_run_that_was_trusted_once_is_this_users_from_then_on(another_user: None) -> None:
+    assert "the command" in refusal()
+    assert resume("--trust").exit_code == 0
+    rewrite()  # as a run does when it goes on
+    assert resume().exit_code == 0
+
+
+def test_a_changed_description_is_not_the_one_that_was_signed_but_a_later_version_may_add_to_it() -> None:
+    content = json.loads((RUN / "run.json").read_text())
+    (RUN / "run.json").write_text(json.dumps({**content, "command": "paceline run evil.py"}))
+    assert "the command 'paceline run evil.py'" in refusal()
+    del content["signature"]
+    content = dict(reversed(content.items())) | {"news": [1, {"b": 2.5, "a": None}]}
+    (RUN / "run.json").write_text(json.dumps({**content, "signature": signature_of(content)}))
+    assert resume().exit_code == 0
+
+
+def test_a_condition_is_an_import_and_nothing_hides_in_a_message(another_user: None) -> None:
+    rewrite(command="paceline run --sync conditions:pull=planted:f train.py \x1b[8m")
+    file = read_run_file(RUN)
+    assert file is not None
+    write_run_file(file, RUN)
+    content = json.loads((RUN / "run.json").read_text())
+    (RUN / "run.json").write_text(json.dumps({**content, "signature": "0" * 64}))
+    words = refusal()
+    assert "\x1b" not in words
+    assert "--sync 'conditions:pull=planted:f'" in words
+    assert "--sync" in refusal("train.py")
+    assert resume("--sync", "bsp", "train.py").exit_code == 0
+
+
+def test_the_place_of_the_checkpoints_is_the_users_choice_in_python_too(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (RUN / CHECKPOINTS).rename(elsewhere)
+    rewrite(settings=(Setting("--checkpoint-dir", str(elsewhere)),))
+    assert make_job(workers=1, resume=RUN, dry_run=True).checkpoint_dir == str(elsewhere)
+    content = json.loads((RUN / "run.json").read_text())
+    (RUN / "run.json").write_text(json.dumps({**content, "signature": ""}))
+    with pytest.raises(ConfigurationError, match=r"would decide about --checkpoint-dir .* add --trust"):
+        make_job(workers=1, resume=RUN, dry_run=True)
+    assert make_job(workers=1, resume=RUN, dry_run=True, trust=True).checkpoint_dir == str(elsewhere)
+    job = make_job(workers=1, resume=RUN, dry_run=True, checkpoint_dir=elsewhere)
+    assert job.checkpoint_dir == str(elsewhere)
+    assert can_resume(RUN)  # --resume says what is missing
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_a_signed_directory_of_another_user_is_not_trusted() -> None:
+    os.chown(RUN, 12345, 12345)
+    assert "but it belongs to another user" in refusal()
+    assert resume("--trust").exit_code == 0
+
+
+def test_a_bucket_is_trusted_if_its_run_was_started_with_this_home(
+    bucket: str, request: pytest.FixtureRequest
+) -> None:
+    shown(resume(run=bucket))
+    shutil.rmtree("runs")
+    request.getfixturevalue("another_user")
+    refused = resume(run=bucket)
+    assert isinstance(refused.exception, ConfigurationError)
+    assert "the command 'paceline run" in str(refused.exception)
+    shown(resume("--trust", run=bucket))
+    shown(resume("train.py", run=bucket))
 
 
 def test_a_job_that_its_scheduler_starts_again_resumes_a_run_that_has_a_checkpoint_and_not_finished() -> None:

@@ -101,7 +101,7 @@ def test_a_model_of_the_user_is_advised_without_naming_its_module_again(
     monkeypatch.chdir(tmp_path)
     assert "buffered:batch=2" in paceline(*shlex.split(command)[1:])
     check = "from pathlib import Path; from paceline.trace import read_run, replay; "
-    check += "print([replay(trace) for trace in read_run(Path('run'))])"
+    check += "print([replay(trace, trust=True) for trace in read_run(Path('run'))])"
     monkeypatch.setenv("PYTHONPATH", f"{scripts}:{Path(EXAMPLE).parents[1] / 'src'}")
     assert run_program("-c", check).stdout == "[[], []]\n"
 
@@ -178,7 +178,37 @@ def test_a_module_inside_the_run_directory_is_data(saved: Path) -> None:
     summary = json.loads((saved / "summary.json").read_text())
     (saved / "summary.json").write_text(json.dumps({**summary, "imports": {"buffered": str(saved)}}))
     with pytest.raises(ConfigurationError, match="the module 'buffered' cannot be imported"):
-        load_kept_models(saved)
+        load_kept_models(saved, trust=True)
+
+
+def test_modules_that_somebody_else_names_are_not_imported_unless_the_user_says_so(
+    saved: Path, tmp_path: Path
+) -> None:
+    traces = read_run(saved)
+    evil = tmp_path / "evil"
+    evil.mkdir()
+    (evil / "planted.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()")
+    whole = json.loads((saved / "summary.json").read_text())
+    for changes in (
+        {"imports": {"planted": str(evil)}},  # the signature is that of other modules
+        {"imports": {"planted": str(evil)}, "signature": ""},
+        {"sync": "conditions:pull=planted:f"},  # which it does not mention
+        {"sync": "conditions:pull=os:system"},
+    ):
+        (saved / "summary.json").write_text(json.dumps({**whole, **changes}))
+        with pytest.raises(ConfigurationError, match=r"names the module (planted|os).*add --trust"):
+            load_kept_models(saved)
+    _forget()
+    with pytest.raises(
+        ConfigurationError, match="names the module buffered, but your key has not signed this"
+    ):
+        replay(traces[0])
+    assert "buffered" not in sys.modules
+    assert not (tmp_path / "ran").exists()
+    (saved / "summary.json").write_text(json.dumps({**whole, "imports": {"planted": str(evil)}}))
+    load_kept_models(saved, trust=True)
+    assert (tmp_path / "ran").exists()
+    sys.modules.pop("planted")
 
 
 def test_a_trace_of_models_of_the_package_is_as_before() -> None:

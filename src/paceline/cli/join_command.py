@@ -114,6 +114,7 @@ def serve(
     with interruptible("nothing was started"):
         from ..outlets.wanted import open_outlets
         from ..runtime.job_options import make_job
+        from ..runtime.resuming import earlier_run, require_trust
 
         sys.path.insert(0, os.getcwd())  # --import may name modules in this directory
         least, most = worker_range(workers)
@@ -132,6 +133,9 @@ def serve(
         token = take_secret(os.environ)
         is_new = not token
         if is_new and job.resumed is not None and (file := Path(job.run_dir, SECRET)).exists():
+            earlier = earlier_run(Path(job.run_dir), force=True)
+            if not settings["trust"]:
+                require_trust(earlier, Path(job.run_dir), {"the secret in": str(file)})
             token = read_secret(file)  # the machines that had joined the run know it
         job = structs.replace(job, version=__version__, token=token or new_secret(), secure=True)
         outlets = open_outlets(settings["dashboard"], settings["tensorboard"], settings["metrics_port"])

@@ -53,6 +53,14 @@ RemoteServers = Annotated[
         rich_help_panel="Run",
     ),
 ]
+Trusted = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Import the modules that the directory names, although you have not made the run with the same home "
+        "directory.",
+    ),
+]
 ModelImports = Annotated[
     list[str] | None,
     typer.Option(

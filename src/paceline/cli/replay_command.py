@@ -13,7 +13,7 @@ from ..errors import ConfigurationError
 from ..launcher.terminal.output import plain_console
 from ..report.names import wrappable
 from .console import load_named_models, print_json
-from .options import AsJson, ModelImports
+from .options import AsJson, ModelImports, Trusted
 from .run_folders import require_no_folder_of_runs
 
 __all__ = ["replay"]
@@ -35,6 +35,7 @@ def replay(
         ),
     ] = None,
     imports: ModelImports = None,
+    trust: Trusted = False,
     as_json: AsJson = False,
 ) -> None:
     """Repeat the decisions of a run from its traces: are they the same? What would another model have decided?
@@ -51,8 +52,9 @@ def replay(
         wrong = "is not a directory" if run_dir.exists() else "does not exist"
         raise ConfigurationError(f"{str(run_dir)!r} {wrong}; give the directory of a run.")
     require_no_folder_of_runs(run_dir, "replay")
-    load_kept_models(run_dir)  # --sync may name its models
-    load_named_models(sync or "", imports)
+    load_named_models("", imports)
+    load_kept_models(run_dir, trust=trust)  # --sync may name its models
+    load_named_models(sync or "", None)
     model = None if sync is None else parse(sync)
     traces = read_run(run_dir)
     if not traces:

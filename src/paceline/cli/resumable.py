@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from ..errors import ConfigurationError
+from ..report.run_file import RunFile
+from ..settings import SETTINGS
 from ..settings.checks import is_bucket
+from ..trust import printable
 from .optional_values import OptionalValues, completed
 
 __all__ = ["Resumable"]
@@ -16,9 +23,16 @@ __all__ = ["Resumable"]
 HIDDEN = "..."
 """What stands for a secret in the description of a run."""
 
-FLAGS = ("--accept-changes", "--force")
+FLAGS = ("--accept-changes", "--force", "--trust")
 NOT_REPEATED = ("--resume", "--run-dir", "--command", *FLAGS)
 """Options that concern only one start of a run. The `FLAGS` have no value."""
+
+
+OWN_TRUSTED = {"listen": "--listen", "observer": "--observer", "announce_to": "--announce"}
+"""Options of commands that are no settings, for which `Setting.trusted` would be True."""
+
+CONDITION = re.compile(r"=[^,|@]*:")
+"""Matches a condition of a sync model, such as "pull=module:function", whose module is imported."""
 
 
 class Resumable(OptionalValues):
@@ -31,37 +45,32 @@ class Resumable(OptionalValues):
         found, options = self._split(ctx, args)
         # `launcher.clusters.scheduled` gives all options itself.
         if (run_dir := found.get("resume")) and "announce_to" not in found:
-            where, force = found.get("run_dir"), bool(found.get("force"))
-            args = self._with_earlier(ctx, options, _program(found), run_dir, where, force=force)
+            args = self._with_earlier(ctx, options, found, run_dir)
         return super().parse_args(ctx, args)
 
     def _with_earlier(
         self,
         ctx: Any,
         options: Sequence[str],
-        program: Sequence[str],
+        given: Mapping[str, Any],
         resumed: str,
-        where: str | None,
-        *,
-        force: bool,
     ) -> list[str]:
         """Return the arguments after those of the earlier run, with its script if no `program` is given.
 
         Args:
             options: the options that are given.
-            program: the script that is given, and its arguments; [] if none is given.
+            given: the options, the script and its arguments that are given, by their names.
             resumed: the directory of the earlier run, or the URL of the bucket with its checkpoints.
-            where: directory to which the run is copied from the bucket; None for the usual one.
-            force: True if the run may still be in progress.
 
         Raises:
-            ConfigurationError: the directory contains no run that has ended, or its command cannot be repeated.
+            ConfigurationError: the directory contains no run that has ended, its command cannot be repeated, or the
+                directory is not trusted.
         """
         from ..runtime.resuming import earlier_run, fetch_run, has_finished
 
-        run_dir, further = Path(resumed), []
+        run_dir, further, program, force = Path(resumed), [], _program(given), bool(given.get("force"))
         if is_bucket(resumed):
-            run_dir, bucket = fetch_run(resumed, where, force=force)
+            run_dir, bucket = fetch_run(resumed, given.get("run_dir"), force=force)
             further = [f"--checkpoint-dir={bucket}"]
             options = [*_left(options, ("--resume", "--run-dir")), f"--resume={run_dir}"]
         file = earlier_run(run_dir, force=force)
@@ -78,6 +87,7 @@ class Resumable(OptionalValues):
                 "in the same way again, with this directory for `resume`."
             )
         found, before = self._split(ctx, words[2:])
+        trusted = [] if given.get("trust") else _trusted(file, run_dir, found, given)
         if not program and (program := _program(found)):
             if HIDDEN in " ".join(program):
                 raise ConfigurationError(
@@ -87,12 +97,18 @@ class Resumable(OptionalValues):
                 )
             if Path(file.folder) != Path.cwd():
                 raise ConfigurationError(
-                    f"the run in {run_dir} was started in {file.folder}, and paths in its command refer to this "
-                    "directory. Resume it there, or give the script with its arguments."
+                    f"the run in {run_dir} was started in {printable(file.folder)}, and paths in its command refer "
+                    "to this directory. Resume it there, or give the script with its arguments."
                 )
         kept = [*_left(before), *further]
         again = shlex.join([*words[:2], *kept, *_left(options), *program])
-        return [*kept, *_without_end(options), f"--command={again}", *(["--", *program] if program else [])]
+        return [
+            *kept,
+            *_without_end(options),
+            *trusted,
+            f"--command={again}",
+            *(["--", *program] if program else []),
+        ]
 
     def _split(self, ctx: Any, args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """Return the options and arguments by their names, and the arguments before any script.
@@ -110,6 +126,61 @@ class Resumable(OptionalValues):
         found, _, _ = self.make_parser(ctx).parse_args(list(args))
         ctx.resilient_parsing = strict
         return found, list(args[: len(args) - len(_program(found))])
+
+
+def _trusted(file: RunFile, run_dir: Path, found: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Require that what a directory says may be done. At a terminal, ask the user whether it is trusted.
+
+    Args:
+        file: the description of the run in the directory.
+        run_dir: the directory.
+        found: the options and the script in its command, by their names.
+        given: those that the user has given, which replace them.
+
+    Returns:
+        --trust if the user says so; else [].
+
+    Raises:
+        ConfigurationError: the directory is not trusted.
+    """
+    from ..runtime.resuming import require_trust
+
+    options = {**{row.name: row.option for row in SETTINGS.values() if row.trusted}, **OWN_TRUSTED}
+    named = {
+        option: value
+        for name, option in options.items()
+        if (value := _left_of(found.get(name), given.get(name)))
+    }
+    if "sync" not in given and CONDITION.search(str(found.get("sync", ""))):
+        named["--sync"] = str(found["sync"])
+    if not _program(given) and _program(found):
+        named = {"the command": file.command, **named}
+    try:
+        require_trust(file, run_dir, named)
+    except ConfigurationError:
+        if not _can_ask():
+            raise
+        print(f"You have not started the run in {printable(str(run_dir))}. It would use:", file=sys.stderr)
+        for name, value in named.items():
+            print(f"  {name}: {printable(value)}", file=sys.stderr)
+        if not typer.confirm("Is this what you want?", err=True):
+            raise
+        return ["--trust"]
+    return []
+
+
+def _can_ask() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def _left_of(found: Any, given: Any) -> str:
+    """Return what counts of an earlier value of an option, as a text; "" if nothing does.
+
+    A value that is given anew replaces the earlier one. Those of an option that can be repeated are added to it.
+    """
+    if isinstance(found, list | tuple):
+        return ", ".join(str(each) for each in found if each not in (given or ()))
+    return str(found) if found and given is None else ""
 
 
 def _program(found: Mapping[str, Any]) -> list[str]:

@@ -22,6 +22,7 @@ from .options import (
     Out,
     RecordedBandwidth,
     SimulatedWire,
+    Trusted,
 )
 from .output_folder import new_folder
 from .progress_bar import counting
@@ -243,6 +244,7 @@ def advise(
     recorded_bandwidth: RecordedBandwidth = None,
     wire: SimulatedWire = None,
     imports: ModelImports = None,
+    trust: Trusted = False,
     as_json: AsJson = False,
 ) -> None:
     """Recommend sync models for the machines of a run by simulating each model with the times recorded in that run.
@@ -264,8 +266,9 @@ def advise(
     )
     wire = None if wire is None else str(WireFormat.read(wire))
     require_no_folder_of_runs(run_dir, "advise")
-    load_kept_models(run_dir)  # --sync may name its models
-    load_named_models(sync, imports)
+    load_named_models("", imports)
+    load_kept_models(run_dir, trust=trust)  # --sync may name its models
+    load_named_models(sync, None)
     with interruptible("all processes have ended"), counting() as tell:
         report = advice.advise(run_dir, read_syncs(sync), tell, changes, wire)
     if as_json:

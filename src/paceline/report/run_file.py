@@ -1,6 +1,7 @@
 """`run.json` in a run directory: the settings of a run, and how it can be repeated.
 
-The launcher writes this file when the run begins, so that even a run whose launcher was killed has a report.
+The launcher writes this file when the run begins, so that even a run whose launcher was killed has a report. It is
+signed (see `paceline.trust`), because a run that is resumed does what is written here.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from pathlib import Path
 import msgspec
 
 from ..files import read_regular, write_json
+from ..trust import SIGNATURE, is_signed, signature_of
 from .run_report import Setting
 from .words import counted
 
-__all__ = ["NAME", "Resumption", "RunFile", "read_run_file", "write_run_file"]
+__all__ = ["NAME", "Resumption", "RunFile", "parse_run_file", "read_run_file", "write_run_file"]
 
 FORMAT = 1
 NAME = "run.json"
@@ -93,6 +95,7 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
         joined: True if machines join the run. They keep the records of their workers.
         emulated: how unequal machines are emulated; "" if they are not.
         resumptions: the interruptions of the run, in order.
+        signature: the signature of the user who has started the run. `read_run_file` returns "" for that of others.
     """
 
     format: int = FORMAT
@@ -112,19 +115,26 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str = ""
     lineage: str = ""
     origin: str = ""
+    signature: str = ""
 
     def value_of(self, option: str) -> str:
         """Return the value of a setting, given the name of its option; "" if the setting is not here."""
         return next((setting.value for setting in self.settings if setting.name == option), "")
 
 
-def write_run_file(file: RunFile, run_dir: Path) -> None:
+def write_run_file(file: RunFile, run_dir: Path, *, sign: bool = True) -> None:
     """Write `run.json`.
+
+    Args:
+        file: its content.
+        run_dir: the directory of the run.
+        sign: True to sign it as the work of this user.
 
     Raises:
         OSError: the file cannot be written.
     """
-    write_json(run_dir / NAME, file)
+    content = msgspec.to_builtins(file)
+    write_json(run_dir / NAME, {**content, SIGNATURE: signature_of(content) if sign else ""})
 
 
 def read_run_file(run_dir: Path) -> RunFile | None:
@@ -135,6 +145,17 @@ def read_run_file(run_dir: Path) -> RunFile | None:
         OSError: the file cannot be read.
     """
     try:
-        return msgspec.json.decode(read_regular(run_dir / NAME), type=RunFile)
+        data = read_regular(run_dir / NAME)
     except FileNotFoundError:
         return None
+    return parse_run_file(data)
+
+
+def parse_run_file(data: bytes) -> RunFile:
+    """Return the content of `run.json`, given its bytes.
+
+    Raises:
+        msgspec.DecodeError: the file has another content.
+    """
+    file = msgspec.json.decode(data, type=RunFile)
+    return file if is_signed(msgspec.json.decode(data)) else msgspec.structs.replace(file, signature="")

@@ -34,7 +34,7 @@ from .footprint import (
     process_shortage,
 )
 from .job import Job, claim_run_dir
-from .resuming import cut_of, earlier_run, fetch_run, find_resumed, lineage_of
+from .resuming import cut_of, earlier_run, fetch_run, find_resumed, lineage_of, require_trust
 
 __all__ = ["make_job", "require_script"]
 
@@ -84,8 +84,12 @@ def make_job(
                 "directory; omit run_dir."
             )
         file = earlier_run(Path(run_dir), force=values["force"])
-        checkpoint_dir = values["checkpoint_dir"] or bucket or file.value_of("--checkpoint-dir") or None
-        resumed = find_resumed(file, Path(run_dir), checkpoint_dir)
+        checkpoint_dir = values["checkpoint_dir"] or bucket
+        if checkpoint_dir is None and (named := file.value_of("--checkpoint-dir")):
+            if not values["trust"]:
+                require_trust(file, Path(run_dir), {"--checkpoint-dir": named})
+            checkpoint_dir = named
+        resumed = find_resumed(file, Path(run_dir), checkpoint_dir, trust=values["trust"])
         lineage, origin = lineage_of(file, Path(run_dir), resumed)
         # The orders of the epochs follow from the seed, so it stays as it is.
         values |= {"run_dir": run_dir, "checkpoint_dir": checkpoint_dir, "seed": cut_of(resumed).seed}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,10 +16,11 @@ from ..checkpoints.manifest import MANIFEST
 from ..core.protocol.job_cut import JobCut
 from ..errors import CheckpointError, ConfigurationError
 from ..files import Unfinished, read_regular
-from ..report.run_file import NAME, RunFile, read_run_file, write_run_file
+from ..report.run_file import NAME, RunFile, parse_run_file, read_run_file, write_run_file
 from ..report.words import counted
 from ..settings.checks import is_bucket
 from ..trace.run_dir import require_usable
+from ..trust import is_own, printable
 from .in_progress import RUNS
 from .job import CHECKPOINTS, Job, Resumed
 from .run_lock import await_free, newest_lock
@@ -41,7 +42,9 @@ __all__ = [
     "newest_of",
     "require_meaningful",
     "require_same_source",
+    "require_trust",
     "resumed_with",
+    "trusts",
 ]
 
 SOURCE = "script.py"
@@ -109,7 +112,7 @@ def fetch_run(url: str, run_dir: str | None, *, force: bool = False) -> Fetched:
         raise ConfigurationError(f"resume is {url!r}, but there is no whole checkpoint. {why}")
     files = described(found.checkpoint.path)
     try:
-        run = msgspec.json.decode(files.get(NAME, b""), type=RunFile)
+        run = parse_run_file(files.get(NAME, b""))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigurationError(
             f"resume is {url!r}, but {NAME} in its checkpoint cannot be read: {error}."
@@ -119,7 +122,8 @@ def fetch_run(url: str, run_dir: str | None, *, force: bool = False) -> Fetched:
             place.write_bytes(files[SOURCE])
     origin = str(found.checkpoint.path.absolute())
     here = structs.replace(run, run_dir=str(folder.absolute()), lineage=new_lineage(), origin=origin)
-    write_run_file(here, folder)  # last: then the directory is that of a run
+    # Last: then the directory is that of a run. What somebody else has written is not signed by copying it.
+    write_run_file(here, folder, sign=bool(run.signature))
     return Fetched(folder, bucket)
 
 
@@ -175,7 +179,7 @@ def _about(lineage: LineageThere) -> str:
         run = msgspec.json.decode(lineage.run, type=RunFile)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return newest
-    return f"{newest}, begun at {run.begun_at}: {run.command or 'in a notebook'}"
+    return printable(f"{newest}, begun at {run.begun_at}: {run.command or 'in a notebook'}")
 
 
 def earlier_run(run_dir: Path, *, force: bool = False) -> RunFile:
@@ -234,7 +238,33 @@ def _what_is_there(directory: Path) -> str:
     )
 
 
-def find_resumed(earlier: RunFile, run_dir: Path, checkpoint_dir: str | None) -> Resumed:
+def trusts(file: RunFile, run_dir: Path) -> bool:
+    """Return True if a run may do what its directory says: it belongs to this user, who has started the run."""
+    return bool(file.signature) and is_own(run_dir, run_dir / NAME)
+
+
+def require_trust(file: RunFile, run_dir: Path, named: Mapping[str, str]) -> None:
+    """Raise `ConfigurationError` unless a run may do what its directory says.
+
+    Args:
+        file: the description of the run.
+        run_dir: its directory.
+        named: what the directory names and would be used: the command, and options with their values. If nothing is
+            named, no trust is needed.
+    """
+    if not named or trusts(file, run_dir):
+        return
+    listed = " and ".join(f"{name} {printable(value)!r}" for name, value in named.items())
+    why = "its run.json is not signed with your key" if is_own(run_dir) else "it belongs to another user"
+    raise ConfigurationError(
+        f"the directory {run_dir} would decide about {listed}, but {why}, so somebody else may have written this; "
+        "look at it, and add --trust (trust=True) if you want it, or give it anew."
+    )
+
+
+def find_resumed(
+    earlier: RunFile, run_dir: Path, checkpoint_dir: str | None, *, trust: bool = False
+) -> Resumed:
     """Return the checkpoint with which a run begins that resumes another one.
 
     Args:
@@ -242,14 +272,14 @@ def find_resumed(earlier: RunFile, run_dir: Path, checkpoint_dir: str | None) ->
         run_dir: its directory.
         checkpoint_dir: directory of its checkpoints, or another one for the next ones, or the URL of a bucket; None
             for the usual one. A newer checkpoint in a bucket is copied to the usual directory.
+        trust: True to look for checkpoints wherever the description says, whoever has written it.
 
     Raises:
         ConfigurationError: there is no whole checkpoint, or a bucket cannot be read.
     """
     usual, lock = run_dir / CHECKPOINTS, newest_lock(run_dir)
-    places = list(
-        dict.fromkeys(filter(None, [earlier.value_of("--checkpoint-dir") or str(usual), checkpoint_dir]))
-    )
+    named = earlier.value_of("--checkpoint-dir") if trust or trusts(earlier, run_dir) else ""
+    places = list(dict.fromkeys(filter(None, [named or str(usual), checkpoint_dir])))
     found = newest_checkpoint(places, usual, earlier.lineage, earlier.origin)
     if (resumed := resumed_with(found)) is not None:
         return structs.replace(resumed, lock=lock)
@@ -364,7 +394,8 @@ def _is_copy(earlier: RunFile, run_dir: Path) -> bool:
 def can_resume(run_dir: Path, *, force: bool = False) -> bool:
     """Return True if a directory has a whole checkpoint of a run that has not finished.
 
-    Also True if the run is still in progress: --resume says so, and refuses.
+    Also True if the run is still in progress, or if nobody may look for its checkpoints where it says: --resume says
+    so, and refuses.
 
     Args:
         run_dir: the directory.
@@ -376,7 +407,10 @@ def can_resume(run_dir: Path, *, force: bool = False) -> bool:
     except ConfigurationError:
         return True
     try:
-        find_resumed(earlier_run(run_dir, force=True), run_dir, None)
+        file = earlier_run(run_dir, force=True)
+        if file.value_of("--checkpoint-dir") and not trusts(file, run_dir):
+            return not has_finished(run_dir)
+        find_resumed(file, run_dir, None)
     except ConfigurationError:
         return False
     return not has_finished(run_dir)

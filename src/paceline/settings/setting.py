@@ -53,6 +53,8 @@ class Setting:
             setting.
         written: returns this value as it is written on the command line.
         reported: True if the report of a run shows the value.
+        trusted: True if a run that is resumed uses the value of the run before only if its directory is trusted (see
+            `paceline.trust`): the value names code to import, a place to write to, or an address to serve at.
         name: name of the setting, which the table knows.
     """
 
@@ -67,6 +69,7 @@ class Setting:
     field: str | None = ""
     written: Callable[[Any], str] = written
     reported: bool = True
+    trusted: bool = False
     name: str = ""
 
     def named(self, name: str) -> Setting:

@@ -80,6 +80,7 @@ class Settings(TypedDict, total=False):
         Sequence[str],
         Setting(
             default=(),
+            trusted=True,
             doc="names of modules that define conditions, if the function changes to these conditions during the run "
             "with `paceline.set_sync`, of packages that define the optimizer, if the function itself imports it, and "
             "of packages that add a kind of device to torch.",
@@ -322,6 +323,7 @@ class Settings(TypedDict, total=False):
         str | os.PathLike[str] | None,
         Setting(
             default=None,
+            trusted=True,
             doc="directory for the run's checkpoints, for example on shared storage, or the URL of a bucket, such as "
             '"s3://bucket/run", to which they are copied from the run directory. Each run has a folder of its own '
             "there. Default: `checkpoints` in the run directory.",
@@ -362,6 +364,19 @@ class Settings(TypedDict, total=False):
             field=None,
         ),
     ]
+    trust: Annotated[
+        bool,
+        Setting(
+            default=False,
+            doc="True to let the directory that is resumed decide where checkpoints are, although you have not "
+            "started its run.",
+            help="Do what the directory says: run its command, import its modules, use its paths. Needed if you have "
+            "not started its run with the same home directory.",
+            panel=RESUMING,
+            commands=(RUN, SERVE),
+            field=None,
+        ),
+    ]
     accept_changes: Annotated[
         bool,
         Setting(
@@ -389,6 +404,7 @@ class Settings(TypedDict, total=False):
         bool | int | str | None,
         Setting(
             default=None,
+            trusted=True,
             doc='True, a port or "HOST:PORT" to serve the report of the run as a live page while the run goes on. '
             "Its address is printed.",
             help="Serve the report of the run as a live page, at an address that the terminal shows. Without a "
@@ -403,6 +419,7 @@ class Settings(TypedDict, total=False):
         str | os.PathLike[str] | None,
         Setting(
             default=None,
+            trusted=True,
             doc="directory for what the script logs, the speed, staleness and waiting; a new directory in it has the "
             "name of the run. Needs `pip install paceline[tensorboard]`.",
             help="Write what the script logs, the speed, staleness and waiting for TensorBoard, in a new directory "
@@ -417,6 +434,7 @@ class Settings(TypedDict, total=False):
         int | str | None,
         Setting(
             default=None,
+            trusted=True,
             doc='port, or "HOST:PORT", at which the state of the run is served as OpenMetrics, at /metrics. Needs '
             "`pip install paceline[metrics]`.",
             help="Serve the state of the run as OpenMetrics at /metrics, for Prometheus. 0 means any free port. "

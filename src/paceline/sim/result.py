@@ -12,7 +12,7 @@ from ..core.metrics.history import MetricHistory
 from ..core.sync.auto import Choice
 from ..errors import UsageError
 from ..sync.schedule import read_schedule
-from ..trace.kept_models import folders_of, modules_of_models
+from ..trace.kept_models import kept_modules, modules_of_models
 from ..trace.measures import Measures
 from ..trace.recording import Trace, read_run
 from ..trace.records import IterationRecord, read_records
@@ -248,7 +248,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
             "shard_bytes": list(self.shard_bytes),
             "rounded_bytes": list(self.rounded_bytes),
             "seed": self.seed,
-            "imports": folders_of(modules_of_models(read_schedule(self.sync).models)),
+            **kept_modules(modules_of_models(read_schedule(self.sync).models)),
             "emulated": emulated,
             "lost_workers": [],
             "faults": self.faults,

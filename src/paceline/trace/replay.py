@@ -19,6 +19,7 @@ from ..errors import ConfigurationError, InvalidEventError
 from ..plugins import load_models
 from ..sync.events import RecordedEvent
 from ..sync.schedule import read_schedule
+from .kept_models import modules_of_models, require_known
 from .keyframes import fill
 from .recording import Header, Memory, Trace
 
@@ -30,16 +31,18 @@ class Replay:
 
     Args:
         header: header of the trace.
+        trust: True to import the modules that the header names, if they have not been imported.
 
     Attributes:
         core: the core.
 
     Raises:
-        ConfigurationError: the sync model is unknown, the module that defines it cannot be imported, or the beginning
-            of the trace was deleted and nothing says what the core's state was at the first entry that is left.
+        ConfigurationError: the sync model is unknown, the module that defines it has not been imported, or the
+            beginning of the trace was deleted and nothing says what the core's state was at the first entry that is
+            left.
     """
 
-    def __init__(self, header: Header) -> None:
+    def __init__(self, header: Header, *, trust: bool = False) -> None:
         imports = () if header.imports is msgspec.UNSET else header.imports
         keyframe = None if header.keyframe is msgspec.UNSET else header.keyframe
         if keyframe is not None and keyframe.why:
@@ -49,8 +52,12 @@ class Replay:
                 "full to keep the whole trace."
             )
         sync = header.sync if keyframe is None or not keyframe.sync else keyframe.sync
-        load_models(sync, imports)
+        if not trust:
+            require_known(imports, f"the trace of {header.recorded_by}")
+        load_models(sync, imports if trust else ())
         schedule = read_schedule(sync)
+        if not trust:
+            require_known(modules_of_models(schedule.models), f"the trace of {header.recorded_by}")
         self._memory = Memory(header)
         if header.host == "shard":
             self.core: Shard | Coordinator = Shard(
@@ -84,9 +91,15 @@ class Replay:
         return self._memory.trace.entries[-1]
 
 
-def replay(trace: Trace) -> list[str]:
-    """Replay a trace and return a description of each difference; [] if all decisions are identical."""
-    host = Replay(trace.header)
+def replay(trace: Trace, *, trust: bool = False) -> list[str]:
+    """Replay a trace and return a description of each difference; [] if all decisions are identical.
+
+    Args:
+        trace: the trace.
+        trust: True to import the modules with the models of the run that the trace names. Otherwise, import them
+            first: a trace is data, and to import a module is to run it.
+    """
+    host = Replay(trace.header, trust=trust)
     differences = []
     for number, recorded in enumerate(trace.entries):
         replayed = host.take(recorded.event)

@@ -215,7 +215,7 @@ def take_lock(job: Job, interruption: Interruption, *, force: bool, token: str =
             require_usable(run_dir)  # a run that has begun meanwhile may have ended again
         elif force:  # the run that has just ended may have written another checkpoint
             earlier = earlier_run(run_dir, force=True)
-            resumed = find_resumed(earlier, run_dir, job.checkpoint_dir)
+            resumed = find_resumed(earlier, run_dir, job.checkpoint_dir, trust=True)
             lineage, origin = lineage_of(earlier, run_dir, resumed)
             job = replace(job, seed=cut_of(resumed).seed, lineage=lineage, origin=origin)
     except BaseException:

@@ -31,7 +31,7 @@ from ...sync.model import agree_on_means
 from ...sync.ticks import TICKS_PER_S
 from ...trace.digest import Digest
 from ...trace.findings import Handout, find, find_moved
-from ...trace.kept_models import folders_of, modules_of_models
+from ...trace.kept_models import kept_modules, modules_of_models
 from ...trace.measures import Measures, Meter
 from ...trace.recording import Trace, read_run, trace_files
 from ...trace.time_use import time_shares, time_use
@@ -192,7 +192,7 @@ def summarize(
         "seed": job.seed,
         "guard": job.guard,
         "divisible": _handout(coordinator.core.data, asked=job.batch == "balanced").divisible,
-        "imports": folders_of([*job.imports, *modules_of_models(job.schedule.models)]),
+        **kept_modules(list(dict.fromkeys([*job.imports, *modules_of_models(job.schedule.models)]))),
         **epochs,
         **(
             {}
