@@ -192,7 +192,7 @@ def test_a_script_that_cannot_be_compiled_is_refused_before_anything_starts(
 RUN_OPTIONS = {
     "--checkpoint-every": "Time between two checkpoints, such as 30s, 5min or 1h",
     "--keep": "Number of the newest checkpoints that are kept",
-    "--checkpoint-dir": "Directory of the run's checkpoints",
+    "--checkpoint-dir": "Directory for the run's checkpoints",
     "--resume": "Go on with the run in this directory",
     "--accept-changes": "Resume although the script has changed",
     "--trust": "Do what the directory says",

@@ -22,6 +22,7 @@ from paceline.runtime.job import CHECKPOINTS, Resumed
 from paceline.runtime.job_options import make_job
 from paceline.runtime.resuming import can_resume, described, keep_source
 from paceline.trust import signature_of
+from paceline.wire.secret import write_secret
 from tests.support.sharded import LINEAGE, Net, Shards, model_of
 
 RUN = Path("run")
@@ -211,6 +212,16 @@ def test_what_a_directory_of_somebody_else_says_is_not_done_unless_the_user_want
     assert accepted.exit_code == 0, accepted.output
     assert Path("ran").exists()
     sys.modules.pop("planted")
+
+
+def test_a_secret_that_somebody_else_has_chosen_protects_no_run(another_user: None) -> None:
+    rewrite(command="paceline serve --workers 1")
+    content = json.loads((RUN / "run.json").read_text())
+    (RUN / "run.json").write_text(json.dumps({**content, "signature": ""}))
+    write_secret("ab" * 32, RUN / "secret")
+    refused = CliRunner().invoke(app, ["serve", "--resume", str(RUN)])
+    assert isinstance(refused.exception, ConfigurationError)
+    assert "would decide about the secret in" in str(refused.exception)
 
 
 def test_the_identity_of_a_run_is_never_a_path_to_elsewhere() -> None:

@@ -10,9 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from paceline.cli import app
 from paceline.errors import ConfigurationError
+from paceline.rehearsal.advice import advise
 from paceline.rehearsal.command import command_for
+from paceline.report.run_reading import read_report
 from paceline.sim import Cluster, simulate
 from paceline.sync import MODELS, parse
 from paceline.trace import read_run, replay
@@ -209,6 +213,32 @@ def test_modules_that_somebody_else_names_are_not_imported_unless_the_user_says_
     load_kept_models(saved, trust=True)
     assert (tmp_path / "ran").exists()
     sys.modules.pop("planted")
+
+
+def test_nothing_that_reads_a_run_imports_what_it_names(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "planted.py").write_text("raise SystemExit('was imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sync, imports = "conditions:pull=planted:f", {"planted": str(tmp_path)}
+    summary = json.loads((saved / "summary.json").read_text())
+    (saved / "summary.json").write_text(json.dumps({**summary, "sync": sync, "imports": imports}))
+    for path in saved.glob("trace-*.jsonl"):
+        head, rest = path.read_text().split("\n", 1)
+        header = {**json.loads(head), "sync": sync, "imports": ["planted"]}
+        path.write_text(f"{json.dumps(header)}\n{rest}")
+    assert read_report(saved).state == "finished"
+    assert Cluster.from_run(saved).workers == 2
+    for read in (lambda: advise(saved), lambda: replay(read_run(saved)[0])):
+        with pytest.raises(
+            ConfigurationError, match=r"names the module planted.*your key has not signed this"
+        ):
+            read()
+    for command in ("advise", "replay"):
+        result = CliRunner().invoke(app, [command, str(saved)])
+        assert isinstance(result.exception, ConfigurationError), result.output
+    assert CliRunner().invoke(app, ["report", str(saved)]).exit_code == 0
+    assert "planted" not in sys.modules
 
 
 def test_a_trace_of_models_of_the_package_is_as_before() -> None:
