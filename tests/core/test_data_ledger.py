@@ -33,6 +33,7 @@ class Life:
     epoch: int = -1
     free_s: float = 0.0
     drawn: int = 0
+    empty: int = 0
 
 
 class Job:
@@ -84,6 +85,9 @@ class Job:
                 if life.feed.ended(0):
                     return None
                 self.carry(life, life.feed.request(0))
+                continue
+            if not batch.size:  # a joint batch in which the worker has no part
+                life.empty += 1
                 continue
             if batch.least_size > real_size:
                 self.carry(life, life.feed.exhaust(0, batch.epoch, real_size))
@@ -168,7 +172,8 @@ def test_in_random_lives_every_position_is_used_once_or_torn_or_returned(seed: i
     static = split == "static" or (split == "auto" and lockstep)
     balanced = sized and draw.random() < 0.5
     most = batch * draw.randint(1, 3) if draw.random() < 0.3 else None
-    order = Order(size if sized else None, batch, draw.random() < 0.3, split, "", balanced, most)  # type: ignore[arg-type]
+    joint = sized and seed % 3 == 0
+    order = Order(size if sized else None, batch, draw.random() < 0.3, split, "", balanced, most, joint)  # type: ignore[arg-type]
     job = Job([draw.uniform(1, 4) for _ in range(draw.randint(1, 5))], lockstep=lockstep)
     used, torn = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     epochs, newcomer = 3, 10
@@ -220,7 +225,7 @@ def test_in_random_lives_every_position_is_used_once_or_torn_or_returned(seed: i
         unused = counts.left + counts.returned + counts.left_out
         assert used.total() + torn.total() + unused == counts.total
     assert all(0 <= position < size for _, position in (*used, *torn))
-    if not static and sized and not order.drop_last and counts.returned == counts.left == 0:
+    if (joint or not static) and sized and not order.drop_last and counts.returned == counts.left == 0:
         assert used.total() + torn.total() == counts.total
 
 
@@ -279,7 +284,8 @@ def test_in_random_runs_that_resume_each_other_every_position_is_used_once(seed:
     first, over = 0, False
     while not over:
         batch = draw.randint(1, 7)
-        order = Order(size if sized else None, batch, drop_last, split, "", balanced)  # type: ignore[arg-type]
+        joint = sized and seed % 3 == 0
+        order = Order(size if sized else None, batch, drop_last, split, "", balanced, joint=joint)  # type: ignore[arg-type]
         speeds = [draw.uniform(1, 4) for _ in range(draw.randint(1, 5))]
         job = Job(speeds, lockstep=draw.random() < 0.5, resumed=cut)
         job.ledger.validate()
@@ -804,3 +810,159 @@ def test_what_a_lost_worker_returned_is_dealt_in_the_steps_of_accelerators() -> 
     returned = {worker: [size for epoch, _, size in each if epoch == 0] for worker, each in taken.items()}
     assert sum(map(sum, returned.values())) == 2 * 64  # the batches of the rounds that had been dealt
     assert all(size % 8 == 0 for worker in (0, 1) for size in returned[worker])
+
+
+# -- joint batches of a given size ------------------------------------------------------------------------
+
+
+def rounds_of(job: Job, epoch: int, order: Order) -> list[list[tuple[int, int]]]:
+    """Let all workers use an epoch in turn; return (start, size) of their parts of each joint batch."""
+    for life in job.lives.values():
+        job.begin(life, epoch, order)
+    rounds: list[list[tuple[int, int]]] = []
+    while True:
+        parts: list[tuple[int, int]] = []
+        for life in job.lives.values():
+            life.empty = 0
+            if (batch := life.feed.take(0)) is None and not life.feed.ended(0):
+                job.carry(life, life.feed.request(0))
+                batch = life.feed.take(0)
+            if batch is None:
+                continue
+            parts.append((batch.start, batch.size))
+            if batch.size:
+                life.feed.draw(0, batch.size, batch.size)
+                job.push(life, 0.01)
+        if not parts:
+            return rounds
+        rounds.append(parts)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("batch", [7, 10, 16])
+def test_the_joint_batches_are_those_of_one_process(batch: int, workers: int, drop_last: bool) -> None:
+    for size in (1, 13, 50, 96):
+        order = Order(size, batch, drop_last, "auto", "", joint=True)
+        rounds = rounds_of(Job([1.0] * workers, lockstep=True), 0, order)
+        alone = [range(start, min(start + batch, size)) for start in range(0, size, batch)]
+        alone = [each for each in alone if len(each) == batch or not drop_last]
+        assert [sorted(p for start, n in parts for p in range(start, start + n)) for parts in rounds] == [
+            list(each) for each in alone
+        ]
+        assert all(len(parts) == workers for parts in rounds)  # also those whose part is empty
+        assert all(max(n for _, n in parts) - min(n for _, n in parts) <= 1 for parts in rounds)
+
+
+def test_no_part_is_smaller_than_the_minimum_unless_it_is_empty() -> None:
+    order = Order(33, 10, False, "auto", "", joint=True)
+    job = Job([1.0, 1.0, 1.0], lockstep=True)
+    for life in job.lives.values():
+        life.feed.least = 2
+    assert [[n for _, n in parts] for parts in rounds_of(job, 0, order)] == [[4, 3, 3]] * 3 + [[3, 0, 0]]
+
+
+def test_balanced_parts_of_joint_batches_follow_the_speeds() -> None:
+    order = Order(32 * 40, 32, False, "auto", "", balanced=True, joint=True)
+    job = Job([1.0, 1.0, 3.0], lockstep=True)
+    for life in job.lives.values():
+        job.begin(life, 0, order)
+    sizes: list[tuple[int, ...]] = []
+    while len(sizes) < 40:
+        parts = []
+        for life in job.lives.values():
+            batch = job.take(life, order, 32 * 40)
+            assert batch is not None
+            parts.append(batch.size)
+            job.push(life, 0.01 * life.speed * batch.size)
+        sizes.append(tuple(parts))
+    assert {sum(parts) for parts in sizes} == {32}
+    fast, also_fast, slow = sizes[-1]
+    assert slow <= 6 < 12 <= min(fast, also_fast)
+
+
+def test_joint_batches_are_divided_anew_when_workers_join_and_are_lost() -> None:
+    """Every position is used once in its own epoch, unless all of its workers are lost."""
+    size = 12 * 30
+    order = Order(size, 12, False, "auto", "", joint=True)
+    job = Job([1.0, 1.0], lockstep=True)
+    for life in job.lives.values():
+        job.begin(life, 0, order)
+    used = Counter[int]()
+    sizes: list[list[int]] = []
+    while True:
+        parts = []
+        if len(sizes) == 5:
+            job.lives[2] = Life(2, 1.0)
+            job.begin(job.lives[2], 0, order)
+        if len(sizes) == 15:
+            job.leave(job.lives[0], (job.lives[0].drawn,) * 2, early=True)
+        for life in job.lives.values():
+            if (batch := job.take(life, order, size)) is not None:
+                used.update(range(batch.start, batch.start + batch.size))
+                job.push(life, 0.01)
+                parts.append(batch.size)
+        if not parts:
+            break
+        sizes.append(parts)
+    assert used == Counter(range(size))
+    assert sizes[0] == [6, 6]
+    assert [4, 4, 4] in sizes[5:15]
+    assert [6, 6] in sizes[15:]
+    assert job.ledger.counts()["loader"].returned == 0
+
+
+def test_a_worker_that_does_not_ask_has_no_part_in_further_joint_batches() -> None:
+    """For example, its script evaluates after each epoch. It does not fall behind by the whole evaluation."""
+    order = Order(12 * 400, 12, False, "auto", "", joint=True)
+    job = Job([1.0, 1.0, 1.0], lockstep=True)
+    idle, *others = job.lives.values()
+    for life in job.lives.values():
+        job.begin(life, 0, order)
+    for _ in range(300):
+        for life in others:
+            assert job.take(life, order, 12 * 400) is not None
+            job.push(life, 0.01)
+    behind = 0
+    sizes: list[int] = []
+    while len(sizes) < 90 and (batch := job.take(idle, order, 12 * 400)) is not None:
+        behind += batch.start < 12 * 300
+        sizes.append(batch.size)
+        job.push(idle, 0.01)
+        for life in others:
+            if (taken := job.take(life, order, 12 * 400)) is not None:
+                job.push(life, 0.01)
+                sizes[-1] += taken.size
+    assert behind < 100
+    assert sizes[-2] == 12
+
+
+def test_the_joint_batches_of_an_order_of_unknown_size_cannot_be_divided() -> None:
+    with pytest.raises(ValueError, match="cannot be divided"):
+        Order(None, 16, False, "auto", "", joint=True)
+
+
+def test_a_resumed_job_with_other_workers_has_the_same_joint_batches() -> None:
+    order = Order(50, 8, False, "auto", "", joint=True)
+    job = Job([1.0, 1.0], lockstep=True)
+    for life in job.lives.values():
+        job.begin(life, 0, order)
+    for _ in range(2):
+        for life in job.lives.values():
+            assert job.take(life, order, 50) is not None
+            job.push(life, 0.01)
+    cut = job.ledger.cut({worker: [(2, 2)] for worker in job.lives})
+    resumed = Job([1.0, 1.0, 1.0], lockstep=True, resumed=cut)
+    sizes = [sum(n for _, n in parts) for parts in rounds_of(resumed, 0, order)]
+    assert sizes == [8, 8, 8, 8, 2]
+
+
+def test_on_demand_a_worker_has_its_part_of_the_joint_batch() -> None:
+    order = Order(96, 16, False, "dynamic", "", joint=True)
+    taken = batches_of_each(Job([1.0, 1.0, 1.0]), 0, order, 96)
+    assert {size for _, _, size in taken[0]} == {6}
+    order = Order(100, 16, True, "dynamic", "", joint=True)
+    job = Job([1.0, 1.0, 1.0])
+    taken = batches_of_each(job, 0, order, 100)
+    assert sum(size for batches in taken.values() for _, _, size in batches) == 96
+    assert job.ledger.counts()["loader"].left_out == 4

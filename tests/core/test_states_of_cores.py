@@ -162,6 +162,7 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "a condition that fails": simulated(Conditions(pull=fails_late, pushes="average")),
     "overlap off": simulated("bsp", STEADY, overlap="off"),
     "data": simulated("bsp", data=Dataset(samples=96, batch_size=4, epochs=2), batch="balanced"),
+    "joint batches": simulated("bsp", data=Dataset(samples=50, batch_size=7, epochs=2, joint_batch=True)),
     "data on demand": simulated("asp", data=Dataset(samples=96, batch_size=4, epochs=2), batch="balanced"),
     "auto": simulated("auto", STEADY, data=Dataset(samples=240, batch_size=4, epochs=6)),
     "cuts": cut("bsp"),

@@ -40,6 +40,12 @@ def check(
     sync: Annotated[
         str, typer.Option("--sync", metavar="NAME:KEY=VALUE,...", help="Synchronization model.")
     ] = "bsp",
+    joint_batch: Annotated[
+        bool,
+        typer.Option(
+            "--joint-batch", help="Divide the batches of the script among the workers, as for paceline run."
+        ),
+    ] = False,
     timeout: Annotated[
         float,
         number_option(
@@ -51,8 +57,9 @@ def check(
     """Check whether a script is ready for several workers.
 
     The script runs for a few iterations, first in one process and then with several workers. Listed are the places
-    where workers would do the same work, write the same file, use the wrong length of an epoch, or fail. The script
-    runs in the current directory, so files that it writes in its first iterations are written.
+    where workers would do the same work, write the same file, use the wrong length of an epoch, or fail. It also says
+    how many samples an update has. The script runs in the current directory, so files that it writes in its first
+    iterations are written.
 
     Exit code: 0 if there is nothing but notes, 1 otherwise.
 
@@ -69,6 +76,7 @@ def check(
                 workers=workers,
                 iterations=iterations,
                 sync=sync,
+                joint_batch=joint_batch,
                 timeout_s=timeout,
                 tell=partial(console.print, style="dim", highlight=False, markup=False),
             )

@@ -80,9 +80,19 @@ def simulate(
     batch_size: Annotated[
         int,
         whole_number_option(
-            "--batch-size", least=1, help="Samples in a worker's batch. Only with --samples."
+            "--batch-size",
+            least=1,
+            help="Samples in a worker's batch, or in a joint batch with --joint-batch. Only with --samples.",
         ),
     ] = 32,
+    joint_batch: Annotated[
+        bool,
+        typer.Option(
+            "--joint-batch",
+            help="The batch size is that of the joint batch, which is divided among the workers, as for paceline "
+            "run. The compute times of the cluster are those of whole batches. Only with --samples or --script.",
+        ),
+    ] = False,
     script: Annotated[
         str | None,
         typer.Option(
@@ -126,6 +136,8 @@ def simulate(
     import math
     import shlex
 
+    import msgspec
+
     from ..core.protocol.wire_format import WireFormat
     from ..rehearsal import comparison, ranking, sweeps
     from ..rehearsal.clusters import Changes, load_cluster
@@ -136,6 +148,11 @@ def simulate(
     if samples is not None and (sweep is not None or script is not None):
         raise ConfigurationError(
             "--samples cannot be combined with --sweep or --script; give only one of them."
+        )
+    if joint_batch and samples is None and script is None:
+        raise ConfigurationError(
+            "--joint-batch divides the batches of data, but there are none without --samples or --script. Give one "
+            "of them, or omit --joint-batch."
         )
     if sweep is not None and script is not None:
         raise ConfigurationError("--sweep and --script cannot be combined; give one of them.")
@@ -167,8 +184,13 @@ def simulate(
                 f"--samples is {samples}, but the cluster has {machines.workers} workers, and each of them needs at "
                 "least one sample."
             )
-        rounds = math.ceil(samples / (batch_size * machines.workers))
-        data = Dataset(samples=samples, batch_size=batch_size, epochs=math.ceil(iterations / rounds))
+        data = Dataset(samples=samples, batch_size=batch_size, joint_batch=joint_batch)
+        if joint_batch and batch_size < machines.workers:
+            raise ConfigurationError(
+                f"--batch-size is {batch_size}, and --joint-batch divides it among {machines.workers} workers, each "
+                "of which needs at least one sample. Use a larger batch size, or fewer workers."
+            )
+        data = msgspec.structs.replace(data, epochs=math.ceil(iterations / data.rounds(machines.workers)))
     folder = new_folder(out, "simulate")
     console = plain_console(quiet=as_json)
     with interruptible("no results were saved, and all processes have ended"), counting() as tell:
@@ -184,6 +206,7 @@ def simulate(
                 seed=seed,
                 shards=shards,
                 hyperparameters=hyperparameters,
+                joint_batch=joint_batch,
                 wire=wire,
                 out=folder,
                 console=console,

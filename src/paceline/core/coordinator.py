@@ -30,6 +30,7 @@ from ..plugins.failures import blame
 from ..state import stateful
 from ..sync import SyncModel
 from ..sync.actions import AnyAction, PublishChange, PublishPlan, RestartWorker, SetTimer
+from ..sync.effects import Samples
 from ..sync.events import (
     AnyEvent,
     IterationFinished,
@@ -146,7 +147,7 @@ MOST_WARNINGS = 100
         "collectives oversight history auto _metrics _norms _sync _connected _registered "
         "reconfigurations _early _turns _earlier_models _lacking"
     ),
-    history="cut_off endings faults board waits time_ledger",
+    history="cut_off endings faults board waits time_ledger samples",
     fixed=(
         "resumed placement _seed _workers _shards _slicing _overlap _read_sync _shortage _recorder _first "
         "_ticks_per_s"
@@ -239,6 +240,7 @@ class Coordinator:
         self.slices: tuple[ShardSlice, ...] = ()
         self.addresses: tuple[str, ...] = ()
         self.initializer = -1
+        self.samples: Samples | None = None
         self.started = False
         self.placement = round_robin(shards, servers)
         self.servers = ServerRoster(self.placement, late_servers)
@@ -679,6 +681,7 @@ class Coordinator:
             return self._refuse(list(models), reason, "the run")
         self.model, self.slices, self.initializer = model, slices, initializer
         self._lacking = lacking
+        self.samples = self._samples_of(initializer, len(models))
         servers = sorted(self.servers.addresses)
         self.addresses = tuple(self.servers.addresses[server] for server in self.placement.server_of)
         states = () if self.resumed is None else self.resumed.states_of(self._shards)
@@ -710,6 +713,21 @@ class Coordinator:
         for worker in models:
             requests += self._add(WorkerJoined(now_ticks=now_ticks, worker=worker))
         return requests
+
+    def _samples_of(self, worker: int, workers: int) -> Samples | None:
+        """Return what the number of samples in an update follows from, when the run begins.
+
+        A worker has drawn its first batch from the loader that it trains on, and no other worker has begun another
+        one since.
+        """
+        order, samples = self.data.newest_order(worker), self._registered[worker].samples
+        if order is None:
+            return None
+        whole = order.batch == 1 and samples != 1  # a position is a batch
+        batch = samples if whole else order.batch
+        return Samples(
+            workers, batch, order.joint, order.balanced, divisible=order.size is not None and not whole
+        )
 
     def _start(self) -> list[Request]:
         assert self.model is not None

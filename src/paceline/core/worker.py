@@ -146,6 +146,7 @@ class Worker:
         self.asks_for_main = False
         self.started: Started | None = None
         self.data = DataFeed()
+        self.data.workers = workers
         self.updates = self.samples = 0
         self.combined: Combined | None = None
         self.extended: ModelExtended | None = None
@@ -453,6 +454,13 @@ class Worker:
             self._uneven = True
             requests.append(Send(COORDINATOR, StoodIn()))
         return requests + self.push(contents, empty=True, idle=True)
+
+    def sit_out(self, contents: Sequence[Content] | None = None) -> list[Request]:
+        """Commit the current iteration without a gradient, because the worker has no part in a joint batch.
+
+        All workers make this iteration, so that they remain in lockstep.
+        """
+        return self.push(contents, empty=True, idle=True)
 
     def push_edit(self, contents: Sequence[Content] | None = None) -> list[Request]:
         """Commit the current iteration with the worker's edit or, if the edit of another worker counts, empty."""

@@ -11,6 +11,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -27,7 +28,7 @@ from .generator_states import loader_seed, seed_worker
 from .is_main import update_main
 from .loops import active_loop
 from .moving import MovedLoader, device_of, pins
-from .newcomer import hold_job_model
+from .newcomer import hold_job_model, untrained
 from .position import Position
 from .progress import set_batch
 from .progress_bars import bars_over, expected_batches
@@ -35,6 +36,8 @@ from .resumption import Place
 from .session import Session, current
 from .sources import Source, source_of
 from .streams import Stream, streams_of
+from .trained_model import least_samples_of
+from .training import training_of
 from .worker_state import begin_resumed, keep, restore
 
 __all__ = ["DistributedLoader", "call_site", "distribute", "distribute_at"]
@@ -49,6 +52,7 @@ def distribute(
     *,
     split: Split | None = None,
     batch: BatchSizing | None = None,
+    joint_batch: bool | None = None,
     max_batch: int | None = None,
     device: torch.device | str | None = None,
 ) -> Iterable[T]:
@@ -63,10 +67,10 @@ def distribute(
     dropout, augmentation and noise differ between workers. Worker 0 draws the same numbers as the script alone.
 
     Args:
-        loader: a `DataLoader`, whose batch size is the batch size of each worker, or another iterable over batches. A
-            `DataLoader` over a dataset with a length is split at its sampler, so that each worker loads only its own
-            part. Any other iterable is split at its output: every worker produces all batches and skips those of the
-            other workers.
+        loader: a `DataLoader`, whose batch size is the batch size of each worker (unless `joint_batch` is True), or
+            another iterable over batches. A `DataLoader` over a dataset with a length is split at its sampler, so
+            that each worker loads only its own part. Any other iterable is split at its output: every worker produces
+            all batches and skips those of the other workers.
         split: "dynamic" hands out each batch when a worker needs it, so a fast worker receives more of them; "static"
             gives all workers equal shares of every joint batch (one batch of each worker); "auto" chooses "static"
             for an epoch if the sync model keeps all workers in lockstep when the epoch begins, as `bsp` does, and
@@ -75,8 +79,11 @@ def distribute(
             and a slower worker smaller ones, so that all of them take the same time for a batch. The joint batch of
             all workers has the same samples in both cases. Default: the option `--batch` of the run, or "equal" if it
             is not given.
-        max_batch: maximum size of a balanced batch, for example because larger ones do not fit into memory. Default:
-            no maximum.
+        joint_batch: True if the loader's batch size is that of the joint batch: each batch of the loader is divided
+            among the workers that are there, so the hyper-parameters mean what they mean in one process. False if it
+            is the batch size of each worker. Default: the option `--joint-batch` of the run.
+        max_batch: maximum size of a balanced batch, or of a worker's part of a joint batch, for example because
+            larger ones do not fit into memory. Default: no maximum.
         device: device to which the batches are moved, such as `paceline.device()`, with all tensors in lists, tuples,
             dictionaries and the like. If the loader pins its memory, the copies are not waited for. Default: the
             batches stay where the loader puts them.
@@ -87,7 +94,7 @@ def distribute(
 
     Raises:
         ConfigurationError: the loader cannot be split, or has fewer items than there are workers, or its batches
-            cannot be balanced.
+            cannot be balanced, or cannot be divided among the workers.
 
     Example:
         >>> import paceline, torch
@@ -98,7 +105,9 @@ def distribute(
         ...         pass  # train on the batch
     """
     site = call_site(sys._getframe(1))
-    return distribute_at(site, loader, split=split, batch=batch, max_batch=max_batch, device=device)
+    return distribute_at(
+        site, loader, split=split, batch=batch, joint_batch=joint_batch, max_batch=max_batch, device=device
+    )
 
 
 def distribute_at(
@@ -107,6 +116,7 @@ def distribute_at(
     *,
     split: Split | None = None,
     batch: BatchSizing | None = None,
+    joint_batch: bool | None = None,
     max_batch: int | None = None,
     device: torch.device | str | None = None,
 ) -> Iterable[T]:
@@ -117,8 +127,12 @@ def distribute_at(
         raise unknown_name("batch", batch, BATCH_SIZINGS)
     target = None if device is None else device_of(device)
     source = source_of(loader)
-    _require_balanceable(source, batch, max_batch)
     session = current()
+    joint = joint_batch if joint_batch is not None else session is not None and session.joint_batch
+    joint = joint and (session is None or session.workers > 1)
+    _require_balanceable(source, batch, max_batch, joint=joint)
+    if joint:
+        _require_divisible(source, max_batch, 1 if session is None else session.workers)
     if session is None:
         set_batch(source.batch if source.counts_samples else None)
         return loader if target is None else MovedLoader(loader, target, pinned=pins(loader))
@@ -127,7 +141,7 @@ def distribute_at(
     if balanced and not source.divisible:
         source.warnings.append(f"distribute() gives all workers equal batches, because {NOT_DIVISIBLE}.")
         balanced = False
-    division = Division(split or session.split, balanced, max_batch)
+    division = Division(split or session.split, balanced, max_batch, joint)
     distributed: DistributedLoader[T] = DistributedLoader(source, session, division, site)
     if target is not None:
         distributed.move_to(target)
@@ -160,15 +174,18 @@ class Division(NamedTuple):
     split: Split
     balanced: bool = False
     most: int | None = None
+    joint: bool = False
 
 
-def _require_balanceable(source: Source, batch: str | None, max_batch: int | None) -> None:
+def _require_balanceable(source: Source, batch: str | None, max_batch: int | None, *, joint: bool) -> None:
     """Raise `ConfigurationError` for arguments of `distribute` that cannot be used with this source."""
     if batch == "balanced" and not source.divisible:
         raise ConfigurationError(
             f"distribute() was called with batch='balanced', but {NOT_DIVISIBLE}. Omit batch, or use such a loader."
         )
     if max_batch is None:
+        return
+    if joint:
         return
     if batch == "equal":
         raise ConfigurationError(
@@ -179,6 +196,32 @@ def _require_balanceable(source: Source, batch: str | None, max_batch: int | Non
         raise ConfigurationError(
             f"max_batch is {max_batch!r}, expected an integer of at least {source.batch}, the loader's batch size."
         )
+
+
+def _require_divisible(source: Source, max_batch: int | None, workers: int) -> None:
+    """Raise `ConfigurationError` if the batches of a source cannot be divided among the workers."""
+    if not source.divisible:
+        raise ConfigurationError(
+            f"the joint batches of a {type(source.inner).__name__} cannot be divided among the workers: "
+            f"{NOT_DIVISIBLE.replace('balanced', 'divided')}. Use such a loader, or "
+            "distribute(loader, joint_batch=False), with which each batch of the loader is the batch of one worker."
+        )
+    if source.batch < workers:
+        raise ConfigurationError(
+            f"the joint batch has {_samples(source.batch)}, which cannot be divided among {workers} workers: each of "
+            f"them needs at least one. Use at most {source.batch} workers, or a larger batch size."
+        )
+    whole = isinstance(max_batch, int) and not isinstance(max_batch, bool)
+    if max_batch is not None and not (whole and max_batch * workers >= source.batch):
+        least = -(-source.batch // workers)
+        raise ConfigurationError(
+            f"max_batch is {max_batch!r}, expected an integer of at least {least}, so that {workers} workers can "
+            f"divide the joint batch of {_samples(source.batch)}."
+        )
+
+
+def _samples(count: int) -> str:
+    return f"{count} sample{'s' * (count != 1)}"
 
 
 class DistributedLoader(Generic[T]):
@@ -203,10 +246,16 @@ class DistributedLoader(Generic[T]):
         # Worker 0 draws the seeds of the loader's processes as the script alone would.
         self._generator = torch.Generator() if session.worker > 0 else None
         self._loaded: Iterable[T] = source.load(self._part, self._generator)
-        self.position = Position(source.batch * session.workers, stream.name)
+        self.position = Position(self._part.joint, stream.name)
+        self._pushes = 1  # number of pushes that the script makes for a batch
 
     def __len__(self) -> int:
         return len(self._part)
+
+    @property
+    def divides(self) -> bool:
+        """True if the batch size of the script's loader is that of the joint batch. See `distribute`."""
+        return self._part.divides
 
     def __iter__(self) -> Iterator[T]:
         times = _PassTimes(self._session)
@@ -218,6 +267,7 @@ class DistributedLoader(Generic[T]):
     def _batches(self, times: _PassTimes) -> Iterator[T]:
         loop, part = active_loop(self._session), self._part
         hold_job_model(self._session)
+        part.expect_batches()
         begin_resumed(self._session)
         if loop is None:
             update_main(self._session)
@@ -234,7 +284,9 @@ class DistributedLoader(Generic[T]):
             for loaded in batches:
                 if loop is not None and loop.over:
                     return
+                self._sit_out()
                 taken = part.taken.popleft()
+                assert taken is not None
                 self.position.draw(taken.batch)
                 self._session.core.data.draw(
                     part.number, taken.positions, taken.samples, _held(loaded), part.share_until(taken.batch)
@@ -243,13 +295,25 @@ class DistributedLoader(Generic[T]):
                 for bar in bars:
                     begun = self.position.joint_batches - part.before
                     bar.total = expected_batches(drawn, max(begun, 1), len(part))
+                before = self._session.core.iteration
                 times.draw()
                 yield loaded
                 times.ask()
+                if pushes := self._session.core.iteration - before:
+                    self._pushes = min(pushes, self._pushes) if drawn > 1 else pushes
                 keep(self._session, place, self._content)
+            self._sit_out()
             self.position.complete(epoch)
             for bar in bars:
                 bar.total = drawn
+
+    def _sit_out(self) -> None:
+        """Make the pushes of joint batches in which this worker has no part, before its next batch."""
+        taken = self._part.taken
+        while taken and taken[0] is None:
+            taken.popleft()
+            if (training := training_of(self._session)) is not None:
+                training.sit_out(self._pushes)
 
     def _content(self) -> dict[str, Any]:
         """Return what the script's loader holds between two batches, from which another run can go on."""
@@ -359,7 +423,9 @@ class Part:
     Attributes:
         number: this worker's number for the stream of the source.
         size: number of items in an epoch; None if it is unknown.
-        taken: the batches that were taken but have not been drawn by the script yet.
+        joint: number of items in a joint batch of all workers.
+        taken: the batches that were taken but have not been drawn by the script yet; None for a joint batch in which
+            this worker has no part.
         resumed: how far an earlier run has come with the items of one epoch; None if this is not known.
         expected: number of batches of the last pass that has begun; None if it is that of a whole epoch, or unknown.
     """
@@ -367,7 +433,8 @@ class Part:
     def __init__(self, source: Source, session: Session, stream: Stream, division: Division) -> None:
         self.number = stream.number
         self.size = size = source.size
-        self.taken: deque[Taken] = deque()
+        self.joint = source.batch if division.joint else source.batch * session.workers
+        self.taken: deque[Taken | None] = deque()
         self.resumed: Mapping[str, Any] | None = None
         self.expected: int | None = None
         self._in_rest = session.resumed > 0  # True until the first batch of a resumed run shows what is left
@@ -409,9 +476,9 @@ class Part:
 
     def _rounds(self, size: int) -> int:
         """Return the number of joint batches of `size` positions."""
-        source, workers = self._source, self._session.workers
-        rounds, rest = divmod(size, source.batch * workers)
-        return rounds + (rest >= workers and not source.drop_last)
+        least = 1 if self._division.joint else self._session.workers
+        rounds, rest = divmod(size, self.joint)
+        return rounds + (rest >= least and not self._source.drop_last)
 
     def __iter__(self) -> Iterator[list[Any]]:
         session, source = self._session, self._source
@@ -422,8 +489,8 @@ class Part:
         if not again:
             session.epoch_begins(epoch)
             digest = self._order(epoch).digest()
-            split, balanced, most = self._division
-            whole = Order(source.size, source.batch, source.drop_last, split, digest, balanced, most)
+            split, balanced, most, joint = self._division
+            whole = Order(source.size, source.batch, source.drop_last, split, digest, balanced, most, joint)
             session.exchange(lambda: session.core.data.begin(self.number, self._stream.name, epoch, whole))
             self.expected = session.core.data.to_take(self.number)
         while (batch := self._take()) is not None:
@@ -432,6 +499,9 @@ class Part:
                     "A new pass over the distributed loader has begun, so the earlier iterator cannot continue. Call "
                     "distribute() separately for each iterator."
                 )
+            if not batch.size:
+                self.taken.append(None)
+                continue
             items = self._items(batch)
             if self._in_rest:
                 self._in_rest = False
@@ -440,6 +510,28 @@ class Part:
             if items:
                 self.taken.append(Taken(batch, len(items), source.samples(items)))
                 yield items
+
+    @property
+    def divides(self) -> bool:
+        """True if each batch of the source is divided among the workers."""
+        return self._division.joint
+
+    def expect_batches(self) -> None:
+        """Tell the coordinator how small a part of a joint batch may be, before the first one is divided.
+
+        Raises:
+            ConfigurationError: the parts are too small for the model.
+        """
+        data, workers, batch = self._session.core.data, self._session.workers, self._source.batch
+        if not self._division.joint:
+            return
+        data.least = max(data.least, least_samples(self._session))
+        if data.least * workers > batch:
+            raise ConfigurationError(
+                f"the model has BatchNorm, which needs at least {data.least} samples in each worker's batch, but "
+                f"{workers} workers divide a joint batch of {batch}. Use at most {batch // data.least} workers, or a "
+                "larger batch size."
+            )
 
     @property
     def content(self) -> dict[str, Any] | None:
@@ -532,6 +624,15 @@ class Part:
                 f"it had at the checkpoint: {' '.join(str(error).split())} Resume the run with the same script."
             ) from error
         self._orders[epoch].go_on(content)
+
+
+def least_samples(session: Session) -> int:
+    """Return how many samples the batches of the models that are not trained yet must have."""
+    least = 1
+    for optimizer in untrained(session):
+        with suppress(ConfigurationError):  # the model cannot be found; training will say so
+            least = max(least, *(least_samples_of(model.modules()) for model in optimizer.models()))
+    return least
 
 
 def _seed_generators(sampler: object, seed: int) -> None:

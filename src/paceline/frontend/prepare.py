@@ -34,6 +34,7 @@ def prepare(
     scheduler: None = None,
     /,
     *,
+    joint_batch: bool | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[Model, DistributedOptimizer, Iterable[T]]: ...
 
@@ -46,6 +47,7 @@ def prepare(
     scheduler: Scheduler,
     /,
     *,
+    joint_batch: bool | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[Model, DistributedOptimizer, Iterable[T], Scheduler]: ...
 
@@ -56,12 +58,18 @@ def prepare(model: Model, optimizer: torch.optim.Optimizer, /) -> tuple[Model, D
 
 @overload
 def prepare(
-    *parts: Any, scheduler: LRScheduler | None = None, device: torch.device | str | None = None
+    *parts: Any,
+    scheduler: LRScheduler | None = None,
+    joint_batch: bool | None = None,
+    device: torch.device | str | None = None,
 ) -> Any: ...
 
 
 def prepare(
-    *parts: Any, scheduler: LRScheduler | None = None, device: torch.device | str | None = None
+    *parts: Any,
+    scheduler: LRScheduler | None = None,
+    joint_batch: bool | None = None,
+    device: torch.device | str | None = None,
 ) -> Any:
     """Make the parts of a training script ready for a run: models, optimizers, loaders and schedulers.
 
@@ -89,6 +97,8 @@ def prepare(
             `distribute` has returned), and schedulers from `torch.optim.lr_scheduler` that were created for one of
             the optimizers; in any order and number. None is returned as None.
         scheduler: a scheduler, as the last of the parts.
+        joint_batch: True if the batch sizes of the loaders are those of the joint batch of all workers; see
+            `distribute`. Not for loaders that `distribute` has returned.
         device: device to which the batches of the loaders are moved, such as `paceline.device()`; see `distribute`.
             Models are not moved: call `model.to(paceline.device())` before the optimizer is created.
 
@@ -132,7 +142,9 @@ def prepare(
     wrapped = {id(each): DistributedOptimizer(each, model=_model_of(each, models)) for each in optimizers}
     site = call_site(sys._getframe(1))
     split = {
-        id(each): each if isinstance(each, DistributedLoader) else distribute_at(site, each, device=device)
+        id(each): each
+        if isinstance(each, DistributedLoader)
+        else distribute_at(site, each, joint_batch=joint_batch, device=device)
         for each in loaders
     }
     for loader in loaders:
@@ -188,6 +200,7 @@ def _following(scheduler: LRScheduler, optimizer: DistributedOptimizer, given: A
     if isinstance(loader, DistributedLoader):
         optimizer.schedule_watch = None
         if (length := length_of(given)) is not None:
-            # If the loader was already distributed, its batches are those of one worker, not joint batches.
-            data = ScheduledData(loader.position, length, 1 if given is loader else session.workers)
+            # If the loader was already distributed, its length is the number of joint batches.
+            joint = given is loader or loader.divides
+            data = ScheduledData(loader.position, length, 1 if joint else session.workers)
     return JobScheduler(scheduler, optimizer, session, data, optimizer.schedule_watch, optimizer.marks)

@@ -187,9 +187,9 @@ class Session(ABC):
 
     The order of the calls is: `fetch_model` and `fetch_state`, if needed; `begin`; then `initialize` if this worker
     is the initializer, otherwise `await_first_weights`; then `hold_back` and `commit` once per iteration; then
-    `finish`. From `begin` on, only these methods and `pull_again`, `refresh`, `idle`, `combine` and `extend` change
-    the weights, and `finish` may move the weights to other memory. The caller may change `gradients` at any time
-    except during `commit`.
+    `finish`. From `begin` on, only these methods and `pull_again`, `refresh`, `sit_out`, `idle`, `combine` and
+    `extend` change the weights, and `finish` may move the weights to other memory. The caller may change
+    `gradients` at any time except during `commit`.
 
     Attributes:
         worker: index of this worker.
@@ -197,6 +197,7 @@ class Session(ABC):
         split: how an epoch is divided among the workers by default.
         batch: "equal" if all workers have batches of the same size by default, "balanced" if their sizes follow the
             workers' speeds.
+        joint_batch: True if the batch size of a loader is by default that of the joint batch of all workers.
         seed: the run's seed.
         device: the device that is assigned to this worker; the CPU if none is.
         skips_nan: True if gradients with NaN or inf are not pushed, False if such gradients stop the run.
@@ -219,6 +220,7 @@ class Session(ABC):
         workers: int,
         split: Split,
         batch: BatchSizing,
+        joint_batch: bool,
         seed: int,
         device: str,
         skips_nan: bool,
@@ -229,6 +231,7 @@ class Session(ABC):
         self.workers = workers
         self.split = split
         self.batch = batch
+        self.joint_batch = joint_batch
         self.seed = seed
         self.device = torch.device(device)
         self.skips_nan = skips_nan
@@ -361,6 +364,10 @@ class Session(ABC):
     @abstractmethod
     def refresh(self) -> None:
         """Pull the current weights between two iterations, without a push. This does not wait for other workers."""
+
+    @abstractmethod
+    def sit_out(self) -> None:
+        """Push without a gradient and pull, because this worker has no part in a joint batch of the others."""
 
     @abstractmethod
     def idle(self) -> AbstractContextManager[None]:

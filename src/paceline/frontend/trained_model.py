@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -181,6 +181,11 @@ def device_of(model: JointModel, parameters: Sequence[torch.Tensor]) -> torch.de
                 "move the whole model to one, and start one worker for each device."
             )
     return first.device
+
+
+def least_samples_of(modules: Iterable[nn.Module]) -> int:
+    """Return how many samples a batch of these modules must have: BatchNorm cannot normalize a single one."""
+    return 2 if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules) else 1
 
 
 def describe_parameter(model: JointModel, parameter: torch.Tensor) -> str:

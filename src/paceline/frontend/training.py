@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -39,7 +40,7 @@ from .restart import Restartable
 from .resumption import resumption_of
 from .session import Session, Step
 from .staging import Stager, stager_of
-from .trained_model import describe_parameter
+from .trained_model import describe_parameter, least_samples_of
 from .weights import Weights
 
 __all__ = ["WorkerTraining", "training_of"]
@@ -97,6 +98,8 @@ class WorkerTraining:
     ) -> None:
         self._session = session
         self._said_unabortable = False
+        self._thread = threading.get_ident()
+        self._owed = 0  # number of pushes of joint batches in which the worker has no part
         self._inside = ""  # the context that the script is in: `EVALUATING`, `EDITING` or ""
         # The sets whose last push had NaN in its gradient. The guard of the run must learn of the next one, too.
         self._had_nan: set[int] = set()
@@ -252,8 +255,8 @@ class WorkerTraining:
         after_each_forward(session, self._after_forward)
 
     def _expect_batches_for(self, trained: Trained) -> None:
-        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in trained.model.modules()):
-            self._session.core.data.least = 2  # BatchNorm cannot normalize a batch of one sample
+        data = self._session.core.data
+        data.least = max(data.least, least_samples_of(trained.model.modules()))
         self._session.core.data.accelerated = trained.device.type != "cpu"
 
     def require_not_idle(self, call: str) -> None:
@@ -431,6 +434,7 @@ class WorkerTraining:
         self._weights.mark_pulled(selected, self._trained.members[set_index])
         self._gradients.begin_next()
         self.graph_begun = False
+        self.sit_out(0)
 
     def _in_turn(self, observed: Observation | None, logged: Settled, *, is_nan: bool) -> Observation | None:
         """Return the observation that is due now: the one before, if the loss of each push is known after it.
@@ -448,6 +452,22 @@ class WorkerTraining:
         if before is not None:
             self._session.observe(before)
         return observed
+
+    def sit_out(self, pushes: int) -> None:
+        """Make the pushes of a joint batch in which this worker has no part, without a gradient.
+
+        If the script has drawn a batch since its last step, because it draws ahead or accumulates gradients, the
+        pushes follow after its next step. If the model does not keep the workers in lockstep, nobody waits for them.
+        """
+        session = self._session
+        if threading.get_ident() != self._thread or self._inside:
+            return  # the script loads its batches on a thread of its own, or does not train
+        self._owed = self._owed + pushes if session.core.lockstep else 0
+        while self._owed and not session.core.data.has_drawn:
+            self._owed -= 1
+            self._weights.require_unchanged()
+            session.sit_out()
+            self._weights.mark_pulled()
 
     def refresh(self) -> None:
         """Pull the current weights between two iterations, without a push.

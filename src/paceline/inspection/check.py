@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from ..errors import ConfigurationError
 from ..launcher.processes.endings import describe_ending
 from ..launcher.processes.program import execute
@@ -33,6 +35,7 @@ def check_script(
     workers: int = 2,
     iterations: int = 5,
     sync: str = "bsp",
+    joint_batch: bool = False,
     timeout_s: float = 120.0,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[Mistake]:
@@ -46,8 +49,9 @@ def check_script(
         workers: number of workers, at least 2.
         iterations: number of steps of an optimizer after which the script is ended.
         sync: the sync model.
+        joint_batch: True to divide the batches of loaders among the workers. See `paceline.distribute`.
         timeout_s: time in seconds after which the script is ended in any case; once alone and once with workers.
-        tell: called with a description of what begins now.
+        tell: called with a description of what begins now, and with the number of samples in an update.
 
     Raises:
         ConfigurationError: an argument is not valid; nothing was started.
@@ -75,12 +79,28 @@ def check_script(
         if any(each.kind == "stepped" for each in alone) and not any(each.kind == "raised" for each in alone):
             tell(f"running {script} with {workers} workers, for {iterations} iterations")
             run = ["-m", "paceline", "run", "--workers", str(workers), "--servers", "1", "--sync", sync]
+            run += ["--joint-batch"] * joint_batch
             run += ["--run-dir", str(folder / "run"), "--observer", shlex.join(observer), "--", *observed]
             failure = _run(run, folder / "run.log", timeout_s)
+            if words := _samples(folder / "run" / "summary.json"):
+                tell(f"in such a run: {words}")
         found = [read_observations(folder / f"worker-{index}.jsonl") for index in range(workers)]
     files = {str(script.resolve()), *(each.file for each in alone if each.kind == "imported")}
     paths = sorted(map(Path, files))
     return find_mistakes(Evidence(alone, found, failure, unguarded_writes(paths), unreduced_metrics(paths)))
+
+
+def _samples(summary: Path) -> str:
+    """Return how many samples an update of a run has, in words; "" if the run has not begun."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode(summary.read_bytes(), type=_Summary).samples_per_update
+    return ""
+
+
+class _Summary(msgspec.Struct):
+    """The part of `summary.json` that is used here."""
+
+    samples_per_update: str = ""
 
 
 def _run(arguments: Sequence[str], log: Path, timeout_s: float) -> str:

@@ -167,7 +167,7 @@ def advise(
     data = _dataset(summary, cluster.workers)
     if data is not None:
         # Simulate no more epochs than are needed for a comparison.
-        rounds = math.ceil(data.samples / (data.batch_size * cluster.workers)) * data.pushes_per_batch
+        rounds = data.rounds(cluster.workers) * data.pushes_per_batch
         data = msgspec.structs.replace(data, epochs=min(data.epochs, math.ceil(iterations / rounds)))
     measured_per_s, simulated_per_s = together.gradients / together_s, again.measures.gradients / together_s
     deviation = simulated_per_s / measured_per_s - 1 if measured_per_s else 0.0
@@ -253,7 +253,13 @@ def _dataset(summary: Mapping[str, Any], workers: int) -> Dataset | None:
         return None
     batch_size *= summary.get("batches_per_push", 1)
     pushes = summary.get("pushes_per_batch", 1.0)
-    return Dataset(samples=samples, batch_size=batch_size, epochs=epochs, pushes_per_batch=pushes)
+    return Dataset(
+        samples=samples,
+        batch_size=batch_size,
+        epochs=epochs,
+        pushes_per_batch=pushes,
+        joint_batch=bool(summary.get("joint_batch", False)),
+    )
 
 
 def _lost_time(summary: Mapping[str, Any], run_dir: str) -> list[str]:

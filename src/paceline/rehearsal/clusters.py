@@ -118,13 +118,14 @@ def describe_data(data: Dataset, workers: int) -> str:
     epochs = f"{data.epochs} epochs" if data.epochs > 1 else "1 epoch"
     smaller = (
         f", or smaller ones, because an epoch has less than one such batch for each of {workers} workers"
-        if data.samples < data.batch_size * workers
+        if data.samples < data.batch_size * workers and not data.joint_batch
         else ""
     )
     pushes = f", with {data.pushes_per_batch:.3g} gradients each" if data.pushes_per_batch > 1 else ""
+    joint = "joint " if data.joint_batch else ""
     return (
-        f"{epochs} of {data.samples:,} samples, in batches of {data.batch_size}{pushes}{smaller}; balanced batches "
-        "only where a worker may have to wait for others"
+        f"{epochs} of {data.samples:,} samples, in {joint}batches of {data.batch_size}{pushes}{smaller}; balanced "
+        "batches only where a worker may have to wait for others"
     )
 
 

@@ -34,13 +34,16 @@ def command_for(summary: Mapping[str, Any], sync: str, batch: BatchSizing) -> st
         named["batch"] = batch
     if summary.get("hyperparameters") == "raw":
         named["hyperparameters"] = "raw"
+    joint = bool(summary.get("joint_batch"))
     if kind == "function":
         numbers = "".join(f", {name}={value}" for name, value in settings.items())
         imports = f", imports={list(modules)!r}" if modules else ""
         texts = "".join(f", {name}={value!r}" for name, value in named.items())
-        return f"paceline.launch(FUNCTION{numbers}{texts}{imports})"
+        flag = ", joint_batch=True" if joint else ""
+        return f"paceline.launch(FUNCTION{numbers}{texts}{flag}{imports})"
     settings |= named
     options = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    options += ["--joint-batch"] * joint
     options += [word for name in modules for word in ("--import", name)]
     program = {"serve": [], "module": ["-m", *words]}.get(kind, words)
     return shlex.join(["paceline", "serve" if kind == "serve" else "run", *options, *program])

@@ -97,6 +97,7 @@ class _Task(msgspec.Struct, frozen=True):
     seed: int
     shards: int | None
     hyperparameters: str
+    joint_batch: bool
     wire: str
     log: str
 
@@ -110,6 +111,7 @@ def train_and_compare(
     seed: int,
     shards: int | None,
     hyperparameters: str = "translated",
+    joint_batch: bool = False,
     wire: str = "float32",
     out: Path,
     console: Console,
@@ -135,6 +137,7 @@ def train_and_compare(
             seed,
             shards,
             hyperparameters,
+            joint_batch,
             wire,
             str(out / f"script-{number}.log"),
         )
@@ -241,6 +244,7 @@ def _run(task: _Task) -> Trained | None:
                 hyperparameters=task.hyperparameters,
                 wire=task.wire,
                 batch=task.batch,
+                joint_batch=task.joint_batch,
                 needs_losses=True,
             )
         except RunFailedError as error:

@@ -94,6 +94,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         split: how an epoch is divided among the workers by default: "auto", "dynamic" or "static".
         batch: "equal" if all workers have batches of the same size by default, or "balanced" if their sizes follow
             the workers' speeds.
+        joint_batch: True if the batch size of a loader is by default that of the joint batch of all workers.
         seed: random seed for the order of the data, the jitter and all other random choices.
         pace: for each worker, the minimum duration in seconds of an iteration with one batch of the loader's size: a
             fixed part and a part that is proportional to the size of the batch; () if there is no minimum.
@@ -166,6 +167,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     remote_servers: int = 0
     traces: KeptTraces = KeptTraces()
     wire: WireFormat = EXACT
+    joint_batch: bool = False
     optimizers: OptimizerSources = OptimizerSources()
     devices: tuple[Device, ...] = ()
     resumed: Resumed | None = None

@@ -18,7 +18,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -98,6 +98,7 @@ class WorkerSession(Session):
             workers=job.workers,
             split=job.split,
             batch=job.batch,
+            joint_batch=job.joint_batch,
             seed=job.seed,
             device="cpu" if place.device is None else place.device.own_name,
             skips_nan=job.on_nan == "skip",
@@ -504,6 +505,18 @@ class WorkerSession(Session):
         if not core.is_awaited:
             links.hear(timeout_s=0.0)  # a server may request a frozen parameter
             return
+        self._push_nothing(core.stand_in)
+
+    @exclusive
+    def sit_out(self) -> None:
+        self.links.hear_coordinator()
+        self._push_nothing(self.core.sit_out)
+        if self.core.paused:
+            self._wait_while_paused()
+
+    def _push_nothing(self, ask: Callable[[Sequence[Any]], Sequence[Request]]) -> None:
+        """Push without a gradient, and pull. `ask` returns the requests for these contents."""
+        links, core = self.links, self.core
         assert self.memory is not None
         self._forget_staged()
         contents, links.payloads = self.memory.contents(
@@ -512,7 +525,7 @@ class WorkerSession(Session):
         self.iterations.computed_s = pushed_s = self._job.now_s()
         with self.status.doing("exchanging"):
             self.iterations.lap = self.status.stopwatch.lap(round(pushed_s * TICKS_PER_S))
-            links.carry_out(core.stand_in(contents))
+            links.carry_out(ask(contents))
             self._await_answers()
             self.status.stopwatch.begin_iteration("exchanging", self._job.now_ticks())
         begun_s = self.iterations.end(core.last_commit, pushed_s, self._job.now_ticks())

@@ -150,6 +150,19 @@ class Settings(TypedDict, total=False):
             check=one_of(BATCH_SIZINGS),
         ),
     ]
+    joint_batch: Annotated[
+        bool,
+        Setting(
+            default=False,
+            doc="True if the batch size of a loader is that of the joint batch: `distribute` divides each batch of "
+            "the loader among the workers that are there, so the hyper-parameters mean what they mean in one "
+            "process. False if each worker has batches of this size, so that the joint batch is larger.",
+            help="The batch size in the script is that of the joint batch: paceline.distribute divides each batch of "
+            "the loader among the workers that are there. So the learning rate and the other hyper-parameters mean "
+            "what they mean in one process. Default: each worker has batches of this size, so with n workers the "
+            "joint batch is n times as large.",
+        ),
+    ]
     seed: Annotated[
         int,
         Setting(

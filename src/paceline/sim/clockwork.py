@@ -24,12 +24,14 @@ class Dataset(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         samples: number of samples in an epoch.
-        batch_size: usual number of samples in a worker's batch.
+        batch_size: usual number of samples in a worker's batch; in the joint batch of all workers if `joint_batch` is
+            True. The compute times of a cluster are those of batches of this size.
         epochs: number of epochs.
         split: as for `paceline.distribute`.
         drop_last: True to leave out an incomplete last batch.
         pushes_per_batch: mean number of gradients that are computed from a batch, at least 1. It is 2 for a script
             that steps two optimizers in turn.
+        joint_batch: as for `paceline.distribute`.
 
     Raises:
         ConfigurationError: a number is not positive, or the split is unknown.
@@ -45,6 +47,11 @@ class Dataset(msgspec.Struct, frozen=True, kw_only=True):
     split: Split = "auto"
     drop_last: bool = False
     pushes_per_batch: float = 1.0
+    joint_batch: bool = False
+
+    def rounds(self, workers: int) -> int:
+        """Return the number of joint batches in an epoch."""
+        return math.ceil(self.samples / (self.batch_size * (1 if self.joint_batch else workers)))
 
     def __post_init__(self) -> None:
         for name in ("samples", "batch_size", "epochs"):
@@ -61,6 +68,11 @@ class Dataset(msgspec.Struct, frozen=True, kw_only=True):
 
 def require_enough_data(data: Dataset, cluster: Cluster, schedule: Schedule) -> None:
     """Raise `ConfigurationError` if the data cannot be split between the workers, or no epoch has a full batch."""
+    if data.joint_batch and data.batch_size < cluster.workers:
+        raise ConfigurationError(
+            f"data has a joint batch of {data.batch_size} samples for {cluster.workers} workers, but each worker "
+            f"needs at least one. Use at most {data.batch_size} workers, or a larger batch_size."
+        )
     if data.samples < cluster.workers:
         raise ConfigurationError(
             f"data has {data.samples} samples for {cluster.workers} workers, but each worker needs at least one."
@@ -70,7 +82,7 @@ def require_enough_data(data: Dataset, cluster: Cluster, schedule: Schedule) -> 
     lockstep = all(model.lockstep for model in schedule.models)
     static = data.split == "static" or (data.split == "auto" and lockstep)
     # Workers that are absent when an epoch begins have no part in its joint batches.
-    parts = cluster.workers if static and not cluster.presence else 1
+    parts = cluster.workers if static and not cluster.presence and not data.joint_batch else 1
     if data.samples < data.batch_size * parts:
         each = f" for each of {parts} workers" if parts > 1 else ""
         raise ConfigurationError(
@@ -148,7 +160,13 @@ class DatasetClockwork(Clockwork):
         super().__init__(job, 0)
         self._epochs = dataset.epochs
         self._order = Order(
-            dataset.samples, dataset.batch_size, dataset.drop_last, dataset.split, "", batch == "balanced"
+            dataset.samples,
+            dataset.batch_size,
+            dataset.drop_last,
+            dataset.split,
+            "",
+            batch == "balanced",
+            joint=dataset.joint_batch and len(job.workers) > 1,
         )
         self._epoch = 0  # the latest epoch that any worker has begun
         self._next: dict[int, int] = {}  # worker -> the epoch that it begins next
@@ -156,6 +174,7 @@ class DatasetClockwork(Clockwork):
         # worker -> numbers of its batches and pushes since it joined
         self._batches: dict[int, int] = {}
         self._pushes: dict[int, int] = {}
+        self._owed: dict[int, int] = {}  # worker -> number of pushes of joint batches in which it has no part
         # worker -> what draws the time for which its script is outside of training after an epoch
         self._outside = {
             worker: sample
@@ -167,7 +186,7 @@ class DatasetClockwork(Clockwork):
 
     def joined(self, worker: int) -> None:
         self._next[worker] = self._epoch
-        self._batches[worker] = self._pushes[worker] = 0
+        self._batches[worker] = self._pushes[worker] = self._owed[worker] = 0
         self._computes.discard(worker)
         self._waiting.discard(worker)
         self._begin(worker)
@@ -175,6 +194,9 @@ class DatasetClockwork(Clockwork):
     def answered(self, worker: int) -> None:
         if worker in self._computes:  # the computation was aborted
             self._job.compute(worker)
+        elif self._owed[worker]:
+            self._owed[worker] -= 1
+            self._job.sit_out(worker)
         elif self._pushes[worker] < int(self._batches[worker] * self._pushes_per_batch):
             self._computes.add(worker)
             self._job.compute(worker)
@@ -223,7 +245,11 @@ class DatasetClockwork(Clockwork):
         data = self._job.workers[worker].core.data
         self._waiting.discard(worker)
         batch = data.take(LOADER)
-        if batch is not None:
+        if batch is not None and not batch.size:
+            sits_out = self._job.workers[worker].core.lockstep
+            self._owed[worker] = max(1, round(self._pushes_per_batch)) if sits_out else 0
+            self.answered(worker)
+        elif batch is not None:
             data.draw(LOADER, batch.size, batch.size)
             self._batches[worker] += 1
             self._computes.add(worker)

@@ -51,7 +51,8 @@ def cluster_of(situation: Situation) -> Cluster:
         without = [
             (None if samples < 0 else samples, max(0.0, seconds - transfer_s)) for samples, seconds in cycles
         ]
-        recorded, share = compute_times(without, situation.batch_size if situation.balanced else None)
+        sized = situation.balanced or situation.joint
+        recorded, share = compute_times(without, situation.batch_size if sized else None)
         times.append(recorded)
         shares.append(min(1.0, max(0.0, share)))
         links[worker] = Link(to_server_s=transfer_s / 2, from_server_s=transfer_s / 2)
@@ -74,7 +75,7 @@ def _speed(situation: Situation, sync: str, simulate: Simulate) -> float:
         result = simulate(cluster, sync, LENGTH)
         applied = sum(result.measures.iterations.values()) - result.measures.dropped_pushes
         return applied / result.time_s if result.time_s else 0.0
-    shown = LENGTH * situation.batch_size * cluster.workers
+    shown = LENGTH * situation.batch_size * (1 if situation.joint else cluster.workers)
     samples = min(situation.samples, shown)
     data = Dataset(
         samples=samples,
@@ -82,6 +83,7 @@ def _speed(situation: Situation, sync: str, simulate: Simulate) -> float:
         epochs=math.ceil(shown / samples),
         split=situation.split,
         pushes_per_batch=situation.pushes_per_batch,
+        joint_batch=situation.joint,
     )
     batch: BatchSizing = "balanced" if situation.balanced else "equal"
     return simulate(cluster, sync, None, data=data, batch=batch).measures.samples_per_s

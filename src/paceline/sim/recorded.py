@@ -349,11 +349,15 @@ def _sizes(run_dir: Path, shards: int) -> Sizes | None:
 
 
 def _batch_size(run_dir: Path) -> int | None:
-    """Return the usual number of samples in a batch of a run with balanced batches; None for any other run."""
+    """Return the size to which the compute times of a run with batches of unequal sizes refer; None for other runs.
+
+    Balanced batches are unequal, and so are the parts of a joint batch. The times then refer to the batch size of the
+    loader.
+    """
     try:
         summary = _summary(run_dir)
         size = int(summary["batch_size"]) * int(summary["batches_per_push"])
-        return size if summary["batch"] == "balanced" else None
+        return size if summary["batch"] == "balanced" or summary.get("joint_batch") else None
     except (ValueError, KeyError, TypeError):
         return None  # the run did not end, or its data was not handed out in batches of known size
 

@@ -9,6 +9,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ..core.metrics.history import MetricHistory
 from ..core.oversight.good_weights import GoodWeights
 from ..core.oversight.guard import DIVERGED, Guard, guard_mode
@@ -67,6 +69,7 @@ def simulate(
     wire: str = "float32",
     guard: str | None = None,
     batch: BatchSizing = "equal",
+    joint_batch: bool = False,
     data: Dataset | None = None,
     snapshot_every_s: float | None = None,
     on_snapshot: Callable[[float, WeightsSnapshot], bool] | None = None,
@@ -107,6 +110,7 @@ def simulate(
         guard: as for `paceline.launch`. Ignored without `train_fn`. With "stop", the last good weights are saved in
             `run_dir`, if there is one.
         batch: as for `paceline.launch`. Ignored without `train_fn` and without `data`.
+        joint_batch: as for `paceline.launch`. Ignored without `train_fn` and without `data`.
         data: data that the workers use up. The run then ends after its last epoch, and `iterations` is ignored. Not
             allowed with `train_fn`, which distributes its own data.
         snapshot_every_s: interval, in seconds of virtual time, at which the weights are stored in
@@ -148,8 +152,11 @@ def simulate(
         on_nan,
         hyperparameters,
         batch,
+        joint_batch,
         ends=data is not None,
     )
+    if joint_batch and data is not None:
+        data = msgspec.structs.replace(data, joint_batch=True)
     wire_format = WireFormat.read(wire)
     mode = guard_mode(guard, translated=hyperparameters == "translated")
     _require_compatible(cluster, schedule, train_fn, shard_bytes, snapshot_every_s, on_snapshot, data)
@@ -215,6 +222,7 @@ def simulate(
                 overlap=overlap,
                 shards=count,
                 batch=batch,
+                joint_batch=joint_batch,
                 wire=wire_format,
                 observes=mode != "off",
                 resumed=resumed,
@@ -443,6 +451,7 @@ def _checked(
     on_nan: str,
     hyperparameters: str,
     batch: str,
+    joint_batch: bool,
     *,
     ends: bool,
 ) -> tuple[Schedule, int]:
@@ -477,6 +486,7 @@ def _checked(
         ("on_nan", on_nan),
         ("hyperparameters", hyperparameters),
         ("batch", batch),
+        ("joint_batch", joint_batch),
     ):
         SETTINGS[name].value(value)
     load_models(sync)

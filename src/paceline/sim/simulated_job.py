@@ -448,6 +448,16 @@ class VirtualJob:
         state.loss, state.loss_follows = None, False
         self._from_worker(worker, state.core.push_edit(), pushes)
 
+    def sit_out(self, worker: int) -> None:
+        """Push without a gradient, because the worker has no part in a joint batch; then pull.
+
+        `Driver.answered` is called when every shard has answered.
+        """
+        state = self.workers[worker]
+        state.pushed_s = self.kernel.now_s
+        state.loss, state.loss_follows = None, False
+        self._from_worker(worker, state.core.sit_out())
+
     def let_pass(self, worker: int, length_s: Seconds, activity: Activity | None = None) -> None:
         """Let time pass between two computations of a worker, then call `Driver.passed`.
 

@@ -75,6 +75,7 @@ class Training:
         overlap: "shards" or "off".
         shards: number of shards.
         batch: "equal" or "balanced". See `Session`.
+        joint_batch: see `Session`.
         wire: the format in which gradients and weights travel.
         resumed: the cut with which the run begins; None to begin with the initial weights of a worker.
 
@@ -99,6 +100,7 @@ class Training:
         overlap: str,
         shards: int,
         batch: BatchSizing,
+        joint_batch: bool,
         wire: WireFormat,
         resumed: SimCut | None = None,
     ) -> None:
@@ -107,6 +109,7 @@ class Training:
         self.cuts: list[SimCut] = []
         self.wire = wire
         self.batch = batch
+        self.joint_batch = joint_batch
         self.schedule = schedule
         self.overlap = overlap
         self.seed = seed
@@ -473,6 +476,7 @@ class VirtualSession(Session):
             workers=training.workers,
             split="auto",
             batch=training.batch,
+            joint_batch=training.joint_batch,
             seed=training.seed,
             device="cpu",
             skips_nan=training.skips_nan,
@@ -606,6 +610,13 @@ class VirtualSession(Session):
         if buffers:
             training.keep_buffers(self.worker, buffers)
         training.job.push_edit(self.worker, pushes)
+        self._pause()
+
+    def sit_out(self) -> None:
+        self.strand.require_own_thread()
+        self.pulls = None
+        self._end_uncommitted()
+        self._training.job.sit_out(self.worker)
         self._pause()
 
     def idle(self) -> AbstractContextManager[None]:

@@ -138,6 +138,7 @@ class CellTask(NamedTuple):
         values: all values of its hyper-parameters.
         budget: where the run ends.
         metric: the metric that is kept.
+        joint_batch: True if the batch sizes of loaders are those of joint batches.
     """
 
     cell: Cell
@@ -149,6 +150,7 @@ class CellTask(NamedTuple):
     values: Mapping[str, Value]
     budget: Budget
     metric: str
+    joint_batch: bool = False
 
 
 def prepare() -> None:
@@ -178,6 +180,7 @@ def run_cell(task: CellTask) -> Outcome:
             args=args,
             hyperparameters=task.hyperparameters,
             batch=task.batch,
+            joint_batch=task.joint_batch,
             on_nan="skip",
         )
     return _outcome(result, task.metric)

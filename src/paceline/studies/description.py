@@ -114,6 +114,7 @@ class StudyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     budget: Budget = Budget()
     imports: list[str] = []
     paired: bool = True
+    joint_batch: bool = False
 
 
 class Contender(NamedTuple):
@@ -155,6 +156,7 @@ class Study(NamedTuple):
         imports: modules with models of one's own.
         folder: folder to which paths are relative.
         paired: True if runs with the same seed are compared with each other.
+        joint_batch: True if the batch sizes of loaders are those of joint batches. See `paceline.distribute`.
     """
 
     name: str
@@ -171,6 +173,7 @@ class Study(NamedTuple):
     imports: tuple[str, ...]
     folder: Path
     paired: bool
+    joint_batch: bool
 
     def contender(self, name: str) -> Contender:
         """Return a model by its name."""
@@ -191,6 +194,7 @@ class Study(NamedTuple):
             "metric": self.target.metric,
             "budget": msgspec.to_builtins(self.budget),
             "imports": {name: source_digest(sys.modules[name]) for name in self.imports},
+            **({"joint_batch": True} if self.joint_batch else {}),
         }
 
 
@@ -290,6 +294,7 @@ def describe(values: Mapping[str, Any], folder: Path, imports: Sequence[str] = (
         imports=modules,
         folder=folder,
         paired=file.paired,
+        joint_batch=file.joint_batch,
     )
 
 

@@ -51,6 +51,7 @@ def task_of(study: Study, cell: Cell) -> CellTask:
         values={**study.arguments, **dict(cell.point)},
         budget=study.budget,
         metric=study.target.metric,
+        joint_batch=study.joint_batch,
     )
 
 

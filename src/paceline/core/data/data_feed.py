@@ -53,8 +53,8 @@ ONE_BATCH = Work(1, 1.0)
 
 @stateful(
     decides=(
-        "used again stopped entered states_wanted pushed least accelerated newest _loaders _asks _loop _epoch "
-        "_trained _last _samples _accumulated _decided"
+        "used again stopped entered states_wanted pushed least accelerated workers newest _loaders _asks _loop "
+        "_epoch _trained _last _samples _accumulated _decided"
     ),
     history="accumulations begins_pass _passes",
 )
@@ -70,9 +70,10 @@ class DataFeed:
         states_wanted: True if the worker must send the states of its tracked objects, according to the answer to the
             last `reach`.
         pushed: for each loader, what the script had drawn before its last push. See `Commit.drawn`.
-        least: minimum size of a batch of a balanced order. May be set.
+        least: minimum size of a batch of a balanced order, or of a part of a joint batch. May be set.
         accelerated: True if the worker computes on an accelerator, which compiles or tunes its programs for each new
             size of a batch. May be set.
+        workers: number of workers of the job. May be set.
         newest: the batch that the script has drawn last.
         accumulations: number of times that the script has accumulated a gradient for batches that it had drawn.
         begins_pass: True if the last push is the first one of a pass over its loader.
@@ -87,6 +88,7 @@ class DataFeed:
         self.pushed: tuple[PackedPushed, ...] = ()
         self.least = 1
         self.accelerated = False
+        self.workers = 1
         self.newest: DrawnBatch | None = None
         self.accumulations = 0
         self.begins_pass = False
@@ -325,7 +327,7 @@ class _LoaderFeed:
 
     @property
     def to_take(self) -> int | None:
-        counts = [lease.count for lease in self._leases if lease.count is not None]
+        counts = [lease.count if lease.batch else 0 for lease in self._leases if lease.count is not None]
         return sum(counts) - self._taken if self._last and len(counts) == len(self._leases) else None
 
     def begin(self, name: str, epoch: int, order: Order) -> list[Request]:
@@ -384,10 +386,11 @@ class _LoaderFeed:
         times, order = tuple(self._times), self._order
         self._times.clear()
         least = step = 1
-        if order.balanced:
+        if order.balanced or order.joint:
             least = self._feed.least
-            if self._feed.accelerated:
-                step = step_of(min(order.batch, order.most or order.batch))
+        if order.balanced and self._feed.accelerated:
+            share = max(order.batch // self._feed.workers, 1) if order.joint else order.batch
+            step = step_of(min(share, order.most or share))
         request = DataRequested(
             self.number,
             self._name,

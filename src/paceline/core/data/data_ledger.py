@@ -140,6 +140,11 @@ class DataLedger:
         """Number of positions of earlier epochs that a static split has handed out in a later one."""
         return sum(ledger.moved for ledger in self._loaders.values())
 
+    def newest_order(self, worker: int) -> Order | None:
+        """Return the order of the loader that a worker has begun last for the first time; None if there is none."""
+        names = self._names.get(worker)
+        return self._loaders[names[max(names)]].last_order[0] if names else None
+
     def last_order(self, name: str) -> tuple[Order, int]:
         """Return the order of the last epoch that was opened of a loader, and the number of opened epochs."""
         return self._loaders[name].last_order

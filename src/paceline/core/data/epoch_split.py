@@ -10,6 +10,10 @@ first worker needs them. So the sizes in a round are settled before any worker t
 
 Both splits also hand out the positions of earlier epochs that lost and leaving workers have returned: a static split
 deals them when the epoch begins, and a dynamic split hands them out before any others.
+
+If the batch size is that of a joint batch (`Order.joint`), a static split becomes a `JointSplit`: the joint batches
+are the same as those of a single process, and each of them is divided among the workers that are there when the first
+of them needs its part. With a dynamic split, a worker's batch has the size that its part would have.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Set
+from itertools import zip_longest
 from typing import NamedTuple
 
 import msgspec
@@ -34,9 +39,12 @@ from ..protocol.lease import (
     trim,
     with_end,
 )
-from .lease_sizes import LeaseSizes
+from .lease_sizes import MOST_ROUNDS, LeaseSizes
 
-__all__ = ["DynamicSplit", "EpochSplit", "Grant", "Rest", "StaticSplit", "cut"]
+__all__ = ["DynamicSplit", "EpochSplit", "Grant", "JointSplit", "Rest", "StaticSplit", "cut"]
+
+LAG = 4 * MOST_ROUNDS
+"""Number of joint batches by which the part of a worker may lag behind before it has no part in further ones."""
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -45,8 +53,8 @@ class Grant(msgspec.Struct, frozen=True):
     Attributes:
         leases: the batches that the worker may use, in order.
         last: True if the worker receives no more batches in this epoch.
-        uneven: True if these are batches that another worker has returned, and other workers need not receive as
-            many.
+        uneven: True if other workers need not receive as many batches, for example because these are batches that
+            another worker has returned.
     """
 
     leases: tuple[Lease, ...]
@@ -70,7 +78,7 @@ class Rest(NamedTuple):
     left_out: int
 
 
-@stateful(decides="order opener shares unused endless ended total left_out _number _sizes _next _end")
+@stateful(decides="order opener shares unused endless ended total left_out _number _sizes _next _end _tail")
 class EpochSplit(ABC):
     """An epoch that some workers have begun and not all workers have ended.
 
@@ -103,11 +111,13 @@ class EpochSplit(ABC):
         self.endless: list[Lease] = []
         self.ended: set[int] = set()
         self.total = 0 if order.size is None else order.size - begin
-        self.left_out = 0
         self._number = number
         self._sizes = sizes
         self._next = begin  # the first position that is not part of any lease or share
-        self._end = order.size  # None while the size is not known
+        self._end = None if order.end is None else max(order.end, begin)  # None while the size is not known
+        # number of positions that are not handed out, because they are an incomplete joint batch
+        self._tail = 0 if order.size is None else order.size - (self._end or 0)
+        self.left_out = self._tail
 
     @property
     def left(self) -> int:
@@ -116,8 +126,18 @@ class EpochSplit(ABC):
         return max((self._end or 0) - self._next, 0) + dealt + positions(self.unused)
 
     @abstractmethod
-    def grant(self, worker: int, returned: deque[Lease], now_s: float, live: Set[int]) -> Grant:
-        """Return a worker's next leases. They may be taken from the returned ones."""
+    def grant(
+        self, worker: int, returned: deque[Lease], now_s: float, live: Set[int], open_batches: int = 0
+    ) -> Grant:
+        """Return a worker's next leases. They may be taken from the returned ones.
+
+        Args:
+            worker: index of the worker.
+            returned: the leases that lost and leaving workers have returned.
+            now_s: current time in seconds.
+            live: the workers that take part in the job.
+            open_batches: number of batches that the worker has received, and that belong to no push yet.
+        """
 
     @abstractmethod
     def cut(self, leases: Iterable[Lease]) -> Rest:
@@ -154,7 +174,9 @@ class StaticSplit(EpochSplit):
         if not order.balanced:
             self._deal()
 
-    def grant(self, worker: int, returned: deque[Lease], now_s: float, live: Set[int]) -> Grant:
+    def grant(
+        self, worker: int, returned: deque[Lease], now_s: float, live: Set[int], open_batches: int = 0
+    ) -> Grant:
         balanced = self.order.balanced
         if balanced and self.shares.get(worker) == []:
             self._deal_rounds()
@@ -250,16 +272,23 @@ class DynamicSplit(EpochSplit):
 
     static = False
 
-    def grant(self, worker: int, returned: deque[Lease], now_s: float, live: Set[int]) -> Grant:
+    def grant(
+        self, worker: int, returned: deque[Lease], now_s: float, live: Set[int], open_batches: int = 0
+    ) -> Grant:
         order, sizes = self.order, self._sizes
         size = order.batch
-        if order.balanced:
+        if order.joint:
+            members = sorted(live)
+            joint = max(sizes.joint(order, len(members)), sizes.least * len(members))
+            size = sizes.parts(order, members, joint, steady=True)[worker]
+        elif order.balanced:
             members = sorted(live)
             joint = min(size, order.most or size) * len(members)
             least = min(sizes.least, joint // len(members))
             size = sizes.balanced.of(members, joint, least=least, most=order.most)[worker]
         smallest = sizes.smallest(order, size)
-        wanted = sizes.batches(worker, now_s, None if self._end is None else self.left / order.batch)
+        full = size if order.joint else order.batch
+        wanted = sizes.batches(worker, now_s, None if self._end is None else self.left / full)
         leases: list[Lease] = []
         for source in (returned, self.unused):
             if source and len(leases) < wanted:
@@ -276,7 +305,8 @@ class DynamicSplit(EpochSplit):
         end = self._next if self._end is None else self._end
         nonexistent, left_out = trim(unused, self._number, end, drop_last=self.order.drop_last)
         begin, before = split_rest(unused, min(self._next, end))
-        return Rest(begin, before, self.total - nonexistent - (end - begin), self.left_out + left_out)
+        total = self.total - nonexistent - (end - begin) - self._tail
+        return Rest(begin, before, total, self.left_out + left_out - self._tail)
 
     def _next_leases(self, smallest: int, size: int, wanted: int) -> list[Lease]:
         """Return up to `wanted` batches of `size` positions that no worker has received."""
@@ -290,11 +320,119 @@ class DynamicSplit(EpochSplit):
         self._next = start = start + full * size
         if full < wanted and start < end:
             self._next = end
-            if self.order.drop_last or end - start < smallest:
+            drops = self.order.drop_last and not self.order.joint
+            if drops or end - start < smallest:
                 self.left_out += end - start
             else:
                 leases.append(single(self._number, start, end - start))
         return leases
+
+
+@stateful(decides="_members _ahead")
+class JointSplit(EpochSplit):
+    """A static split whose joint batches are those of a single process.
+
+    Joint batch k has the positions from k B to (k + 1) B - 1, where B is the batch size of the loader. When the first
+    worker needs its part of it, it is divided among the workers that are there at this time. If it is too small for
+    all of them, because it is the rest of the epoch, some workers receive an empty batch, so that all workers make
+    the same number of iterations. Returned positions are divided in the same way, in joint batches of their own.
+
+    A worker that does not ask for its part, for example because its script evaluates, has no part in further joint
+    batches until it asks again. It keeps what was divided before.
+    """
+
+    static = True
+
+    def __init__(
+        self, number: int, order: Order, opener: int, sizes: LeaseSizes, members: Set[int], begin: int = 0
+    ) -> None:
+        super().__init__(number, order, opener, sizes, begin)
+        self._members = sorted(members)  # those among whom the last joint batch was divided
+        self._ahead = 0  # maximum number of batches that a worker had received, and that belonged to no push
+
+    def grant(
+        self, worker: int, returned: deque[Lease], now_s: float, live: Set[int], open_batches: int = 0
+    ) -> Grant:
+        self._ahead = max(self._ahead, open_batches)
+        sizes, uneven = self._sizes, False
+        wanted = sizes.batches(worker, now_s, self.left / self.order.batch)
+        if not self.shares.get(worker):
+            rounds = sizes.rounds() if self.order.balanced else min(wanted, MOST_ROUNDS)
+            uneven = self._deal(worker, returned, live, rounds)
+        share = self.shares.pop(worker, [])
+        if not share:
+            return Grant((), last=True)
+        self.shares[worker] = []
+        sizes.lent(worker, _batches(share))
+        return Grant(tuple(share), last=False, uneven=uneven)
+
+    def cut(self, leases: Iterable[Lease]) -> Rest:
+        size, end = self.order.size, self._end
+        assert size is not None
+        assert end is not None
+        begin, before = split_rest([lease for lease in leases if lease.batch], min(self._next, end))
+        return Rest(begin, before, self.total - (size - begin), self.left_out - self._tail)
+
+    def _deal(self, worker: int, returned: deque[Lease], live: Set[int], rounds: int) -> bool:
+        """Divide the next joint batches. Return True if the workers are not those of the last ones."""
+        order, sizes, end = self.order, self._sizes, self._end
+        assert end is not None
+        most = LAG + 2 * self._ahead
+        members = [
+            each
+            for each in sorted(live - self.ended)
+            if each == worker or _batches(self.shares.get(each, ())) <= most
+        ]
+        joint = sizes.joint(order, len(members))
+        left = end - self._next
+        if returned and (pieces := self._pieces(returned, len(members), joint)):
+            for member, piece in zip_longest(members, pieces):
+                self._share(member, piece or self._nothing())
+        elif left > 0:
+            full = min(rounds, left // joint)
+            total = joint if full else left
+            parts = sizes.parts(order, members, total, steady=full > 0)
+            for member, start in _starts(parts, self._next):
+                size = parts[member]
+                part = (
+                    Lease(self._number, start, size, joint, full or 1) if size else self._nothing(full or 1)
+                )
+                self._share(member, part)
+            self._next += total * (full or 1)
+        else:
+            return False
+        changed, self._members = members != self._members, members
+        return changed
+
+    def _share(self, member: int, lease: Lease) -> None:
+        self.shares.setdefault(member, []).append(lease)
+
+    def _nothing(self, count: int = 1) -> Lease:
+        """Return a lease of empty batches."""
+        return Lease(self._number, self._next, 0, 1, count)
+
+    def _pieces(self, returned: deque[Lease], parts: int, joint: int) -> list[Lease]:
+        """Remove a joint batch from the returned positions: at most one batch for each part, larger ones first."""
+        least, most = self._sizes.least, self.order.most
+        pieces: list[Lease] = []
+        total = 0
+        while returned and len(pieces) < parts and (not total or total + least <= joint):
+            size = min(returned[0].batch, joint - total, most or joint)
+            found, left_out = cut(returned, least, size, 1)
+            self.left_out += left_out
+            pieces += found
+            total += positions(found)
+        while len(pieces) < parts:
+            largest = max(pieces, key=lambda piece: piece.batch, default=None)
+            if largest is None or largest.batch < 2 * least:
+                break
+            pieces.remove(largest)
+            half = largest.batch // 2
+            pieces += [
+                single(largest.epoch, largest.start, half),
+                single(largest.epoch, largest.start + half, largest.batch - half),
+            ]
+        return sorted(pieces, key=lambda piece: (-piece.batch, piece.epoch, piece.start))
 
 
 def cut(leases: deque[Lease], smallest: int, largest: int, most: int) -> tuple[list[Lease], int]:
@@ -318,6 +456,11 @@ def cut(leases: deque[Lease], smallest: int, largest: int, most: int) -> tuple[l
             leases.appendleft(single(lease.epoch, lease.start + size, lease.batch - size))
         found.append(single(lease.epoch, lease.start, size))
     return found, left_out
+
+
+def _batches(leases: Iterable[Lease]) -> int:
+    """Return the number of batches in some leases that have a count."""
+    return sum(lease.count or 0 for lease in leases)
 
 
 def _starts(sizes: Mapping[int, int], start: int) -> Iterator[tuple[int, int]]:

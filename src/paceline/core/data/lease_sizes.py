@@ -7,11 +7,11 @@ workers' speeds as well (see `paceline.core.data.batch_sizes`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from ...state import stateful
 from ..protocol.job_cut import WorkerTimes
-from ..protocol.lease import Order
+from ..protocol.lease import Order, divide_evenly
 from .batch_sizes import BatchSizes
 
 __all__ = ["LeaseSizes"]
@@ -61,9 +61,38 @@ class LeaseSizes:
 
     def smallest(self, order: Order, largest: int) -> int:
         """Return the size of the smallest batch that is handed out, if full batches have size `largest`."""
-        if order.balanced:
+        if order.balanced or order.joint:
             return min(self.least, largest)
         return largest if order.drop_last else 1
+
+    def joint(self, order: Order, workers: int) -> int:
+        """Return the size of a joint batch of an order whose batch is joint.
+
+        It is that of the loader, unless the maximum size of a worker's batch leaves no room for it.
+        """
+        return min(order.batch, (order.most or order.batch) * workers)
+
+    def parts(self, order: Order, members: Sequence[int], total: int, *, steady: bool) -> Mapping[int, int]:
+        """Divide a joint batch of `total` positions among workers.
+
+        No part is smaller than `least`, except for empty ones: if there are too few positions, the last workers
+        receive none.
+
+        Args:
+            order: the order.
+            members: the workers, in order of their indices.
+            total: number of positions, at most `joint`.
+            steady: True to keep the sizes of earlier joint batches, unless it is worthwhile to change them.
+        """
+        served = members[: max(total // self.least, 1)]
+        least, most = min(self.least, total), order.most
+        if not order.balanced:
+            sizes: Mapping[int, int] = dict(zip(served, divide_evenly(total, len(served)), strict=True))
+        elif steady:
+            sizes = self.balanced.of(served, total, least=least, most=most)
+        else:
+            sizes = self.balanced.divide(served, total, least=least, most=most)
+        return {**dict.fromkeys(members, 0), **sizes}
 
     def rounds(self) -> int:
         """Return the number of rounds of a balanced, static split to deal at a time."""

@@ -44,7 +44,7 @@ from ..protocol.lease import (
     trim,
     with_end,
 )
-from .epoch_split import DynamicSplit, EpochSplit, Grant, StaticSplit, cut
+from .epoch_split import DynamicSplit, EpochSplit, Grant, JointSplit, StaticSplit, cut
 from .lease_sizes import LeaseSizes
 
 __all__ = ["LoaderLedger", "PositionCounts"]
@@ -84,6 +84,11 @@ class _Account:
         self.counted = self.skipped = 0
         self.leases: deque[Lease] = deque()
         self.forgotten: deque[Lease] = deque()
+
+    @property
+    def open_batches(self) -> int:
+        """Number of batches in leases that are not settled."""
+        return sum(lease.count or 0 for leases in (self.forgotten, self.leases) for lease in leases)
 
     def forget(self, drawn: int) -> None:
         """Forget the positions of the oldest leases, but only of those among the worker's first `drawn` batches."""
@@ -208,16 +213,17 @@ class LoaderLedger:
             grant = Grant((), last=True)
         elif split is None or worker in split.ended:
             # The worker asks again for returned positions, or has joined late.
-            smallest = self._sizes.smallest(order, order.batch)
-            leases, left_out = cut(self._returned, smallest, order.batch, 1)
+            largest = max(order.batch // len(live), 1) if order.joint else order.batch
+            smallest = self._sizes.smallest(order, largest)
+            leases, left_out = cut(self._returned, smallest, largest, 1)
             self._left_out += left_out
             grant = Grant(tuple(leases), not leases, uneven=bool(leases))
         else:
-            grant = split.grant(worker, self._returned, now_s, live)
+            grant = split.grant(worker, self._returned, now_s, live, self._accounts[worker].open_batches)
             if split.static:
                 self.moved += positions(lease for lease in grant.leases if lease.epoch < epoch)
         account = self._accounts[worker]
-        account.leases.extend(grant.leases)
+        account.leases.extend(lease for lease in grant.leases if lease.batch)
         if len(account.leases) > MOST_LEASES:
             account.forget(drawn)
         if grant.last and split is not None:
@@ -252,7 +258,8 @@ class LoaderLedger:
         account = self._accounts.pop(worker, _Account())
         self._left += positions(account.forgotten)
         unused = [*account.leases]
-        unused += [lease for split in self._splits.values() for lease in split.shares.pop(worker, [])]
+        shares = [split.shares.pop(worker, []) for split in self._splits.values()]
+        unused += [lease for share in shares for lease in share if lease.batch]
         if early:
             # A lease without a count cannot be returned, because its size is not known.
             self._put_back(lease for lease in unused if lease.count is None)
@@ -399,7 +406,9 @@ class LoaderLedger:
         if order.size is None and begin % (order.batch * len(live)):
             static = False  # joint batches of another size have been used before
         self._splits[epoch] = (
-            StaticSplit(epoch, order, opener, self._sizes, live, self._returned, begin)
+            JointSplit(epoch, order, opener, self._sizes, live, begin)
+            if static and order.joint
+            else StaticSplit(epoch, order, opener, self._sizes, live, self._returned, begin)
             if static
             else DynamicSplit(epoch, order, opener, self._sizes, begin)
         )
@@ -416,7 +425,9 @@ class LoaderLedger:
         self._total += order.size - rest.begin
         if full:
             self._returned.append(Lease(rest.number, rest.begin, order.batch, order.batch, full))
-        if last:
+        if last and order.joint and order.drop_last:
+            self._left_out += last
+        elif last:
             self._returned.append(single(rest.number, order.size - last, last))
 
     def _end_current(self, worker: int, account: _Account, drawn: int, live: Set[int]) -> None:

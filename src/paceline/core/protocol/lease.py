@@ -51,7 +51,7 @@ class Order(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         size: number of positions in the epoch; None if it is not known in advance.
-        batch: number of positions in a full batch of one worker.
+        batch: number of positions in a full batch of one worker; in a joint batch of all workers if `joint` is True.
         drop_last: True to leave out a last batch that is not full.
         split: how the epoch is split: "dynamic" hands out each batch when a worker needs it, "static" gives all
             workers equal shares, and "auto" is "static" if the sync model keeps all workers in lockstep, else
@@ -59,7 +59,9 @@ class Order(msgspec.Struct, frozen=True, array_like=True):
         digest: hash of the first items of the order, to detect workers with different orders.
         balanced: True if the sizes of the workers' batches follow the workers' speeds. With equal shares, the size
             of a joint batch is fixed: `batch` positions for each worker.
-        most: maximum size of a worker's batch if `balanced` is True; None for no maximum.
+        most: maximum size of a worker's batch if `balanced` or `joint` is True; None for no maximum.
+        joint: True if `batch` is the size of a joint batch, which is divided among the workers that are there. Only
+            for an order of known size.
     """
 
     size: Number | None
@@ -69,10 +71,20 @@ class Order(msgspec.Struct, frozen=True, array_like=True):
     digest: Annotated[str, msgspec.Meta(max_length=64)]
     balanced: bool = False
     most: Annotated[int, msgspec.Meta(ge=1, le=2**53)] | None = None
+    joint: bool = False
 
     def __post_init__(self) -> None:
         if self.balanced and self.size is None:
             raise ValueError("an order of unknown size cannot be balanced")
+        if self.joint and self.size is None:
+            raise ValueError("the joint batches of an order of unknown size cannot be divided")
+
+    @property
+    def end(self) -> int | None:
+        """The first position that is not handed out, whatever the workers are; None if the size is unknown."""
+        if self.size is None or not (self.joint and self.drop_last):
+            return self.size
+        return self.size - self.size % self.batch
 
 
 class Batch(NamedTuple):
@@ -94,7 +106,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         epoch: the epoch to whose order the positions refer.
         start: first position of the first batch.
-        batch: number of positions in each batch.
+        batch: number of positions in each batch. It is 0 if the worker has no part in a joint batch of the others.
         stride: distance between the first positions of two consecutive batches.
         count: number of batches; None if the lease continues until the end of the order, because the size of the
             order is not known in advance. A batch of such a lease exists only if its whole joint batch exists. So all
@@ -261,7 +273,7 @@ def order_difference(order: Order, other: Order, *, static: bool) -> str:
         )
     if (static or order.balanced) and order.batch != other.batch:
         return f"its batch size is {order.batch} instead of {other.batch}. Unequal sizes need split='dynamic'"
-    for name in ("drop_last", "split", "balanced", "most"):
+    for name in ("drop_last", "split", "balanced", "most", "joint"):
         if getattr(order, name) != getattr(other, name):
             return f"its {name} is {getattr(order, name)!r} instead of {getattr(other, name)!r}"
     return ""

@@ -189,8 +189,10 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
         computed: for each live worker, its latest computations in the same form; empty if they are unknown. What a
             cycle takes longer is the time of its transfers.
         samples: number of samples in an epoch; None if the script distributes no loader of known size.
-        batch_size: number of samples for which a worker usually computes a gradient.
+        batch_size: number of samples for which a worker usually computes a gradient; for which all workers together
+            do, if `joint` is True.
         balanced: True if the batches are balanced.
+        joint: True if the batches are parts of joint batches of a given size.
         split: how the epochs are split.
         pushes_per_batch: mean number of gradients that are computed from a batch.
     """
@@ -203,6 +205,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     balanced: bool
     split: Split
     pushes_per_batch: float = 1.0
+    joint: bool = False
 
 
 class TakeCut(msgspec.Struct, frozen=True, gc=False):

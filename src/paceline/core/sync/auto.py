@@ -256,7 +256,8 @@ class Auto:
         sizes = [samples for cycles in self._cycles.values() for samples, _ in cycles if samples > 0]
         usual = max(1, round(fmean(sizes))) if sizes else 1
         if order is not None:  # the script may accumulate the gradients of several batches
-            usual = order.batch * max(1, round(usual / order.batch))
+            share = order.batch / workers if order.joint else order.batch
+            usual = order.batch * max(1, round(usual / share))
         known = order is not None and order.size is not None and order.size >= workers
         return Situation(
             syncs=self._candidates(workers),
@@ -267,6 +268,7 @@ class Auto:
             balanced=order is not None and order.balanced,
             split=order.split if order is not None else "auto",
             pushes_per_batch=max(1.0, pushes / batches) if batches else 1.0,
+            joint=order is not None and order.joint,
         )
 
     def _candidates(self, workers: int) -> tuple[str, ...]:

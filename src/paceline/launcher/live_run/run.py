@@ -56,7 +56,7 @@ from .lives import Lives, ServerLost, is_loss, on_machines
 from .local import LocalEngine, Placement
 from .reporting import REPORT, write_report
 from .run_description import description_of
-from .run_results import RunResult, save_weights, summarize, write_summary
+from .run_results import RunResult, samples_line, save_weights, summarize, write_summary
 from .sampling import Keeper, Sampler
 from .vacancies import Vacancies
 from .waiting import Waiting
@@ -334,6 +334,7 @@ class LiveRun:
         self._notes: list[str] = []
         self._program: list[str] = []  # what each worker runs; see `Order`
         self._main = 0  # the main worker that the user knows of
+        self._told_samples = False  # True once the user knows how many samples an update has
         self._hindered = False  # True once the user knows why batches are not balanced
         self._unwritten = ""  # why a checkpoint was not written, if the user knows of it
         self._chosen = 0  # number of choices of `--sync auto` that the user knows of
@@ -437,6 +438,7 @@ class LiveRun:
         engine, coordinator = self._engine, self._coordinator
         while not coordinator.over.wait(POLL_INTERVAL_S):
             self._progress.update()
+            self._tell_samples()
             self._follow_main()
             self._follow_choices()
             self._follow_checkpoints()
@@ -456,7 +458,15 @@ class LiveRun:
                 coordinator.fail(RunFailedError("the run", reason))
             elif self._vacancies is not None and (loss := self._vacancies.unreturned_server()) is not None:
                 coordinator.fail(loss)
+        self._tell_samples()
         return self._failure()
+
+    def _tell_samples(self) -> None:
+        """Say once, when training begins, how many samples an update has."""
+        if not self._told_samples and self._coordinator.core.started:
+            self._told_samples = True
+            if words := samples_line(self._job, self._coordinator.core, self._program):
+                self._say(words, style="")
 
     def _follow_main(self) -> None:
         """If another worker has become the main worker, say so, and show its output."""
@@ -758,13 +768,13 @@ class LiveRun:
             message = f"all processes of the run have ended, except for {names}"
         return self._interruption.exception(message, summary)
 
-    def _say(self, line: str) -> None:
+    def _say(self, line: str, style: str = "yellow") -> None:
         """Print a line, or log it if the console is quiet."""
         if self._console.quiet:
             log.warning("%s", line)
         else:
             self._progress.begin_line()
-            print_sentence(self._console, line, style="yellow")
+            print_sentence(self._console, line, style=style)
 
 
 def _reason(failure: RunFailedError) -> str:

@@ -26,7 +26,9 @@ from ...files import write_json
 from ...report.causes import sentences_of
 from ...report.evidence import evidence_of
 from ...runtime.coordinator_host import CoordinatorHost
+from ...runtime.job import Job
 from ...shard.snapshot import WeightsSnapshot
+from ...sync.effects import samples_words
 from ...sync.model import agree_on_means
 from ...sync.ticks import TICKS_PER_S
 from ...trace.digest import Digest
@@ -149,14 +151,14 @@ def summarize(
     figures: dict[str, Any] = {}
     measures: Measures | None = None
     pushes: dict[str, int] = {}
-    epochs = _epochs(coordinator.core.data, figures)
+    epochs = _epochs(coordinator.core.data, figures, job.workers)
     devices = coordinator.watch.named_devices()
     try:
         meter = _meter(coordinator, faults, hurried)
         if meter is not None:
             measures = meter.measures()
             figures = msgspec.to_builtins(measures, str_keys=True)
-            epochs = _epochs(coordinator.core.data, figures)
+            epochs = _epochs(coordinator.core.data, figures, job.workers)
             pushes = figures.pop("pushes")
             if (before := coordinator.core.resumed) is not None:
                 # The versions of shards, which the traces count, go on.
@@ -191,6 +193,7 @@ def summarize(
         "wire": str(job.wire),
         "seed": job.seed,
         "guard": job.guard,
+        "samples_per_update": samples_line(job, coordinator.core, program),
         "divisible": _handout(coordinator.core.data, asked=job.batch == "balanced").divisible,
         **kept_modules(list(dict.fromkeys([*job.imports, *modules_of_models(job.schedule.models)]))),
         **epochs,
@@ -266,6 +269,15 @@ def _meter(coordinator: CoordinatorHost, faults: list[str], hurried: Callable[[]
     return digest.meter
 
 
+def samples_line(job: Job, core: Coordinator, program: Sequence[str]) -> str:
+    """Return how many samples an update has, in words; "" if it is not known, or there is one worker."""
+    if core.samples is None:
+        return ""
+    option = "joint_batch=True" if program[:1] == ["function"] else "--joint-batch"
+    translated = job.hyperparameters == "translated"
+    return samples_words(job.schedule.first, core.samples._replace(translated=translated), option)
+
+
 def _departures(core: Coordinator) -> dict[str, Any]:
     """Return why workers have left the run before they had finished, one entry per incarnation of a worker.
 
@@ -290,7 +302,7 @@ def _departures(core: Coordinator) -> dict[str, Any]:
     }
 
 
-def _epochs(data: DataLedger, figures: Mapping[str, Any]) -> dict[str, Any]:
+def _epochs(data: DataLedger, figures: Mapping[str, Any], workers: int) -> dict[str, Any]:
     """Return what is known about the epochs of the loader from which the most samples were used.
 
     `batches_per_push` is larger than 1 if the script accumulated gradients over several batches, and
@@ -301,13 +313,15 @@ def _epochs(data: DataLedger, figures: Mapping[str, Any]) -> dict[str, Any]:
     order, epochs = last
     sampled = max(1, figures.get("sampled_gradients", 0))
     per_push = figures.get("samples", 0) / sampled
+    share = order.batch / workers if order.joint else order.batch  # of a worker, in a joint batch
     return {
         "epochs": epochs,
         "epoch_samples": order.size or 0,
         "batch_size": order.batch,
-        "batches_per_push": max(1, round(per_push / order.batch)),
+        "batches_per_push": max(1, round(per_push / share)),
         "pushes_per_batch": max(1.0, figures.get("gradients", 0) / sampled),
         "batch": "balanced" if order.balanced else "equal",
+        "joint_batch": order.joint,
         "split": order.split,
     }
 

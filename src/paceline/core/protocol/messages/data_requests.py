@@ -52,7 +52,7 @@ class DataRequested(Message, frozen=True, tag=True):
             advance.
         times: the number of positions in each of the worker's iterations since its last request, and the time in
             seconds that the worker took for it. Only sent if the order is balanced.
-        least: minimum size of the worker's batches if the order is balanced.
+        least: minimum size of the worker's batches if the order is balanced or its batches are joint ones.
         step: number of which the sizes of the worker's batches are multiples if the order is balanced. See
             `paceline.core.data.batch_sizes.in_steps`.
     """
