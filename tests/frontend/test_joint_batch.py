@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 import paceline
 from paceline.errors import ConfigurationError, RunFailedError
 from paceline.frontend.generator_states import generators_lock
+from paceline.rehearsal.command import command_for
 from paceline.sim import Cluster, Presence, simulate
+from paceline.trace import replay
 
 ITEMS = 103
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -220,6 +223,40 @@ def test_a_prepared_schedule_advances_as_in_one_process() -> None:
     train("alone")
     simulate(Cluster(compute_s=[1.0] * 3), "bsp", train_fn=lambda: train("run"), joint_batch=True)
     assert rates["run"] == rates["alone"]
+
+
+# -- live -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_a_live_run_equals_one_process_and_says_what_its_joint_batch_is(tmp_path: Path) -> None:
+    """The loader has a process of its own, which takes batches ahead."""
+
+    def train() -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        loader = DataLoader(data, batch_size=17, num_workers=1)
+        model, optimizer, part = paceline.prepare(
+            model, torch.optim.Adam(model.parameters(), lr=0.02), loader, joint_batch=True
+        )
+        for _ in paceline.epochs(2):
+            for x, _ in part:
+                optimizer.zero_grad()
+                (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+                optimizer.step()
+        return model.state_dict()
+
+    data = examples()
+    alone = train()
+    result = paceline.launch(train, workers=3, servers=1, run_dir=tmp_path / "run", progress=False)
+    for name, expected in alone.items():
+        torch.testing.assert_close(result.state_dict[name], expected, rtol=1e-9, atol=1e-11)
+    assert all(replay(trace) == [] for trace in result.trace)
+    summary = result.summary
+    assert summary["ledger"]["samples"]["used"] == 2 * ITEMS
+    assert (summary["batch_size"], summary["batches_per_push"], summary["joint_batch"]) == (17, 1, True)
+    assert summary["samples_per_update"] == "17 samples an update, divided over 3 workers"
+    assert "joint_batch=True" in command_for(summary, "asp", "equal")
 
 
 # -- what cannot be divided -------------------------------------------------------------------------------

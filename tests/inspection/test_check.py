@@ -54,7 +54,24 @@ def test_nothing_is_found_in_a_clean_script(
     script: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert check_script(script) == []
+    said: list[str] = []
+    assert check_script(script, tell=said.append) == []
+    if script.stem == "own_optimizer":
+        assert (
+            "in such a run: 2 workers x 16 = 32 samples an update; the script says 16: --joint-batch keeps 16"
+            in said
+        )
+
+
+@pytest.mark.thorough
+def test_the_joint_batch_is_checked_with_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [script] = [each for each in CLEAN if each.stem == "own_optimizer"]
+    monkeypatch.chdir(tmp_path)
+    said: list[str] = []
+    assert check_script(script, joint_batch=True, tell=said.append) == []
+    assert "in such a run: 8 samples an update, divided over 2 workers" in said
+    [mistake] = check_script(script, joint_batch=True, workers=9)
+    assert "cannot be divided among 9 workers" in mistake.text
 
 
 def test_a_script_that_fails_alone_is_not_run_with_workers(tmp_path: Path) -> None:

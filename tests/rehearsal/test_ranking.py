@@ -163,6 +163,7 @@ def saved_with_data(tmp_path: Path, cluster: Cluster, sync: str, data: Dataset, 
         "batch_size": data.batch_size,
         "batches_per_push": 1,
         "batch": batch,
+        "joint_batch": data.joint_batch,
     }
     path.write_text(json.dumps({**json.loads(path.read_text()), **known}))
     return run_dir
@@ -235,6 +236,32 @@ def test_the_machines_of_a_run_with_balanced_batches_are_those_of_a_run_with_equ
     found = read_cluster_of_run(saved_with_data(tmp_path, cluster, "bsp", data, "balanced"))
     assert found.fixed_share == pytest.approx([0.4] * 4, abs=0.1)
     assert [found.compute(worker).typical_s for worker in range(4)] == pytest.approx([1, 1, 1, 3], rel=0.05)
+
+
+@pytest.mark.usefixtures("one_core")
+def test_a_run_with_joint_batches_is_advised_with_joint_batches(tmp_path: Path) -> None:
+    """The recorded times are those of parts of a joint batch; the cluster has those of whole batches."""
+    cluster = Cluster(compute_s=[1.0, 1.0, 1.0, 3.0])
+    data = Dataset(samples=1600, batch_size=64, epochs=20, joint_batch=True)
+    run_dir = saved_with_data(tmp_path, cluster, "bsp", data, "equal")
+    found = read_cluster_of_run(run_dir)
+    assert [found.compute(worker).typical_s for worker in range(4)] == pytest.approx([1, 1, 1, 3], rel=0.05)
+    report = advise(run_dir)
+    assert report.data == data
+    assert report.simulated_gradients_per_s == pytest.approx(report.measured_gradients_per_s, rel=0.02)
+    assert (report.advice[0].sync, report.advice[0].batch) == ("bsp", "balanced")
+    assert report.advice[0].command == (
+        "paceline run --workers 4 --servers 1 --sync bsp --batch balanced --joint-batch SCRIPT"
+    )
+    truth = {
+        batch: simulate(cluster, "bsp", data=data, batch=batch).measures.samples_per_s
+        for batch in ("equal", "balanced")
+    }
+    speeds = {row.batch: row.samples_per_s for row in report.rows if row.sync == "bsp"}
+    assert speeds["balanced"] / speeds["equal"] == pytest.approx(truth["balanced"] / truth["equal"], rel=0.05)
+    console = Console(width=120, record=True)
+    show(report, console)
+    assert "20 epochs of 1,600 samples, in joint batches of 64" in console.export_text()
 
 
 @pytest.mark.usefixtures("one_core")

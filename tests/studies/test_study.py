@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
 
 import paceline
@@ -340,6 +341,34 @@ def test_in_python_functions_and_clusters_are_given_themselves(tmp_path: Path) -
     result = carried_out(describe({**entries, "grid": {"rate": [0.4]}}, Path.cwd()), tmp_path / "out")
     assert [row.cluster for row in result.rows] == ["mine", "mine"]
     assert callable(paceline.study)
+
+
+def trains_on_parts() -> None:
+    """Log the number of samples in each batch."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    data = torch.utils.data.TensorDataset(torch.ones(32, 1))
+    for (x,) in paceline.distribute(torch.utils.data.DataLoader(data, batch_size=8)):
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        paceline.log(samples=float(len(x)))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_the_batches_of_a_study_may_be_joint_ones(joint: bool, tmp_path: Path) -> None:
+    entries = {
+        "train": trains_on_parts,
+        "models": ["bsp"],
+        "clusters": {"mine": Cluster(compute_s=[1.0, 1.0])},
+        "seeds": 1,
+        "target": {"metric": "samples", "value": 1.0, "better": "lower"},
+    }
+    study = describe(entries | ({"joint_batch": True} if joint else {}), Path.cwd())
+    assert ("joint_batch" in study.identity) == joint  # folders of earlier studies remain theirs
+    [row] = carried_out(study, tmp_path / "out").rows
+    [outcome] = row.outcomes.values()
+    assert {each.value for each in outcome.curve} == {4.0 if joint else 8.0}
 
 
 def holding(content: object) -> Callable[..., object]:
