@@ -220,7 +220,7 @@ RUN_OPTIONS = {
     "--wire": "Format in which float32 gradients and weights travel",
     "--split": "How paceline.distribute divides an epoch",
     "--batch": "Sizes of the batches",
-    "--joint-batch": "The batch size in the script is that of the joint batch",
+    "--joint-batch": "The batch size in the script is that of",
     "--pace": "Minimum duration of an iteration in seconds",
     "--slowdown": "Factors >= 1",
     "--jitter": "uniform random factor",
