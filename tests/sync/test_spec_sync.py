@@ -418,3 +418,20 @@ def test_an_abort_rate_that_is_never_exceeded_restarts_nobody() -> None:
     coordinator.handle(IterationStarted(now_ticks=in_ticks(1.0), worker=0, iteration=1))
     coordinator.handle(IterationFinished(now_ticks=in_ticks(1.5), worker=1, iteration=0))
     assert coordinator.handle(TimerFired(now_ticks=in_ticks(2.0), worker=0, iteration=1)) == []
+
+
+def test_what_a_script_did_outside_of_training_is_not_part_of_its_last_iteration() -> None:
+    """The tuning is as if worker 1 had started when it had evaluated the model."""
+    tuned = []
+    for start_ticks, outside_ticks in ((100, 0), (20, 80)):
+        coordinator = SpecSync().at_coordinator()
+        for worker in range(3):
+            coordinator.handle(WorkerJoined(now_ticks=0, worker=worker))
+        for worker, now_ticks in ((0, 110), (2, 120)):
+            coordinator.handle(IterationFinished(now_ticks=now_ticks, worker=worker, iteration=0))
+        coordinator._workers[1].start_ticks = start_ticks
+        finished = IterationFinished(now_ticks=140, worker=1, iteration=0, outside_ticks=outside_ticks)
+        coordinator.handle(finished)
+        tuned.append(coordinator.speculation)
+    assert tuned[0] == tuned[1]
+    assert tuned[0] is not None

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import queue
 import random
+import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import paceline
-from paceline.frontend.session import current
+from paceline.frontend.session import current, install
 from paceline.sim import Cluster, SimResult, simulate
 from paceline.sim.virtual_training import VirtualSession
+from paceline.sync.events import PushReceived
+from paceline.sync.ticks import TICKS_PER_S
 from paceline.trace import replay
 from paceline.trace.activity_cells import KINDS
 from tests.trace.test_activity import activity_of
+
+if TYPE_CHECKING:
+    from tests.conftest import RunOnThreads
 
 POINTS = 0.03  # the shares that are told may be wrong by at most this
 BATCHES, BATCH, EPOCHS = 6, 4, 3
@@ -186,3 +194,83 @@ def test_pushes_tell_what_was_outside_of_training_unless_intervals_are_those_of_
     events = [entry.event for trace in result.trace for entry in trace.entries]
     told = [getattr(event, "outside_ticks", 0) for event in events]
     assert max(told) == (9 * 10**9 if hyperparameters == "translated" else 0)
+
+
+# -- live ------------------------------------------------------------------------------------------------------
+
+
+def test_a_live_worker_tells_what_it_loads_and_what_is_outside_of_training(
+    run_on_threads: RunOnThreads,
+) -> None:
+    """Sleeping takes at least as long as asked for, however busy the machine is."""
+    evaluating_s, item_s, checking_s = 0.1, 0.002, 0.01
+
+    class Items(Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 2 * BATCHES * BATCH
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            time.sleep(item_s * paceline.worker_index())
+            return torch.full((2,), float(index))
+
+    def script() -> None:
+        loader = paceline.distribute(DataLoader(Items(), batch_size=BATCH))
+        others = paceline.distribute(DataLoader(Items(), batch_size=BATCH))
+        model = nn.Linear(2, 1)
+        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-6))
+        for _ in paceline.epochs(EPOCHS):
+            for batch in loader:
+                model(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if paceline.is_main():
+                time.sleep(evaluating_s)
+                with paceline.evaluating(model):
+                    time.sleep(evaluating_s)
+            with torch.no_grad():
+                for batch in others:
+                    time.sleep(checking_s)
+                    model(batch)
+
+    run = run_on_threads(script, workers=2, sync="bsp")
+    first, second = run.time_use[0], run.time_use[1]
+    # The pushes without a gradient, which the worker makes inside `evaluating`, are exchanges.
+    assert first.outside_s >= EPOCHS * (evaluating_s + BATCHES * checking_s)
+    assert second.outside_s >= EPOCHS * BATCHES * (checking_s + BATCH * item_s)
+    # The first batch is loaded before the worker takes part in the run.
+    assert second.loading_s >= (EPOCHS * BATCHES - 1) * BATCH * item_s
+    [trace, *_] = run.shards
+    pushes = [entry.event for entry in trace.entries if isinstance(entry.event, PushReceived)]
+    told_s = [push.outside_ticks / TICKS_PER_S for push in pushes if push.worker == 0 and not push.empty]
+    assert sum(each >= evaluating_s for each in told_s) == EPOCHS - 1
+
+
+def test_a_loader_on_a_thread_of_its_own_takes_no_time_of_the_training(run_on_threads: RunOnThreads) -> None:
+    def script() -> None:
+        session = current()
+        loader = paceline.distribute(
+            DataLoader(TensorDataset(torch.ones(2 * BATCHES * BATCH, 2)), batch_size=BATCH)
+        )
+        model = nn.Linear(2, 1)
+        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-6))
+        drawn: queue.Queue[torch.Tensor | None] = queue.Queue(2)
+
+        def load() -> None:
+            install(session, for_thread=True)
+            for (batch,) in loader:
+                drawn.put(batch)
+            drawn.put(None)
+
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        thread = threading.Thread(target=load)
+        thread.start()
+        while (batch := drawn.get()) is not None:
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+        thread.join()
+
+    run = run_on_threads(script, workers=2, sync="asp")
+    assert [use.loading_s for use in run.time_use.values()] == [0.0, 0.0]
+    assert not any(getattr(entry.event, "outside_ticks", 0) for entry in run.shards[0].entries)

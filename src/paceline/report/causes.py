@@ -416,7 +416,7 @@ def _cores(evidence: Evidence) -> Cause | None:
     fewer = max(1, evidence.cores - evidence.servers)
     remedies = [f"Use fewer workers: --workers {fewer} leaves each process a core of its own."]
     if evidence.cores <= evidence.servers:
-        remedies = ["Use a machine with more cores."]
+        remedies = ["Use a machine with more cores, or fewer servers and workers."]
     return evidence.cause(words, f"{processes} busy processes shared {cores}", lost_s, remedies)
 
 

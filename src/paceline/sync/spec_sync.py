@@ -24,7 +24,8 @@ Deviations: An epoch ends when every live worker has pushed since the last tunin
 not pushed leaves. D is at most T; if several delays are equally good, the shortest is chosen. There is no speculation
 before the first tuning, or while no D has a positive F, or with a single worker. Both parameters of an iteration are
 those at its start, and m is the number of live workers when its timer is due. If the last iteration was restarted,
-T_i and u_i run from its first start.
+T_i and u_i run from its first start. Unless the run has `--hyperparameters raw`, they do not contain what the script
+did outside of training before the iteration, such as evaluating the model; each push says how long that was.
 
 >>> from paceline.sync.events import IterationFinished, IterationStarted, TimerFired, WorkerJoined
 >>> coordinator = SpecSync(abort_time_s=0.5, abort_rate=0.5).at_coordinator()
@@ -152,7 +153,7 @@ class Speculation(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True):
-    """The start and end times of a worker's last completed iteration."""
+    """The start and end times of a worker's last completed iteration, without what its script did before it."""
 
     start_ticks: int
     end_ticks: int
@@ -195,7 +196,8 @@ class Speculator(JobMachine):
     def finished(self, event: IterationFinished) -> list[AnyAction]:
         watched = self._workers[event.worker]
         assert watched.start_ticks is not None
-        watched.last = Span(watched.start_ticks, event.now_ticks)
+        start_ticks = min(watched.start_ticks + event.outside_ticks, event.now_ticks)
+        watched.last = Span(start_ticks, event.now_ticks)
         watched.iteration = event.iteration + 1
         watched.start_ticks = watched.speculation = None
         self._push_count += 1
