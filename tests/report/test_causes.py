@@ -255,3 +255,19 @@ def test_a_run_without_a_single_cause_says_what_its_workers_did() -> None:
         "No single cause stands out: workers computed for 22 % of their time; they waited for others for 33 %, did "
         "something other than training for 33 %, had messages on their way for 11 %. It was too short to say more."
     )
+
+
+def test_a_worker_that_evaluates_beside_training_ends_later_and_is_not_called_slow() -> None:
+    """Inside `evaluating`, nobody waits for it, but it makes its own steps later."""
+    known = evidence(
+        worker(0, computing=50.0, outside=45.0),
+        *(worker(index, computing=50.0, idle=45.0) for index in (1, 2)),
+        last_push_s={0: 99.0, 1: 55.0, 2: 55.0},
+    )
+    cause, further = causes_of(known)
+    assert cause.words == (
+        "Workers 1 and 2 were idle for the last 45 s (45 % of the run), because the script of worker 0 did something "
+        "other than training for 45 s longer than theirs, such as evaluating the model, and made its steps later."
+    )
+    assert "snapshot_every_s" in cause.remedies[0]
+    assert not any("--batch" in remedy for each in (cause, further) for remedy in each.remedies)

@@ -244,6 +244,7 @@ READER = (
     "Or evaluate copies of the weights elsewhere: with paceline.launch(snapshot_every_s=...), a reader takes "
     "them, for which no worker waits."
 )
+SELDOM = "It also helps to evaluate less often."
 LOADERS = (
     "Give the DataLoader more processes (num_workers), so that batches are loaded while the script computes, or load "
     "from a faster disk."
@@ -276,6 +277,15 @@ def _idle(evidence: Evidence) -> Cause | None:
             "something other than training, such as evaluating the model."
         )
         return evidence.cause(words, brief, lost_s, (READER,))
+    outside_s = {each.worker: each.time_s.get("outside", 0.0) for each in evidence.workers}
+    usual_s = median(outside_s[worker] for worker in idle_s)
+    more_s = median(outside_s[worker] for worker in working) - usual_s
+    if more_s > max(idle_s.values()) / 2:
+        words = (
+            f"{idle}, because the script of {blamed} did something other than training for {length(more_s)} longer "
+            "than theirs, such as evaluating the model, and made its steps later."
+        )
+        return evidence.cause(words, brief, lost_s, (READER, SELDOM))
     amounts = {
         each.worker: float(each.samples if evidence.samples else each.iterations) for each in evidence.workers
     }

@@ -43,6 +43,9 @@ from .worker_settings import Link, Outside
 __all__ = ["cluster_of", "compute_times", "read_cluster_of_run"]
 
 
+EMPTY, WARM_UP = 1.0, 2.0  # why the time of an iteration is not typical
+
+
 class Column:
     """A number for each iteration of a worker. It takes eight bytes, because a run may have millions of iterations.
 
@@ -75,7 +78,7 @@ class Arrivals:
         arrived_s: for each shard, the time at which the push arrived.
         finished_s: the time at which the worker has finished, according to shard 0; None if it has not.
         samples: number of samples of the push, if it has samples of its own.
-        atypical: 1 if the push had no gradient, or if it was a warm-up.
+        atypical: `EMPTY` if the push had no gradient, `WARM_UP` if it was one.
         released_s: for each shard, the time at which it answered the pull.
     """
 
@@ -247,7 +250,8 @@ def cluster_of(
         atypical: list[tuple[int | None, float]] = []
         for record in iterations:
             number = record.iteration
-            besides.add(record)
+            if own.atypical.get(number) != EMPTY:  # inside `evaluating`, others do not wait for the worker
+                besides.add(record)
             for shard, column in enumerate(own.arrived_s):
                 if (arrived_s := column.get(number)) is not None:
                     push = Transfer(record.pushed_s, at, ("server", shard), sizes.pushes[shard])
@@ -299,7 +303,7 @@ def _arrivals(shards: Sequence[AnyTrace]) -> Mapping[int, Arrivals]:
                 if event.samples and not event.repeated:
                     own.samples.put(event.iteration, event.samples)
                 if event.empty or event.warm_up:
-                    own.atypical.put(event.iteration, 1)
+                    own.atypical.put(event.iteration, EMPTY if event.empty else WARM_UP)
             if isinstance(event, WorkerFinished) and shard == 0:
                 arrivals[event.worker].finished_s = now_s
             if isinstance(event, PullRepeated):
