@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from paceline.report.models import LABELS, describe
 from paceline.sync import MODELS
 
 ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
 
 @pytest.mark.parametrize(
@@ -48,6 +52,49 @@ def test_the_head_of_a_models_file_has_every_part(name: str) -> None:
     assert page.example.startswith(">>> ")
     fields = {field for field, _ in page.parameters}
     assert fields == set(re.findall(r"(\w+)=", page.notation)), "each parameter is explained"
+
+
+def test_the_guide_lists_all_extras_with_their_packages() -> None:
+    page = (ROOT / "docs" / "guide.md").read_text()
+    section = page.partition("## Installation")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", section, re.MULTILINE))
+    assert rows.keys() == EXTRAS.keys()
+    for name, requirements in EXTRAS.items():
+        others = {other for each in requirements for other in re.findall(r"^paceline\[(.+)\]", each)}
+        packages = {re.match(r"[\w-]+", each)[0] for each in requirements} - {"paceline"}  # type: ignore[index]
+        words = set(re.findall(r"[\w-]+", rows[name]))
+        assert packages | set(",".join(others).split(",")) - {""} <= words, name
+
+
+def test_the_readme_installs_what_the_examples_import() -> None:
+    """Its two lines bring every package that a script in `examples/` imports, by the metadata of the project."""
+    readme = (ROOT / "README.md").read_text()
+    [extras] = re.findall(r"^    pip install '\.\[([\w,]+)\]'$", readme, re.MULTILINE)
+    wanted = [*PROJECT["dependencies"]]
+    open_extras = extras.split(",")
+    for name in open_extras:  # which grows
+        for requirement in EXTRAS[name]:
+            inner = re.match(r"paceline\[(.+)\]", requirement)
+            open_extras += inner[1].split(",") if inner else []
+            wanted += [] if inner else [requirement]
+    names = {re.match(r"[\w-]+", each)[0].lower() for each in wanted}  # type: ignore[index]
+    brought = {*names, "paceline", "sklearn" if "scikit-learn" in names else ""}
+    scripts = [*(ROOT / "examples").rglob("*.py")]
+    assert scripts
+    for script in scripts:
+        imported = {
+            module.partition(".")[0]
+            for node in ast.walk(ast.parse(script.read_text()))
+            for module in (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom) and not node.level
+                else []
+            )
+        }
+        own = {path.stem for path in script.parent.glob("*.py")}
+        assert imported - set(sys.stdlib_module_names) - own <= brought, script
 
 
 def test_the_overview_names_files_that_exist() -> None:

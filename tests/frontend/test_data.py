@@ -367,6 +367,21 @@ def test_what_a_loader_does_with_its_samples_is_kept() -> None:
         assert [str(batch) for batch in loader] == ["0+1+2", "6"]
 
 
+def test_what_yields_the_data_of_all_workers_is_not_shown() -> None:
+    """Accelerate's `skip_first_batches` and the like would build a loader from it that is not divided."""
+    plain = DataLoader(items(8), batch_size=2)
+    with being(Worker(0, 2)):
+        loader: Any = distribute(plain)
+        for name in ("sampler", "batch_sampler"):
+            with pytest.raises(AttributeError, match=rf"does not show the '{name}'.*ignore_data_skip=True"):
+                getattr(loader, name)
+            assert not hasattr(loader, name)
+        assert (loader.dataset, loader.batch_size) == (plain.dataset, 2)
+        endless: Any = distribute(DataLoader(Flow(), batch_size=2))
+        with pytest.raises(AttributeError, match="does not show the 'dataset'"):
+            _ = endless.dataset
+
+
 def test_the_last_batch_can_be_dropped() -> None:
     with being(Worker(0, 2)):
         loader = distribute(DataLoader(items(10), batch_size=2, drop_last=True))

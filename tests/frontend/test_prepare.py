@@ -303,9 +303,51 @@ def test_a_single_part_is_returned_alone() -> None:
 def test_an_optimizer_of_none_of_the_models_is_refused() -> None:
     one, other, third = (nn.Linear(1, 1) for _ in range(3))
     with pytest.raises(
-        ConfigurationError, match="2 models, but none of them contains all parameters of the SGD"
+        ConfigurationError,
+        match="2 models, but 2 of the 4 parameters of the SGD optimizer are in none of them",
     ):
-        paceline.prepare(one, other, torch.optim.SGD(third.parameters(), lr=0.1))
+        paceline.prepare(one, other, torch.optim.SGD([*one.parameters(), *third.parameters()], lr=0.1))
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_an_optimizer_may_train_several_of_the_models(run_on_threads: RunOnThreads, sync: str) -> None:
+    def train() -> None:
+        torch.manual_seed(0)
+        encoder, decoder, critic = (
+            nn.Linear(3, 4),
+            nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)),
+            nn.Linear(3, 1),
+        )
+        both = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.1)
+        other = torch.optim.SGD(critic.parameters(), lr=0.1)
+        encoder, decoder, critic, both, other = paceline.prepare(encoder, decoder, critic, both, other)
+        for _ in range(3):
+            x = torch.randn(5, 3)
+            for optimizer in (both, other):
+                optimizer.zero_grad()
+                (decoder(encoder(x)) - x).square().mean().add(critic(x).square().mean()).backward()
+                optimizer.step()
+        if paceline.worker_index() == 0:
+            kept.update(encoder=encoder, decoder=decoder, critic=critic)
+
+    kept: dict[str, nn.Module] = {}
+    run = run_on_threads(train, workers=2 if sync == "bsp" else 1, sync=sync)
+    names = {"model0.weight", "model0.bias", "model2.weight", "model1.1.weight", "model1.0.running_mean"}
+    assert names <= run.state_dict.keys()
+    for index, model in enumerate(kept.values()):
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, run.state_dict[f"model{index}.{name}"])
+
+
+def test_a_module_that_no_optimizer_trains_is_not_a_part_of_the_model(run_on_threads: RunOnThreads) -> None:
+    def train() -> None:
+        torch.manual_seed(0)
+        encoder, decoder, teacher = nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)
+        prepared = paceline.prepare(encoder, decoder, teacher, torch.optim.SGD(encoder.parameters(), lr=0.1))
+        decoder(encoder(torch.randn(5, 3))).sum().backward()
+        prepared[-1].step()
+
+    assert run_on_threads(train, workers=2).state_dict.keys() == {"weight", "bias"}
 
 
 def test_a_part_of_another_kind_is_refused() -> None:

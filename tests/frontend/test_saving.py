@@ -237,3 +237,25 @@ def test_requests_of_all_workers_cut_a_simulated_job_once_each_time() -> None:
     for sync in ("bsp", "asp"):
         result = paceline.simulate(cluster, sync, train_fn=train)
         assert len(result.cuts) == 2
+
+
+def test_different_paths_of_the_workers_are_said_at_the_next_barrier(
+    run_on_threads: RunOnThreads, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with Hydra, each worker has a folder of its own. Nothing is said of equal paths."""
+
+    def train() -> None:
+        worker = paceline.worker_index()
+        for folder in ("same", "same", f"worker-{worker}", f"worker-{worker}"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            paceline.save({"epoch": 1}, tmp_path / folder / "model.pt")
+            paceline.barrier()
+            paceline.barrier()
+            before.append(len(caplog.records)) if folder == "same" and worker == 0 else None
+
+    before: list[int] = []
+    run_on_threads(train, workers=3)
+    assert before == [0, 0]
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert f"only at the path of worker 0: {tmp_path}/worker-0/model.pt" in warning
+    assert [path.name for path in tmp_path.glob("*/model.pt")] == ["model.pt"] * 2

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline import DistributedOptimizer, worker_index
-from paceline.errors import UsageError, WeightsChangedError
+from paceline.errors import ConfigurationError, UsageError, WeightsChangedError
 from paceline.frontend.buffers import Buffers
 from paceline.frontend.epoch_order import EpochOrder
 from paceline.frontend.joint_model import JointModel
@@ -493,3 +493,145 @@ def buffers_with(tensor: torch.Tensor) -> Buffers:
     model = nn.Module()
     model.register_buffer("grows", tensor)
     return Buffers(JointModel([model]), [])
+
+
+# -- parameters and buffers that are replaced, added and removed during training -----------------------------------
+
+
+def assign(model: nn.Sequential) -> None:
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+
+
+def new_head(model: nn.Sequential) -> None:
+    model[2] = nn.Linear(8, 1).double()
+
+
+def convert(model: nn.Sequential) -> None:
+    before = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        model.float().double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(before)
+
+
+@pytest.mark.parametrize("clears", ["optimizer", "model", "nothing"])
+@pytest.mark.parametrize(
+    ("replace", "named"),
+    [
+        (assign, r"4 .*: '0\.weight', '0\.bias', '2\.weight', \.\.\."),
+        (new_head, r"2 .*: '2\.weight', '2\.bias'"),
+    ],
+)
+def test_a_parameter_that_was_replaced_is_named(
+    run_on_threads: RunOnThreads, replace: Callable[[nn.Sequential], None], named: str, clears: str
+) -> None:
+    def train() -> None:
+        model = network()
+        optimizer = DistributedOptimizer(sgd(model), model=model)
+        for iteration in range(3):
+            plain(model, batch(0, iteration))
+            optimizer.step()
+        if clears != "nothing":
+            optimizer.zero_grad() if clears == "optimizer" else model.zero_grad()
+        replace(model)
+        plain(model, batch(0, 4))
+        with pytest.raises(UsageError, match=rf"^The optimizer holds {named}"):
+            optimizer.step()
+
+    run_on_threads(train, workers=1)
+
+
+def test_a_conversion_that_replaces_parameters_is_named(run_on_threads: RunOnThreads) -> None:
+    def train() -> None:
+        model = network()
+        optimizer = DistributedOptimizer(sgd(model), model=model)
+        plain(model, batch(0, 0))
+        optimizer.step()
+        convert(model)
+        plain(model, batch(0, 1))
+        with pytest.raises(
+            UsageError, match=r"^The optimizer holds 4 parameters that the model no longer has"
+        ):
+            optimizer.step()
+
+    run_on_threads(train, workers=1)
+
+
+def test_a_part_that_was_removed_is_no_mistake(
+    run_on_threads: RunOnThreads,
+) -> None:
+    class Extra(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.main = network()
+            self.extra: nn.Sequential | None = nn.Sequential(network(), nn.BatchNorm1d(1).double())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.main(x)
+            return out if self.extra is None else out + self.extra(x)
+
+    def train() -> None:
+        model = Extra()
+        optimizer = DistributedOptimizer(sgd(model), model=model)
+        for iteration in range(6):
+            if iteration == 2:
+                model.extra = None
+            optimizer.zero_grad()
+            plain(model, batch(worker_index(), iteration))
+            optimizer.step()
+
+    assert not run_on_threads(train, workers=2).faults
+
+
+@pytest.mark.parametrize("replace", [assign, new_head])
+def test_a_new_optimizer_trains_what_was_replaced(
+    run_on_threads: RunOnThreads, replace: Callable[[nn.Sequential], None]
+) -> None:
+    def train() -> None:
+        model = network()
+        optimizer = DistributedOptimizer(sgd(model), model=model)
+        for iteration in range(6):
+            if iteration == 4:
+                replace(model)
+                optimizer = DistributedOptimizer(sgd(model), model=model)
+            optimizer.zero_grad()
+            plain(model, batch(worker_index(), iteration))
+            optimizer.step()
+        for name, tensor in model.state_dict().items():
+            trained_by[worker_index(), name] = tensor
+
+    trained_by: dict[tuple[int, str], torch.Tensor] = {}
+    run = run_on_threads(train, workers=2)
+    for (_, name), tensor in trained_by.items():
+        assert torch.equal(tensor, run.state_dict[name])
+
+
+def test_a_replacement_before_training_is_named(run_on_threads: RunOnThreads) -> None:
+    def train() -> None:
+        model = network()
+        optimizer = DistributedOptimizer(sgd(model), model=model)
+        new_head(model)
+        with pytest.raises(ConfigurationError, match=r"parameter 2, .* create the optimizer after that"):
+            plain(model, batch(0, 0))
+        del optimizer
+
+    run_on_threads(train, workers=1)
+
+
+def test_a_buffer_that_is_added_during_training_is_said_to_be_missing(run_on_threads: RunOnThreads) -> None:
+    def train() -> None:
+        model = network()
+        model.register_buffer("early", torch.zeros(1))
+        optimizer = DistributedOptimizer(sgd(model), model=model)
+        for iteration in range(4):
+            plain(model, batch(0, iteration))
+            optimizer.step()
+            if iteration == 2:
+                del model.early
+                model.register_buffer("late", torch.zeros(1))
+
+    run = run_on_threads(train, workers=1)
+    [fault] = run.faults
+    assert fault.startswith("worker 0: Buffer 'late' was added to the model after training had begun.")
+    assert run.state_dict.keys() == {"0.weight", "0.bias", "2.weight", "2.bias", "early"}

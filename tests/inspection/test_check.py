@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.errors import ConfigurationError
 from paceline.inspection.check import _error_message, check_script
 from paceline.inspection.mistakes import CATALOG, Evidence, find_mistakes
 from paceline.inspection.observations import Observation
+from paceline.inspection.probe import compares_samples
 from paceline.inspection.source import MetricStep, UnguardedWrite, unreduced_metrics
 
 SCRIPTS = Path(__file__).parent / "checked_scripts"
@@ -137,6 +139,24 @@ def test_a_file_is_written_by_several_only_if_different_workers_write_it() -> No
 
 def test_a_library_that_writes_a_file_of_its_own_is_not_reported() -> None:
     assert names(*[[ASKED, STEP, Observation("wrote", "/a/cache")]] * 2) == []
+
+
+def test_a_loss_that_compares_the_samples_of_a_batch_is_noted() -> None:
+    compared = Observation("compared", "8", "train.py", 12)
+    [mistake] = find_mistakes(Evidence([STEP], [[STEP, SHARED, compared]] * 2))
+    assert (mistake.name, mistake.severity, mistake.line) == ("negatives of the worker's batch", "note", 12)
+    assert "8 samples of a batch" in mistake.text
+    assert "7 negatives" in mistake.text
+
+
+def test_labels_of_an_ordinary_classification_compare_no_samples() -> None:
+    diagonal = torch.arange(8)
+    assert compares_samples(torch.zeros(8, 8), diagonal)
+    assert not compares_samples(torch.zeros(8, 9), diagonal), "more classes than samples"
+    assert not compares_samples(torch.zeros(8, 8), diagonal.flip(0))
+    assert not compares_samples(torch.zeros(8, 8), torch.eye(8)), "probabilities"
+    assert not compares_samples(torch.zeros(8, 8, 8), diagonal[:, None].expand(8, 8))
+    assert not compares_samples(torch.zeros(2, 2), torch.arange(2)), "two labels are often in order"
 
 
 def test_errors_come_before_wrong_results_and_notes() -> None:

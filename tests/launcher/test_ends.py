@@ -614,6 +614,37 @@ def last(worker):
     assert ["ended", "interrupted"] in [line.split() for line in ended.stdout.splitlines()]
 
 
+CAUGHT = """
+def last(worker):
+    if worker < {interrupted}:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            print("stopping early")
+"""
+
+
+def test_scripts_that_catch_sigint_and_end_have_been_interrupted() -> None:
+    ended = run(CAUGHT.format(interrupted=2))
+
+    assert ended.returncode == 130, ended.stderr
+    words = "interrupted: the scripts of all workers were interrupted by SIGINT, and have ended"
+    assert ended.stderr.splitlines()[-1] == words
+    assert summary()["ended"] == "interrupted"
+    assert weights() == NAMES
+
+
+@pytest.mark.thorough
+def test_a_script_that_catches_sigint_and_ends_is_named_if_the_others_are_done() -> None:
+    ended = run(CAUGHT.format(interrupted=1))
+
+    assert ended.returncode == 3, ended.stderr
+    assert "the script was interrupted by SIGINT, and ended before it was done: worker 0" in ended.stderr
+    assert summary()["ended"] == "finished"
+    assert weights() == NAMES
+
+
 @pytest.mark.chaos
 def test_ctrl_c_while_the_weights_are_saved_costs_no_weights() -> None:
     Path("launch.py").write_text("""

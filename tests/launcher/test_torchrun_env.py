@@ -61,15 +61,15 @@ def test_the_environment_is_unchanged_by_default(tmp_path: Path) -> None:
 
 def test_wrappers_are_found_around_the_model_and_in_it(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
-    require_not_wrapped(model, list(model.parameters()))
+    require_not_wrapped([model], list(model.parameters()))
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        require_not_wrapped(model, list(model.parameters()))
+        require_not_wrapped([model], list(model.parameters()))
         wrapped = nn.parallel.DistributedDataParallel(model)
-        for trained in (None, model, wrapped, nn.Sequential(wrapped)):
+        for trained in ([], [model], [wrapped], [nn.Sequential(wrapped)]):
             with pytest.raises(ConfigurationError, match="wrapped in DistributedDataParallel"):
                 require_not_wrapped(trained, list(model.parameters()))
         other = torch.nn.Linear(2, 1)
-        require_not_wrapped(other, list(other.parameters()))
+        require_not_wrapped([other], list(other.parameters()))
     finally:
         dist.destroy_process_group()

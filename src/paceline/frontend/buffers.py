@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 import torch
@@ -52,6 +53,7 @@ class Buffers:
         ]
         # A list first: see `DistributedOptimizer.parameter_set`.
         self.specs = tuple([spec for spec in described if not isinstance(tensors[spec.name], nn.Parameter)])
+        self._latest = {spec.name: tensors[spec.name] for spec in described}
         self._dtypes = [tensors[spec.name].dtype for spec in self.specs]
         frozen = [spec for spec in described if isinstance(tensors[spec.name], nn.Parameter)]
         digests = {str(spec): spec.digest for spec in before.frozen} if before is not None else {}
@@ -158,8 +160,18 @@ class Buffers:
                 found[index_of[name]] = sent.copy if sent.copy is not None else _copy(suspected[name], value)
         return found
 
+    def unknown(self) -> list[str]:
+        """Return the names of the buffers that the script has added since this object was created."""
+        return [
+            name
+            for name, tensor in self._model.added().items()
+            if not isinstance(tensor, nn.Parameter) and name not in self._latest
+        ]
+
     def _get(self, name: str) -> torch.Tensor:
-        return self._model.tensor(name).detach()
+        with suppress(AttributeError):  # the script has removed it, and it keeps its last content
+            self._latest[name] = self._model.tensor(name)
+        return self._latest[name].detach()
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ import torch
 from ..core.protocol.messages import MOST_WORDS, Contributed
 from ..core.sync.joint_calls import ITEM_BYTES, LIMIT_BYTES, combine
 from ..errors import UsageError
+from .saving import path_numbers, warn_of_paths
 from .session import current
 from .training import training_of
 
@@ -42,7 +43,11 @@ def barrier() -> None:
         ...     words = "the data that worker 0 downloads".split()
         >>> paceline.barrier()
     """
-    _combined("barrier()", "sum", array("d"), 1.0)
+    session = current()
+    numbers = array("d", [0.0] * 3 if session is None else path_numbers(session))
+    sums = _combined("barrier()", "sum", numbers, 1.0)
+    if session is not None:
+        warn_of_paths(session, sums)
 
 
 def reduce(value: Value, op: Literal["mean", "sum"] = "mean", *, weight: float | None = None) -> Value:

@@ -19,6 +19,7 @@ from weakref import ref
 
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import IterableDataset
 
 from ..core.metrics.time_spent import PassMark, Stopwatch
 from ..core.protocol.lease import BATCH_SIZINGS, SPLITS, Batch, BatchSizing, Order, Split
@@ -224,8 +225,12 @@ def _samples(count: int) -> str:
     return f"{count} sample{'s' * (count != 1)}"
 
 
+UNDIVIDED = frozenset({"base_dataloader", "batch_sampler", "sampler"})
+"""Attributes of loaders that are not shown, because they yield the data of all workers."""
+
+
 class DistributedLoader(Generic[T]):
-    """One worker's part of a loader. All other attributes are those of the loader.
+    """One worker's part of a loader. All other attributes are those of the loader, except for `UNDIVIDED`.
 
     Args:
         source: the data to split.
@@ -357,7 +362,16 @@ class DistributedLoader(Generic[T]):
         # An attribute of this class can be missing, for example while an instance is copied.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._source.inner, name)
+        value = getattr(self._source.inner, name)
+        if name in UNDIVIDED or (name == "dataset" and isinstance(value, IterableDataset)):
+            raise AttributeError(
+                f"A distributed loader does not show the {name!r} of the loader: what is built from it has the data "
+                "of all workers, such as the loader of Accelerate's skip_first_batches(), with which the Trainer "
+                "resumes in mid-epoch. Resume with `paceline run --resume`, or pass ignore_data_skip=True to "
+                "TrainingArguments. To look at the sampler itself, keep the loader from before the call of prepare "
+                "or distribute."
+            )
+        return value
 
 
 class _PassTimes:

@@ -115,6 +115,10 @@ class Gradients:
             present[index] = self.adopt(index)
         return bytes(present)
 
+    def not_accumulated(self, indices: Sequence[int]) -> list[int]:
+        """Return those of these parameters of which no gradient has been accumulated since the last push."""
+        return [index for index in indices if not self._accumulated_since_push[index]]
+
     def adopt_as_accumulated(self, session: Session, indices: Container[int], *, final: bool) -> None:
         """While the session exists, adopt each gradient as soon as autograd has accumulated it.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -92,12 +93,32 @@ class JointModel:
         tensors = {id(part.model): _tensors(part.model) for part in self._parts}
         return {full: tensors[id(model)][name] for full, (model, name) in self._owners.items()}
 
+    def added(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that the modules have now and that have no name in the joint model, by new names."""
+        known = {id(tensor) for tensor in self._present()}
+        return {
+            part.prefix + name: tensor
+            for part in self._parts
+            for name, tensor in _tensors(part.model).items()
+            if id(tensor) not in known and (part.model, name) not in self._owners.values()
+        }
+
+    def _present(self) -> Iterator[torch.Tensor]:
+        for name in self._owners:
+            with suppress(AttributeError):
+                yield self.tensor(name)
+
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the tensor that now has this name."""
+        """Return the tensor that now has this name.
+
+        Raises:
+            AttributeError: there is none any more.
+        """
         model, name = self._owners[name]
         owner, _, name = name.rpartition(".")
         tensor = getattr(model.get_submodule(owner), name)
-        assert isinstance(tensor, torch.Tensor)
+        if not isinstance(tensor, torch.Tensor):
+            raise AttributeError(f"{name!r} is no tensor any more")
         return tensor
 
 

@@ -83,8 +83,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop or Rprop of `torch.optim`, `paceline.LARS`, or
             any other class that passes a short test (see `paceline.register_elementwise`). Outside a run, any
             optimizer works.
-        model: the module to train. Default: the outermost module that holds the optimizer's parameters. Required if
-            there is no such module, or more than one.
+        model: the module to train, or several modules that hold the optimizer's parameters together. Default: the
+            outermost module that holds all of them. Required if there is no such module, or more than one.
 
     Raises:
         ConfigurationError: in a run, the optimizer cannot run on slices of the parameters; the message says why.
@@ -99,7 +99,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         >>> optimizer.step()  # outside a run, as in this example, the same as SGD's own step()
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, model: nn.Module | None = None) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, model: nn.Module | Sequence[nn.Module] | None = None
+    ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             raise UsageError("The optimizer is already a DistributedOptimizer; wrap the original optimizer.")
         session = current()
@@ -108,7 +110,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._wrapped = optimizer
         self._share_groups()
-        self._model = model
+        # the modules to train, if they are given
+        self._given: tuple[nn.Module, ...] = () if model is None else _modules(model)
         self._session = session
         self._training: WorkerTraining | None = None  # created by the first forward pass of a run
         # How the gradient of the next step is clipped; at most one. This is a list that is changed in place, because
@@ -133,7 +136,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             # A scheduler that was created for either optimizer warns if it is stepped before that optimizer. The
             # wrapped optimizer takes no step in a run, and a worker may have no batch in an epoch.
             optimizer._opt_called = self._opt_called = True  # type: ignore[attr-defined]
-            require_not_wrapped(model, self._parameters())
+            require_not_wrapped(self._given, self._parameters())
             watch_adapters()
             self._wait_for_forward(self._session)
 
@@ -518,7 +521,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def parameter_set(self) -> ParameterSet:
         parameters = self._parameters()
-        require_not_wrapped(self._model, parameters)
+        require_not_wrapped(self._given, parameters)
         # `tuple` of a generator fails if another thread takes a reference to the unfinished tuple (`find_model`).
         group_of = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
         return ParameterSet(
@@ -533,7 +536,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def models(self) -> tuple[nn.Module, ...]:
         """Return the modules that hold the parameters. A later group may belong to a module of its own."""
         if self._training is None:
-            return (self._model if self._model is not None else find_model(self._parameters()),)
+            return self._given or (find_model(self._parameters()),)
         models = self._training.sets[self._set_index].models
         held = {id(parameter) for model in models for parameter in model.parameters()}
         outside = [parameter for parameter in self._new_parameters() if id(parameter) not in held]
@@ -547,6 +550,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Return the parameters that are not trained yet."""
         trained = 0 if self._training is None else len(self._training.sets[self._set_index].parameters)
         return self._parameters()[trained:]
+
+
+def _modules(model: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+    return (model,) if isinstance(model, nn.Module) else tuple(model)
 
 
 def _as_number(loss: object) -> float | None:

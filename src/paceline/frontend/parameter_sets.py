@@ -134,6 +134,19 @@ class Trained(NamedTuple):
         spec = ModelSpec(layout, first, buffers.specs, tuple(further), buffers.frozen)
         return cls(sets, model, parameters, members, buffers, spec, device_of(model, parameters))
 
+    def replaced(self, indices: Sequence[int]) -> list[str]:
+        """Return the names of those of these parameters in whose places the model has other ones to train."""
+        found = []
+        for index in indices:
+            name = self.spec.layout.parameters[index].names[0]
+            try:
+                present = self.model.tensor(name)
+            except AttributeError:
+                continue  # it was removed, such as an auxiliary output that is no longer used
+            if present is not self.parameters[index] and present.requires_grad and present.is_leaf:
+                found.append(name)
+        return found
+
     def new_since(self, before: Trained) -> list[torch.Tensor]:
         """Return the parameters whose optimizer state is new: they or their optimizers have been added."""
         known = set(map(id, before.parameters))

@@ -93,9 +93,10 @@ def prepare(
     Do not pass a loader for evaluation, unless each worker is meant to evaluate on a part of the data.
 
     Args:
-        parts: modules to train, optimizers to wrap (see `DistributedOptimizer`), loaders to split (or loaders that
-            `distribute` has returned), and schedulers from `torch.optim.lr_scheduler` that were created for one of
-            the optimizers; in any order and number. None is returned as None.
+        parts: modules to train (an optimizer may train several of them), optimizers to wrap (see
+            `DistributedOptimizer`), loaders to split (or loaders that `distribute` has returned), and schedulers from
+            `torch.optim.lr_scheduler` that were created for one of the optimizers; in any order and number. None is
+            returned as None.
         scheduler: a scheduler, as the last of the parts.
         joint_batch: True if the batch sizes of the loaders are those of the joint batch of all workers; see
             `distribute`. Not for loaders that `distribute` has returned.
@@ -106,8 +107,8 @@ def prepare(
         The parts in the same order, as a tuple; if there is only one part, this part alone.
 
     Raises:
-        ConfigurationError: a part is none of these things, a scheduler was created for another optimizer, no model
-            contains all parameters of an optimizer, or a part cannot be used in a run.
+        ConfigurationError: a part is none of these things, a scheduler was created for another optimizer, a parameter
+            of an optimizer is in none of several models, or a part cannot be used in a run.
         UsageError: an optimizer is a `DistributedOptimizer`.
 
     Example:
@@ -139,7 +140,7 @@ def prepare(
             )
     if (session := current()) is not None:
         seed_worker(session)
-    wrapped = {id(each): DistributedOptimizer(each, model=_model_of(each, models)) for each in optimizers}
+    wrapped = {id(each): DistributedOptimizer(each, model=_models_of(each, models)) for each in optimizers}
     site = call_site(sys._getframe(1))
     split = {
         id(each): each
@@ -165,23 +166,28 @@ def _is_loader(part: Any) -> bool:
     return isinstance(part, Iterable) and not isinstance(part, nn.Module)
 
 
-def _model_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> nn.Module | None:
-    """Return the first model that contains all parameters of an optimizer; None if no models are given.
+def _models_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> Sequence[nn.Module] | None:
+    """Return the first model that contains all parameters of an optimizer, or all models that contain some.
+
+    Return None if no models are given.
 
     Raises:
-        ConfigurationError: several models are given, and none of them contains all parameters.
+        ConfigurationError: several models are given, and a parameter is in none of them.
     """
     if len(models) < 2:
-        return models[0] if models else None
+        return models or None
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for model in models:
-        if trained <= {id(parameter) for parameter in model.parameters()}:
-            return model
-    raise ConfigurationError(
-        f"prepare() got {len(models)} models, but none of them contains all parameters of the "
-        f"{type(optimizer).__name__} optimizer. Pass one module that contains them, for example a "
-        "torch.nn.ModuleList([...])."
-    )
+    held = [{id(parameter) for parameter in model.parameters()} for model in models]
+    for model, parameters in zip(models, held, strict=True):
+        if trained <= parameters:
+            return [model]
+    missing = len(trained.difference(*held))
+    if missing:
+        raise ConfigurationError(
+            f"prepare() got {len(models)} models, but {missing} of the {len(trained)} parameters of the "
+            f"{type(optimizer).__name__} optimizer are in none of them. Pass all modules that the optimizer trains."
+        )
+    return [model for model, parameters in zip(models, held, strict=True) if trained & parameters]
 
 
 def _following(scheduler: LRScheduler, optimizer: DistributedOptimizer, given: Any, loader: Any) -> Any:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import pickle
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..core.protocol.messages import Warned
+from ..core.protocol.requests import COORDINATOR, Send
 from ..errors import UsageError
 from ..files import Unfinished
 from .newcomer import hold_job_model
-from .session import current
+from .of_session import OfSession
+from .session import Session, current
 from .training import WorkerTraining, training_of
 
-__all__ = ["checkpoint", "pool_buffers", "save"]
+__all__ = ["checkpoint", "path_numbers", "pool_buffers", "save", "warn_of_paths"]
+
+log = logging.getLogger("paceline.frontend.saving")
 
 Key = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
@@ -40,7 +47,9 @@ def save(obj: object, path: str | os.PathLike[str]) -> None:
 
     Args:
         obj: the object, for example `model.state_dict()`.
-        path: name of the file. Its directory must exist.
+        path: name of the file. Its directory must exist. The path is that of the main worker: if each worker has a
+            working directory of its own, as Hydra may give it, the file is only in that of the main worker. A
+            `barrier()` after the call notices this, and a warning names the file.
 
     Raises:
         UsageError: the file cannot be written. An earlier file of this name is unchanged.
@@ -56,14 +65,63 @@ def save(obj: object, path: str | os.PathLike[str]) -> None:
         <All keys matched successfully>
     """
     session = current()
-    if session is not None and not session.is_main_now():
-        return
+    place = os.path.abspath(path)
+    if session is not None:
+        saved_at(session).path = place
+        if not session.is_main_now():
+            return
     training = training_of(session) if session is not None else None
     if training is None:
         hold_job_model(session)
     elif pooled := _pooled_by_memory(training):
         obj = _replaced(obj, pooled)
-    _write(obj, path, lambda: session is None or session.is_main_now())
+    _write(obj, place, lambda: session is None or session.is_main_now())
+
+
+class SavedAt:
+    """Where the script of one worker has wanted its last file to be saved.
+
+    Attributes:
+        path: the absolute path; "" if no file has been saved since the last barrier.
+    """
+
+    def __init__(self) -> None:
+        self.path = ""
+        self.warned = False
+
+
+saved_at = OfSession(lambda _: SavedAt())
+"""Returns where the script of a session's worker has saved its last file."""
+
+
+def path_numbers(session: Session) -> list[float]:
+    """Return numbers whose sums over the workers tell whether all have named the same path. See `warn_of_paths`."""
+    path = saved_at(session).path
+    number = 1 + zlib.crc32(path.encode(errors="replace")) % 2**16 if path else 0
+    return [float(bool(path)), float(number), float(number**2)]
+
+
+def warn_of_paths(session: Session, sums: Sequence[float]) -> None:
+    """Warn once, in the main worker, if the workers have named different paths in their last calls of `save`.
+
+    Args:
+        session: the session of this worker.
+        sums: the sums of `path_numbers` over all workers.
+    """
+    saved = saved_at(session)
+    path, saved.path = saved.path, ""
+    workers, first, second = map(int, sums)
+    # Equal numbers are those whose variance is zero.
+    if workers * second == first**2 or saved.warned or not path or session.main_worker != session.worker:
+        return
+    saved.warned = True
+    text = (
+        f"the workers have given paceline.save() different paths, as if each had a working directory of its own. The "
+        f"file is only at the path of worker {session.worker}: {path}. Give all workers the same directory, with "
+        "Hydra for example by hydra.run.dir=outputs/NAME on the command line."
+    )
+    log.warning("%s", text)
+    session.exchange(lambda: [Send(COORDINATOR, Warned(text))])
 
 
 def checkpoint() -> None:

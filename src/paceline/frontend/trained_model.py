@@ -52,19 +52,19 @@ def find_model(parameters: Sequence[torch.Tensor]) -> nn.Module:
     )
 
 
-def require_not_wrapped(model: nn.Module | None, parameters: Sequence[torch.Tensor]) -> None:
+def require_not_wrapped(models: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> None:
     """Check that no module of torch's own data parallelism contains these parameters.
 
     Args:
-        model: the module that is trained, if known.
+        models: the modules that are trained, as far as they are known.
         parameters: the parameters that are trained.
 
     Raises:
-        ConfigurationError: the model, a part of it, or a module around it is such a module.
+        ConfigurationError: a model, a part of it, or a module around it is such a module.
     """
     if not torch.distributed.is_available():
         return
-    modules = list(model.modules()) if model is not None else []
+    modules = [module for model in models for module in model.modules()]
     if torch.distributed.is_initialized():  # otherwise, no such module can exist
         trained = {id(parameter) for parameter in parameters}
         modules += [
@@ -152,7 +152,9 @@ def layout_of(model: JointModel, places: Sequence[Place], before: Sequence[Param
         if id(parameter) not in names:
             raise ConfigurationError(
                 f"The optimizer's parameter {position}, of shape {list(parameter.shape)}, is not a parameter of the "
-                "model. Pass the module that holds all parameters: DistributedOptimizer(optimizer, model=...)."
+                "model. If the model got new parameters after the optimizer was created, for example by "
+                "load_state_dict(..., assign=True) or by a new layer, create the optimizer after that. Else pass the "
+                "module that holds all parameters: DistributedOptimizer(optimizer, model=...)."
             )
         entry = Parameter(
             names[id(parameter)], tuple(parameter.shape), dtype_name(parameter.dtype), set_index, part

@@ -105,6 +105,8 @@ class WorkerTraining:
         self._had_nan: set[int] = set()
         # what was seen of the last push, if the guard is told of it when the script has logged its loss
         self._unobserved: Observation | None = None
+        # set -> its parameters without a new gradient when it was last looked whether the model has them
+        self._missing: dict[int, list[int]] = {}
         self.stale: set[int] = set()
         self.graph_begun = False
         trained = Trained.of(sets)
@@ -295,6 +297,27 @@ class WorkerTraining:
                 "parameters with add_param_group(); trained parameters cannot be removed or replaced."
             )
 
+    def _require_in_model(self, set_index: int) -> None:
+        """Check that the model still uses the parameters of a set: the gradients of others would be missing silently.
+
+        The model is only looked at if other parameters than before have no new gradient.
+
+        Raises:
+            UsageError: the model has other parameters in the places of some.
+        """
+        missing = self._gradients.not_accumulated(self._trained.members[set_index])
+        if missing == self._missing.get(set_index, []):
+            return
+        self._missing[set_index] = missing
+        if replaced := self._trained.replaced(missing):
+            names = ", ".join(map(repr, replaced[:3])) + (", ..." if len(replaced) > 3 else "")
+            raise UsageError(
+                f"The optimizer holds {len(replaced)} parameters that the model no longer has: {names}. It has new "
+                "ones in their places, from load_state_dict(..., assign=True), a new layer or a conversion. So the "
+                "optimizer would train nothing there. Load without assign=True, or create and prepare a new "
+                "optimizer after the change."
+            )
+
     def describe(self, parameter: torch.Tensor) -> str:
         """Return a parameter's name in the model, or its shape if it is not a parameter of the model."""
         return describe_parameter(self._trained.model, parameter)
@@ -371,6 +394,7 @@ class WorkerTraining:
         """
         session = self._session
         self._weights.require_unchanged()
+        self._require_in_model(set_index)
         scale_gradients = self._trained.sets[set_index].scale_gradients
         sets = len(self._trained.sets)
         selected = set_index if sets > 1 else None
@@ -585,9 +609,17 @@ class WorkerTraining:
         self._weights.use(self._stager)
 
     def _finish(self) -> str:
-        """Remove the hooks when the script ends, and describe a change of the weights after the last step."""
+        """Remove the hooks when the script ends, and describe what the saved weights do not contain."""
         remove_now(self._session)
-        return self._weights.change_after_training()
+        added = self._trained.buffers.unknown()
+        words = [
+            self._weights.change_after_training(),
+            f"Buffer {added[0]!r} was added to the model after training had begun. The weights that the run saves do "
+            "not contain it: register it before the first step."
+            if added
+            else "",
+        ]
+        return " ".join(filter(None, words))
 
     def _after_forward(self, module: nn.Module, inputs: object, output: object) -> None:
         """Notice if the first output of a batch is a part of a gradient. See `core/data/drawn.py`."""

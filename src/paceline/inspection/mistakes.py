@@ -119,6 +119,13 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
         "The initial weights differ from one start of the script to the next, so its results cannot be repeated.",
         "Call torch.manual_seed(...) before the model is created.",
     ),
+    "negatives of the worker's batch": (
+        "note",
+        "The loss compares the {samples} samples of a batch with one another. In a run, these are the samples of one "
+        "worker: each has {negatives} negatives, however many workers there are.",
+        "Choose the batch size of the loader, which is that of each worker, by the number of negatives that the loss "
+        "needs.",
+    ),
     "warning": ("note", "{detail}", "Nothing, if this is intended."),
 }
 """Name of each mistake -> its severity, what happens, and what to do about it."""
@@ -377,6 +384,12 @@ def _unseeded(evidence: Evidence) -> Iterator[Mistake]:
             yield _mistake("not seeded")
 
 
+def _compared(evidence: Evidence) -> Iterator[Mistake]:
+    for each in evidence.of_workers("compared"):
+        samples = int(each.detail)
+        yield _mistake("negatives of the worker's batch", each, samples=samples, negatives=samples - 1)
+
+
 def _warned(evidence: Evidence) -> Iterator[Mistake]:
     for each in evidence.of_workers("warned"):
         yield _mistake("warning", each, detail=each.detail)
@@ -399,5 +412,6 @@ RULES: tuple[Callable[[Evidence], Iterable[Mistake]], ...] = (
     _same_seed,
     _not_distributed,
     _unseeded,
+    _compared,
     _warned,
 )

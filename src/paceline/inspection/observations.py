@@ -11,6 +11,8 @@ __all__ = ["Kind", "Observation", "Observations", "read_observations"]
 
 Kind = Literal[
     "asked",  # the script asked for the index or the number of workers; detail: the function
+    # The script computed a loss that compares the samples of a batch with one another. Detail: their number.
+    "compared",
     "clipped",  # the script clipped gradients; detail: the function
     "distributed",  # a loader was distributed; detail: identity of the loader
     "gradient",  # an optimizer made a step; detail: digest of the gradients

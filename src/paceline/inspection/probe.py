@@ -38,6 +38,9 @@ from paceline.shard.vectors import digest
 PATIENCE = 10
 """Factor by which a script makes more steps until it has stepped a scheduler with a metric."""
 
+LEAST_COMPARED = 4
+"""Minimum number of samples that a loss must compare with one another. Labels of fewer may be in order by chance."""
+
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -114,6 +117,7 @@ class Probe:
             self._observe(
                 [session, sys.modules["paceline"]], name, lambda *a, name=name: ("asked", name), direct=False
             )
+        self._observe_comparisons()
         self._observe([torch.utils.data.DataLoader], "__len__", lambda *a: ("measured", str(id(a[1]))))
         self._observe([data.DistributedLoader], "__len__", lambda *a: ("measured part", ""))
         self._observe_distribution()
@@ -149,6 +153,21 @@ class Probe:
                 return _original(*arguments, **options)
 
             setattr(owner, name, wraps(original)(call))
+
+    def _observe_comparisons(self) -> None:
+        """Observe losses for which the other samples of a batch are the negatives, as in contrastive training.
+
+        These are cross entropies of a square matrix whose targets are its diagonal.
+        """
+        original = torch.nn.functional.cross_entropy
+
+        @wraps(original)
+        def cross_entropy(input: Any, target: Any, *arguments: Any, **options: Any) -> Any:
+            if compares_samples(input, target):
+                self.note("compared", str(len(target)), sys._getframe(1))
+            return original(input, target, *arguments, **options)
+
+        torch.nn.functional.cross_entropy = cross_entropy
 
     def _observe_distribution(self) -> None:
         original, following = data.distribute_at, preparing._following
@@ -302,6 +321,15 @@ def users_place(frame: FrameType | None) -> tuple[str, int]:
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def compares_samples(logits: Any, target: Any) -> bool:
+    """Return True if the targets of a classification are the diagonal of its logits, which is hardly by chance."""
+    if not isinstance(logits, torch.Tensor) or not isinstance(target, torch.Tensor) or target.dim() != 1:
+        return False
+    size = len(target)
+    square = tuple(logits.shape) == (size, size) and size >= LEAST_COMPARED
+    return square and not target.is_floating_point() and target.tolist() == list(range(size))
 
 
 def subclasses(kind: type[Any]) -> list[type[Any]]:

@@ -19,7 +19,13 @@ from ...errors import ConfigurationError, RunFailedError
 from ...runtime.compute_devices import Device
 from ...runtime.job import LOOPBACK, Assignment, Job
 from ...runtime.listener import Listener
-from ..processes.endings import EXIT_PEER_LOST, describe_ending, is_crash, out_of_memory_kills
+from ..processes.endings import (
+    EXIT_INTERRUPTED,
+    EXIT_PEER_LOST,
+    describe_ending,
+    is_crash,
+    out_of_memory_kills,
+)
 from ..processes.orders import Descriptors, Order, file_of
 from ..processes.starting import Child, Starter
 from ..terminal.channels import Channels
@@ -301,7 +307,12 @@ class LocalEngine:
     @property
     def finished(self) -> bool:
         """True if a worker has finished its script."""
-        return any(worker.exit_code == 0 for worker in self.workers.values())
+        return any(worker.exit_code in (0, EXIT_INTERRUPTED) for worker in self.workers.values())
+
+    @property
+    def interrupted(self) -> list[int]:
+        """The workers whose scripts were ended by SIGINT, and have caught it."""
+        return [index for index, worker in self.workers.items() if worker.exit_code == EXIT_INTERRUPTED]
 
     def failed_server(self) -> RunFailedError | None:
         """Return the failure of a server that has ended during the run, or None if all servers are still running."""
@@ -314,10 +325,12 @@ class LocalEngine:
         """Return the failure of a worker that has ended with a nonzero exit code, or None.
 
         A worker that was terminated by a signal is lost, which is not a failure: the other workers continue. The same
-        applies to a worker that could not continue because another process was lost.
+        applies to a worker that could not continue because another process was lost, and to one whose script was
+        interrupted and has ended by itself.
         """
+        harmless = (None, EXIT_PEER_LOST, EXIT_INTERRUPTED)
         for worker in self.workers.values():
-            if worker.exit_code is not None and worker.exit_code > 0 and worker.exit_code != EXIT_PEER_LOST:
+            if worker.exit_code not in harmless and (worker.exit_code or 0) > 0:
                 return RunFailedError(worker.name, worker.ending, worker.tail())
         return None
 

@@ -42,7 +42,7 @@ from ...trace.run_dir import require_usable
 from ...wire.passing import PassedSockets
 from ...wire.preface import COORDINATOR
 from ..processes.digest_process import Digester
-from ..processes.interruption import Interruption
+from ..processes.interruption import Interrupted, Interruption
 from ..processes.orders import payload_of_server
 from ..processes.outlets import Showing
 from ..processes.rehearsal import Rehearsals
@@ -425,6 +425,15 @@ class LiveRun:
             raise self._failed(failure)
         if self._interruption.asked:
             raise self._interrupted()
+        if engine.interrupted:
+            departures = coordinator.core.members.departures
+            finished = {each.worker for each in departures if each.fate == "finished"}
+            if finished <= set(engine.interrupted):
+                raise self._interrupted(
+                    "the scripts of all workers were interrupted by SIGINT, and have ended"
+                )
+            names = ", ".join(f"worker {index}" for index in engine.interrupted)
+            self._notes.append(f"the script was interrupted by SIGINT, and ended before it was done: {names}")
         return self._result()
 
     def _hurried(self) -> bool:
@@ -745,8 +754,12 @@ class LiveRun:
             command = f'paceline.launch(..., resume="{self._run_dir}")'
         return f"checkpoint {path.name} is whole; to go on from it: {command}"
 
-    def _interrupted(self) -> BaseException:
-        """Write the summary, and return the exception for the signal that ended the run."""
+    def _interrupted(self, scripts: str = "") -> BaseException:
+        """Write the summary, and return the exception for the signal that ended the run.
+
+        Args:
+            scripts: what has happened if the signal ended the scripts of the workers, not the launcher.
+        """
         summary: dict[str, Any] = {}
         faults = self._notes
         if not self._hurried():
@@ -762,11 +775,11 @@ class LiveRun:
         if (report := self._run_dir / REPORT).exists():
             self._say(f"the report of the run is {report}")
         alive = [p for p in self._engine.processes if p.exit_code is None]
-        message = "all processes of the run have ended"
+        message = scripts or "all processes of the run have ended"
         if alive:
             names = ", ".join(f"{p.name} (process {p.id})" for p in alive)
             message = f"all processes of the run have ended, except for {names}"
-        return self._interruption.exception(message, summary)
+        return Interrupted(message, summary) if scripts else self._interruption.exception(message, summary)
 
     def _say(self, line: str, style: str = "yellow") -> None:
         """Print a line, or log it if the console is quiet."""

@@ -35,7 +35,7 @@ from ...runtime.server_host import ServerHost
 from ...runtime.worker_session import WorkerSession
 from ...shard.dynamo import defer_dynamo
 from ...shard.foreign import use_sources
-from .endings import EXIT_PEER_LOST
+from .endings import EXIT_INTERRUPTED, EXIT_PEER_LOST
 from .orders import Descriptors, Order, open_file
 
 __all__ = ["main"]
@@ -79,7 +79,7 @@ def main(order: Order, descriptors: Descriptors) -> int:
             return _cut_off(error)
         server.run()
         return 0
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupts = Interrupts()
     os.environ.update(job.torchrun_environment(assignment.index))
     if assignment.device is not None:  # a driver reads these variables when it is initialized
         os.environ.update(assignment.device.environment)
@@ -133,7 +133,29 @@ def main(order: Order, descriptors: Descriptors) -> int:
         return EXIT_PEER_LOST if consequence else 1
     session.finish()
     session.close()
-    return 0
+    if not interrupts.ended(session):
+        return 0
+    print(
+        "paceline: the script was interrupted by SIGINT, and has ended by itself", file=sys.stderr, flush=True
+    )
+    return 0 if job.joined else EXIT_INTERRUPTED
+
+
+class Interrupts:
+    """Notices whether SIGINT has ended the script, which may catch the `KeyboardInterrupt` and end normally."""
+
+    def __init__(self) -> None:
+        self._iteration: int | None = None  # of the worker when it was interrupted
+        signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        session = sessions.current()
+        self._iteration = 0 if session is None else session.core.iteration
+        signal.default_int_handler(number, frame)
+
+    def ended(self, session: WorkerSession) -> bool:
+        """Return True if the script has not gone on to train after it was interrupted."""
+        return self._iteration is not None and session.core.iteration <= self._iteration + 1
 
 
 def _make_current(device: Device) -> None:

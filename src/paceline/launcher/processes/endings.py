@@ -14,6 +14,7 @@ from pathlib import Path
 
 __all__ = [
     "CRASHES",
+    "EXIT_INTERRUPTED",
     "EXIT_PEER_LOST",
     "await_group_leader",
     "describe_ending",
@@ -37,6 +38,10 @@ CRASHES = frozenset(
 
 EXIT_PEER_LOST = 75
 """Exit code of a worker that could not continue because another process of the run was lost."""
+
+
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a worker whose script was ended by SIGINT, although it has caught the `KeyboardInterrupt`."""
 
 
 def describe_ending(exit_code: int, *, out_of_memory: bool = False) -> str:
