@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from paceline.frontend.generator_states import generators_lock
 from paceline.rehearsal.command import command_for
 from paceline.sim import Cluster, Presence, simulate
 from paceline.trace import replay
+
+if TYPE_CHECKING:
+    from tests.conftest import RunOnThreads
 
 ITEMS = 103
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -257,6 +261,37 @@ def test_a_live_run_equals_one_process_and_says_what_its_joint_batch_is(tmp_path
     assert (summary["batch_size"], summary["batches_per_push"], summary["joint_batch"]) == (17, 1, True)
     assert summary["samples_per_update"] == "17 samples an update, divided over 3 workers"
     assert "joint_batch=True" in command_for(summary, "asp", "equal")
+
+
+def test_a_worker_that_joins_a_live_run_has_a_part_of_the_epoch_in_progress(
+    run_on_threads: RunOnThreads,
+) -> None:
+    begun, joined = threading.Event(), threading.Event()
+
+    def train() -> list[tuple[int, list[int]]]:
+        trainer, late = Trainer(12), paceline.worker_index() == 1
+        optimizer = paceline.DistributedOptimizer(
+            torch.optim.SGD(trainer.model.parameters(), lr=0.01), model=trainer.model
+        )
+        used: list[tuple[int, list[int]]] = []
+        for epoch in paceline.epochs(2):
+            for x, index in paceline.distribute(trainer.loader):
+                if late:
+                    joined.set()
+                optimizer.zero_grad()
+                (trainer.model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+                optimizer.step()
+                used.append((epoch, index.tolist()))
+                if len(used) == 3 and not late:
+                    begun.set()
+                    assert joined.wait(60.0)
+        return used
+
+    results = run_on_threads(train, late=begun, sync="bsp", joint_batch=True).results
+    used = [batch for result in results.values() for batch in result]
+    assert Counter(item for _, batch in used for item in batch) == Counter(dict.fromkeys(range(ITEMS), 2))
+    assert any(epoch == 0 for epoch, _ in results[1])
+    assert Counter(len(batch) for epoch, batch in used if epoch).most_common(1)[0][0] == 6
 
 
 # -- what cannot be divided -------------------------------------------------------------------------------

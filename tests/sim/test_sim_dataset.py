@@ -154,3 +154,19 @@ def test_an_epoch_without_a_full_batch_is_refused_if_the_last_batch_is_dropped()
 def test_bad_arguments_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         make()
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp", "auto"])
+def test_a_part_of_a_joint_batch_takes_a_part_of_the_time(sync: str) -> None:
+    """Ten joint batches of 64 are divided among four workers. The rest, 2 samples, is used by two of them."""
+    data = Dataset(samples=642, batch_size=64, epochs=2, joint_batch=True)
+    result = simulate(Cluster(compute_s=[1.0] * 4), sync, data=data)
+    assert result.measures.samples == 2 * 642
+    assert result.time_s == pytest.approx(2 * 10 * 16 / 64, rel=0.1)
+
+
+def test_joint_batches_that_are_too_small_for_the_workers_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"joint batch of 3 samples for 4 workers.*at most 3 workers"):
+        simulate(
+            Cluster(compute_s=[1.0] * 4), "bsp", data=Dataset(samples=64, batch_size=3), joint_batch=True
+        )

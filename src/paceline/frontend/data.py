@@ -289,7 +289,7 @@ class DistributedLoader(Generic[T]):
             for loaded in batches:
                 if loop is not None and loop.over:
                     return
-                self._sit_out()
+                self._sit_out(place)
                 taken = part.taken.popleft()
                 assert taken is not None
                 self.position.draw(taken.batch)
@@ -307,17 +307,18 @@ class DistributedLoader(Generic[T]):
                 if pushes := self._session.core.iteration - before:
                     self._pushes = min(pushes, self._pushes) if drawn > 1 else pushes
                 keep(self._session, place, self._content)
-            self._sit_out()
+            self._sit_out(place)
             self.position.complete(epoch)
             for bar in bars:
                 bar.total = drawn
 
-    def _sit_out(self) -> None:
+    def _sit_out(self, place: Place) -> None:
         """Make the pushes of joint batches in which this worker has no part, before its next batch."""
         taken = self._part.taken
         while taken and taken[0] is None:
             taken.popleft()
             if (training := training_of(self._session)) is not None:
+                keep(self._session, place, self._content)  # a cut wants it before the next push
                 training.sit_out(self._pushes)
 
     def _content(self) -> dict[str, Any]:

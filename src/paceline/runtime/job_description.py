@@ -59,7 +59,8 @@ def describe(job: Job) -> dict[str, str]:
         "transport": job.carrier.words,
         "wire": _wire_text(job),
         "data": f"divided {_SPLIT_TEXTS[job.split]}",
-        "batches": _BATCH_TEXTS[job.batch],
+        "batches": _BATCH_TEXTS[job.batch]
+        + (", parts of a joint batch of the script's size (joint-batch)" if job.joint_batch else ""),
         "hyper-parameters": _HYPERPARAMETERS_TEXTS[job.hyperparameters],
         "emulated": job.emulated or "nothing: each worker runs at full speed",
         "on NaN": job.on_nan,
