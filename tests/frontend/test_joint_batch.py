@@ -287,7 +287,7 @@ def test_a_worker_that_joins_a_live_run_has_a_part_of_the_epoch_in_progress(
                     assert joined.wait(60.0)
         return used
 
-    results = run_on_threads(train, late=begun, sync="bsp", joint_batch=True).results
+    results: dict[int, Any] = run_on_threads(train, late=begun, sync="bsp", joint_batch=True).results
     used = [batch for result in results.values() for batch in result]
     assert Counter(item for _, batch in used for item in batch) == Counter(dict.fromkeys(range(ITEMS), 2))
     assert any(epoch == 0 for epoch, _ in results[1])

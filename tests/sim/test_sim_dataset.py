@@ -166,7 +166,9 @@ def test_a_part_of_a_joint_batch_takes_a_part_of_the_time(sync: str) -> None:
 
 
 def test_joint_batches_that_are_too_small_for_the_workers_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"joint batch of 3 samples for 4 workers.*at most 3 workers"):
+    with pytest.raises(
+        ConfigurationError, match=r"joint batch of 3 samples for 4 workers.*at most 3 workers"
+    ):
         simulate(
             Cluster(compute_s=[1.0] * 4), "bsp", data=Dataset(samples=64, batch_size=3), joint_batch=True
         )
