@@ -73,6 +73,9 @@ SMOOTHED = 32
 LOWER = "Lower the learning rate or the momentum"
 LOCKSTEP = f"{LOWER}, or clip the gradients."
 LOOK = "Look at its data and its machine."
+UNDECIDED = (
+    "With two workers, nobody can say which of them is wrong. Look at the data and the machine of both."
+)
 RELAXED = (
     f"{LOWER}, clip the gradients, or use --sync bsp with --batch balanced, under which no update is stale."
 )
@@ -198,7 +201,7 @@ class Guard:
     def left(self, worker: int) -> None:
         """Forget a worker that has left the run."""
         self._last_updates.pop(worker, None)
-        self._said.discard(("worker", worker))
+        self._said -= {("worker", worker), ("pair", -1)}
         for outliers in self._outliers.values():
             outliers.forget(worker)
         for key in [key for key in self._nan if key[0] == worker]:
@@ -253,10 +256,17 @@ class Guard:
         outliers = self._outliers.setdefault(seen.set_index, Outliers())
         outliers.take(worker, seen)
         difference = outliers.difference(worker)
-        if not difference or not self._is_new("worker", worker):
+        if difference is None:
             return []
-        words = f"Worker {worker} differs from all others ({where}): {difference}."
-        return [Verdict(f"{words} {LOOK}")]
+        if (other := difference.other) is not None:
+            if not self._is_new("pair"):
+                return []
+            words = f"Worker {worker} differs from worker {other} ({where}): {difference.words}. {UNDECIDED}"
+        elif self._is_new("worker", worker):
+            words = f"Worker {worker} differs from all others ({where}): {difference.words}. {LOOK}"
+        else:
+            return []
+        return [Verdict(words)]
 
     def _diverges(self, kind: str, words: str, advice: str, lockstep: bool) -> list[Verdict]:
         """Say that training diverges, and lower the rate, if that is to be done."""
