@@ -129,7 +129,7 @@ def test_what_the_findings_of_a_run_suggest_can_be_done(loader: str) -> None:
     paceline("run", *options, "--run-dir", "run", "train.py", "6")
     findings = " ".join(json.loads(Path("run", "summary.json").read_text())["findings"])
     # The script is simulated on the machines of the run, to check its accuracy under the other models.
-    [check] = re.findall(r"paceline (simulate .*?)\. To compare", findings)
+    [check] = re.findall(r"paceline (simulate .*? --sync \S+)", findings)
     findings = findings.replace(check, "")
     arguments = shlex.split(check)
     arguments[arguments.index("--script") + 1] = "train.py 1"
