@@ -1,10 +1,11 @@
-"""`python -m benchmarks what-if`: what it measures and shows. No test checks how fast anything is."""
+"""`python -m benchmarks what-if` and `advice`: what they measure and show. No test checks how fast anything is."""
 
 from __future__ import annotations
 
 import pytest
 from rich.console import Console
 
+from benchmarks import advice
 from benchmarks.overlap.namespaces import why_not
 from benchmarks.what_if import CASES, WhatIfPlan, WhatIfReport, measure, rows, table
 from paceline.errors import ConfigurationError
@@ -36,6 +37,19 @@ def test_a_plan_that_is_not_sound_is_refused() -> None:
         ConfigurationError, match=r"queue_s is 0\.0, expected more than 0 and at most 1 second"
     ):
         WhatIfPlan(queue_s=0.0).require_sound()
+
+
+def test_the_table_marks_promises_that_were_not_kept() -> None:
+    rows = [
+        advice.AdviceRow("logging", "--batch balanced", 1.5, 1.4),
+        advice.AdviceRow("a slow loader", "--sync asp", 4.74, 1.08),
+    ]
+    assert [row.met for row in rows] == [True, False]
+    console = Console(width=120, record=True)
+    console.print(advice.table(rows))
+    shown = console.export_text()
+    assert "+7.1% " in shown
+    assert "+338.9%!" in shown
 
 
 @pytest.mark.chaos
