@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
+import msgspec
 import pytest
 
 from paceline.core.oversight.good_weights import GoodWeights
@@ -19,6 +20,7 @@ from paceline.core.oversight.guard import (
     Verdict,
     guard_mode,
 )
+from paceline.core.protocol.job_cut import GuardCut
 from paceline.core.protocol.messages import Observation
 from paceline.errors import ConfigurationError
 
@@ -409,3 +411,34 @@ def test_there_are_no_good_weights_of_a_run_that_diverges_from_the_beginning(
     train(20, 50.0)
     assert run.verdicts[-1].stops
     assert good.good is None
+
+
+# -- runs that resume ------------------------------------------------------------------------------------------
+
+
+def resumed(run: Run, mode: GuardMode = "temper") -> Run:
+    """Return a run that goes on from a checkpoint of another one."""
+    after = Run(mode)
+    after.guard.resume(msgspec.json.decode(msgspec.json.encode(run.guard.cut()), type=GuardCut))
+    return after
+
+
+def test_a_run_that_goes_on_keeps_the_factor_and_restores_it() -> None:
+    run = Run("temper")
+    run.train([*falling(), *(0.1 * 1.5**number for number in range(40))])
+    assert run.guard.factor < 1.0
+    after = resumed(run)
+    assert after.guard.factor == run.guard.factor
+    after.train([0.1] * (RESTORED + 40))
+    assert after.factors == [2 * run.guard.factor]
+    assert resumed(run, "tell").guard.factor == 1.0
+
+
+def test_a_run_that_goes_on_is_compared_with_how_the_job_began() -> None:
+    run = Run()
+    run.train(falling())
+    after = resumed(run, "tell")
+    assert not after.train([0.1] * 20)
+    assert after.train([2.2] * 30, weights=7.0) or after.train([2.2] * 120, weights=7.0)
+    fresh = Run()
+    assert not fresh.train([2.2] * 150, weights=7.0)

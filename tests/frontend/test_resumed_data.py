@@ -34,7 +34,7 @@ class Servers:
         self._worker = worker
         self._state = state
 
-    def keep_worker_state(self, number: int, state: Sequence[memoryview]) -> None:
+    def keep_worker_state(self, state: Sequence[memoryview]) -> None:
         worker = self._worker
         pushed = worker.data.pushed
         worker.made = b"".join(state), worker.ledger.cut({0: [(each, each) for each in pushed]})

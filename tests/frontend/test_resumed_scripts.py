@@ -241,6 +241,18 @@ def test_every_item_is_used_once_in_each_epoch_by_any_number_of_workers(
     assert used == Counter(dict.fromkeys(range(SIZE), EPOCHS))
 
 
+def test_dropped_samples_stay_dropped_when_a_run_goes_on() -> None:
+    began.clear()
+    sync = "drop-stragglers:quorum=2"
+    _, [cut], _ = run(Script, workers=3, sync=sync, cut_at_s=[4.5])
+    _, [again], _ = run(Script, workers=3, sync=sync, cut_at_s=[2.5], resumed=cut)
+    before, after = cut.job.pushes, again.job.pushes
+    assert 0 < before.dropped_samples <= BATCH * before.dropped
+    assert before.dropped_samples < after.dropped_samples <= BATCH * after.dropped
+    [loader] = again.job.loaders
+    assert loader.used >= again.job.shards[0].samples + after.dropped_samples
+
+
 class Grown(Script):
     """Trains a further layer, which it would have added in the epoch in progress."""
 

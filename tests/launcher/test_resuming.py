@@ -219,6 +219,112 @@ def test_a_run_goes_on_with_other_workers_and_servers_and_with_added_parameters(
     require_closed(summary())
 
 
+EVALUATING = """
+import time
+from pathlib import Path
+
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+import paceline
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+generator = torch.Generator().manual_seed(1)
+x, y = torch.randn(64, 4, generator=generator), torch.randint(0, 3, (64,), generator=generator)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8, shuffle=True)
+model, optimizer, loader, scheduler = paceline.prepare(model, optimizer, loader, scheduler)
+ema = AveragedModel(model)
+paceline.track(ema=ema)
+for epoch in paceline.epochs(4):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        ema.update_parameters(model)
+    steps = int(ema.n_averaged)
+    if paceline.worker_index() == 0:
+        with Path("seen").open("a") as seen:
+            print(epoch, steps, sum(float(p.double().sum()) for p in ema.parameters()), file=seen)
+        with paceline.evaluating(model):
+            Path(f"evaluating-{epoch}").touch()
+            while epoch == 1 and not Path("go").exists():
+                time.sleep(0.02)
+    assert loss.isfinite() and x.shape[1] == 4
+    scheduler.step()
+    assert scheduler.last_epoch == epoch + 1
+"""
+"""The main worker evaluates after each epoch. In the second evaluation, it waits for the file "go"."""
+
+
+@pytest.mark.parametrize(
+    ("sync", "workers"), [("bsp", "2"), *thorough(("asp", "2"), ("asp", "1"), ("ssp:staleness=2", "3"))]
+)
+def test_a_cut_during_an_evaluation_loses_nothing(mark: str, sync: str, workers: str) -> None:
+    Path("train.py").write_text(EVALUATING)
+    program = start_program(
+        *options("-n", workers, "--servers", "1", "--sync", sync), "train.py", stderr=subprocess.STDOUT
+    )
+    await_that(lambda: Path("evaluating-1").exists(), "the main worker evaluates")
+    newest = (checkpoints() or [0])[-1]
+    await_that(lambda: (checkpoints() or [0])[-1] >= newest + 2, "the job has been cut during the evaluation")
+    killed(program, mark)
+    before = Path("seen").read_text().splitlines()
+    states = {
+        path.name
+        for path in (
+            of_the_run(Path("run", "checkpoints")) / f"{checkpoints()[-1]:06d}" / "workers"
+        ).iterdir()
+    }
+    assert "0.bin" in states
+    resumed()
+    after = Path("seen").read_text().splitlines()[len(before) :]
+    assert after[0] == before[1]  # the evaluation is repeated with the very average
+    assert [line.split()[0] for line in after] == ["1", "2", "3"]
+    samples = summary()["ledger"]["samples"]
+    assert sum(samples.values()) == samples["used"] + samples["torn"] == 4 * 64
+
+
+def test_a_signal_before_the_first_checkpoint_leaves_a_run_that_can_be_resumed(mark: str) -> None:
+    Path("train.py").write_text(EVALUATING)
+    program = start_program(
+        "-m", "paceline", "run", "--run-dir", "run", "-n", "2", "train.py", stderr=subprocess.STDOUT
+    )
+    await_that(lambda: Path("evaluating-1").exists(), "the main worker evaluates")
+    program.terminate()
+    output, _ = program.communicate()
+    assert program.returncode == 143
+    words = " ".join(output.split())
+    assert f"checkpoint {checkpoints()[-1]:06d} is whole; to go on from it: paceline run --resume" in words
+    assert final_weights()
+    before = Path("seen").read_text().splitlines()
+    resumed()
+    after = Path("seen").read_text().splitlines()[len(before) :]
+    assert after[0] == before[1]
+    samples = summary()["ledger"]["samples"]
+    assert sum(samples.values()) == samples["used"] == 4 * 64
+
+
+def test_a_second_signal_ends_a_run_that_awaits_its_last_checkpoint(mark: str) -> None:
+    slow = 'if epoch == 2:\n            Path("slow").touch()\n            time.sleep(600)\n        optimizer.step()'
+    Path("train.py").write_text(SCRIPT.replace("time.sleep(0.05)", "pass").replace("optimizer.step()", slow))
+    program = start_program(
+        "-m", "paceline", "run", "--run-dir", "run", "-n", "1", "train.py", stderr=subprocess.STDOUT
+    )
+    await_that(lambda: Path("slow").exists(), "the worker computes for long")
+    program.send_signal(signal.SIGINT)
+    await_that(lambda: Path("run", "report.html").exists(), "the results have been written")
+    assert final_weights()
+    assert summary()["ended"] == "interrupted"
+    program.send_signal(signal.SIGINT)
+    output, _ = program.communicate()
+    assert program.returncode == 130, output
+    assert not checkpoints()
+
+
 @pytest.mark.parametrize("interruptions", [1, *thorough(3)])
 def test_a_run_can_be_interrupted_and_resumed_again_and_again(mark: str, interruptions: int) -> None:
     program = started("-n", "1", "--servers", "1")

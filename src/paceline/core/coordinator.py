@@ -83,6 +83,7 @@ from .protocol.messages import (
     GradientHashed,
     HyperParametersReported,
     JoinOffered,
+    KeepWorkerState,
     LoopEntered,
     MainChosen,
     MainRequested,
@@ -97,12 +98,14 @@ from .protocol.messages import (
     PlanPublished,
     PushesObserved,
     PushesReported,
+    RateTempered,
     Ready,
     Refused,
     Register,
     RestartOrdered,
     StandInAllowed,
     Started,
+    StateWanted,
     Status,
     StoodIn,
     StopRequested,
@@ -115,6 +118,7 @@ from .protocol.messages import (
 from .protocol.model_spec import ModelSpec, first_difference
 from .protocol.placement import round_robin
 from .protocol.requests import (
+    AbandonCut,
     EndWithout,
     Fail,
     Peer,
@@ -257,6 +261,8 @@ class Coordinator:
         self.collectives = Collectives(self._extend)
         self.time_ledger = TimeLedger()
         self.oversight = Oversight(guard or Guard())
+        if resumed is not None:
+            self.oversight.guard.resume(resumed.guard)
         self.history = History()
         self._metrics = MetricIntake(self.history)
         self.auto = Auto(self._may_use, stale=relaxes) if schedule.auto else None
@@ -511,7 +517,9 @@ class Coordinator:
         ]
 
     def cut(self) -> list[Request]:
-        """Cut the job, so that a later run can resume it. `SaveCut` follows when all shards have been cut.
+        """Cut the job, so that a later run can resume it.
+
+        `SaveCut` follows when all shards have been cut, and `CompleteCut` when the workers have given their states.
 
         If a cut is in progress already, it is the one that is wanted. See `paceline.core.changes.cut`.
         """
@@ -557,7 +565,7 @@ class Coordinator:
             case ModelRequested():
                 return [Send(sender, ModelDescribed(self.model, self.slices, self.addresses))]
             case EntryRequested():
-                return [Send(sender, self._enter(message, now_ticks))]
+                return [Send(sender, self._enter(worker, message, now_ticks))]
             case EpochReached():
                 return self.loops.reached(worker, message, self.members.present, now_ticks)
             case StoodIn():
@@ -581,6 +589,8 @@ class Coordinator:
                 if self.collectives.grown:
                     requests += self.collectives.allow_pushes(self.members.live)
                 return requests
+            case KeepWorkerState():
+                return self._note_state(worker, message, now_ticks)
             case AllCommitted() if not self._overlap and worker in self.members.present:
                 return self._turns.pushed(worker, message, self.members.present)
             case Status():
@@ -740,8 +750,14 @@ class Coordinator:
             digests=self.model.digests,
             resumed=resumed,
         )
+        factor = self.oversight.guard.factor
+        tempered = [
+            Send(server_peer(server), RateTempered(factor))
+            for server in sorted(self.servers.addresses)
+            if factor != 1.0
+        ]
         # A worker that has been invited since the shards were created is not present: it joins the run afterwards.
-        return [Send(worker_peer(worker), started) for worker in sorted(self.members.present)]
+        return [*tempered, *(Send(worker_peer(worker), started) for worker in sorted(self.members.present))]
 
     # -- extension of the model ---------------------------------------------------------------------------
 
@@ -867,10 +883,41 @@ class Coordinator:
             ),
             loaders=self.data.cut(drawn),
             loop=self.loops.cut(now_ticks, self._ticks_per_s),
+            guard=self.oversight.guard.cut(),
         )
         self.reconfigurations.wants_cut = False
+        giving = self.reconfigurations.giving
+        assert giving is not None
+        giving.begin(labels, self.main.worker, saved.loop)
         self._give_up_cut()
-        return [SaveCut(saved)]
+        wanted = [Send(worker_peer(worker), StateWanted(cut.number)) for worker in giving.awaited]
+        return [SaveCut(saved), *wanted, *self._complete_cut()]
+
+    def _note_state(self, worker: int, message: KeepWorkerState, now_ticks: int) -> list[Request]:
+        """Handle a worker that has given what its script holds, for the cut that is in progress or was made last."""
+        giving = self.reconfigurations.giving
+        if giving is None or message.number != giving.number or worker not in self.members.present:
+            return []
+        giving.give(worker, message.iteration, self.loops.cut(now_ticks, self._ticks_per_s, worker))
+        return self._complete_cut()
+
+    def _complete_cut(self) -> list[Request]:
+        """Return the request that completes a cut, if all states have been given."""
+        giving = self.reconfigurations.giving
+        if giving is None or (completed := giving.completed) is None:
+            return []
+        self.reconfigurations.giving = None
+        return [completed]
+
+    def _leave_cut(self, worker: int) -> list[Request]:
+        """Go on with a cut without a worker that has left, or abandon it."""
+        giving = self.reconfigurations.giving
+        if giving is None or not giving.left(worker) or not self.members.present:
+            return self._complete_cut()
+        self.reconfigurations.giving = None
+        self.reconfigurations.wants_cut = True
+        reason = f"worker {worker} has left, and only it had the objects that the scripts track"
+        return [AbandonCut(giving.number, reason)]
 
     def _give_up_cut(self) -> None:
         self.reconfigurations.give_up_cut()
@@ -962,6 +1009,7 @@ class Coordinator:
         self._registered.pop(worker, None)
         self.oversight.guard.left(worker)
         self._turns.left(worker)
+        self.loops.left(worker)
         self._early = {key: message for key, message in self._early.items() if key[0] != worker}
         requests: list[Request] = []
         if kind is WorkerLost:
@@ -981,6 +1029,7 @@ class Coordinator:
             requests += self._announce_main()
         if present:
             requests += self.take(kind(now_ticks=now_ticks, worker=worker)) + self.quorum.pause_or_resume()
+        requests += self._leave_cut(worker)
         requests += self.reconfigurations.leave_extension(worker)
         requests += self.collectives.left(worker, members.live)
         requests += self._begin_if_complete(now_ticks) + self._hand_out_early(now_ticks)
@@ -1095,13 +1144,13 @@ class Coordinator:
         alone = self._workers > 1 and worker == self.main.worker
         return self._warn(self._metrics.take(worker, message, now_ticks / self._ticks_per_s, alone=alone))
 
-    def _enter(self, message: EntryRequested, now_ticks: int) -> LoopEntered:
+    def _enter(self, worker: int, message: EntryRequested, now_ticks: int) -> LoopEntered:
         """Return the answer to a worker that begins a training loop and has not trained yet."""
         self.loops.begun(message.loop, now_ticks, message.limits)
         if self.model is None and self.resumed is None:
             return LoopEntered()
         address = self.addresses[0] if self.addresses else ""
-        return self.loops.entry(message.loop, address, now_ticks, self._ticks_per_s)
+        return self.loops.entry(worker, message.loop, address, now_ticks, self._ticks_per_s)
 
     def _report(self, server: int, message: PushesReported) -> list[Request]:
         """Handle a server's report of a lost worker's pushes. After the last report, take back the unused data."""

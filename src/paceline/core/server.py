@@ -76,7 +76,7 @@ RecorderOf = Callable[[int], EntryRecorder | None]
 @stateful(
     decides=(
         "expected initializer extension ending _models _usual_samples _next _to_begin _connected "
-        "_observes _fetches _proposed _cut _fenced _incarnations _readers shards _paces _states"
+        "_observes _fetches _proposed _cut _fenced _incarnations _readers shards _paces _states _factor"
     ),
     fixed="_seed _read_sync _recorder_of _ticks_per_s _translated _term",
     about={"_connected": "connections"},
@@ -139,6 +139,7 @@ class Server:
         # the cut that is to be made, until this server has noticed all departures before it
         self._cut: CutProposed | CutAgreed | None = None
         self._states: dict[int, ShardState] = {}  # how far the shards have come with which the server begins
+        self._factor = 1.0  # the factor of the learning rate that the guard has sent last
         self._readers: set[int] = set()  # connected workers that can read the weights directly from memory
 
     @property
@@ -252,6 +253,7 @@ class Server:
                 return self.shard(message.shard).ask(message.pushes)
             case messages.RateTempered():
                 tempered = RateTempered(now_ticks=now_ticks, factor=message.factor)
+                self._factor = message.factor
                 return [each for shard in self.shards.values() for each in shard.handle(tempered)]
             case messages.WorkerFinished():
                 return self._leave(WorkerFinished(now_ticks=now_ticks, worker=worker))
@@ -342,6 +344,8 @@ class Server:
         shard = self.shards[index] = self._new_shard(index)
         for member in sorted(self.expected):
             shard.handle(WorkerJoined(now_ticks=now_ticks, worker=member))
+        if self._factor != 1.0:  # the run goes on with the factor of an earlier one
+            shard.handle(RateTempered(now_ticks=now_ticks, factor=self._factor))
         welcomed = [
             request
             for member in sorted(self._connected)

@@ -52,6 +52,9 @@ __all__ = ["BEGINNING", "Shard"]
 
 INFINITE = float("inf")
 
+MOST_ROUNDS = 64
+"""Number of rounds after that of a cut for which a shard waits until the scripts ask for their next batches."""
+
 Key = tuple[int, int]
 """A push: (worker, iteration)."""
 
@@ -318,15 +321,18 @@ class Shard:
 
         Args:
             requests: the requests to which those are added.
-            asked: True if the next push has newly drawn data.
+            asked: True if the next push has newly drawn data. A script that asks for no further batches, for example
+                because it keeps them in a list, is not waited for after some rounds.
         """
         cut, versions = self._cut, self._versions
         assert cut is not None
         labels = self.sync.order.label
         if self.sync.machine.frozen or any(map(versions.is_unapplied, self._orphans)):
             return
-        if cut.round is not None and labels and (self.round < cut.round or (self._awaits_ask and not asked)):
-            return
+        if cut.round is not None and labels:
+            patient = self.round < cut.round + MOST_ROUNDS
+            if self.round < cut.round or (self._awaits_ask and patient and not asked):
+                return
         self._cut = None
         held: dict[int, int] = {}  # worker -> label of its first push that is held
         samples = self.samples
@@ -426,6 +432,8 @@ class Shard:
         details = self._details.pop(key, UNKNOWN)
         if details.samples is not None and not details.repeated:
             self.samples -= details.samples
+            if not torn:
+                self._versions.dropped_samples += details.samples
         requests.append(Discard(self.index, *key))
 
     def _forget(self, push: Key, *, counts: bool = False) -> None:

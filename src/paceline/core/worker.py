@@ -46,6 +46,7 @@ from .protocol.messages import (
     InitialWeightsRequested,
     IterationFinished,
     IterationStarted,
+    KeepWorkerState,
     LoopEntered,
     MainChosen,
     MainRequested,
@@ -67,6 +68,7 @@ from .protocol.messages import (
     StandInAllowed,
     Started,
     StatesDecided,
+    StateWanted,
     StoodIn,
     SyncRequested,
     TakenOut,
@@ -92,7 +94,7 @@ NO_RESTART = (-1, -1)
         "updates samples combined extended extension cut needs_significance may_restart lockstep _awaited "
         "_first _pulls_again _steps _epoch _wanted _calls _asked _early _change _flagged _plan _uneven "
         "_restart _attempt _progress _clips _edit _batch_samples _edits_begun _observed _unsent _relaxed "
-        "_models _notifies _independent _checkpoints"
+        "_models _notifies _independent _checkpoints _wanted_state _given"
     ),
     history="last_commit",
     fixed="placement _schedule _workers _shards _servers _terms _last_first _every_shard _overlap",
@@ -129,7 +131,8 @@ class Worker:
         combined: the result of the worker's last barrier or reduction; None if it has not arrived.
         extended: the message that ends the worker's last extension; None if it has not arrived.
         extension: number of the last extension of the model that the worker has been told of; 0 if there is none.
-        cut: number of the cut for which the state of the script is wanted, until the next push; 0 for none.
+        cut: number of the cut for which the state of the script is wanted; 0 for none. Under lockstep models,
+            it is wanted before each push until the shards have been cut.
         placement: the servers of the shards.
     """
 
@@ -171,6 +174,9 @@ class Worker:
         self._calls = 0  # number of barriers and reductions that the script has called
         self._asked = 0  # number of changes that the script has requested
         self._checkpoints = 0  # number of checkpoints that the script has requested
+        # number of a cut for which all shards have been cut, until the state of the script has been given; else 0
+        self._wanted_state = 0
+        self._given = 0  # number of the cut for which a state was given last
         self._early: list[Send] = []  # requests made before training began
         self._change: Change | None = None  # the flag that the next push must carry
         self._flagged: Change | None = None  # the flag of the push in flight
@@ -268,6 +274,16 @@ class Worker:
         """
         return self.started is not None and (self._uneven or self._relaxed)
 
+    @property
+    def asks_for_checkpoints(self) -> bool:
+        """True if the script has requested a checkpoint."""
+        return self._checkpoints > 0
+
+    @property
+    def owes_state(self) -> bool:
+        """True if the worker has not given what its script holds for the cut that it has been told of."""
+        return self.cut != 0 and self.cut != self._given
+
     def awaits(self, shard: int) -> bool:
         """Return True if the worker waits for an answer from this shard."""
         return self.waiting_for == "answers" and shard in self._awaited
@@ -287,6 +303,11 @@ class Worker:
         """Ask for a checkpoint. The run goes on meanwhile."""
         self._checkpoints += 1
         return [Send(COORDINATOR, CheckpointRequested(self._checkpoints))]
+
+    def give_state(self) -> KeepWorkerState:
+        """Return the message that gives what the script holds, for the cut for which this is wanted."""
+        self._given, self._wanted_state = self.cut, 0
+        return KeepWorkerState(self.cut, self.iteration - 1)
 
     def request_model(self) -> list[Request]:
         """Ask for the model of the job before the script has trained. `described` is None until the answer."""
@@ -334,7 +355,7 @@ class Worker:
         requests = self._due() if self._steps else []
         iteration, plan = self.iteration, self._plan
         self._flagged, self._change = self._change, None
-        self.cut = 0
+        self.cut = self._wanted_state
         stop = None
         if plan is not None and self._flagged is None and iteration >= plan[1]:
             stop, self._plan = plan[0], None
@@ -608,6 +629,9 @@ class Worker:
                 self.extended, self.extension = message, message.number
             case StandInAllowed():
                 self._uneven = True
+            case StateWanted():
+                self.cut = self._wanted_state = message.number
+                self._given = 0  # an earlier state was taken before the last push of the cut
             case Paused():
                 self._paused = True
             case Resumed():

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 from weakref import ref
 
 import torch
@@ -33,13 +33,13 @@ from .newcomer import hold_job_model, untrained
 from .position import Position
 from .progress import set_batch
 from .progress_bars import bars_over, expected_batches
-from .resumption import Place
+from .resumption import Place, resumption_of
 from .session import Session, current
 from .sources import Source, source_of
 from .streams import Stream, streams_of
 from .trained_model import least_samples_of
 from .training import training_of
-from .worker_state import begin_resumed, keep, restore
+from .worker_state import at_boundary, begin_resumed, repeated, restore
 
 __all__ = ["DistributedLoader", "call_site", "distribute", "distribute_at"]
 
@@ -285,13 +285,23 @@ class DistributedLoader(Generic[T]):
             drawn = 0
             batches = iter(self._loaded)  # a `DataLoader` draws the seed of its processes here
             restore(self._session, place, self._go_on)
-            keep(self._session, place, self._content)
-            for loaded in batches:
+            while True:
+                give_state = at_boundary(self._session, place, self._content)
+                if (loaded := next(batches, END)) is END:
+                    break
                 if loop is not None and loop.over:
                     return
-                self._sit_out(place)
+                give_state = self._sit_out(place, give_state)
+                give_state()
                 taken = part.taken.popleft()
                 assert taken is not None
+                if taken.batch is None:
+                    times.draw()
+                    with repeated(self._session, self._go_on):
+                        yield cast(T, loaded)
+                    times.ask()
+                    continue
+                resumption_of(self._session).restored = None
                 self.position.draw(taken.batch)
                 self._session.core.data.draw(
                     part.number, taken.positions, taken.samples, _held(loaded), part.share_until(taken.batch)
@@ -302,24 +312,33 @@ class DistributedLoader(Generic[T]):
                     bar.total = expected_batches(drawn, max(begun, 1), len(part))
                 before = self._session.core.iteration
                 times.draw()
-                yield loaded
+                yield cast(T, loaded)
                 times.ask()
                 if pushes := self._session.core.iteration - before:
                     self._pushes = min(pushes, self._pushes) if drawn > 1 else pushes
-                keep(self._session, place, self._content)
-            self._sit_out(place)
+            self._sit_out(place, give_state)
             self.position.complete(epoch)
             for bar in bars:
                 bar.total = drawn
 
-    def _sit_out(self, place: Place) -> None:
-        """Make the pushes of joint batches in which this worker has no part, before its next batch."""
+    def _sit_out(self, place: Place, give_state: Callable[[], None]) -> Callable[[], None]:
+        """Make the pushes of joint batches in which this worker has no part, before its next batch.
+
+        Args:
+            place: where the script is.
+            give_state: gives what the script holds, if the job is cut. A cut wants it before the next push.
+
+        Returns:
+            What gives the state after these pushes.
+        """
         taken = self._part.taken
         while taken and taken[0] is None:
             taken.popleft()
             if (training := training_of(self._session)) is not None:
-                keep(self._session, place, self._content)  # a cut wants it before the next push
+                give_state()
                 training.sit_out(self._pushes)
+                give_state = at_boundary(self._session, place, self._content)
+        return give_state
 
     def _content(self) -> dict[str, Any]:
         """Return what the script's loader holds between two batches, from which another run can go on."""
@@ -375,6 +394,10 @@ class DistributedLoader(Generic[T]):
         return value
 
 
+END = object()
+"""What `next` returns at the end of a pass."""
+
+
 class _PassTimes:
     """Tells the stopwatch of a worker when its script asks a loader for batches, during one pass.
 
@@ -422,12 +445,12 @@ class Taken(NamedTuple):
     """A batch that the sampler of a loader has received.
 
     Attributes:
-        batch: the positions that were handed out.
+        batch: the positions that were handed out; None if a batch is repeated (see `worker_state.repeated`).
         positions: number of these positions that exist.
         samples: number of samples in the batch; None if it is unknown.
     """
 
-    batch: Batch
+    batch: Batch | None
     positions: int
     samples: int | None
 
@@ -452,6 +475,7 @@ class Part:
         self.taken: deque[Taken | None] = deque()
         self.resumed: Mapping[str, Any] | None = None
         self.expected: int | None = None
+        self._fresh = True  # True until the script has made a pass, or has got a batch
         self._in_rest = session.resumed > 0  # True until the first batch of a resumed run shows what is left
         self._source = source
         self._session = session
@@ -523,8 +547,26 @@ class Part:
                 if self.expected is None and source.size is not None and batch.epoch == epoch:
                     self.expected = self._rounds(source.size - batch.start)
             if items:
+                self._fresh = False
                 self.taken.append(Taken(batch, len(items), source.samples(items)))
                 yield items
+        if self._fresh and self._is_repeatable:
+            items = self._order(epoch).items(0, source.batch)
+            self.taken.append(Taken(None, len(items), source.samples(items)))
+            yield items
+        self._fresh = False
+
+    @property
+    def _is_repeatable(self) -> bool:
+        """True if the script of a resumed run gets a batch again when nothing is left of the epoch in progress."""
+        session, source = self._session, self._source
+        return bool(
+            session.resumed
+            and active_loop(session) is not None
+            and not source.once
+            and source.stateful is None
+            and resumption_of(session).begun
+        )
 
     @property
     def divides(self) -> bool:

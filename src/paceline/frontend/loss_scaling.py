@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import ref
@@ -152,6 +152,13 @@ class Scales:
             self._scalers.append(ref(scaler))
             if self.resumed:
                 scaler.load_state_dict(self.resumed.pop(0))
+
+    def resume(self, states: Sequence[dict[str, Any]]) -> None:
+        """Let the scalers go on from the states that `states` has returned in an earlier run."""
+        scalers = [scaler for each in self._scalers if (scaler := each()) is not None]
+        for scaler, state in zip(scalers, states, strict=False):
+            scaler.load_state_dict(state)
+        self.resumed = list(states[len(scalers) :])
 
     def states(self) -> list[dict[str, Any]]:
         """Return the state of each scaler, in the order in which the script has used them first."""

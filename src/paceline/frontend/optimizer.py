@@ -43,11 +43,12 @@ from .newcomer import add_untrained, are_trained, hold_job_model, job_state, unt
 from .parameter_sets import ParameterSet
 from .position import latest_position
 from .progress import count_step
+from .resumption import resumption_of
 from .session import Session, current
 from .trained_model import find_model, require_not_wrapped
 from .training import WorkerTraining, training_of
 from .untraced import untraced
-from .worker_state import ANYWHERE, begin_resumed, keep, restore
+from .worker_state import ANYWHERE, after_step, begin_resumed, restore, state_now
 
 __all__ = ["DistributedOptimizer"]
 
@@ -219,6 +220,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._require_current("step()")
         self._training.require_not_idle("step()")
         self._training.require_same(self._set_index, self._parameters())
+        if resumption_of(self._session).repeats:
+            self._clip.clear()
+            if closure is not None and not computed:
+                with torch.enable_grad():
+                    loss = closure()
+            return loss
         if closure is None:
             self._training.computed_without_closure()
         elif computed:
@@ -259,8 +266,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             leave_out_gradient=stale or overflows,
             clip=clip,
         )
-        if latest_position(self._session) is None:
-            keep(self._session, ANYWHERE)
+        after_step(self._session, loads=latest_position(self._session) is not None)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -608,6 +614,7 @@ def _begin(session: Session) -> None:
         begin_resumed(session)
         first = {key: value for optimizer in found for key, value in optimizer._first_buffers.items()}
         training = WorkerTraining(session, sets, first)
+        session.callbacks.state = lambda ended: state_now(session, ended=ended)
         restore(session, ANYWHERE)
     else:
         training.extend(sets)

@@ -31,12 +31,16 @@ class Resumption:
     Attributes:
         begun: True once the state has been asked for.
         state: what the script held; None if there is nothing to restore, or not any more. See `worker_state`.
+        restored: the state that was put back last, until the script gets a batch; None if there is none.
+        repeats: True while the script goes through a batch only to have its variables again. See `repeated`.
         buffers: the buffers that the model of this worker had, by their descriptions, until training begins.
     """
 
     def __init__(self) -> None:
         self.begun = False
         self.state: Mapping[str, Any] | None = None
+        self.restored: Mapping[str, Any] | None = None
+        self.repeats = False
         self.buffers: Mapping[str, torch.Tensor] = {}
 
     def take_buffers(self, specs: Iterable[BufferSpec]) -> dict[str, torch.Tensor]:

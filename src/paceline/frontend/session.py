@@ -84,6 +84,8 @@ class Callbacks:
         frozen: returns the bytes of this worker's frozen parameter with a digest, in parts; None if there is none.
             Set before `begin`, and before `extend`.
         on_moved: called after the session has moved `weights` to other memory.
+        state: returns what the script holds (see `worker_state`). Its argument is True if the script has ended.
+            Called while the script waits in a call of all workers, at the beginning of `idle`, and in `finish`.
         on_finish: called when the script ends. Returns a warning, or "".
     """
 
@@ -91,6 +93,7 @@ class Callbacks:
     on_arrived: Callable[[str, int, int], object] | None = None
     frozen: Callable[[str], Iterable[memoryview] | None] = lambda digest: None
     on_moved: Callable[[], object] = lambda: None
+    state: Callable[[bool], Sequence[memoryview]] | None = None
     on_finish: Callable[[], str] = str
 
 
@@ -160,13 +163,12 @@ class Servers(ABC):
         """
 
     @abstractmethod
-    def keep_worker_state(self, number: int, state: Sequence[memoryview]) -> None:
-        """Send what the script of this worker holds to the coordinator, for a cut of the job.
+    def keep_worker_state(self, state: Sequence[memoryview]) -> None:
+        """Send what the script of this worker holds to the coordinator, for the cut for which it is wanted.
 
         Its memory may change after this call.
 
         Args:
-            number: number of the cut.
             state: the bytes of the state. See `worker_state`.
         """
 
@@ -265,7 +267,7 @@ class Session(ABC):
 
     @property
     def cut(self) -> int:
-        """Number of the cut for which the state of this worker is wanted, until its next push; 0 for none."""
+        """Number of the cut for which the state of this worker is wanted; 0 for none. See `Worker.cut`."""
         return self.core.cut
 
     @property

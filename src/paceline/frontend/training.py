@@ -493,6 +493,22 @@ class WorkerTraining:
             session.sit_out()
             self._weights.mark_pulled()
 
+    def forget(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Forget what was computed since the last push, and continue with the newest weights.
+
+        Args:
+            buffers: the values to which buffers are set, by their descriptions.
+        """
+        self._stager.await_gradients()
+        specs = self._trained.buffers.specs
+        self._trained.buffers.take_over(
+            {spec.name: buffers[str(spec)] for spec in specs if str(spec) in buffers}
+        )
+        self._gradients.begin_next()
+        metrics_of(self._session).restart()
+        self.stale.clear()
+        self.refresh()
+
     def refresh(self) -> None:
         """Pull the current weights between two iterations, without a push.
 

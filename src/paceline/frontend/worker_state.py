@@ -5,6 +5,11 @@ own buffers, the hyper-parameters that it has set, the states of its schedulers 
 it tracks. All of these fit together when the script asks for its next batch. At any earlier moment, a scheduler or an
 average of the weights may not have made the step that follows `optimizer.step()`.
 
+A script may also wait, in `barrier()` or `reduce()` or until others have added parameters, or evaluate the model
+while the others go on. A cut does not wait for the end of that. So a script that waits gives what it holds at this
+moment. What a script holds that evaluates is copied at the beginning of the evaluation. Nothing is copied at any
+other time.
+
 A resumed script runs from its first line and so creates the same objects. Their states are replaced when the script
 has reached the same place: when it asks for its next batch in the same epoch of the same loader, after the loader has
 drawn the seed of its processes. Until then, whatever the script does to these objects is overwritten. Buffers are
@@ -17,8 +22,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 
@@ -44,17 +51,33 @@ from .tracked import (
 )
 from .training import training_of
 
-__all__ = ["ANYWHERE", "begin_resumed", "capture", "keep", "restore", "resume_with"]
+__all__ = [
+    "ANYWHERE",
+    "after_step",
+    "at_boundary",
+    "begin_resumed",
+    "capture",
+    "repeated",
+    "restore",
+    "resume_with",
+    "state_now",
+]
 
 log = logging.getLogger("paceline.frontend.worker_state")
 
 ANYWHERE = Place("", 0)
 """The place of a script without a distributed loader."""
 
+MOST_STEPS = 64
+"""Number of steps without a further batch after which a script is taken to have its batches from elsewhere."""
+
 NOT_USED = (
     "This run is resumed, so it goes on with the weights, the optimizer state and the place in the data of its own "
     "checkpoint. What the script has loaded by itself is not used."
 )
+
+OF_PLACE = ("place", "optimizers", "schedulers", "scalers", "loaded")
+"""What follows the progress of training, and so belongs to one place in the script."""
 
 OF_ONE: dict[str, Any] = {"generators": None, "loader": None, "buffers": {}}
 """What differs between workers, so that another worker does not go on from it."""
@@ -95,26 +118,71 @@ def capture(
     )
 
 
-def keep(session: Session, place: Place, loader: Callable[[], Mapping[str, Any]] | None = None) -> None:
-    """If the job is cut, send what the script of a worker holds.
+def at_boundary(
+    session: Session, place: Place, loader: Callable[[], Mapping[str, Any]] | None = None
+) -> Callable[[], None]:
+    """Note that the script of a worker is between two batches.
 
-    The state is wanted in which the script is when it computes its next gradient. So it is sent again if the script
+    If the job is cut, its state is taken now. The result is a function that gives this state. It must be called when
+    the script gets a further batch, which may take random numbers, and not at the end of an epoch: what follows the
+    last batch may be an evaluation, and the state is then given by the call with which this begins.
+
+    The state is wanted in which the script is when it computes its next gradient. So it is given again if the script
     asks for a batch at another place before.
 
     Args:
         session: the session of the worker.
         place: where the script is.
-        loader: function that returns what the loader holds from which the script asks for a batch; None if there is
+        loader: method that returns what the loader holds from which the script asks for a batch; None if there is
             none.
     """
-    if number := session.cut:
-        kept, now = _kept(session), (number, session.core.iteration, place)
-        if kept.last == now:
-            return
+    kept = _kept(session)
+    kept.place, kept.steps = place, 0
+    # A stream notices by its dataset's end that the next one takes its place, so the loader may not live on here.
+    kept.loader = None if loader is None else WeakMethod(loader)
+    if not session.cut or kept.last == (now := (session.cut, session.core.iteration, place)):
+        return lambda: None
+    state = state_now(session)
+
+    def give() -> None:
+        if session.cut:
+            kept.last = now
+            session.servers.keep_worker_state(state)
+
+    return give
+
+
+def after_step(session: Session, *, loads: bool) -> None:
+    """Give the state of the script after a step, if the job is cut and the script asks for no batches.
+
+    Args:
+        session: the session of the worker.
+        loads: True if the script has made a pass over a distributed loader.
+    """
+    kept = _kept(session)
+    kept.steps += 1
+    if not session.cut or (loads and kept.steps < MOST_STEPS):
+        return
+    now = session.cut, session.core.iteration, kept.place
+    if kept.last != now:
         kept.last = now
-        tracked = session.worker == session.main_worker
-        state = capture(session, place, loader() if loader is not None else None, tracked=tracked)
-        session.servers.keep_worker_state(number, state)
+        session.servers.keep_worker_state(state_now(session))
+
+
+def state_now(session: Session, *, ended: bool = False) -> list[memoryview]:
+    """Return what the script of a worker holds now, between two batches or in a call. See `capture`.
+
+    Args:
+        session: the session of the worker.
+        ended: True if the script has ended. Its place is then behind its last epoch.
+    """
+    kept = _kept(session)
+    place = kept.place
+    if ended and place.stream:
+        place = place._replace(epoch=place.epoch + 1)
+    tracked = session.worker == session.main_worker
+    loader = kept.loader() if kept.loader is not None else None
+    return capture(session, place, loader() if loader is not None else None, tracked=tracked)
 
 
 def begin_resumed(session: Session) -> bool:
@@ -160,9 +228,13 @@ def resume_with(session: Session, own: bytes | bytearray | None, main: bytes | b
         UsageError: the script tracks other objects than it did.
     """
     of_main: dict[str, Any] = {} if main is None else decode_states(main)
-    state = (
-        {**of_main, **OF_ONE} if own is None else {**decode_states(own), "tracked": of_main.get("tracked")}
-    )
+    if own is None:
+        state = {**of_main, **OF_ONE}
+    else:
+        state = {**decode_states(own), "tracked": of_main.get("tracked")}
+        if of_main and state["place"] != of_main["place"]:
+            # The job goes on where the main worker was. What this worker held belongs to another moment.
+            state |= {key: of_main[key] for key in OF_PLACE} | {"loader": None}
     if "place" not in state:
         return
     resumption = resumption_of(session)
@@ -184,16 +256,46 @@ def restore(
     Raises:
         UsageError: the script tracks other objects than it did.
     """
-    state = resumption_of(session).take_at(place)
-    if state is None:
-        return
+    resumption = resumption_of(session)
+    if (state := resumption.take_at(place)) is not None:
+        resumption.restored = state
+        _put_back(session, {**state, "tracked": copy.deepcopy(state["tracked"])}, go_on)
+
+
+@contextmanager
+def repeated(session: Session, go_on: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
+    """Return a context in which a resumed script goes through a batch only to have its variables again.
+
+    A run may be cut while its script evaluates the model after the last batch of an epoch. The resumed script comes
+    to the evaluation again, although nothing is left of the epoch. It may use a variable there that it sets for each
+    batch. So it goes through one batch, in which its steps do nothing. Afterwards, all that it holds is put back.
+
+    Args:
+        session: the session of the worker.
+        go_on: function that restores what the loader held.
+    """
+    resumption = resumption_of(session)
+    held = resumption.restored or resumption.state
+    resumption.repeats = True
+    try:
+        yield
+    finally:
+        resumption.repeats = False
+        if (training := training_of(session)) is not None:
+            training.forget({} if held is None else held["buffers"])
+        if resumption.restored is not None:
+            _put_back(session, resumption.restored, go_on)
+
+
+def _put_back(session: Session, state: Mapping[str, Any], go_on: Callable[[Mapping[str, Any]], None]) -> None:
+    """Let the script hold again what it held. See `restore`."""
     if state["tracked"] is not None:
         load_states(session, state["tracked"], RESUMED)
     # The script may have fewer of these objects now than it had, because it creates some of them later.
     for scheduler, held in zip(prepared_schedulers(session), state["schedulers"], strict=False):
         if held is not None:
             set_state(scheduler, held)
-    scales_of(session).resumed = list(state["scalers"])
+    scales_of(session).resume(state["scalers"])
     for optimizer, groups in zip(_optimizers(session), state["optimizers"], strict=False):
         set_hyper_parameters(optimizer, groups)
     if state["loader"]:
@@ -222,10 +324,20 @@ def _sendable(session: Session, name: str, state: Any) -> Any:
 
 
 class _Kept:
-    """What has been sent last: for which cut, before which iteration, and from which place."""
+    """Where the script of a worker is, and what has been given of its state.
+
+    Attributes:
+        last: what was given last: for which cut, before which iteration, and from which place.
+        place: where the script has asked for a batch last.
+        loader: the method that returns what the loader holds from which it has asked.
+        steps: number of steps since then.
+    """
 
     def __init__(self) -> None:
         self.last: tuple[int, int, Place] | None = None
+        self.place = ANYWHERE
+        self.loader: WeakMethod[Callable[[], Mapping[str, Any]]] | None = None
+        self.steps = 0
 
 
 _kept = OfSession(lambda _: _Kept())

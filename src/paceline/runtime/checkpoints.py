@@ -15,15 +15,16 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from ..checkpoints.directory import origin_of
 from ..checkpoints.pace import REST, Pace, yield_to_training
 from ..checkpoints.shard_writing import PIECE_BYTES, ShardWriter
 from ..checkpoints.writing import Draft
-from ..core.protocol.job_cut import JobCut
+from ..core.protocol.job_cut import JobCut, LoopCut
 from ..core.protocol.messages import (
     MOST_STATES_BYTES,
     CopiesReserved,
@@ -42,15 +43,13 @@ from ..shard.buffer_bytes import packed_bytes, unpack
 from .job import Job
 from .resuming import described
 
-__all__ = ["BYTES_PER_S", "Checkpoints", "Saved"]
+__all__ = ["BYTES_PER_S", "STATES_S", "Checkpoints", "Completion", "Saved"]
+
+STATES_S = 10.0
+"""Time for which a checkpoint waits for what scripts hold, before the user is told."""
 
 BYTES_PER_S = 200e6
 """Rate at which a process reads and writes the files of a checkpoint."""
-
-STATES_S = 10.0
-"""Time for which a complete checkpoint waits for what the scripts hold. A script without data never sends it."""
-
-POLL_S = 0.02
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -83,6 +82,20 @@ class Answer(NamedTuple):
     server: int = -1
     seen: bool = True
     piece: bytearray = bytearray()
+
+
+class Completion(NamedTuple):
+    """What completes a checkpoint whose files are written, or ends it.
+
+    Attributes:
+        fault: why there is no checkpoint, as a clause; "" if it is complete.
+        states: (worker, label) of each state of a script that belongs to it.
+        loop: the place of the job in its training loops.
+    """
+
+    fault: str = ""
+    states: tuple[tuple[int, int], ...] = ()
+    loop: LoopCut = LoopCut()
 
 
 class Checkpoints:
@@ -118,6 +131,9 @@ class Checkpoints:
         self._copied: dict[int, dict[int, StateEntries]] = {}  # number of a cut -> shard -> its entries
         self._buffers: list[bytearray] = []  # the buffers that were copied last
         self._incoming = bytearray()  # the state of a worker that is being received
+        # what completes the checkpoint that is being written, or ends it
+        self._completion: queue.SimpleQueue[Completion] = queue.SimpleQueue()
+        self._waits_since_s: float | None = None  # since when it lacks nothing but states of workers
         # number of a cut -> worker -> label of its last push -> its state
         self._states: dict[int, dict[int, dict[int, bytearray]]] = {}
         self._piece = bytearray()  # the piece of a copy that is being received
@@ -130,11 +146,21 @@ class Checkpoints:
         self._due_s = job.checkpoint_every_s
         self._requested = 0  # number of checkpoints that the scripts have requested
         self._wanted = False  # True if a requested checkpoint has not begun
+        self._last: Literal["", "wanted", "begun", "ended"] = ""  # the last checkpoint of a run that is ended
 
     def request(self, number: int) -> None:
         """Handle a script's request for a checkpoint, the n-th of its worker."""
         if number > self._requested:
             self._requested, self._wanted = number, True
+
+    def request_last(self) -> None:
+        """Ask for a checkpoint because the run is to end. It begins when the one that is being written has ended."""
+        self._wanted, self._last = True, "wanted"
+
+    @property
+    def last_ended(self) -> bool:
+        """True if the last checkpoint has been written, or could not be. See `request_last`."""
+        return self._last == "ended"
 
     def due(self, now_s: float) -> bool:
         """Return True if the job is to be cut now, given the time since the run began, and count from now."""
@@ -146,6 +172,8 @@ class Checkpoints:
 
     def begin(self) -> None:
         """Let the servers reserve memory for their copies. The job is cut when all of them have done so."""
+        if self._last == "wanted":
+            self._last = "begun"
         self._unreserved = set(self._job.placement.servers)
         for server in self._job.placement.servers:
             self._tell(server, ReserveCopies())
@@ -155,6 +183,7 @@ class Checkpoints:
         if message.fault:
             self._unreserved.clear()
             self._fail(f"No checkpoint was written: {message.fault}.")
+            self._end()
         elif server in self._unreserved:
             self._unreserved.remove(server)
             if not self._unreserved:
@@ -218,20 +247,33 @@ class Checkpoints:
         self._unreserved.clear()
         if self._thread is not None:
             self._answers.put(Answer(f"server {server} was lost"))
+            self._completion.put(Completion("the run has ended"))
 
-    def save(self, cut: JobCut, left: Callable[[int], bool]) -> None:
-        """Begin to write a checkpoint.
+    def complete(self, number: int, completion: Completion) -> None:
+        """Complete the checkpoint with this number, or give it up, if it is being written."""
+        if number == self._number:
+            self._completion.put(completion)
 
-        Args:
-            cut: the state of the job.
-            left: returns True if a worker has left the run.
-        """
+    @property
+    def waits_s(self) -> float:
+        """For how many seconds the checkpoint that is being written has lacked only states of workers; 0 if not."""
+        since_s = self._waits_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
+    def save(self, cut: JobCut) -> None:
+        """Begin to write a checkpoint. It is complete when `complete` is called."""
         self._cutting = False
         entries, buffers = self._copied.pop(cut.number), self._buffers
-        self._number, self._answers = cut.number, queue.SimpleQueue()
+        self._number, self._answers, self._completion = cut.number, queue.SimpleQueue(), queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._write,
-            args=(cut, [entries[shard] for shard in sorted(entries)], buffers, self._answers, left),
+            args=(
+                cut,
+                [entries[shard] for shard in sorted(entries)],
+                buffers,
+                self._answers,
+                self._completion,
+            ),
             name="paceline-checkpoint",
             daemon=True,
         )
@@ -241,8 +283,14 @@ class Checkpoints:
         """Give up a checkpoint that is being written."""
         self._closed.set()
         self._answers.put(Answer("the run has ended"))
+        self._completion.put(Completion("the run has ended"))
         if self._thread is not None:
             self._thread.join()
+
+    def _end(self) -> None:
+        """Record that a checkpoint has been written, or could not be."""
+        if self._last == "begun":
+            self._last = "ended"
 
     def _fail(self, fault: str) -> None:
         if not self.fault:
@@ -257,13 +305,14 @@ class Checkpoints:
         entries: Sequence[StateEntries],
         buffers: Sequence[bytearray],
         answers: queue.SimpleQueue[Answer],
-        left: Callable[[int], bool],
+        completion: queue.SimpleQueue[Completion],
     ) -> None:
         began_s, at_s = time.monotonic(), self._job.now_s()
-        fault, saved = "", None
+        fault = ""
         try:
-            path = self._complete(cut, entries, buffers, answers, left)
-            saved = Saved(path, cut, at_s, time.monotonic() - began_s)
+            path = self._complete(cut, entries, buffers, answers, completion)
+            # at once: if the run ends now, this is its newest checkpoint
+            self.saved = Saved(path, cut, at_s, time.monotonic() - began_s)
             if self._job.bucket is not None:
                 from ..checkpoints.buckets import upload  # imports fsspec
 
@@ -274,7 +323,7 @@ class Checkpoints:
         def done() -> None:
             self._thread = None
             self._states.pop(cut.number, None)
-            self.saved = saved or self.saved
+            self._end()
             if not fault:
                 self.fault = ""
             elif not self._closed.is_set():
@@ -288,7 +337,7 @@ class Checkpoints:
         entries: Sequence[StateEntries],
         buffers: Sequence[bytearray],
         answers: queue.SimpleQueue[Answer],
-        left: Callable[[int], bool],
+        completion: queue.SimpleQueue[Completion],
     ) -> Path:
         tensors = {
             spec.name: unpack(spec, part) for spec, part in zip(cut.model.buffers, buffers, strict=True)
@@ -305,16 +354,14 @@ class Checkpoints:
         )
         try:
             self._write_shards(cut, draft, entries, answers, pace)
-            until_s = time.monotonic() + STATES_S
-            while not self._closed.is_set() and time.monotonic() < until_s and self._awaits_state(cut, left):
-                time.sleep(POLL_S)
-            states = self._states_at(cut)
+            completed = self._await_completion(cut.number, completion)
+            states = {worker: self._states[cut.number][worker][label] for worker, label in completed.states}
         except CheckpointError:
             draft.discard()
             raise
         yield_to_training()
         return draft.finish(
-            msgspec.json.encode(cut),
+            msgspec.json.encode(structs.replace(cut, loop=completed.loop)),
             {worker: bytes(state) for worker, state in states.items()},
             versions=[shard.version for shard in cut.shards],
             further=described(Path(self._job.run_dir)),
@@ -350,19 +397,20 @@ class Checkpoints:
         """Leave the link to training after a piece that has taken some time. Return True if the run has ended."""
         return self._closed.wait(REST * took_s)
 
-    def _awaits_state(self, cut: JobCut, left: Callable[[int], bool]) -> bool:
-        """Return True if a script has not sent yet what it held after its last push of the cut."""
-        states = self._states_at(cut)
-        return any(each.worker not in states and not left(each.worker) for each in cut.workers)
+    def _await_completion(self, number: int, completion: queue.SimpleQueue[Completion]) -> Completion:
+        """Wait until all workers have given what their scripts hold.
 
-    def _states_at(self, cut: JobCut) -> dict[int, bytearray]:
-        """Return the first state that each script had after its last push of the cut, as far as it is there."""
-        found = {}
-        for each in cut.workers:
-            kept = self._states.get(cut.number, {}).get(each.worker, {}).copy()
-            if later := [label for label in kept if label >= each.iteration]:
-                found[each.worker] = kept[min(later)]
-        return found
+        Raises:
+            CheckpointError: the run has ended, or the checkpoint cannot be completed.
+        """
+        self._waits_since_s = time.monotonic()
+        try:
+            completed = completion.get()
+        finally:
+            self._waits_since_s = None
+        if completed.fault:
+            raise CheckpointError(f"Checkpoint {number} was not written: {completed.fault}.")
+        return completed
 
 
 def _answer_of(number: int, answers: queue.SimpleQueue[Answer]) -> Answer:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -49,6 +49,8 @@ from ..core.protocol.messages import (
 )
 from ..core.protocol.model_spec import ModelSpec
 from ..core.protocol.requests import (
+    AbandonCut,
+    CompleteCut,
     EndWithout,
     Fail,
     Peer,
@@ -74,7 +76,7 @@ from ..wire.passing import Source
 from ..wire.patience import Patience
 from ..wire.stream import Stream, no_payload
 from .agents import Agents, MachinesLeft
-from .checkpoints import Checkpoints
+from .checkpoints import STATES_S, Checkpoints, Completion
 from .collection import Collection
 from .compute_devices import CPU
 from .footprint import available_bytes, footprint, served_shortage, shortage, vectors_of
@@ -98,6 +100,30 @@ STOP_POLL_S = 0.05
 MOST_OBSERVERS = 32
 DRAIN_SILENCE_S = 1.0  # maximum time for which a peer reads none of its earlier messages before a descriptor
 LOOK_INTERVAL_TICKS = TICKS_PER_S // 2  # minimum time between two questions to the servers for `refresh`
+
+
+class LateCheckpoint(NamedTuple):
+    """A checkpoint that waits for what some workers hold.
+
+    Attributes:
+        number: number of the checkpoint.
+        workers: these workers.
+        waits_s: for how many seconds it has waited.
+    """
+
+    number: int
+    workers: tuple[int, ...]
+    waits_s: float
+
+    @property
+    def words(self) -> str:
+        """What the user is told, as a sentence."""
+        names = " and ".join(f"worker {worker}" for worker in self.workers)
+        verb = "have" if len(self.workers) > 1 else "has"
+        return (
+            f"Checkpoint {self.number} waits for {names}, which {verb} not asked for the next batch for "
+            f"{self.waits_s:.0f} s. Training goes on meanwhile."
+        )
 
 
 Rehearsal = Callable[[Situation, Callable[[Sequence[Prospect]], None]], None]
@@ -245,6 +271,14 @@ class CoordinatorHost(Host):
         self._metrics.start()
 
     @property
+    def late_checkpoint(self) -> LateCheckpoint | None:
+        """The checkpoint that has waited for long for what workers hold; None if there is none."""
+        waits_s, giving = self.checkpoints.waits_s, self.core.reconfigurations.giving
+        if waits_s < STATES_S or giving is None or not (awaited := giving.awaited):
+            return None
+        return LateCheckpoint(giving.number, tuple(awaited), waits_s)
+
+    @property
     def cause_may_follow(self) -> bool:
         """True if the worker with the initial weights was lost too early, perhaps because a server has ended.
 
@@ -305,6 +339,10 @@ class CoordinatorHost(Host):
             with contextlib.suppress(queue.Empty):
                 return found.get(timeout=STOP_POLL_S)
         return MachinesLeft(0, 0)
+
+    def request_last_checkpoint(self) -> None:
+        """Ask for a checkpoint because the run is to end. See `Checkpoints.request_last`."""
+        self._call(self.checkpoints.request_last)
 
     def collect(self) -> Collection:
         """Start collecting the weights. The caller must wait until `finished` of the returned object is set.
@@ -574,7 +612,7 @@ class CoordinatorHost(Host):
             case CheckpointRequested():
                 return self.checkpoints.request(message.number)
             case KeepWorkerState():
-                return self.checkpoints.keep(peer.index, message)
+                self.checkpoints.keep(peer.index, message)
         party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)
         if isinstance(message, Waits):
             self.watch.note_traffic_of(peer.index, message)
@@ -648,7 +686,13 @@ class CoordinatorHost(Host):
             self._rehearse(request.situation, self._take_prospects)
 
     def save_cut(self, request: SaveCut) -> None:
-        self.checkpoints.save(request.cut, lambda worker: bool(self.core.members.fate(worker)))
+        self.checkpoints.save(request.cut)
+
+    def complete_cut(self, request: CompleteCut) -> None:
+        self.checkpoints.complete(request.number, Completion("", request.states, request.loop))
+
+    def abandon_cut(self, request: AbandonCut) -> None:
+        self.checkpoints.complete(request.number, Completion(request.reason))
 
     def warn(self, warning: Warn) -> None:
         log.error("%s", warning.words)

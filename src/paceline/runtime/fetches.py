@@ -27,7 +27,6 @@ from ..core.protocol.messages import (
     FrozenTensors,
     InitialBuffers,
     KeepStates,
-    KeepWorkerState,
     LoopPosition,
     Message,
     OptimizerState,
@@ -256,11 +255,9 @@ class Fetches(Servers):
         self.links.wait_while(lambda: stream.backlog)
 
     @exclusive
-    def keep_worker_state(self, number: int, state: Sequence[memoryview]) -> None:
+    def keep_worker_state(self, state: Sequence[memoryview]) -> None:
         links = self.links
-        last = links.core.last_commit
-        message = KeepWorkerState(number, -1 if last is None else last.iteration)
-        links.post(links.coordinator, message, state)
+        links.post(links.coordinator, links.core.give_state(), state)
         # The memory of the state may change when this method has returned.
         links.wait_while(lambda: links.coordinator.backlog)
 

@@ -66,7 +66,11 @@ log = logging.getLogger("paceline.worker")
 
 # Minimum time between two checks for messages from the coordinator. Very short iterations skip most of these checks.
 HEARING_INTERVAL_S = 200e-6
-COMBINING_S = 0.5  # minimum time in a barrier or a reduction before the worker pushes without a gradient
+# Minimum time in a call of all workers before the worker pushes without a gradient, or gives what its script holds.
+COMBINING_S = 0.5
+LOOKING_S = (
+    0.1  # maximum time between two looks at what the coordinator has sent, while the script is not training
+)
 LEAST_IDLE_S = 1e-3  # minimum time between two pushes while the script is not training
 # Minimum times between two pushes that are observed, and between two reports of what was seen. They bound the cost of
 # the guard: a push takes about 15 us to observe, and as long to judge (see `python -m benchmarks guard`).
@@ -118,6 +122,8 @@ class WorkerSession(Session):
         self._slow_link: SlowLink | None = None  # set if the servers are on other machines
         # when the coordinator was last heard; when a push was last observed, and reported to the guard; and when the
         # coordinator was last told what the script has logged
+        self._held = b""  # what the script held at the beginning of an evaluation
+        self._stand_in_s = math.inf  # when to push next during an evaluation
         self._heard_s = self._observed_s = self._reported_s = self._logged_s = -math.inf
 
     @classmethod
@@ -457,9 +463,39 @@ class WorkerSession(Session):
 
     @contextlib.contextmanager
     def idle(self) -> Iterator[None]:
-        pushes = Repeating(self._stand_in, self._idle_interval_s, f"paceline worker {self.worker}")
-        with self.status.doing("outside"), pushes:
-            yield
+        # The script changes what it holds in the meantime, so this is copied.
+        self._held = (
+            b"".join(self.callbacks.state(False)) if self._may_be_cut and self.callbacks.state else b""
+        )
+        self._stand_in_s = self._job.now_s() + self._idle_interval_s
+        turns = Repeating(
+            self._idle_turn, min(self._idle_interval_s, LOOKING_S), f"paceline worker {self.worker}"
+        )
+        try:
+            with self.status.doing("outside"), turns:
+                yield
+        finally:
+            self._held = b""
+
+    @property
+    def _may_be_cut(self) -> bool:
+        """True if the job may be cut during an evaluation."""
+        return self._job.checkpoint_every_s > 0 or self.core.asks_for_checkpoints or self.core.owes_state
+
+    @exclusive
+    def _idle_turn(self) -> None:
+        """While the script evaluates, give what it held if this is wanted, and push when it is time."""
+        self.links.hear_coordinator()
+        if self.core.owes_state and self._held:
+            self.servers.keep_worker_state([memoryview(self._held)])
+        if (now_s := self._job.now_s()) >= self._stand_in_s:
+            self._stand_in()
+            self._stand_in_s = now_s + self._idle_interval_s
+
+    def _give_state(self, *, ended: bool = False) -> None:
+        """Give what the script holds, which waits or has ended, if this is wanted."""
+        if self.core.owes_state and self.callbacks.state is not None:
+            self.servers.keep_worker_state(self.callbacks.state(ended))
 
     @property
     def _idle_interval_s(self) -> float:
@@ -485,9 +521,13 @@ class WorkerSession(Session):
         """
         links, job = self.links, self._job
         interval_s = self._idle_interval_s
-        due_s = job.now_s() + max(interval_s, COMBINING_S)
+        began_s = job.now_s()
+        due_s = began_s + max(interval_s, COMBINING_S)
         while not ended():
             links.leave_if_asked()
+            # After a short wait, the script soon asks for its next batch, and what it holds then is better.
+            if job.now_s() - began_s >= COMBINING_S:
+                self._give_state()
             wait_s = min(max(due_s - job.now_s(), LEAST_IDLE_S), WAITING_S)
             if servers:
                 links.hear(timeout_s=wait_s)
@@ -572,8 +612,10 @@ class WorkerSession(Session):
         links.finished = True
         # A pull that a leaving worker or a lost server has not finished may have changed weights, which is no edit.
         unfinished = links.asked_to_leave or bool(self.core.waiting_for)
-        if not unfinished and (warning := self.callbacks.on_finish()):
-            links.report_problem(warning)
+        if not unfinished:
+            self._give_state(ended=True)
+            if warning := self.callbacks.on_finish():
+                links.report_problem(warning)
         if memory is not None and memory.in_place:
             memory.take_over()  # the servers may change the weights while the script still reads them
             self._move(memory, in_place=False)

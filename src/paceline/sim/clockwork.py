@@ -8,6 +8,7 @@ import msgspec
 
 from ..core.protocol.job_cut import JobCut
 from ..core.protocol.lease import BatchSizing, Order, Split
+from ..core.protocol.requests import CompleteCut
 from ..errors import ConfigurationError, unknown_name
 from ..sync.schedule import Schedule
 from .cluster import Cluster
@@ -141,6 +142,9 @@ class Clockwork:
         pass  # there are no weights
 
     def save_cut(self, cut: JobCut) -> None:
+        pass
+
+    def complete_cut(self, request: CompleteCut) -> None:
         pass
 
     def lost(self, worker: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ..core.protocol.job_cut import JobCut
+from ..core.protocol.requests import CompleteCut
 
 __all__ = ["Driver"]
 
@@ -47,6 +48,9 @@ class Driver(Protocol):
 
     def save_cut(self, cut: JobCut) -> None:
         """Called when all shards have been copied for a cut."""
+
+    def complete_cut(self, request: CompleteCut) -> None:
+        """Called when the workers have given what their scripts held at the cut that was saved last."""
 
     def lost(self, worker: int) -> None:
         """Called when the worker is lost. The worker's later actions have no effect."""

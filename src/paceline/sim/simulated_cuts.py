@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from msgspec import structs
 
-from ..core.protocol.job_cut import JobCut
+from ..core.protocol.job_cut import JobCut, LoopCut
 from ..core.protocol.layout import Layout, ShardSlice
 from ..shard.optimizer_state import join_state, slice_state
 from ..shard.vectors import Vectors, segment_views, torch_dtype
@@ -57,6 +58,11 @@ class SimCut:
         self.tensors = tensors
         self.workers = workers
         self._shards = shards
+
+    def complete(self, loop: LoopCut, workers: dict[int, bytes]) -> None:
+        """Add what the scripts held, and the place of the job in its loops to which this belongs."""
+        self.job = structs.replace(self.job, loop=loop)
+        self.workers = workers
 
     def weights(self, bounds: ShardSlice) -> Vectors:
         """Return the weights of a slice, which need not be that of one of the shards."""

@@ -42,7 +42,9 @@ from ..core.protocol.messages import (
 from ..core.protocol.model_spec import ModelSpec
 from ..core.protocol.requests import (
     COORDINATOR,
+    AbandonCut,
     Abort,
+    CompleteCut,
     EndWithout,
     Fail,
     Peer,
@@ -1039,6 +1041,12 @@ class _CoordinatorHost(Host):
 
     def save_cut(self, request: SaveCut) -> None:
         self._job._driver.save_cut(request.cut)
+
+    def complete_cut(self, request: CompleteCut) -> None:
+        self._job._driver.complete_cut(request)
+
+    def abandon_cut(self, request: AbandonCut) -> None:
+        """Do nothing: the job is cut again, and the next cut takes the place of this one."""
 
     def warn(self, warning: Warn) -> None:
         log.error("%s", warning.words)

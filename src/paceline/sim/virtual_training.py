@@ -25,9 +25,9 @@ from ..core.oversight.guard import DIVERGED
 from ..core.protocol.job_cut import JobCut
 from ..core.protocol.layout import ShardSlice, of_set
 from ..core.protocol.lease import BatchSizing
-from ..core.protocol.messages import Combined, Contributed, LoopPosition, Observation, Warned
+from ..core.protocol.messages import Combined, Contributed, KeepWorkerState, LoopPosition, Observation, Warned
 from ..core.protocol.model_spec import BufferSpec, FrozenSpec, HyperParameters, ModelSpec, first_difference
-from ..core.protocol.requests import COORDINATOR, Request, Send
+from ..core.protocol.requests import COORDINATOR, CompleteCut, Request, Send
 from ..core.protocol.wire_format import WireFormat
 from ..core.status.standstill import unable_to_begin
 from ..core.sync.joint_calls import combine
@@ -132,9 +132,9 @@ class Training:
         self._initializer = -1
         self._copies: dict[int, dict[int, CutShard]] = {}  # number of a cut -> shard -> its copy
         self._copied: dict[str, torch.Tensor] = {}  # the buffers and frozen parameters of the last one
-        self._states_of: defaultdict[int, dict[int, bytes]] = defaultdict(
-            dict
-        )  # number of a cut -> by worker
+        # number of a cut -> (worker, label) -> what the script held
+        self._states_of: defaultdict[int, dict[tuple[int, int], bytes]] = defaultdict(dict)
+        self._saved: SimCut  # the cut that was made last
         self._running: VirtualSession | None = None  # the session whose random generators are active
         self._outside: GeneratorStates | None = None  # states of the caller's random generators
 
@@ -357,11 +357,17 @@ class Training:
     def save_cut(self, cut: JobCut) -> None:
         copies = self._copies[cut.number]
         shards = [copies[shard] for shard in sorted(copies)]
-        self.cuts.append(SimCut(cut, shards, self._copied, self._states_of[cut.number]))
+        self._saved = SimCut(cut, shards, self._copied, {})
 
-    def keep_worker_state(self, worker: int, number: int, state: bytes) -> None:
+    def complete_cut(self, request: CompleteCut) -> None:
+        """Add a cut to the result, with what the scripts held."""
+        given = self._states_of[request.number]
+        self._saved.complete(request.loop, {worker: given[worker, label] for worker, label in request.states})
+        self.cuts.append(self._saved)
+
+    def keep_worker_state(self, worker: int, message: KeepWorkerState, state: bytes) -> None:
         """Keep what a worker's script held at a cut."""
-        self._states_of[number][worker] = state
+        self._states_of[message.number][worker, message.iteration] = state
 
     def lost(self, worker: int) -> None:
         self._first_weights.pop(worker, None)
@@ -443,6 +449,8 @@ class Training:
                 f"worker {session.worker}", first_line(error), script_traceback(error)
             ) from error
         if session.strand.ended and session.joined:
+            if session.core.owes_state and session.callbacks.state is not None:
+                session.servers.keep_worker_state(session.callbacks.state(True))
             if warning := session.callbacks.on_finish():
                 self.job.carry(session.worker, [Send(COORDINATOR, Warned(warning))], at_once=False)
             self._finish(session)
@@ -838,8 +846,10 @@ class VirtualServers(Servers):
     def fetch_states(self, address: str) -> tuple[LoopPosition, bytes | bytearray] | None:
         return self._training.states
 
-    def keep_worker_state(self, number: int, state: Sequence[memoryview]) -> None:
-        self._training.keep_worker_state(self._worker, number, b"".join(state))
+    def keep_worker_state(self, state: Sequence[memoryview]) -> None:
+        message = self._core.give_state()
+        self._training.keep_worker_state(self._worker, message, b"".join(state))
+        self._training.job.carry(self._worker, [Send(COORDINATOR, message)], at_once=False)
 
     def fetch_worker_states(self) -> tuple[bytes | None, bytes | None]:
         resumed = self._training.resumed

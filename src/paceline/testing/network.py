@@ -228,6 +228,8 @@ class Network:
             return
         waiting = ", ".join(map(str, self.workers.values()))
         assert not waiting, f"no step is left, but {waiting}"
+        giving = self.coordinator.reconfigurations.giving
+        assert giving is None or giving.labels is None, f"cut {giving.number} has not been completed"
         members = self.coordinator.members
         left = members.live | members.invited | members.present
         assert not left, f"the coordinator expects workers {left}, which have left"

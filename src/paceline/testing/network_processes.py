@@ -10,8 +10,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from msgspec import structs
+
 from ..core.coordinator import Coordinator
 from ..core.protocol.host import Host
+from ..core.protocol.job_cut import JobCut
 from ..core.protocol.layout import Layout, Parameter
 from ..core.protocol.lease import Batch, Order
 from ..core.protocol.messages import (
@@ -31,8 +34,10 @@ from ..core.protocol.messages import (
 from ..core.protocol.model_spec import ModelSpec, OptimizerSpec
 from ..core.protocol.requests import (
     COORDINATOR,
+    AbandonCut,
     Abort,
     Apply,
+    CompleteCut,
     Discard,
     EndWithout,
     Fail,
@@ -177,6 +182,7 @@ class CoordinatorProcess(Process):
         super().__init__(network, "c")
         self.core: Coordinator = core
         self.names: dict[Peer, str] = {}
+        self._saved: tuple[JobCut, set[tuple[int, int]], set[tuple[int, int]]]  # the cut that was made last
         self._refused: set[str] = set()  # processes from which only the end of the connection is awaited
 
     def receive(self, sender: str, number: str, message: Message | str) -> None:
@@ -232,7 +238,21 @@ class CoordinatorProcess(Process):
         settled = [server.copies[shard, cut.number] for server in network.servers for shard in server.stores]
         versions = " and ".join(str(shard.version) for shard in cut.shards)
         network.tell(f"    cut {cut.number} is complete, with versions {versions}")
-        network.cuts.append((cut, set.intersection(*settled), set.union(*settled)))
+        self._saved = cut, set.intersection(*settled), set.union(*settled)
+
+    def complete_cut(self, request: CompleteCut) -> None:
+        cut, whole, some = self._saved
+        given, present = {worker for worker, _ in request.states}, self.core.members.present
+        lacking = {each.worker for each in cut.workers if each.worker in present} - given
+        assert cut.number == request.number, (
+            f"cut {request.number} is complete, but cut {cut.number} is written"
+        )
+        assert not lacking, f"cut {cut.number} is complete without the states of workers {lacking}"
+        self.network.tell(f"    cut {cut.number} is whole")
+        self.network.cuts.append((structs.replace(cut, loop=request.loop), whole, some))
+
+    def abandon_cut(self, request: AbandonCut) -> None:
+        self.network.tell(f"    cut {request.number} is abandoned: {request.reason}")
 
     def end_run(self, failure: Fail) -> None:
         self.network.over = f"{failure.where}: {failure.reason}"
@@ -424,6 +444,7 @@ class WorkerProcess(Process):
             raise ValueError(f"{self}, so it cannot {verb}")
         if self._script and self._script[0].split() == [verb, *words] and verb != "epoch":
             self._script.popleft()
+        self._give_state()
         self.VERBS[verb](self, *words)
 
     def push(self) -> None:
@@ -526,7 +547,13 @@ class WorkerProcess(Process):
                 self.carry_out(self.core.initialize())
         self.carry_out(requests)
         if self.calling == "call" and not self.core.waiting_for:
+            self._give_state()
             self._end_call()
+
+    def _give_state(self) -> None:
+        """Give what the script holds, if it is wanted. The script is between two iterations, or in a call."""
+        if self.core.cut:
+            self.send(COORDINATOR, self.core.give_state())
 
     def refuse(self, sender: str, number: str) -> None:
         raise InternalError(f"{self.name} cannot refuse {sender}")

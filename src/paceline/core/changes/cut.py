@@ -20,7 +20,15 @@ loss is open, and begins again with the next number if one of them begins before
 beginning of a cut to its end, the ledger settles nothing, so it still knows what every worker has received.
 
 What has been cut is copied by the hosts of the shards (`TakeCut`), and written by the host of the coordinator
-(`SaveCut`). A worker learns of a cut from its answers.
+(`SaveCut`). It is whole when every worker that is still present has given what its script holds (`CompleteCut`):
+
+    KeepWorkerState   from a worker, which has learned of the cut from an answer
+    StateWanted       to each worker that has not done so when all shards have been cut
+    KeepWorkerState   from this worker, when its script asks for its next batch or waits in a call
+
+Nothing else ends this wait, because without the state of a worker, its script cannot go on where it was. A worker
+that leaves is no longer awaited. But only the main worker has the objects that the scripts track. If the main worker
+leaves before it has given its state, the cut is abandoned (`AbandonCut`), and the job is cut again.
 """
 
 from __future__ import annotations
@@ -29,6 +37,8 @@ from collections.abc import Collection, Mapping
 
 from ...state import stateful
 from ..machines.losses import Loss
+from ..machines.main_worker import NOBODY
+from ..protocol.job_cut import LoopCut
 from ..protocol.lease import PackedPushed
 from ..protocol.messages import (
     CutAgreed,
@@ -39,9 +49,13 @@ from ..protocol.messages import (
     PushesReported,
 )
 from ..protocol.placement import Placement
-from ..protocol.requests import Request, Send, server_peer
+from ..protocol.requests import CompleteCut, Request, Send, server_peer
 
-__all__ = ["Cut", "cut_pushes"]
+__all__ = ["Cut", "Giving", "cut_pushes"]
+
+
+MOST_LABELS = 4
+"""Number of states of a worker that are remembered until all shards have been cut."""
 
 
 @stateful(decides="number taken _placement _left _offers _margin _round")
@@ -99,6 +113,78 @@ class Cut:
 
     def _to_servers(self, message: CutProposed | CutAgreed) -> list[Request]:
         return [Send(server_peer(server), message) for server in self._placement.servers]
+
+
+@stateful(decides="number labels _main _given _loop")
+class Giving:
+    """What the workers give for a cut: the states of their scripts.
+
+    A state belongs to the cut if it was taken after the worker's last push of the cut. The earliest of these counts.
+
+    Args:
+        number: number of the cut.
+
+    Attributes:
+        number: number of the cut.
+        labels: worker -> label of its last push in the cut, for each worker that took part and has not left without
+            a state; None until all shards have been cut.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.labels: dict[int, int] | None = None
+        self._main = NOBODY
+        # worker -> label of a state -> the place of the job in its loops when the state arrived
+        self._given: dict[int, dict[int, LoopCut]] = {}
+        self._loop = LoopCut()
+
+    def begin(self, labels: Mapping[int, int], main: int, loop: LoopCut) -> None:
+        """Record that all shards have been cut.
+
+        Args:
+            labels: worker -> label of its last push in the cut.
+            main: the main worker.
+            loop: the place of the job in its training loops now.
+        """
+        self.labels, self._main, self._loop = dict(labels), main, loop
+
+    def give(self, worker: int, label: int, loop: LoopCut) -> None:
+        """Record that a worker has given a state, when the job was at this place in its training loops."""
+        given = self._given.setdefault(worker, {})
+        given[label] = loop
+        for earlier in sorted(given)[:-MOST_LABELS]:
+            del given[earlier]
+
+    def left(self, worker: int) -> bool:
+        """Handle a worker that has left. Return True if the cut cannot be completed without its state."""
+        if self.labels is None or worker not in self.awaited:
+            return False
+        del self.labels[worker]
+        return worker == self._main
+
+    @property
+    def awaited(self) -> list[int]:
+        """The workers that have not given a state yet."""
+        return [worker for worker in self.labels or () if self._label_of(worker) is None]
+
+    @property
+    def completed(self) -> CompleteCut | None:
+        """The request that completes the cut; None if a state is awaited."""
+        if self.labels is None or self.awaited:
+            return None
+        states = tuple(
+            (worker, label) for worker in sorted(self.labels) if (label := self._label_of(worker)) is not None
+        )
+        # The workers reach an epoch at different times. All of them go on where the first one was, which also has
+        # what the scripts track. Those that were elsewhere get back its schedule (see `frontend.worker_state`).
+        loop = self._given[states[0][0]][states[0][1]] if states else self._loop
+        return CompleteCut(self.number, states, loop)
+
+    def _label_of(self, worker: int) -> int | None:
+        """Return the label of the state of a worker that belongs to the cut; None if there is none."""
+        assert self.labels is not None
+        least = self.labels[worker]
+        return min((label for label in self._given.get(worker, ()) if label >= least), default=None)
 
 
 def cut_pushes(

@@ -47,7 +47,7 @@ from ..protocol.model_spec import ModelSpec, require_extension
 from ..protocol.placement import Placement
 from ..protocol.requests import Request
 from ..sync.job_sync import JobSync
-from .cut import Cut
+from .cut import Cut, Giving
 from .extension import Extension
 from .joining import Join
 
@@ -64,7 +64,9 @@ WAITS_FOR: Mapping[Kind, frozenset[Kind]] = {
 """Kind of reconfiguration -> the kinds of which none may be in progress when it is agreed."""
 
 
-@stateful(decides="join extension extensions cut cuts wants_cut joining _postponed", fixed="_placement _sync")
+@stateful(
+    decides="join extension extensions cut cuts wants_cut giving joining _postponed", fixed="_placement _sync"
+)
 class Reconfigurations:
     """The reconfigurations of a run that are in progress, and those that wait.
 
@@ -79,6 +81,7 @@ class Reconfigurations:
         cut: the cut that is in progress; None if there is none.
         cuts: number of the last cut that has begun.
         wants_cut: True if a cut is to be made, or is in progress.
+        giving: what the workers give for the last cut that has begun; None if it is complete or was given up.
         joining: the workers that have been admitted and have not joined yet. They join in this order.
     """
 
@@ -89,6 +92,7 @@ class Reconfigurations:
         self.cut: Cut | None = None
         self.cuts = 0
         self.wants_cut = False
+        self.giving: Giving | None = None
         self.joining: list[int] = []
         self._postponed: list[
             tuple[int, SyncRequested]
@@ -124,6 +128,7 @@ class Reconfigurations:
         elif self.wants_cut and self.cut is None:
             self.cuts += 1
             self.cut = Cut(self.cuts, self._placement, members.gone)
+            self.giving = Giving(self.cuts)
             return self.cut.begin(lockstep=lockstep)
         return []
 
@@ -132,12 +137,16 @@ class Reconfigurations:
         if self.cut is None:
             return []
         requests = self.cut.offered(server, offer)
-        self.cuts = self.cut.number
+        if self.cuts != self.cut.number:
+            self.cuts = self.cut.number
+            self.giving = Giving(self.cuts)
         return requests
 
     def give_up_cut(self) -> None:
-        """Give up the cut that is in progress. It begins again."""
+        """Give up the cut that is in progress, unless all shards have been cut. It begins again."""
         self.cut = None
+        if self.giving is not None and self.giving.labels is None:
+            self.giving = None
 
     # -- joins --------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ __all__ = ["LoopPositions"]
 AT_THE_BEGINNING = LoopCut()
 
 
-@stateful(decides="limits start stopped _newest _begun _ended")
+@stateful(decides="limits start stopped _newest _of _begun _ended", fixed="_first")
 class LoopPositions:
     """The position of the job, and the worker that keeps the states of tracked objects.
 
@@ -50,6 +50,8 @@ class LoopPositions:
         self.start = cut.start
         self.stopped = set(cut.stopped)
         self._newest: LoopPosition | None = cut.position
+        self._first = cut.position  # where workers begin that have not asked for their position
+        self._of: dict[int, LoopPosition | None] = {}  # worker -> the position that it has reached
         # number of the last loop that has begun, and the time at which it began, in ticks
         self._begun = (cut.begun, -round(cut.elapsed_s * ticks_per_s))
         # number of the last loop that has ended, and the worker whose states were sent last
@@ -65,11 +67,11 @@ class LoopPositions:
         """Time at which this loop began."""
         return self._begun[1]
 
-    def cut(self, now_ticks: int, ticks_per_s: int) -> LoopCut:
-        """Return the place of the job in its training loops."""
+    def cut(self, now_ticks: int, ticks_per_s: int, worker: int | None = None) -> LoopCut:
+        """Return the place of the job in its training loops; with the position of one worker, if it is given."""
         begun, begun_ticks = self._begun
         return LoopCut(
-            position=self._newest,
+            position=self._newest if worker is None else self._of.get(worker, self._first),
             begun=begun,
             elapsed_s=(now_ticks - begun_ticks) / ticks_per_s if begun >= 0 else 0.0,
             limits=self.limits,
@@ -92,15 +94,17 @@ class LoopPositions:
         if loop > self._begun[0]:
             self._begun, self.limits, self.start = (loop, now_ticks), limits, start
 
-    def entry(self, loop: int, address: str, now_ticks: int, ticks_per_s: int) -> LoopEntered:
+    def entry(self, worker: int, loop: int, address: str, now_ticks: int, ticks_per_s: int) -> LoopEntered:
         """Return the answer to a worker that joins a run in progress and begins a loop.
 
         Args:
+            worker: index of the worker.
             loop: number of the loop.
             address: the address of the server of shard 0.
             now_ticks: current time.
             ticks_per_s: number of ticks per second.
         """
+        self._of[worker] = self._newest
         begun, begun_ticks = self._begun
         elapsed_s = (now_ticks - begun_ticks) / ticks_per_s if loop == begun else 0.0
         return LoopEntered(self._newest or LoopPosition(0, 0), elapsed_s, address)
@@ -109,7 +113,7 @@ class LoopPositions:
         self, worker: int, message: EpochReached, present: Collection[int], now_ticks: int
     ) -> list[Request]:
         """Handle a worker that has reached the beginning of an epoch or the end of a loop."""
-        position = message.position
+        position = self._of[worker] = message.position
         self.begun(position.loop, now_ticks, message.limits, (position.updates, position.samples))
         wanted = self._takes(worker, message, present)
         if wanted:
@@ -117,6 +121,10 @@ class LoopPositions:
         if wanted and message.over:
             self._ended = position.loop, worker
         return [Send(worker_peer(worker), StatesDecided(wanted))] if message.tracks else []
+
+    def left(self, worker: int) -> None:
+        """Forget a worker that has left."""
+        self._of.pop(worker, None)
 
     def stop(self, loop: int, live: Collection[int]) -> list[Request]:
         """Stop a loop in all live workers, unless this has been done already."""

@@ -29,6 +29,7 @@ from typing import NamedTuple
 import msgspec
 
 from ...state import stateful
+from ..protocol.job_cut import CourseCut
 from ..protocol.messages import Observation
 
 __all__ = ["WINDOW", "Course", "Symptom"]
@@ -128,6 +129,22 @@ class Course:
         self._level: float | None = None  # level of the loss
         self._lowest = math.inf  # lowest level of the loss
         self._relapsed = 0  # number of points for which what was learned has been lost
+
+    @classmethod
+    def resumed(cls, cut: CourseCut) -> Course:
+        """Return the course of a run that goes on: it is compared with how the job began."""
+        course = cls()
+        course._begun = Point(cut.loss, cut.gradient, cut.weights)
+        course._usual = cut.usual
+        course._lowest = math.inf if cut.lowest is None else cut.lowest
+        return course
+
+    def cut(self, set_index: int) -> CourseCut | None:
+        """Return what a run needs to go on with this course; None if the beginning is not known yet."""
+        if self._begun is None:
+            return None
+        lowest = self._lowest if math.isfinite(self._lowest) else None
+        return CourseCut(set_index, *self._begun, max([self._usual, *self._gradients]), lowest)
 
     @property
     def is_full(self) -> bool:

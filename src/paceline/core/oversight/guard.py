@@ -33,6 +33,7 @@ import msgspec
 
 from ...errors import ConfigurationError, unknown_name
 from ...state import stateful
+from ..protocol.job_cut import GuardCut
 from ..protocol.messages import Observation
 from .divergence import Course
 from .outliers import Outliers
@@ -197,6 +198,18 @@ class Guard:
         return verdicts + self._diverges(
             symptom.kind, f"Training diverges ({where}): {symptom.words}.", advice, lockstep
         )
+
+    def cut(self) -> GuardCut:
+        """Return what the guard of a run that goes on begins with."""
+        courses = (course.cut(set_index) for set_index, course in sorted(self._courses.items()))
+        return GuardCut(self.factor, self._patience, tuple(filter(None, courses)))
+
+    def resume(self, cut: GuardCut) -> None:
+        """Go on from what the guard of an earlier run kept: its factor of the rate, and how training began."""
+        if self.mode == "temper":
+            self.factor, self._patience = cut.factor, cut.patience or RESTORED
+            self._changed = 0
+        self._courses = {each.set_index: Course.resumed(each) for each in cut.courses}
 
     def left(self, worker: int) -> None:
         """Forget a worker that has left the run."""

@@ -17,8 +17,10 @@ from ...errors import InternalError
 from ...sync.translation import Standing
 from .messages import Message
 from .requests import (
+    AbandonCut,
     Abort,
     Apply,
+    CompleteCut,
     Discard,
     EndWithout,
     Fail,
@@ -70,6 +72,8 @@ METHODS: dict[type[Request], str] = {
     Preserve: "preserve",
     TakeCut: "take_cut",
     SaveCut: "save_cut",
+    CompleteCut: "complete_cut",
+    AbandonCut: "abandon_cut",
     Proceed: "proceed",
     Abort: "abort",
     Rehearse: "rehearse",
@@ -165,7 +169,15 @@ class Host:
         self._refuse(request)
 
     def save_cut(self, request: SaveCut) -> None:
-        """Write a cut of which every shard has been copied."""
+        """Begin to write a cut of which every shard has been copied."""
+        self._refuse(request)
+
+    def complete_cut(self, request: CompleteCut) -> None:
+        """Complete a cut for which the workers have given what their scripts hold."""
+        self._refuse(request)
+
+    def abandon_cut(self, request: AbandonCut) -> None:
+        """Write no more of a cut."""
         self._refuse(request)
 
     def warn(self, warning: Warn) -> None:

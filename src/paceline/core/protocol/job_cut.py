@@ -11,6 +11,8 @@ by themselves.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Literal
 
 import msgspec
@@ -22,7 +24,9 @@ from .messages import LoopLimits, LoopPosition, PushCounts, ShardState
 from .model_spec import ModelSpec, first_difference
 
 __all__ = [
+    "CourseCut",
     "EpochCut",
+    "GuardCut",
     "JobCut",
     "LoaderCut",
     "LoopCut",
@@ -132,6 +136,40 @@ class WorkerCut(msgspec.Struct, frozen=True):
     iteration: int
 
 
+class CourseCut(msgspec.Struct, frozen=True):
+    """How training has begun and gone on, for the guard. See `paceline.core.oversight.divergence`.
+
+    Attributes:
+        set_index: index of the parameter set.
+        loss: loss at the beginning; None if it is unknown.
+        gradient: norm of the gradients at the beginning.
+        weights: norm of the weights at the beginning.
+        usual: highest usual level of the norm of the gradients.
+        lowest: lowest level of the loss; None if it is unknown.
+    """
+
+    set_index: int
+    loss: float | None
+    gradient: float
+    weights: float
+    usual: float = 0.0
+    lowest: float | None = None
+
+
+class GuardCut(msgspec.Struct, frozen=True):
+    """What the guard of a run keeps. See `paceline.core.oversight.guard`.
+
+    Attributes:
+        factor: the factor of the learning rate in force.
+        patience: number of points without a symptom after which the rate is doubled next; 0 for the usual number.
+        courses: how training has begun, for each parameter set of which this is known.
+    """
+
+    factor: float = 1.0
+    patience: int = 0
+    courses: tuple[CourseCut, ...] = ()
+
+
 class JobCut(msgspec.Struct, frozen=True, kw_only=True):
     """A cut of a job.
 
@@ -149,6 +187,7 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
         workers: the workers that took part, in ascending order.
         loaders: the ledger of each loader.
         loop: the place of the job in its training loops.
+        guard: what the guard keeps.
     """
 
     number: int
@@ -164,6 +203,7 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[WorkerCut, ...] = ()
     loaders: tuple[LoaderCut, ...] = ()
     loop: LoopCut = LoopCut()
+    guard: GuardCut = GuardCut()
 
     @property
     def models(self) -> tuple[ModelSpec, ...]:
@@ -173,10 +213,11 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
     def contains(self, model: ModelSpec) -> bool:
         """Return True if the job has trained this model before or at the cut.
 
-        A script that goes on after it has added parameters may have all of them from the beginning.
+        A script that goes on after it has added parameters may have all of them from the beginning, or some.
         """
-        whole = _from_the_beginning(model)
-        return any(not first_difference(_from_the_beginning(known), whole) for known in self.models)
+        return any(map(partial(_same, model), self.models)) or any(
+            _extends(before, model) and _extends(model, after) for before, after in pairwise(self.models)
+        )
 
     def models_before(self, models: Sequence[ModelSpec]) -> tuple[ModelSpec, ...]:
         """Return the models of the job that come before those of a run that has resumed this cut.
@@ -184,18 +225,11 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
         Args:
             models: the models of the run, in order.
         """
-        own = [_from_the_beginning(model) for model in models]
-        return tuple(
-            known
-            for known in self.models
-            if all(first_difference(each, _from_the_beginning(known)) for each in own)
-        )
+        return tuple(known for known in self.models if not any(map(partial(_same, known), models)))
 
     def is_covered_by(self, model: ModelSpec) -> bool:
         """Return True if a model has everything that the job has trained at the cut."""
-        return not first_difference(
-            _from_the_beginning(self.model), _from_the_beginning(model)
-        ) or self.is_extended_by(model)
+        return _same(self.model, model) or _extends(self.model, model)
 
     def is_extended_by(self, model: ModelSpec) -> bool:
         """Return True if a model has everything that the job has trained at the cut, and further parameters.
@@ -203,20 +237,7 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
         A script adds parameters at a moment of its own choice: some workers may wait in the extension at the cut, or
         be about to add them. When it goes on, it may have these parameters from the beginning.
         """
-        cut, extended = _from_the_beginning(self.model), _from_the_beginning(model)
-        if len(extended.optimizers) < len(cut.optimizers):
-            return False
-        for index, (before, after) in enumerate(zip(cut.optimizers, extended.optimizers, strict=False)):
-            of_cut, of_model = _of_set(cut, index), _of_set(extended, index)
-            if (
-                before.name != after.name
-                or len(after.groups) < len(before.groups)
-                or of_model[: len(of_cut)] != of_cut
-                or after.group_of[: len(before.group_of)] != before.group_of
-            ):
-                return False
-        found = {buffer.name: str(buffer) for buffer in extended.buffers}
-        return all(found.get(buffer.name) == str(buffer) for buffer in cut.buffers)
+        return not _same(self.model, model) and _extends(self.model, model)
 
     def has_of(self, before: ModelSpec, model: ModelSpec) -> Literal["none", "some", "all"]:
         """Return how many of the parameters by which `model` extends `before` were trained at the cut."""
@@ -236,6 +257,29 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
         if shards == len(self.shards):
             return self.shards
         return (self.shards[0] if self.shards else ShardState(),) * shards
+
+
+def _same(model: ModelSpec, other: ModelSpec) -> bool:
+    """Return True if two models are equal, no matter when their parameters were added."""
+    return not first_difference(_from_the_beginning(model), _from_the_beginning(other))
+
+
+def _extends(model: ModelSpec, other: ModelSpec) -> bool:
+    """Return True if `other` is `model`, perhaps with further parameters, no matter when these were added."""
+    before, after = _from_the_beginning(model), _from_the_beginning(other)
+    if len(after.optimizers) < len(before.optimizers):
+        return False
+    for index, (old, new) in enumerate(zip(before.optimizers, after.optimizers, strict=False)):
+        known, found = _of_set(before, index), _of_set(after, index)
+        if (
+            old.name != new.name
+            or len(new.groups) < len(old.groups)
+            or found[: len(known)] != known
+            or new.group_of[: len(old.group_of)] != old.group_of
+        ):
+            return False
+    buffers = {buffer.name: str(buffer) for buffer in after.buffers}
+    return all(buffers.get(buffer.name) == str(buffer) for buffer in before.buffers)
 
 
 def _of_set(model: ModelSpec, set_index: int) -> list[Parameter]:

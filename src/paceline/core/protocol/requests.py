@@ -12,15 +12,17 @@ from typing import Literal
 import msgspec
 
 from ...sync.translation import Standing
-from .job_cut import JobCut
+from .job_cut import JobCut, LoopCut
 from .lease import Split
 from .messages import MeanMeasured, Message
 
 __all__ = [
     "COORDINATOR",
     "PROCEED",
+    "AbandonCut",
     "Abort",
     "Apply",
+    "CompleteCut",
     "Discard",
     "EndWithout",
     "Fail",
@@ -223,9 +225,38 @@ class TakeCut(msgspec.Struct, frozen=True, gc=False):
 
 
 class SaveCut(msgspec.Struct, frozen=True, gc=False):
-    """Write a cut: every shard has been copied. Its number is that of the `TakeCut`."""
+    """Begin to write a cut: every shard has been copied. Its number is that of the `TakeCut`.
+
+    It is not whole before a `CompleteCut`.
+    """
 
     cut: JobCut
+
+
+class CompleteCut(msgspec.Struct, frozen=True, gc=False):
+    """Complete a cut: all workers that are still present have given what their scripts hold.
+
+    Attributes:
+        number: number of the cut.
+        states: (worker, iteration) of each `KeepWorkerState` that belongs to the cut, by worker.
+        loop: the place of the job in its training loops, to which these states belong.
+    """
+
+    number: int
+    states: tuple[tuple[int, int], ...]
+    loop: LoopCut
+
+
+class AbandonCut(msgspec.Struct, frozen=True, gc=False):
+    """Write no more of a cut, which cannot be completed. The job is cut again.
+
+    Attributes:
+        number: number of the cut.
+        reason: why, as a clause.
+    """
+
+    number: int
+    reason: str
 
 
 class Rehearse(msgspec.Struct, frozen=True, gc=False):
@@ -293,6 +324,8 @@ Request = (
     | Preserve
     | TakeCut
     | SaveCut
+    | CompleteCut
+    | AbandonCut
     | Proceed
     | Abort
     | Rehearse

@@ -14,7 +14,9 @@ Key = tuple[int, int]
 """A push: (worker, iteration)."""
 
 
-@stateful(decides="version lost _pulled _computed_on _means _averaged _dropped", fixed="_first")
+@stateful(
+    decides="version lost dropped_samples _pulled _computed_on _means _averaged _dropped", fixed="_first"
+)
 class Versions:
     """Counts the updates at one shard and computes the staleness of each push.
 
@@ -24,11 +26,12 @@ class Versions:
     Attributes:
         version: number of updates that have been applied.
         lost: number of pushes that were dropped because their workers were lost.
+        dropped_samples: number of samples in the other dropped pushes.
     """
 
     def __init__(self, version: int = 0) -> None:
         self.version = self._first = version
-        self.lost = 0
+        self.lost = self.dropped_samples = 0
         self._means = self._averaged = 0  # number of means, and of pushes in them
         self._dropped = 0  # number of pushes that are in no update, including lost ones
         self._pulled: dict[int, int] = {}  # live worker -> version of the worker's weights
@@ -43,7 +46,7 @@ class Versions:
     def outlook(self, most_workers: int) -> dict[str, object]:
         """Return what decides: no number of all updates or pushes, but what each worker's weights do not contain."""
         missed = {worker: self.missed(worker) for worker in self._pulled}
-        counts = dict.fromkeys(("version", "lost", "_means", "_averaged", "_dropped"))
+        counts = dict.fromkeys(("version", "lost", "dropped_samples", "_means", "_averaged", "_dropped"))
         return {**counts, "_pulled": missed, "_computed_on": self._computed_on.keys()}
 
     def note(self, event: AnyEvent) -> None:
@@ -75,6 +78,7 @@ class Versions:
             averaged=self._averaged,
             dropped=self._dropped - self.lost,
             lost=self.lost + len(self._computed_on),
+            dropped_samples=self.dropped_samples,
         )
 
     def is_unapplied(self, push: Key) -> bool:

@@ -3,6 +3,10 @@
 Every run ends with the same steps. First, the reason for its end is determined. If the run failed or was
 interrupted, the remaining workers are terminated. Then the weights are collected and saved, the servers write their
 traces and exit, and the other results are written. A second Ctrl-C skips the steps that take time.
+
+If the run was interrupted, the weights are saved before all that. Then a checkpoint is written beside summary and
+report, while training goes on. When the processes have ended, summary and report are written again with what has
+happened since.
 """
 
 from __future__ import annotations
@@ -73,6 +77,8 @@ POLL_INTERVAL_S = 0.05
 CAUSE_TIMEOUT_S = 10.0
 # Time after which the terminal names a server that sends nothing while its weights are collected.
 TELL_S = 5.0
+# Time after Ctrl-C or another signal until which a checkpoint is written. Slurm and Kubernetes kill after 30 s.
+LAST_CHECKPOINT_S = 20.0
 GONE = {"lost": "was lost", "left": "has left"}
 """How the earlier main worker has left, as a clause."""
 
@@ -336,6 +342,7 @@ class LiveRun:
         self._main = 0  # the main worker that the user knows of
         self._told_samples = False  # True once the user knows how many samples an update has
         self._hindered = False  # True once the user knows why batches are not balanced
+        self._late = 0  # number of the last checkpoint of which the user knows that it waits for workers
         self._unwritten = ""  # why a checkpoint was not written, if the user knows of it
         self._chosen = 0  # number of choices of `--sync auto` that the user knows of
         self._newest: Found | None = None  # the newest whole checkpoint, once a server was lost
@@ -377,6 +384,8 @@ class LiveRun:
                     if thread is not None:
                         thread.start()
                 failure = self._await_end()
+                if self._interruption.asked and failure is None and self._job.checkpoint_every_s:
+                    self._write_last_checkpoint()
                 if not self._interruption.asked:
                     next_life = self._next_life(failure)
                 self._departures = tuple(coordinator.core.members.departures)
@@ -505,6 +514,9 @@ class LiveRun:
         before, self._unwritten = self._unwritten, self._coordinator.checkpoints.fault
         if self._unwritten and self._unwritten != before:
             self._say(self._unwritten)
+        if (late := self._coordinator.late_checkpoint) is not None and late.number != self._late:
+            self._late = late.number
+            self._say(late.words)
 
     def _suspend(self) -> None:
         """Stop all processes of the run and this one, until this process is continued."""
@@ -611,9 +623,43 @@ class LiveRun:
 
     # -- after the run ------------------------------------------------------------------------------------
 
+    def _write_last_checkpoint(self) -> None:
+        """Write a checkpoint before a run ends that a signal has asked to end, within `LAST_CHECKPOINT_S`.
+
+        The weights come first, because whoever has sent the signal may not wait for more. Training goes on meanwhile:
+        a checkpoint needs what the scripts hold between two batches.
+        """
+        coordinator, interruption = self._coordinator, self._interruption
+        if not coordinator.started.is_set():
+            return
+        self._keep_weights(None)
+        if self._hurried():
+            return
+        # The job is cut now. The files are written while summary and report are.
+        coordinator.request_last_checkpoint()
+        self._summary("interrupted")
+        left_s = interruption.since_s + LAST_CHECKPOINT_S - time.monotonic()
+        if left_s > 0 and not coordinator.checkpoints.last_ended:
+            self._say(
+                f"Writing a checkpoint before the run ends, for {left_s:.0f} s at most. Another Ctrl-C or signal "
+                "ends the run without it."
+            )
+        while not (
+            coordinator.checkpoints.last_ended
+            or coordinator.over.is_set()
+            or self._hurried()
+            or time.monotonic() > interruption.since_s + LAST_CHECKPOINT_S
+        ):
+            time.sleep(POLL_INTERVAL_S)
+            self._progress.update()
+            self._follow_checkpoints()
+
     def _keep_weights(self, failure: RunFailedError | None) -> None:
-        """Save the weights, if training has begun: the last good ones, or else those that the servers have now."""
-        if not self._coordinator.started.is_set() or self._hurried():
+        """Save the weights, if training has begun: the last good ones, or else those that the servers have now.
+
+        They are not saved twice.
+        """
+        if self._weights is not None or not self._coordinator.started.is_set() or self._hurried():
             return
         coordinator = self._coordinator
         diverged = failure is not None and failure.process == DIVERGED

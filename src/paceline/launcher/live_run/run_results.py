@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from ...core.coordinator import Coordinator
 from ...core.data.data_ledger import DataLedger
 from ...core.metrics.history import MetricHistory
+from ...core.protocol.job_cut import JobCut
 from ...errors import ConfigurationError
 from ...files import write_json
 from ...report.causes import sentences_of
@@ -150,6 +151,7 @@ def summarize(
     found = [*vain, *coordinator.core.findings, *find_moved(coordinator.core.data.moved, python=python)]
     figures: dict[str, Any] = {}
     measures: Measures | None = None
+    resumed = coordinator.core.resumed
     pushes: dict[str, int] = {}
     epochs = _epochs(coordinator.core.data, figures, job.workers)
     devices = coordinator.watch.named_devices()
@@ -160,11 +162,11 @@ def summarize(
             figures = msgspec.to_builtins(measures, str_keys=True)
             epochs = _epochs(coordinator.core.data, figures, job.workers)
             pushes = figures.pop("pushes")
-            if (before := coordinator.core.resumed) is not None:
+            if resumed is not None:
                 # The versions of shards, which the traces count, go on.
-                made = figures["updates"] - before.shards[0].version
+                made = figures["updates"] - resumed.shards[0].version
                 figures |= {"updates": made, "updates_per_s": made / (figures["duration_s"] or 1.0)}
-                pushes = {name: count + getattr(before.pushes, name, 0) for name, count in pushes.items()}
+                pushes = {name: count + getattr(resumed.pushes, name, 0) for name, count in pushes.items()}
             spent = coordinator.core.time_ledger.totals(job.now_ticks())
             uses = time_use(meter.presences(), spent, TICKS_PER_S)
             figures["wasted_s"] = fsum(use.wasted_s for use in uses.values())
@@ -214,7 +216,7 @@ def summarize(
         "findings": found,
         "weights": "" if weights is None else str(weights),
         "ledger": {
-            "samples": _samples(coordinator.core.data, figures.get("dropped_samples", 0)),
+            "samples": _samples(coordinator.core.data, figures.get("dropped_samples", 0) + _dropped(resumed)),
             "pushes": pushes,
         },
         **({"devices": {str(w): device for w, device in devices.items()}} if devices else {}),
@@ -330,6 +332,11 @@ def _handout(data: DataLedger, *, asked: bool) -> Handout:
     """Return how data was handed out to the workers. `asked` is True if the run was asked for balanced batches."""
     last = data.most_used_order()
     return Handout() if last is None else Handout.of(last[0], asked=asked)
+
+
+def _dropped(resumed: JobCut | None) -> int:
+    """Return the number of samples that earlier runs of the job have dropped, and that no trace here contains."""
+    return 0 if resumed is None else resumed.pushes.dropped_samples
 
 
 def _samples(data: DataLedger, dropped: int) -> dict[str, int]:

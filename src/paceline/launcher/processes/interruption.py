@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -64,11 +65,13 @@ class Interruption:
 
     Attributes:
         count: number of signals received.
+        since_s: time on the monotonic clock at which the first signal was received.
         suspended: True if Ctrl-Z has asked the run to stop until it is continued. See `suspend`.
     """
 
     def __init__(self) -> None:
         self.count = 0
+        self.since_s = 0.0
         self.suspended = False
         self._number: int | None = None
         self._before: dict[signal.Signals, Any] = {}
@@ -116,5 +119,7 @@ class Interruption:
         self.suspended = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self.count:
+            self.since_s = time.monotonic()
         self.count += 1
         self._number = number if self._number is None else self._number

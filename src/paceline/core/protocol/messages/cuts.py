@@ -25,6 +25,7 @@ __all__ = [
     "PushCounts",
     "ReserveCopies",
     "ShardState",
+    "StateWanted",
     "WriteCut",
 ]
 
@@ -52,12 +53,14 @@ class PushCounts(msgspec.Struct, frozen=True, kw_only=True):
         dropped: pushes that are in no update: those without a gradient, those that came too late, and edits.
         lost: pushes of lost workers that are in no update, because not every shard has received them, and pushes that
             were held at a cut.
+        dropped_samples: number of samples in the dropped pushes, as far as it is known.
     """
 
     applied: int = 0
     averaged: int = 0
     dropped: int = 0
     lost: int = 0
+    dropped_samples: int = 0
 
     def plus(self, other: PushCounts) -> PushCounts:
         """Return the sums of both."""
@@ -66,6 +69,7 @@ class PushCounts(msgspec.Struct, frozen=True, kw_only=True):
             averaged=self.averaged + other.averaged,
             dropped=self.dropped + other.dropped,
             lost=self.lost + other.lost,
+            dropped_samples=self.dropped_samples + other.dropped_samples,
         )
 
 
@@ -253,15 +257,28 @@ class CutPiece(Message, frozen=True, tag=True):
     shard: int
 
 
-@sent("worker", to="coordinator", during="training", forwarded=False)
-class KeepWorkerState(Message, frozen=True, tag=True):
-    """What the script of a worker holds, for a cut. The payload is in the format of `shard.states`.
+@sent("coordinator", to="worker", during="training")
+class StateWanted(Message, frozen=True, tag=True):
+    """All shards have been cut, so the worker must give what its script holds, unless it has done so.
 
-    A later message for the same cut replaces an earlier one.
+    It does so in a `KeepWorkerState`, as soon as its script is between two batches, or waits in a call.
 
     Attributes:
         number: number of the cut.
-        iteration: label of the last push of the worker; -1 if there is none.
+    """
+
+    number: int
+
+
+@sent("worker", to="coordinator", during="training")
+class KeepWorkerState(Message, frozen=True, tag=True):
+    """What the script of a worker holds, for a cut. The payload is in the format of `shard.states`.
+
+    A later message for the same cut and the same label replaces an earlier one.
+
+    Attributes:
+        number: number of the cut.
+        iteration: label of the last push of the worker; the label before its first one if there is none.
     """
 
     number: int
