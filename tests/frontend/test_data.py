@@ -56,8 +56,9 @@ class Worker:
         self.seed = seed
         self.device = torch.device("cpu")
         self.batch = "equal"
+        self.joint_batch = False
         self.data = DataFeed()
-        self.core = SimpleNamespace(data=self.data, lockstep=True)
+        self.core = SimpleNamespace(data=self.data, lockstep=True, iteration=0)
         self.resumed = self.cut = 0
         self.epochs: list[int] = []  # announced by epoch_begins()
         self._ledger = ledger or DataLedger()
@@ -68,6 +69,9 @@ class Worker:
 
     def epoch_begins(self, epoch: int) -> None:
         self.epochs.append(epoch)
+
+    def watched(self) -> None:
+        """No time is measured."""
 
 
 @contextlib.contextmanager

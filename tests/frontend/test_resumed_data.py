@@ -49,7 +49,7 @@ class Worker:
     def __init__(self, resumed: Cut | None = None) -> None:
         self.worker = self.main_worker = self.seed = self.cut = 0
         self.workers = 1
-        self.split, self.batch = "auto", "equal"
+        self.split, self.batch, self.joint_batch = "auto", "equal", False
         self.device = torch.device("cpu")
         self.data = DataFeed()
         self.core = SimpleNamespace(data=self.data, lockstep=True, iteration=0)
@@ -75,6 +75,9 @@ class Worker:
 
     def epoch_begins(self, epoch: int) -> None:
         pass
+
+    def watched(self) -> None:
+        """No time is measured."""
 
 
 def drawn() -> float:
