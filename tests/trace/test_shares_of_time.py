@@ -217,7 +217,10 @@ def test_a_live_worker_tells_what_it_loads_and_what_is_outside_of_training(
         loader = paceline.distribute(DataLoader(Items(), batch_size=BATCH))
         others = paceline.distribute(DataLoader(Items(), batch_size=BATCH))
         model = nn.Linear(2, 1)
-        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-6))
+        sgd = torch.optim.SGD(model.parameters(), lr=1e-6)
+        optimizer = paceline.DistributedOptimizer(
+            sgd, model=model
+        )  # searches no objects beside other threads
         for _ in paceline.epochs(EPOCHS):
             for batch in loader:
                 model(batch).sum().backward()
@@ -252,7 +255,10 @@ def test_a_loader_on_a_thread_of_its_own_takes_no_time_of_the_training(run_on_th
             DataLoader(TensorDataset(torch.ones(2 * BATCHES * BATCH, 2)), batch_size=BATCH)
         )
         model = nn.Linear(2, 1)
-        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-6))
+        sgd = torch.optim.SGD(model.parameters(), lr=1e-6)
+        optimizer = paceline.DistributedOptimizer(
+            sgd, model=model
+        )  # searches no objects beside other threads
         drawn: queue.Queue[torch.Tensor | None] = queue.Queue(2)
 
         def load() -> None:
