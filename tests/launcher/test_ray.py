@@ -438,7 +438,7 @@ def actor_of(program_id: int, mark: str) -> int:
 def test_a_lost_server_ends_nothing(driver: Path, mark: str, victim: str) -> None:
     resumable(driver)
     program = started(driver)
-    serving = json.loads(Path("run", "running.json").read_text())["process"]["process_id"]
+    serving = json.loads(Path("run", "running.json").read_text())["launcher"]["process"]["process_id"]
     victims = {"server": processes(mark)["server 0"], "program": serving, "actor": actor_of(serving, mark)}
     os.kill(victims[victim], signal.SIGKILL)
     await_that(lambda: Path("run", "before").exists(), "the run begins again")
@@ -510,7 +510,10 @@ thread.join()
 def test_a_lost_server_ends_the_run_if_the_user_wants_it_so(driver: Path, mark: str) -> None:
     resumable(driver)
     program = started(driver, on_server_loss="stop")
-    os.kill(json.loads(Path("run", "running.json").read_text())["process"]["process_id"], signal.SIGKILL)
+    os.kill(
+        json.loads(Path("run", "running.json").read_text())["launcher"]["process"]["process_id"],
+        signal.SIGKILL,
+    )
     output, _ = program.communicate(timeout=120)
 
     assert program.returncode != 0
@@ -523,7 +526,10 @@ def test_a_lost_server_ends_the_run_without_a_checkpoint(driver: Path, mark: str
     await_that(
         lambda: "worker 0" in processes(mark) and Path("run", "trace-shard-0.jsonl").exists(), "it trains"
     )
-    os.kill(json.loads(Path("run", "running.json").read_text())["process"]["process_id"], signal.SIGKILL)
+    os.kill(
+        json.loads(Path("run", "running.json").read_text())["launcher"]["process"]["process_id"],
+        signal.SIGKILL,
+    )
     output, _ = program.communicate(timeout=120)
 
     assert program.returncode != 0
