@@ -20,6 +20,7 @@ All exceptions can be pickled, because each one passes all of its arguments to `
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -39,6 +40,7 @@ __all__ = [
     "UserCodeError",
     "WeightsChangedError",
     "first_line",
+    "refused_by_system",
     "unknown_name",
 ]
 
@@ -163,6 +165,23 @@ class InternalError(PacelineError):
         lines = [f"{self.what} (this is a bug in Paceline; please report it)"]
         lines += [f"  {event!r}" for event in self.story]
         return "\n".join(lines)
+
+
+def refused_by_system(error: OSError) -> str:
+    """Return what the system has refused to a process, and what a user can do, as a sentence without a full stop.
+
+    >>> refused_by_system(OSError(28, "No space left on device", "trace.jsonl"))
+    'the system has refused what it needs: No space left on device (trace.jsonl). Free space there'
+    """
+    remedies = {
+        errno.EFBIG: "Raise the limit on the size of files: ulimit -f unlimited",
+        errno.EMFILE: "Raise the limit on open files: ulimit -n",
+        errno.ENOSPC: "Free space there",
+        errno.ENOMEM: "Give the machine or container more memory",
+    }
+    where = f" ({error.filename})" if error.filename else ""
+    remedy = f". {remedies[error.errno]}" if error.errno in remedies else ""
+    return f"the system has refused what it needs: {error.strerror or error}{where}{remedy}"
 
 
 def first_line(error: BaseException) -> str:

@@ -478,6 +478,16 @@ def small_disk(size_kib: int) -> Iterator[None]:
         subprocess.run(["umount", "-l", "run"], check=True)
 
 
+def test_a_limit_on_the_size_of_files_is_named_and_is_no_bug() -> None:
+    limited = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (40960, 40960)); "
+    limited += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    ended = run_program("-c", limited, *RUN, *ALONE, "--transport", "shm", write_script(""))
+    assert ended.returncode == 1
+    assert "but files may have at most 40.0 KiB here (ulimit -f)" in " ".join(ended.stderr.split())
+    assert "Traceback" not in ended.stderr
+    assert "bug" not in ended.stderr
+
+
 def test_a_disk_that_is_full_in_mid_run_costs_logs_and_traces_alone() -> None:
     with small_disk(64):
         ended = run(

@@ -30,6 +30,7 @@ from paceline.runtime.footprint import (
     child_bytes,
     descriptor_shortage,
     descriptors,
+    file_shortage,
     footprint,
     format_size,
     process_shortage,
@@ -211,6 +212,15 @@ def test_a_shortage_names_both_sizes_and_what_to_do() -> None:
     assert "need 9.0 GiB" in (reason := shortage(over_shm, 0, "4 workers over shm"))
     assert "transport 'shm'" not in reason
     assert "transport 'shm'" not in shortage(over_tcp, 0, "4 workers over unix", shm=False)
+
+
+def test_a_limit_on_the_size_of_files_is_no_bug_but_is_named_with_what_to_do() -> None:
+    """Such a limit holds for shared memory, too, which is a file without a name."""
+    assert file_shortage(GIB, None) == file_shortage(GIB, GIB) == ""
+    assert file_shortage(GIB, 2**20) == (
+        "the shared memory of a worker needs 1.0 GiB, but files may have at most 1.0 MiB here (ulimit -f). Raise the "
+        "limit with 'ulimit -f unlimited' before the run, or use transport 'unix'."
+    )
 
 
 def test_it_is_arithmetic_and_needs_no_torch() -> None:

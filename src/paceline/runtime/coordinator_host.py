@@ -66,12 +66,12 @@ from ..core.protocol.requests import (
 )
 from ..core.status.job_status import JobStatus
 from ..core.sync.auto import Prospect
-from ..errors import InternalError, ProtocolError, RunFailedError, UserCodeError
+from ..errors import InternalError, ProtocolError, RunFailedError, UserCodeError, refused_by_system
 from ..sync.notation import notation
 from ..sync.ticks import TICKS_PER_S
 from ..trace.keyframes import keyframe_of
 from ..trace.recording import Header, Recorder
-from ..wire.memory import shared_memory_available
+from ..wire.memory import Region, shared_memory_available
 from ..wire.passing import Source
 from ..wire.patience import Patience
 from ..wire.stream import Stream, no_payload
@@ -79,7 +79,15 @@ from .agents import Agents, MachinesLeft
 from .checkpoints import STATES_S, Checkpoints, Completion
 from .collection import Collection
 from .compute_devices import CPU
-from .footprint import available_bytes, footprint, served_shortage, shortage, vectors_of
+from .footprint import (
+    available_bytes,
+    file_limit,
+    file_shortage,
+    footprint,
+    served_shortage,
+    shortage,
+    vectors_of,
+)
 from .hub import Caller, Hub
 from .job import LOOPBACK, Job
 from .job_watch import JobWatch
@@ -447,6 +455,9 @@ class CoordinatorHost(Host):
                     self._step()
                 except UserCodeError as error:  # the loop goes on, so that the weights can be collected
                     self.fail(RunFailedError("the coordinator", error.reason, error.traceback))
+        except OSError as error:  # the disk is full, or this process has reached a limit: no bug
+            log.warning("the coordinator failed", exc_info=True)
+            self.fail(RunFailedError("the coordinator", refused_by_system(error)))
         except Exception as error:  # any exception must end the run and be reported
             log.exception("the coordinator failed")
             self.fail(RunFailedError("the coordinator", str(InternalError(repr(error)))))
@@ -723,6 +734,10 @@ class CoordinatorHost(Host):
         needed = footprint(
             size_bytes, vectors, workers, job.servers, shared=job.carrier.shares_memory, wire=job.wire
         )
+        if job.carrier.shares_memory:
+            region_bytes = Region.size_of(model.layout, channels=job.servers)
+            if reason := file_shortage(region_bytes, file_limit()):
+                return reason
         what = f"{workers} workers over {job.transport}"
         return shortage(needed, available_bytes(), what, shm=shared_memory_available())
 

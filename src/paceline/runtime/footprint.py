@@ -69,6 +69,8 @@ __all__ = [
     "descriptor_limit",
     "descriptor_shortage",
     "descriptors",
+    "file_limit",
+    "file_shortage",
     "footprint",
     "format_size",
     "hard_descriptor_limit",
@@ -370,6 +372,22 @@ def descriptor_shortage(
     )
 
 
+def file_shortage(needed_bytes: int, limit_bytes: int | None) -> str:
+    """Return an error message if shared memory needs a larger file than a process may have; otherwise, return "".
+
+    Args:
+        needed_bytes: size of the shared memory of a worker.
+        limit_bytes: see `file_limit`.
+    """
+    if limit_bytes is None or needed_bytes <= limit_bytes:
+        return ""
+    return (
+        f"the shared memory of a worker needs {format_size(needed_bytes)}, but files may have at most "
+        f"{format_size(limit_bytes)} here (ulimit -f). Raise the limit with 'ulimit -f unlimited' before the run, or "
+        "use transport 'unix'."
+    )
+
+
 def _count(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' if count != 1 else ''}"
 
@@ -397,6 +415,11 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     """
     sizes = [*_available_on_machine(root), *_available_in_cgroups(root)]
     return min(sizes) if sizes else None
+
+
+def file_limit() -> int | None:
+    """Return the maximum size of a file that this process writes, in bytes; None if there is no limit."""
+    return _finite(resource.getrlimit(resource.RLIMIT_FSIZE)[0])
 
 
 def descriptor_limit() -> int | None:

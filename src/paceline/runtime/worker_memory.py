@@ -20,7 +20,8 @@ from ..errors import ProtocolError
 from ..shard.buffer_bytes import pack
 from ..shard.rounding import Rounded
 from ..shard.vectors import Vectors, sliced, tensors_over
-from ..wire.memory import Master, cut, shared_memory_available
+from ..wire.memory import Master, Region, cut, shared_memory_available
+from .footprint import file_limit
 from .job import Job
 from .outbox import Outbox, Send
 
@@ -77,7 +78,9 @@ class WorkerMemory:
         self._awaits = awaits
         self._attached: set[int] = set()  # shards that use the region although their servers use TCP
         # In a run that machines join, the user has not chosen TCP for connections within a machine.
-        offered = job.joined and any(local) and shared_memory_available()
+        limit_bytes = file_limit()
+        fits = limit_bytes is None or Region.size_of(model.layout) <= limit_bytes
+        offered = job.joined and any(local) and fits and shared_memory_available()
         name = f"paceline-{secrets.token_hex(16)}"
         self.region = region = job.carrier.place(model.layout, servers=len(local), offered=offered, name=name)
         self.gradients = tensors_over(region.gradients)

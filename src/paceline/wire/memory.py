@@ -133,8 +133,13 @@ class Region:
 
         The memory is a memfd with this name if `shared` is True, and private otherwise.
         """
-        size_bytes = _places(layout, kinds)[1] + channels * CHANNEL_BYTES
+        size_bytes = cls.size_of(layout, kinds, channels=channels)
         return cls(layout, kinds, _new_memfd(size_bytes, name) if shared else None, channels=channels)
+
+    @staticmethod
+    def size_of(layout: Layout, kinds: Sequence[Kind] = WORKERS, *, channels: int = 0) -> int:
+        """Return the size of a region in bytes. A limit on the size of files holds for shared memory, too."""
+        return _places(layout, kinds)[1] + channels * CHANNEL_BYTES
 
     @classmethod
     def attach(
@@ -150,7 +155,7 @@ class Region:
         Raises:
             ProtocolError: the memory does not have the size that the layout requires, or it is not sealed.
         """
-        size_bytes = _places(layout, kinds)[1] + channels * CHANNEL_BYTES
+        size_bytes = cls.size_of(layout, kinds, channels=channels)
         try:
             _require_final(descriptor, size_bytes)
             region = cls(layout, kinds, descriptor, channels=channels)
