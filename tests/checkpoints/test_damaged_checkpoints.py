@@ -8,17 +8,24 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 from paceline.checkpoints.directory import DRAFT, DraftMark, numbers_in
-from paceline.checkpoints.manifest import FORMAT, files_in, read_manifest
-from paceline.checkpoints.reading import Found, newest_whole
+from paceline.checkpoints.manifest import FORMAT, FileRecord, files_in, read_manifest, record_of
+from paceline.checkpoints.pace import Pace
+from paceline.checkpoints.reading import Checkpoint, Found, newest_whole
 from paceline.checkpoints.shard_writing import ShardWriter, shard_content
 from paceline.checkpoints.writing import Draft
+from paceline.core.coordinator import Coordinator
+from paceline.core.protocol.job_cut import EpochCut, JobCut, LoaderCut, WorkerTimes
+from paceline.core.protocol.lease import Lease, Order
 from paceline.errors import CheckpointError
+from paceline.runtime.resuming import require_meaningful
+from paceline.sync.schedule import read_schedule
 from tests.support.sharded import LINEAGE, Net, Shards, model_of
 from tests.support.small_disk import fill, small_disk
 
@@ -26,6 +33,19 @@ FILES = [
     *("model.safetensors", "optimizer-0.pt", "job.json", "workers/0.bin", "workers/12.bin"),
     "manifest.json",
 ]
+
+
+ORDER = Order(100, 8, False, "dynamic", "digest")
+LOADER = LoaderCut(
+    name="loader",
+    opened=2,
+    order=ORDER,
+    epochs=(EpochCut(1, ORDER, 40),),
+    returned=(Lease(1, 8, 8, 8, 1),),
+    total=140,
+    used=132,
+    times=(WorkerTimes(0, 1.5, ((8, 0.1), (8, 0.2))),),
+)
 
 
 def shards() -> Shards:
@@ -243,3 +263,92 @@ for _ in range(12):
 def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", KILLS, str(tmp_path)], cwd=root, check=True)
+
+
+# -- nonsense that somebody has signed again ------------------------------------------------------------------------
+
+
+def sign_again(checkpoint: Path, **more: Any) -> None:
+    """Give a checkpoint the manifest that fits its files as they are now."""
+    manifest = read_manifest(checkpoint)
+    files = {name: record_of(checkpoint / name, Pace()) for name in manifest.files}
+    msgspec.structs.replace(manifest, **{"files": files, **more}).write(checkpoint)
+
+
+def the_first_is_used_instead(directory: Path) -> str:
+    return the_first_is_used(newest_whole(directory, use=require_meaningful))
+
+
+@pytest.mark.parametrize("name", FILES[:-1])
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"nonsense", bytes(100), b'{"number": 2, "model": []}'], ids=repr
+)
+def test_nonsense_that_was_signed_again_is_refused_in_a_sentence(
+    name: str, content: bytes, directory: Path
+) -> None:
+    (directory / "000002" / name).write_bytes(content)
+    sign_again(directory / "000002")
+    assert f"{name} " in the_first_is_used_instead(directory)
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc/passwd", "../000001/job.json", "workers/../../x", "notes.txt", "workers/-1.bin"]
+)
+def test_a_manifest_that_names_other_files_is_refused(name: str, directory: Path) -> None:
+    manifest = read_manifest(directory / "000002")
+    files = {**manifest.files, name: FileRecord(0, "")}
+    msgspec.structs.replace(manifest, files=files).write(directory / "000002")
+    assert f"manifest.json names {name!r}, which is no file of a checkpoint" in the_first_is_used_instead(
+        directory
+    )
+
+
+def test_parts_of_two_checkpoints_that_do_not_fit_are_refused(directory: Path) -> None:
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    other = Shards(model_of(net, [optimizer]), 2, net).write(directory.parent / "other", 2)
+    for name in ("model.safetensors", "optimizer-0.pt", "job.json"):
+        shutil.copy(other / name, directory / "000002" / name)
+        sign_again(directory / "000002")
+        the_first_is_used_instead(directory)
+    shutil.copy(directory / "000001" / "job.json", directory / "000002" / "job.json")
+    sign_again(directory / "000002")
+    assert "job.json is that of checkpoint 1" in the_first_is_used_instead(directory)
+
+
+NONSENSE: tuple[Any, ...] = (-7, 2**60, "nonsense", None, [], 0.5, {})
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if isinstance(value, dict | list):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(each, (*path, key))
+    else:
+        yield path
+
+
+def test_a_job_with_any_other_number_is_refused_or_means_something(directory: Path) -> None:
+    """Each number, text and list of the job's state is replaced, one after the other."""
+    content = msgspec.json.decode((directory / "000002" / "job.json").read_bytes())
+    content["loaders"] = msgspec.to_builtins([LOADER])
+    content["workers"] = [{"worker": 0, "incarnation": 0, "iteration": 5}]
+    original = msgspec.json.encode(content)
+    checkpoint = Checkpoint(directory / "000002")
+    refused = 0
+    for path in list(leaves(content)):
+        for nonsense in NONSENSE:
+            changed = msgspec.json.decode(original)
+            *way, last = path
+            inner = changed
+            for step in way:
+                inner = inner[step]
+            inner[last] = nonsense
+            (directory / "000002" / "job.json").write_bytes(msgspec.json.encode(changed))
+            try:
+                require_meaningful(checkpoint)
+            except CheckpointError:
+                refused += 1
+            else:
+                cut = msgspec.json.decode(checkpoint.job, type=JobCut)
+                Coordinator(read_schedule("bsp"), workers=1, servers=2, shards=2, resumed=cut)
+    assert refused > 300

@@ -20,7 +20,7 @@ from paceline.core.protocol.model_spec import BufferSpec, ModelSpec, OptimizerSp
 from paceline.shard.optimizers import read_groups, require_elementwise
 from paceline.shard.states import encode_states
 from paceline.shard.store import Push, Store
-from paceline.shard.vectors import dtype_name, parameter_views, sliced
+from paceline.shard.vectors import dtype_name, parameter_views, sliced, torch_dtype
 
 LINEAGE = "paceline-0123456789abcdef"
 """The identity of the checkpoints."""
@@ -139,7 +139,10 @@ class Shards:
         """Write a checkpoint, the last shard first, in pieces of this size; 0 for one piece for each vector."""
         states = [store.optimizer_state() for store in self.stores]
         entries = [store.state_entries(s) for store, s in zip(self.stores, states, strict=True)]
-        tensors = dict(net.named_buffers()) if net is not None else {}
+        tensors = {
+            spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in self.model.buffers
+        }
+        tensors |= dict(net.named_buffers()) if net is not None else {}
         draft = Draft.begin(
             directory if is_lineage(directory.name) else directory / lineage,
             number,

@@ -29,7 +29,7 @@ from ..shard.optimizer_state import NUMBER, entry_of
 from ..shard.optimizers import make_optimizer
 from ..shard.vectors import torch_dtype
 
-__all__ = ["MODEL", "PLACES", "Places", "Settings", "lay_out", "optimizer_file"]
+__all__ = ["MODEL", "PLACES", "Places", "Settings", "lay_out", "name_in_file", "optimizer_file"]
 
 MODEL = "model.safetensors"
 PLACES = "places.json"  # exists while the checkpoint is being written
@@ -131,7 +131,7 @@ def _lay_out_model(path: Path, described: Mapping[str, tuple[torch.dtype, Sequen
     for name, (dtype, shape) in sorted(described.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
         begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
         header[name] = {
-            "dtype": _name_in_file(dtype),
+            "dtype": name_in_file(dtype),
             "shape": list(shape),
             "data_offsets": [begin, end],
         }
@@ -145,7 +145,7 @@ def _lay_out_model(path: Path, described: Mapping[str, tuple[torch.dtype, Sequen
 
 
 @functools.cache
-def _name_in_file(dtype: torch.dtype) -> str:
+def name_in_file(dtype: torch.dtype) -> str:
     """Return the name of a dtype in a file in safetensors format."""
     try:
         example = safetensors.torch.save({"tensor": torch.empty(0, dtype=dtype)})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,13 +14,13 @@ import torch
 
 from ..core.protocol.layout import Layout, ShardSlice
 from ..core.protocol.model_spec import HyperParameters, ModelSpec
-from ..errors import CheckpointError
+from ..errors import CheckpointError, first_line
 from ..shard.optimizer_state import slice_state
 from ..shard.vectors import Vectors, dtype_name, segment_views, torch_dtype
 from .directory import PARTIAL, identity_of, name_of, numbers_in, read_draft
 from .manifest import MANIFEST, Manifest, OptimizerRecord, read_manifest, require_whole
 from .pace import Pace
-from .places import MODEL, PLACES, optimizer_file
+from .places import MODEL, PLACES, name_in_file, optimizer_file
 
 __all__ = ["Checkpoint", "Found", "newest_whole"]
 
@@ -79,6 +80,44 @@ class Checkpoint:
         """The `state_dict()` of each optimizer."""
         files = [self.path / optimizer_file(index) for index in range(len(self.manifest.optimizers))]
         return tuple(torch.load(file, mmap=True, weights_only=True) for file in files)
+
+    def require_content(self, model: ModelSpec) -> None:
+        """Check that the files contain this model. Values are not read.
+
+        Raises:
+            CheckpointError: a file means nothing, or something else.
+        """
+        try:
+            with safetensors.safe_open(self.path / MODEL, framework="pt") as file:
+                found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+                described = {
+                    name: (each.get_dtype(), tuple(each.get_shape())) for name, each in found.items()
+                }
+        except Exception as error:  # the library does not say which it raises
+            raise CheckpointError(f"{MODEL} cannot be read: {first_line(error)}") from None
+        tensors = [(name, p.dtype, p.shape) for p in model.layout.parameters for name in p.names]
+        tensors += [(buffer.name, buffer.dtype, buffer.shape) for buffer in model.buffers]
+        for name, dtype, shape in tensors:
+            expected = (name_in_file(torch_dtype(dtype)), tuple(shape))
+            if described.get(name) != expected:
+                raise CheckpointError(f"{MODEL} has {name!r} as {described.get(name)}, expected {expected}")
+        records = self.manifest.optimizers
+        if [(each.name, each.replaced) for each in records] != [
+            (o.name, o.replaced) for o in model.optimizers
+        ]:
+            raise CheckpointError(f"{MANIFEST} names other optimizers than job.json")
+        shapes = {p.names[0]: torch.Size(p.shape) for p in model.layout.parameters}
+        for index, record in enumerate(records):
+            try:
+                _require_state(
+                    torch.load(self.path / optimizer_file(index), mmap=True, weights_only=True),
+                    record,
+                    shapes,
+                )
+            except Exception as error:  # the library does not say which it raises
+                raise CheckpointError(
+                    f"{optimizer_file(index)} cannot be read: {first_line(error)}"
+                ) from None
 
     def weights(self, layout: Layout, bounds: ShardSlice, initial: Vectors | None = None) -> Vectors:
         """Return a shard's slice of the weights.
@@ -162,6 +201,28 @@ class Checkpoint:
                 )
             found.append(tensor)
         return found
+
+
+def _require_state(state: dict[str, Any], record: OptimizerRecord, shapes: Mapping[str, torch.Size]) -> None:
+    """Check the `state_dict()` of an optimizer.
+
+    Raises:
+        Exception: it is not one.
+    """
+    groups = [
+        [record.parameters[position] for position in group["params"]] for group in state["param_groups"]
+    ]
+    if sorted(itertools.chain(*groups)) != sorted(record.parameters):
+        raise ValueError("its groups have other parameters")
+    if record.counters and len(record.counters) != len(groups):
+        raise ValueError("its groups have other counters")
+    for position, entries in state["state"].items():
+        for key, value in entries.items():
+            shape = shapes[record.parameters[position]]
+            if not isinstance(key, str) or (
+                isinstance(value, torch.Tensor) and value.shape not in (shape, torch.Size())
+            ):
+                raise ValueError(f"it has {key!r} of {record.parameters[position]!r} in another shape")
 
 
 class Found(NamedTuple):

@@ -56,6 +56,21 @@ def require_sound(model: ModelSpec, sources: OptimizerSources = NO_SOURCES) -> N
     Raises:
         ProtocolError: the model is not valid; the message says why.
     """
+    require_sound_parameters(model)
+    members = [
+        sum(parameter.set_index == set_index for parameter in model.layout.parameters)
+        for set_index in range(len(model.optimizers))
+    ]
+    for set_index, (optimizer, size) in enumerate(zip(model.optimizers, members, strict=True)):
+        _require_sound_optimizer(model, set_index, optimizer, size, sources)
+
+
+def require_sound_parameters(model: ModelSpec) -> None:
+    """Check that a model is consistent, apart from its optimizers.
+
+    Raises:
+        ProtocolError: the model is not valid; the message says why.
+    """
     parameters = model.layout.parameters
     untrained = [*model.buffers, *model.frozen]
     shapes = [parameter.shape for parameter in parameters] + [tensor.shape for tensor in untrained]
@@ -82,8 +97,6 @@ def require_sound(model: ModelSpec, sources: OptimizerSources = NO_SOURCES) -> N
     parts = {parameter.part for parameter in parameters}
     if sum(members) != len(parameters) or places != sorted(places) or max(parts) != len(parts) - 1:
         raise ProtocolError("the parameters are not ordered by parts and sets, or a set has no optimizer")
-    for set_index, (optimizer, size) in enumerate(zip(model.optimizers, members, strict=True)):
-        _require_sound_optimizer(model, set_index, optimizer, size, sources)
 
 
 def _require_sound_optimizer(

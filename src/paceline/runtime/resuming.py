@@ -13,8 +13,8 @@ from msgspec import structs
 
 from ..checkpoints.directory import identity_of, is_lineage, name_of, new_lineage, number_of
 from ..checkpoints.manifest import MANIFEST
-from ..core.protocol.job_cut import JobCut
-from ..errors import CheckpointError, ConfigurationError
+from ..core.protocol.job_cut import JobCut, require_plausible
+from ..errors import CheckpointError, ConfigurationError, ProtocolError
 from ..files import Unfinished, read_regular
 from ..report.run_file import NAME, RunFile, parse_run_file, read_run_file, write_run_file
 from ..report.words import counted
@@ -434,16 +434,36 @@ class _Summary(msgspec.Struct):
 def require_meaningful(checkpoint: Checkpoint) -> None:
     """Check what a checkpoint contains, the files of which are undamaged.
 
+    Everybody who can write a checkpoint can also write a manifest that fits. Then a run must not end with an error in
+    its middle, but refuse the checkpoint as any other one that is not whole.
+
     Raises:
         CheckpointError: its content means nothing to this version of Paceline.
     """
+    from ..shard.states import require_states  # imports torch
+    from .registration import require_sound_parameters
+
     try:
         cut = msgspec.json.decode(checkpoint.job, type=JobCut)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(
             f"job.json cannot be read: {error}; use the version of Paceline that has begun the run"
         ) from None
-    checkpoint.require_number(cut.number)
+    if cut.number != checkpoint.manifest.number:
+        raise CheckpointError(f"job.json is that of checkpoint {cut.number}")
+    try:
+        require_sound_parameters(cut.model)
+        require_plausible(cut)
+    except ProtocolError as error:
+        raise CheckpointError(f"job.json means nothing: {error}") from None
+    if len(checkpoint.manifest.versions) != len(cut.shards):
+        raise CheckpointError("job.json and the manifest differ in the number of shards")
+    checkpoint.require_content(cut.model)
+    for path in checkpoint.workers.values():
+        try:
+            require_states(path.read_bytes())
+        except (OSError, ProtocolError) as error:
+            raise CheckpointError(f"workers/{path.name} cannot be read: {error}") from None
 
 
 def cut_of(resumed: Resumed) -> JobCut:

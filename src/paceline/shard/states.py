@@ -22,7 +22,7 @@ from ..errors import ProtocolError, UsageError
 from .buffer_bytes import lent_bytes
 from .vectors import dtype_name
 
-__all__ = ["decode_states", "encode_states"]
+__all__ = ["decode_states", "encode_states", "require_states"]
 
 LENGTH = struct.Struct("<Q")
 DEEPEST = 64
@@ -163,6 +163,25 @@ def decode_states(data: bytes | bytearray | memoryview, *, arrays: bool = True) 
         if begin != len(view):
             raise ValueError(f"{len(view)} bytes, expected {begin}")
         return {str(name): _value(state, tensors, arrays) for name, state in header.structure.items()}
+    except MALFORMED as error:
+        raise ProtocolError(f"the states of tracked objects cannot be read: {error}") from error
+
+
+def require_states(data: bytes | bytearray | memoryview) -> None:
+    """Check that some bytes are those of states, without copying the values of tensors.
+
+    Raises:
+        ProtocolError: they are not.
+    """
+    try:
+        view = memoryview(data)
+        (length,) = LENGTH.unpack_from(view)
+        header = msgspec.msgpack.decode(view[LENGTH.size : LENGTH.size + length], type=_Header)
+        end = LENGTH.size + length + sum(each.size_bytes for each in header.tensors)
+        if end != len(view) or any(min(each.shape, default=0) < 0 for each in header.tensors):
+            raise ValueError(f"{len(view)} bytes, expected {end}")
+        nothing = [torch.empty(0)] * len(header.tensors)
+        {str(name): _value(state, nothing, arrays=False) for name, state in header.structure.items()}
     except MALFORMED as error:
         raise ProtocolError(f"the states of tracked objects cannot be read: {error}") from error
 

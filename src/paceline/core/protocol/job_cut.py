@@ -10,6 +10,7 @@ by themselves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -18,6 +19,7 @@ from typing import Literal
 import msgspec
 from msgspec import structs
 
+from ...errors import ProtocolError
 from .layout import Layout, Parameter, ShardSlice
 from .lease import Lease, Order
 from .messages import LoopLimits, LoopPosition, PushCounts, ShardState
@@ -34,6 +36,7 @@ __all__ = [
     "ShardState",
     "WorkerCut",
     "WorkerTimes",
+    "require_plausible",
 ]
 
 
@@ -298,3 +301,98 @@ def _from_the_beginning(model: ModelSpec) -> ModelSpec:
         buffers=tuple(sorted(model.buffers, key=lambda buffer: buffer.name)),
         frozen=tuple(sorted(model.frozen, key=lambda frozen: frozen.name)),
     )
+
+
+def require_plausible(cut: JobCut) -> None:
+    """Check that the numbers of a cut do not contradict one another, because everybody can write one.
+
+    Raises:
+        ProtocolError: they do. The message says which.
+    """
+    sizes = {parameter: each.size for parameter, each in enumerate(cut.model.layout.parameters)}
+    covered = dict.fromkeys(sizes, 0)
+    for bounds in cut.slices:
+        for segment in bounds.segments:
+            if (
+                segment.parameter in sizes
+                and 0 <= segment.offset <= segment.offset + segment.stop - segment.start
+            ):
+                covered[segment.parameter] += segment.stop - segment.start
+    counts = [
+        cut.torn,
+        *structs.astuple(cut.pushes),
+        *(n for each in cut.shards for n in structs.astuple(each)),
+    ]
+    workers = [each.worker for each in cut.workers]
+    names = [loader.name for loader in cut.loaders]
+    for is_right, what in (
+        (cut.number >= 1 and _is_time(cut.elapsed_s), "the number or the time of the cut"),
+        (0 <= cut.seed < 2**64, "the seed"),
+        (bool(cut.slices) and len(cut.slices) == len(cut.shards), "the number of shards"),
+        (covered == sizes, "the slices of the shards"),
+        (all(_is_count(count) for count in counts), "the counts of pushes and updates"),
+        (workers == sorted({*workers}) and all(_is_worker(each) for each in cut.workers), "the workers"),
+        (len(names) == len({*names}), "the names of the loaders"),
+        (_is_loop(cut.loop), "the place in the loops of the script"),
+        *((_is_loader(loader), f"the ledger of the loader {loader.name!r}") for loader in cut.loaders),
+    ):
+        if not is_right:
+            raise ProtocolError(f"{what} cannot be right")
+
+
+def _is_count(number: int, least: int = 0) -> bool:
+    return least <= number < 2**53
+
+
+def _is_time(seconds: float) -> bool:
+    return 0.0 <= seconds < math.inf
+
+
+def _is_worker(cut: WorkerCut) -> bool:
+    return _is_count(cut.worker) and _is_count(cut.incarnation) and _is_count(cut.iteration, least=-1)
+
+
+def _is_loop(cut: LoopCut) -> bool:
+    counts = [*cut.start, *cut.stopped, cut.ended[1], *([] if cut.position is None else [cut.position.loop])]
+    return (
+        all(_is_count(number) for number in counts)
+        and _is_count(cut.begun, least=-1)
+        and _is_count(cut.ended[0], least=-1)
+        and _is_time(cut.elapsed_s)
+        and list(cut.stopped) == sorted({*cut.stopped})
+    )
+
+
+def _is_loader(cut: LoaderCut) -> bool:
+    counts = (cut.opened, cut.total, cut.left, cut.used, cut.torn, cut.left_out, cut.moved)
+    rests = {rest.number: rest for rest in cut.epochs}
+    return (
+        all(_is_count(number) for number in counts)
+        and bool(cut.opened) == (cut.order is not None)
+        and list(rests) == sorted(rests)
+        and len(rests) == len(cut.epochs)
+        and all(
+            0 <= rest.number < cut.opened and 0 <= rest.begin <= _end_of(rest.order) for rest in cut.epochs
+        )
+        and all(_is_lease(lease, rests.get(lease.epoch), cut.opened) for lease in cut.returned)
+        and all(
+            _is_count(times.worker)
+            and _is_time(times.fixed_samples)
+            and all(_is_count(samples) and _is_time(took_s) for samples, took_s in times.latest)
+            for times in cut.times
+        )
+    )
+
+
+def _is_lease(lease: Lease, rest: EpochCut | None, opened: int) -> bool:
+    """Return True if a lease has positions that can be handed out again."""
+    if lease.count is None or not (0 <= lease.epoch < opened and lease.start >= 0 and lease.count >= 1):
+        return False
+    if not (lease.batch >= 1 and lease.stride >= 0):
+        return False
+    end = lease.start + (lease.count - 1) * lease.stride + lease.batch
+    return end <= (2**53 if rest is None else _end_of(rest.order))
+
+
+def _end_of(order: Order) -> int:
+    return 2**53 if order.size is None else order.size
