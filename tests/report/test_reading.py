@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -149,6 +150,16 @@ def spoil(name: str, part: float, junk: bytes) -> Callable[[Path], None]:
     return act
 
 
+def pipe(name: str) -> Callable[[Path], None]:
+    """Return a function that puts a pipe in the place of a file. Whoever opened it for reading would wait for ever."""
+
+    def act(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return act
+
+
 @pytest.mark.parametrize(
     ("damage", "note"),
     [
@@ -169,6 +180,14 @@ def spoil(name: str, part: float, junk: bytes) -> Callable[[Path], None]:
         (write("run.json", '{"format": 1}'), "run.json cannot be read"),
         (write("clock-1.jsonl", "nonsense\n"), "clock-1.jsonl"),
         (write("metrics.jsonl", "nonsense\n"), "metrics.jsonl cannot be read"),
+        (pipe("summary.json"), "summary.json cannot be read"),
+        (pipe("run.json"), "run.json cannot be read"),
+        (pipe("clock-1.jsonl"), "clock-1.jsonl"),
+        (pipe("metrics.jsonl"), "metrics.jsonl cannot be read"),
+        (pipe("running.json"), ""),
+        (pipe("trace-shard-0.jsonl"), "trace-shard-0.jsonl"),
+        (pipe("trace-coordinator.jsonl"), "trace-coordinator.jsonl"),
+        (pipe("worker-1.jsonl"), "worker-1.jsonl"),
     ],
 )
 def test_what_is_missing_or_damaged_is_noted(damage: Callable[[Path], None], note: str, run: Run) -> None:

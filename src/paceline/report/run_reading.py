@@ -16,6 +16,7 @@ import msgspec
 from ..core.metrics.history import Metric
 from ..core.protocol.lease import Split
 from ..errors import ConfigurationError
+from ..files import read_regular
 from ..trace.activity import Activity
 from ..trace.clocks import MachineClock, read_clocks
 from ..trace.digest import Digest
@@ -105,7 +106,7 @@ class ReportReader:
     def _summary(self) -> dict[str, Any]:
         path = self._run_dir / "summary.json"
         try:
-            return cast("dict[str, Any]", msgspec.json.decode(path.read_bytes(), type=dict))
+            return cast("dict[str, Any]", msgspec.json.decode(read_regular(path), type=dict))
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:

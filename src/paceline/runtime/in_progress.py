@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from ..errors import ConfigurationError, PacelineError, PeerLostError
+from ..files import read_regular
 from .run_lock import MOST_MISSED, Holder, life_of, silence_s
 
 __all__ = ["FILE_NAME", "RunInProgress", "newest_run", "published", "run_in", "unreachable"]
@@ -175,15 +176,17 @@ def _write(file: Path, content: RunInProgress) -> None:
 def _read(run_dir: Path) -> RunInProgress | None:
     """Return the content of the file; None if there is none, or if it is not such a file."""
     try:
-        return msgspec.json.decode((run_dir / FILE_NAME).read_bytes(), type=RunInProgress)
-    except (FileNotFoundError, IsADirectoryError, msgspec.MsgspecError, UnicodeDecodeError):
+        return msgspec.json.decode(read_regular(run_dir / FILE_NAME), type=RunInProgress)
+    except PermissionError:
+        raise
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
 
 def _absence(run_dir: Path) -> PacelineError:
     """Return the error that says why a directory contains no run in progress."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        summary = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=_Summary)
+        summary = msgspec.json.decode(read_regular(run_dir / "summary.json"), type=_Summary)
         return PeerLostError(
             f"the run in {run_dir} {ENDS.get(summary.ended, 'has ended')}; its results are there"
         )

@@ -36,6 +36,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from ..errors import ConfigurationError
+from ..files import read_regular
 from .process_states import RunningProcess
 
 __all__ = [
@@ -485,7 +486,7 @@ def _read(path: Path) -> _Lock:
     holder = None
     try:
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-            holder = msgspec.json.decode(path.read_bytes(), type=Holder)
+            holder = msgspec.json.decode(read_regular(path), type=Holder)
     except FileNotFoundError:  # it has just been replaced by a newer lock
         gone = RunningProcess(0, 0)
         holder = Holder(machine="", boot="", namespace=0, process=gone, free=True)

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from ..core.data.batch_sizes import BatchTime
 from ..core.protocol.wire_format import WireFormat
 from ..errors import ConfigurationError
+from ..files import read_regular
 from ..sync.actions import AnswerPull
 from ..sync.events import PullRepeated, PushReceived, WorkerFinished
 from ..trace.recording import AnyTrace, trace_files
@@ -369,7 +370,7 @@ def _batch_size(run_dir: Path) -> int | None:
 def _summary(run_dir: Path) -> dict[str, Any]:
     """Return the summary of a run; {} if the run did not end."""
     try:
-        summary = json.loads((run_dir / "summary.json").read_text())
+        summary = json.loads(read_regular(run_dir / "summary.json"))
     except (OSError, ValueError):
         return {}
     return summary if isinstance(summary, dict) else {}

@@ -20,6 +20,7 @@ import msgspec
 from ..core.machines.clock_offset import OffsetBounds
 from ..core.protocol.messages import ClockOffset
 from ..errors import ConfigurationError
+from ..files import read_regular
 from ..sync.ticks import TICKS_PER_S, in_ticks
 from .recording import Entry, Sink, Trace
 
@@ -116,7 +117,7 @@ def read_clocks(run_dir: Path) -> dict[int, MachineClock]:
     decoder = msgspec.json.Decoder(ClockOffset)
     for path in run_dir.glob("clock-*.jsonl"):
         try:
-            offsets = [decoder.decode(line) for line in path.read_bytes().split(b"\n")[:-1]]
+            offsets = [decoder.decode(line) for line in read_regular(path).split(b"\n")[:-1]]
             offsets.sort(key=lambda offset: offset.at_ticks)
             clocks[int(path.stem.rpartition("-")[2])] = MachineClock(offsets)
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:

@@ -19,7 +19,7 @@ import msgspec
 
 from ..core.protocol.entry import Entry
 from ..errors import ConfigurationError
-from ..files import Unfinished
+from ..files import Unfinished, read_regular
 from .activity import Activity
 from .clocks import MachineClock
 from .measures import Meter, MeterState
@@ -288,7 +288,7 @@ def _read_state(run_dir: Path) -> DigestState | None:
     """Return the state that was kept; None if nothing was digested."""
     path = _state_path(run_dir)
     try:
-        return msgspec.msgpack.decode(path.read_bytes(), type=DigestState)
+        return msgspec.msgpack.decode(read_regular(path), type=DigestState)
     except FileNotFoundError:
         return None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
+from ..files import read_regular
 from ..plugins import load_models
 from ..plugins.user_conditions import LOCAL
 from ..sync import Conditions, SyncModel
@@ -72,7 +73,7 @@ def load_kept_models(run_dir: Path, *, trust: bool = False) -> tuple[str, ...]:
     """
     path = run_dir / "summary.json"
     try:
-        summary = json.loads(path.read_text())
+        summary = json.loads(read_regular(path))
         kept: Mapping[str, str] = {str(name): str(folder) for name, folder in summary["imports"].items()}
         sync = str(summary["sync"])
         content = {"imports": summary["imports"], SIGNATURE: summary.get(SIGNATURE)}

@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from ..core.metrics.history import Kind, Metric, MetricHistory, MetricPoint
-from ..files import Unfinished
+from ..files import Unfinished, open_regular
 
 __all__ = ["METRICS_FILE", "read_metrics", "write_metrics"]
 
@@ -69,7 +69,7 @@ def read_metrics(run_dir: Path) -> MetricHistory:
     points: dict[str, list[_Line]] = {}
     if path.exists():
         decode = msgspec.json.Decoder(_Line).decode
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for text in file:
                 line = decode(text)
                 points.setdefault(line.name, []).append(line)

@@ -32,6 +32,7 @@ import msgspec
 
 from ..core.protocol.entry import Entry, EntryRecorder
 from ..errors import ConfigurationError
+from ..files import open_regular
 from ..sync.ticks import TICKS_PER_S, in_ticks
 from .keyframes import Keyframe
 from .segments import Follower, first_segment, held_files
@@ -216,7 +217,7 @@ class TraceFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with first_segment(path).open("rb") as file, self._checked():
+        with open_regular(first_segment(path)) as file, self._checked():
             line = file.readline()
             version = msgspec.json.decode(line)["format"]
             self._convert = version == FORMAT_IN_SECONDS

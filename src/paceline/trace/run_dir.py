@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from ..errors import ConfigurationError
+from ..files import read_regular
 
 __all__ = ["make_run_dir", "require_usable", "set_aside"]
 
@@ -40,7 +41,7 @@ def require_usable(path: str | os.PathLike[str]) -> None:
 def _has_ended(summary: Path) -> bool:
     """Return True if there is a summary, unless it is that of a run that has ended before training began."""
     try:
-        ended: dict[str, object] = msgspec.json.decode(summary.read_bytes(), type=dict)
+        ended: dict[str, object] = msgspec.json.decode(read_regular(summary), type=dict)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError):

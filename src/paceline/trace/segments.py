@@ -20,6 +20,8 @@ from typing import IO
 
 import msgspec
 
+from ..files import open_regular
+
 __all__ = [
     "EARLIER",
     "KEPT_SEGMENTS",
@@ -77,7 +79,7 @@ def first_segment(path: Path) -> Path:
 def last_line(segment: Path) -> bytes:
     """Return the last line of a segment that is complete. Only the end of the file is read."""
     size_bytes = segment.stat().st_size
-    with segment.open("rb") as file:
+    with open_regular(segment) as file:
         read_bytes = 0
         while True:
             read_bytes = min(size_bytes, 2 * read_bytes or END_BYTES)
@@ -180,7 +182,7 @@ class Follower:
                 self._segment, self._offset, self.skipped = min(earlier), 0, True
             newest = self._segment not in earlier
             try:
-                file = (self._path if newest else earlier[self._segment]).open("rb")
+                file = open_regular(self._path if newest else earlier[self._segment])
             except FileNotFoundError:
                 if newest and not earlier_path(self._path, self._segment).exists():
                     return None

@@ -17,6 +17,7 @@ from types import TracebackType
 
 import msgspec
 
+from ...files import read_regular
 from .program import end_with_parent, execute, main_of
 
 __all__ = ["Announcement", "Serving", "announce", "finished"]
@@ -119,7 +120,7 @@ class Serving:
 def finished(run_dir: str) -> bool:
     """Return True if a run has ended because its workers have finished, and not because they were asked to leave."""
     try:
-        summary = json.loads(Path(run_dir, "summary.json").read_text())
+        summary = json.loads(read_regular(Path(run_dir, "summary.json")))
     except (OSError, ValueError):
         return False
     return summary["ended"] == "finished" and not summary["left"]
