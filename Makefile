@@ -64,7 +64,7 @@ stress: $(READY)  ## test 100,000 pulls during concurrent pushes on each transpo
 	PACELINE_STRESS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m chaos tests/launcher/test_patience.py
 
 chaos: $(READY)  ## test 50 runs in which a random process receives a random signal, 60 faults on emulated machines (root), and other ways in which runs end (about an hour)
-	PACELINE_CHAOS=$${PACELINE_CHAOS:-50} $(BIN)/python -m pytest -s -m chaos
+	PACELINE_KILLS=$${PACELINE_CHAOS:-4} PACELINE_CHAOS=$${PACELINE_CHAOS:-50} $(BIN)/python -m pytest -s -m chaos
 
 fuzz: $(READY)  ## send 500,000 mutated frames to hosts in the same process and 50,000 over sockets, with a valid token (about 9 minutes; FUZZ=n for fewer)
 	PACELINE_FUZZ=$(FUZZ) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/runtime/test_fuzz.py

@@ -2,11 +2,15 @@
 
 Each run ends or goes on as docs/guide.md says, leaves nothing behind, and names the cause. `make chaos` does fifty
 of them, with a line for each; the tests do one, and `make thorough` another one.
+
+Then four runs, which have one directory for their checkpoints, are killed and resumed again and again. `make chaos`
+kills each of them once, and PACELINE_CHAOS=40 all of them 40 times.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -14,14 +18,19 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 
+from paceline.checkpoints.directory import is_lineage, numbers_in
+from paceline.checkpoints.reading import Checkpoint
 from paceline.wire.patience import SILENCE_S
-from tests.support.live import await_that, processes, start_program
+from tests.support.live import MARK, await_that, processes, start_program, started
 from tests.support.marks import chaos, thorough
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("mark")]
@@ -189,3 +198,217 @@ def test_a_random_signal_at_a_random_moment_ends_as_documented(seed: int, mark: 
             f"{outcome.took_s:.1f} s: {wrong or 'as documented'}\n    {last[0][:150]}"
         )
     assert not wrong, f"{outcome.what}: {wrong}\nexit code {outcome.code}\n{outcome.said}"
+
+
+# -- runs that share a directory for their checkpoints --------------------------------------------------------------
+
+KILLS = int(os.environ.get("PACELINE_KILLS", "0"))
+SHARING = 4  # number of runs
+EPOCHS, SAMPLES = 40, 256
+MODELS = (
+    "bsp",
+    "asp",
+    "ssp:staleness=2",
+    "elastic-bsp:lookahead=5",
+    "dssp:lower=1,upper=3",
+    "dsps:lower=1,upper=4",
+)
+
+LOOP = f"""
+import sys, time
+from pathlib import Path
+
+import torch
+
+import paceline
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+data = torch.utils.data.TensorDataset(torch.randn({SAMPLES}, 4), torch.randint(0, 3, ({SAMPLES},)))
+loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+for epoch in paceline.epochs({EPOCHS}):
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if not Path(sys.argv[1]).exists():
+            time.sleep(0.1)
+"""
+
+
+def what_is_not_ours(directory: Path) -> dict[str, object]:
+    """Return all that is in a directory outside of the folders of runs, with contents and times."""
+    found: dict[str, object] = {}
+    for path in sorted(directory.rglob("*")):
+        if not is_lineage(path.relative_to(directory).parts[0]) or OTHERS in path.parts:
+            state = path.lstat()
+            found[str(path)] = state.st_mtime_ns, state.st_mode, path.read_bytes() if path.is_file() else b""
+    return found
+
+
+OTHERS = "paceline-00000000000000ff"
+"""A run that is not one of these. It may be on another machine."""
+
+
+def put_what_is_not_ours(directory: Path) -> None:
+    names = [
+        *(f"47110{number:02}" for number in range(20)),
+        "20240101",
+        "20261128",
+        "000001",
+        "000002",
+        "000999",
+    ]
+    names += [
+        "20240101.partial",
+        "000003.partial",
+        "4711099.partial",
+        "data",
+        "checkpoints",
+        f"{OTHERS}/000001",
+    ]
+    names += [f"{OTHERS}/000007.partial", "paceline-0123", "paceline-FFFFFFFFFFFFFFFF"]
+    for name in names:
+        (directory / name / "deep").mkdir(parents=True)
+        (directory / name / "deep" / "model.safetensors").write_text(name)
+    for name in (
+        "4711100",
+        "000004",
+        "notes.txt",
+        "000005.partial",
+        "manifest.json",
+        "draft.json",
+        "._000001",
+    ):
+        (directory / name).write_text(name)
+    (directory / "4711101").symlink_to(directory / "4711000")
+
+
+class SharingRun:
+    """A run that is killed and resumed again and again, while others use the same directory for their checkpoints."""
+
+    def __init__(self, index: int, seed: int, shared: Path) -> None:
+        self.run_dir, self.go = Path(f"run-{index}"), Path(f"go-{index}")
+        self.mark = f"{os.environ[MARK]}-{index}"
+        self.shared = shared
+        self.chance = random.Random(seed)
+        self.log: list[str] = []
+
+    @property
+    def lineage(self) -> str:
+        try:
+            return str(json.loads((self.run_dir / "run.json").read_text())["lineage"])
+        except (OSError, ValueError):
+            return ""
+
+    def newest(self) -> int:
+        """Return the number of the newest complete checkpoint; 0 if there is none."""
+        return max(numbers_in(self.shared / self.lineage), default=0) if self.lineage else 0
+
+    def start(self, *more: str) -> subprocess.Popen[str]:
+        """Start the run or resume it, under a random model and with random numbers of workers and servers."""
+        chance = self.chance
+        options = ["-n", str(chance.randint(1, 2)), "--servers", str(chance.randint(1, 2))]
+        options += ["--sync", chance.choice(MODELS), *more]
+        self.log.append(" ".join(options))
+        return start_program(
+            *(
+                "-m",
+                "paceline",
+                "run",
+                "--checkpoint-every",
+                "0.5",
+                "--checkpoint-dir",
+                str(self.shared),
+            ),
+            *options,
+            *("train.py", str(self.go)),
+            stderr=subprocess.STDOUT,
+            prefix=("env", f"{MARK}={self.mark}"),
+        )
+
+    def kill(self, program: subprocess.Popen[str]) -> None:
+        """Kill the launcher, or all processes as a machine that loses its power does."""
+        at_once = self.chance.random() < 0.5
+        program.kill()
+        if at_once:
+            for folder in started(self.mark):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(folder.name), signal.SIGKILL)
+        said, _ = program.communicate()
+        self.log.append(f"killed {'at once' if at_once else 'the launcher'}\n{said}")
+        if self.chance.random() < 0.5:  # else the next run begins while processes of this one are ending
+            self.await_that(lambda: not list(started(self.mark)), "all processes have ended")
+
+    def lose_a_server(self, program: subprocess.Popen[str]) -> None:
+        """Kill a server. The run goes on by itself."""
+        before = len(list((self.run_dir / "before").glob("*")))
+        if (process_id := processes(self.mark).get("server 0")) is not None:
+            os.kill(process_id, signal.SIGKILL)
+            self.await_that(
+                lambda: program.poll() is not None or len(list((self.run_dir / "before").glob("*"))) > before,
+                "the run goes on",
+            )
+            self.log.append("a server was killed")
+
+    def await_checkpoint(self, program: subprocess.Popen[str]) -> None:
+        before = self.newest()
+        self.await_that(lambda: self.newest() > before or program.poll() is not None, "a checkpoint is whole")
+
+    def await_that(self, condition: Callable[[], object], what: str) -> None:
+        deadline_s = time.monotonic() + 3 * DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline_s, f"never happened: {what}\n" + "\n".join(self.log)
+            time.sleep(0.05)
+
+    def carry_out(self, kills: int) -> dict[str, Any]:
+        """Kill and resume the run, let it end, and return its summary."""
+        program = self.start("--run-dir", str(self.run_dir))
+        self.await_checkpoint(program)
+        lineage = self.lineage
+        for _ in range(kills):
+            if self.chance.random() < 0.7:
+                self.await_checkpoint(program)
+            time.sleep(self.chance.uniform(0.0, 1.0))  # the moment is what this is about
+            if self.chance.random() < 0.25:
+                self.lose_a_server(program)
+                time.sleep(self.chance.uniform(0.0, 1.0))
+            assert program.poll() is None, program.communicate()[0]
+            self.kill(program)
+            program = self.start("--resume", str(self.run_dir))
+        self.go.touch()
+        said, _ = program.communicate(timeout=3 * DEADLINE_S)
+        assert program.returncode in (0, 3), said + "\n".join(self.log)
+        self.await_that(lambda: not list(started(self.mark)), "all processes have ended")
+        assert self.lineage == lineage
+        found: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        return found
+
+
+@pytest.mark.parametrize("kills", chaos(KILLS or SHARING))
+def test_runs_that_are_killed_share_a_directory_with_one_another_and_with_others(kills: int) -> None:
+    """Each run uses each sample of each epoch once, whatever is killed when, and touches only what is its own."""
+    shared = Path("shared").absolute()
+    put_what_is_not_ours(shared)
+    Path("train.py").write_text(LOOP)
+    before = what_is_not_ours(shared)
+    runs = [SharingRun(index, FIRST_SEED + index, shared) for index in range(SHARING)]
+    with ThreadPoolExecutor(SHARING) as threads:
+        shares = [kills // SHARING + (index < kills % SHARING) for index in range(SHARING)]
+        ends = [threads.submit(run.carry_out, share) for run, share in zip(runs, shares, strict=True)]
+    for run, share, end in zip(runs, shares, ends, strict=True):
+        found = end.result()
+        samples = found["ledger"]["samples"]
+        print(f"\n{run.run_dir}: {share} kills, {len(found['resumptions'])} resumptions: {samples}")
+        assert samples["used"] + samples["torn"] == EPOCHS * SAMPLES, (samples, run.log)
+        assert sum(samples.values()) == EPOCHS * SAMPLES, (samples, run.log)
+        assert len(found["resumptions"]) >= share
+        own = run.shared / run.lineage
+        numbers = numbers_in(own)
+        assert 1 <= len(numbers) <= 4, numbers  # three, and perhaps that with which the run has gone on
+        assert {Checkpoint(own / f"{number:06d}").manifest.lineage for number in numbers} == {run.lineage}
+    assert what_is_not_ours(shared) == before
+    theirs = {path.name for path in shared.iterdir() if is_lineage(path.name)} - {OTHERS}
+    assert theirs == {run.lineage for run in runs}

@@ -151,7 +151,7 @@ def spoil(name: str, part: float, junk: bytes) -> Callable[[Path], None]:
 
 
 def pipe(name: str) -> Callable[[Path], None]:
-    """Return a function that puts a pipe in the place of a file. Whoever opened it for reading would wait for ever."""
+    """Return a function that puts a pipe in the place of a file. A reader that opened it would wait for ever."""
 
     def act(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
