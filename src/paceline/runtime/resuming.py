@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 from msgspec import structs
 
-from ..checkpoints.directory import identity_of, is_lineage, name_of, new_lineage, number_of
+from ..checkpoints.directory import identity_of, is_lineage, name_of, new_lineage, number_of, origin_of
 from ..checkpoints.manifest import MANIFEST
 from ..core.protocol.job_cut import JobCut, require_plausible
 from ..errors import CheckpointError, ConfigurationError, ProtocolError
@@ -278,9 +278,12 @@ def find_resumed(
         ConfigurationError: there is no whole checkpoint, or a bucket cannot be read.
     """
     usual, lock = run_dir / CHECKPOINTS, newest_lock(run_dir)
-    named = earlier.value_of("--checkpoint-dir") if trust or trusts(earlier, run_dir) else ""
+    trust = trust or trusts(earlier, run_dir)
+    named = earlier.value_of("--checkpoint-dir") if trust else ""
     places = list(dict.fromkeys(filter(None, [named or str(usual), checkpoint_dir])))
-    found = newest_checkpoint(places, usual, earlier.lineage, earlier.origin)
+    # Who cannot be trusted names no place elsewhere, but the checkpoint may have been copied to this directory.
+    origin = earlier.origin if trust or not earlier.origin else str(usual / origin_of(Path(earlier.origin)))
+    found = newest_checkpoint(places, usual, earlier.lineage, origin)
     if (resumed := resumed_with(found)) is not None:
         return structs.replace(resumed, lock=lock)
     every = earlier.value_of("--checkpoint-every") or "off"
