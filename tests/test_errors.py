@@ -51,7 +51,9 @@ def test_the_samples_are_the_whole_tree() -> None:
         kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)
     }
     assert {type(sample) for sample in SAMPLES} == defined
-    assert {kind.__name__ for kind in defined} | {"first_line", "unknown_name"} == set(errors.__all__)
+    assert {kind.__name__ for kind in defined} | {"first_line", "refused_by_system", "unknown_name"} == set(
+        errors.__all__
+    )
 
 
 @pytest.mark.parametrize("error", SAMPLES, ids=lambda error: type(error).__name__)

@@ -71,7 +71,7 @@ from ..sync.notation import notation
 from ..sync.ticks import TICKS_PER_S
 from ..trace.keyframes import keyframe_of
 from ..trace.recording import Header, Recorder
-from ..wire.memory import Region, shared_memory_available
+from ..wire.memory import Region, file_limit, shared_memory_available
 from ..wire.passing import Source
 from ..wire.patience import Patience
 from ..wire.stream import Stream, no_payload
@@ -81,7 +81,6 @@ from .collection import Collection
 from .compute_devices import CPU
 from .footprint import (
     available_bytes,
-    file_limit,
     file_shortage,
     footprint,
     served_shortage,

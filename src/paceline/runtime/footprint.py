@@ -69,7 +69,6 @@ __all__ = [
     "descriptor_limit",
     "descriptor_shortage",
     "descriptors",
-    "file_limit",
     "file_shortage",
     "footprint",
     "format_size",
@@ -377,7 +376,7 @@ def file_shortage(needed_bytes: int, limit_bytes: int | None) -> str:
 
     Args:
         needed_bytes: size of the shared memory of a worker.
-        limit_bytes: see `file_limit`.
+        limit_bytes: see `paceline.wire.memory.file_limit`.
     """
     if limit_bytes is None or needed_bytes <= limit_bytes:
         return ""
@@ -415,11 +414,6 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     """
     sizes = [*_available_on_machine(root), *_available_in_cgroups(root)]
     return min(sizes) if sizes else None
-
-
-def file_limit() -> int | None:
-    """Return the maximum size of a file that this process writes, in bytes; None if there is no limit."""
-    return _finite(resource.getrlimit(resource.RLIMIT_FSIZE)[0])
 
 
 def descriptor_limit() -> int | None:

@@ -20,8 +20,7 @@ from ..errors import ProtocolError
 from ..shard.buffer_bytes import pack
 from ..shard.rounding import Rounded
 from ..shard.vectors import Vectors, sliced, tensors_over
-from ..wire.memory import Master, Region, cut, shared_memory_available
-from .footprint import file_limit
+from ..wire.memory import Master, Region, cut, file_limit, shared_memory_available
 from .job import Job
 from .outbox import Outbox, Send
 

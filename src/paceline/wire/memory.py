@@ -31,6 +31,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import resource
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal, Protocol
 
@@ -50,6 +51,7 @@ __all__ = [
     "StreamedInbox",
     "cut",
     "cut_pieces",
+    "file_limit",
     "find_memory",
     "shared_memory_available",
 ]
@@ -68,6 +70,12 @@ MASTER: Final[tuple[Kind, ...]] = ("weights",)
 # Size of a pair of rings, rounded up to whole pages.
 CHANNEL_BYTES = -(-2 * RING_BYTES // PAGE_BYTES) * PAGE_BYTES
 PIECE_BYTES = 1024 * 1024  # maximum size of the pieces in which a gradient is sent
+
+
+def file_limit() -> int | None:
+    """Return the maximum size of a file, and so of shared memory, in bytes; None if there is no limit."""
+    limit_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return None if limit_bytes == resource.RLIM_INFINITY else limit_bytes
 
 
 def shared_memory_available() -> bool:
