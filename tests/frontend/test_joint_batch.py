@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 import paceline
+from paceline.core.protocol.lease import BatchSizing
 from paceline.errors import ConfigurationError, RunFailedError
 from paceline.frontend.generator_states import generators_lock
 from paceline.rehearsal.command import command_for
@@ -129,12 +131,13 @@ def test_two_steps_for_each_batch_equal_one_process_too() -> None:
         torch.testing.assert_close(result.state_dict[name], expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("every", [2, 3])
-def test_gradients_that_are_accumulated_use_every_sample_once(every: int) -> None:
-    """The last of seven joint batches has one sample. The run ends, and uses nothing twice."""
+@pytest.mark.parametrize("size", [17, 20])
+@pytest.mark.parametrize("every", [2, 3, 4])
+def test_gradients_that_are_accumulated_use_every_sample_once(every: int, size: int) -> None:
+    """The last of six or seven joint batches has one sample. No worker waits for ever, and nothing is used twice."""
 
     def train() -> Counter[int]:
-        trainer, items = Trainer(17), Counter[int]()
+        trainer, items = Trainer(size, items=101 if size == 20 else ITEMS), Counter[int]()
         optimizer = paceline.DistributedOptimizer(
             torch.optim.SGD(trainer.model.parameters(), lr=0.05), model=trainer.model
         )
@@ -145,11 +148,12 @@ def test_gradients_that_are_accumulated_use_every_sample_once(every: int) -> Non
                 if (number + 1) % every == 0:
                     optimizer.step()
                     optimizer.zero_grad()
+            paceline.reduce(1.0)
         return items
 
     found: list[Counter[int]] = []
     simulate(Cluster(compute_s=[1.0] * 3), "bsp", train_fn=lambda: found.append(train()), joint_batch=True)
-    assert sum(found, Counter()) == Counter(dict.fromkeys(range(ITEMS), 3))
+    assert sum(found, Counter()) == Counter(dict.fromkeys(range(101 if size == 20 else ITEMS), 3))
 
 
 @pytest.mark.parametrize("batch", ["equal", "balanced"])
@@ -195,6 +199,57 @@ def test_workers_that_join_and_are_lost_divide_what_is_left(sync: str) -> None:
     assert used[2].total() > 50
     assert sum(used.values(), Counter()) == Counter(dict.fromkeys(range(ITEMS), 2))
     assert result.measures.samples == 2 * ITEMS
+
+
+def random_life(draw: random.Random) -> Presence:
+    """A worker that joins late, is lost, comes back, or is there from the beginning to the end."""
+    at_s = draw.uniform(0.5, 6.0)
+    return draw.choice(
+        [
+            Presence(),
+            Presence(joins_at_s=at_s),
+            Presence(lost_at_s=at_s),
+            Presence(lost_at_s=at_s, back_after_s=draw.uniform(0.5, 4.0)),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(10, 300))]
+)
+def test_in_random_runs_every_sample_is_in_the_weights_once(seed: int) -> None:
+    """Whoever joins and is lost, under any model and its changes, and with calls that all workers make."""
+    draw = random.Random(seed)
+    workers, epochs = draw.randint(2, 5), draw.randint(1, 3)
+    batch = draw.randint(workers, 12)
+    items, drop_last = draw.randint(batch, 60), draw.random() < 0.3
+    sync = draw.choice(["bsp", "bsp", "asp", "ssp:staleness=1", "bsp@0,asp@4", "asp@0,bsp@5"])
+    reduces, evaluates = draw.random() < 0.4 and "@" not in sync, draw.random() < 0.3
+
+    def train() -> None:
+        trainer = Trainer(batch, items=items, drop_last=drop_last)
+        model = trainer.model
+        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
+        for _ in paceline.epochs(epochs):
+            for x, _ in paceline.distribute(trainer.loader):
+                optimizer.zero_grad()
+                (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+                optimizer.step()
+            if reduces:
+                paceline.reduce(1.0)
+            if evaluates and paceline.is_main():
+                with paceline.evaluating(model):
+                    pass
+
+    cluster = Cluster(
+        compute_s=[draw.uniform(0.5, 3.0) for _ in range(workers)],
+        presence={worker: random_life(draw) for worker in range(1, workers)},
+        latency_s=0.001,
+    )
+    sizing: BatchSizing = draw.choice(["equal", "balanced"])
+    result = simulate(cluster, sync, train_fn=train, joint_batch=True, batch=sizing)
+    used = items // batch * batch if drop_last else items
+    assert result.measures.samples == epochs * used
 
 
 def test_a_resumed_run_keeps_the_joint_batch_on_another_number_of_workers() -> None:

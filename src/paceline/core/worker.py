@@ -470,11 +470,14 @@ class Worker:
 
     def stand_in(self, contents: Sequence[Content] | None = None) -> list[Request]:
         """Commit the current iteration without a gradient, because the script is not training at the moment."""
-        requests: list[Request] = []
-        if self.lockstep and not self._uneven:
-            self._uneven = True
-            requests.append(Send(COORDINATOR, StoodIn()))
-        return requests + self.push(contents, empty=True, idle=True)
+        return self.become_uneven() + self.push(contents, empty=True, idle=True)
+
+    def become_uneven(self) -> list[Request]:
+        """Tell the coordinator that the worker makes its remaining steps earlier or later than the others."""
+        if not self.lockstep or self._uneven:
+            return []
+        self._uneven = True
+        return [Send(COORDINATOR, StoodIn())]
 
     def sit_out(self, contents: Sequence[Content] | None = None) -> list[Request]:
         """Commit the current iteration without a gradient, because the worker has no part in a joint batch.

@@ -252,7 +252,8 @@ class DistributedLoader(Generic[T]):
         self._generator = torch.Generator() if session.worker > 0 else None
         self._loaded: Iterable[T] = source.load(self._part, self._generator)
         self.position = Position(self._part.joint, stream.name)
-        self._pushes = 1  # number of pushes that the script makes for a batch
+        # least number of pushes that the script has made for a batch; 0 if it accumulates gradients
+        self._pushes: int | None = None
 
     def __len__(self) -> int:
         return len(self._part)
@@ -314,8 +315,8 @@ class DistributedLoader(Generic[T]):
                 times.draw()
                 yield cast(T, loaded)
                 times.ask()
-                if pushes := self._session.core.iteration - before:
-                    self._pushes = min(pushes, self._pushes) if drawn > 1 else pushes
+                pushes = self._session.core.iteration - before
+                self._pushes = pushes if self._pushes is None else min(pushes, self._pushes)
             self._sit_out(place, give_state)
             self.position.complete(epoch)
             for bar in bars:
@@ -336,7 +337,7 @@ class DistributedLoader(Generic[T]):
             taken.popleft()
             if (training := training_of(self._session)) is not None:
                 give_state()
-                training.sit_out(self._pushes)
+                training.sit_out(self._pushes or 0)
                 give_state = at_boundary(self._session, place, self._content)
         return give_state
 

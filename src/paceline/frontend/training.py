@@ -99,7 +99,6 @@ class WorkerTraining:
         self._session = session
         self._said_unabortable = False
         self._thread = threading.get_ident()
-        self._owed = 0  # number of pushes of joint batches in which the worker has no part
         self._inside = ""  # the context that the script is in: `EVALUATING`, `EDITING` or ""
         # The sets whose last push had NaN in its gradient. The guard of the run must learn of the next one, too.
         self._had_nan: set[int] = set()
@@ -458,7 +457,6 @@ class WorkerTraining:
         self._weights.mark_pulled(selected, self._trained.members[set_index])
         self._gradients.begin_next()
         self.graph_begun = False
-        self.sit_out(0)
 
     def _in_turn(self, observed: Observation | None, logged: Settled, *, is_nan: bool) -> Observation | None:
         """Return the observation that is due now: the one before, if the loss of each push is known after it.
@@ -480,15 +478,20 @@ class WorkerTraining:
     def sit_out(self, pushes: int) -> None:
         """Make the pushes of a joint batch in which this worker has no part, without a gradient.
 
-        If the script has drawn a batch since its last step, because it draws ahead or accumulates gradients, the
-        pushes follow after its next step. If the model does not keep the workers in lockstep, nobody waits for them.
+        If it is not known how many pushes the others make with it, because the script accumulates gradients, draws
+        batches ahead or loads them on a thread of its own, none are made. Then the workers need no longer have the
+        same number of iterations when they make a call together.
+
+        Args:
+            pushes: number of pushes that the script makes for each batch; 0 if it is not known.
         """
         session = self._session
-        if threading.get_ident() != self._thread or self._inside:
-            return  # the script loads its batches on a thread of its own, or does not train
-        self._owed = self._owed + pushes if session.core.lockstep else 0
-        while self._owed and not session.core.data.has_drawn:
-            self._owed -= 1
+        if not session.core.lockstep:
+            return  # nobody waits for them
+        if not pushes or session.core.data.has_drawn or self._inside or threading.get_ident() != self._thread:
+            session.exchange(session.core.become_uneven)
+            return
+        for _ in range(pushes):
             self._weights.require_unchanged()
             session.sit_out()
             self._weights.mark_pulled()

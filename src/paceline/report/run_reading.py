@@ -364,10 +364,12 @@ class _Assembly:
         if not self._summary:
             return {}
         try:
-            return summary_rows(self._summary)
+            rows = summary_rows(self._summary)
         except DAMAGED as error:
             self._notes.append(f"The summary lacks figures: {error!r}.")
             return {}
+        words = self._summary.get("samples_per_update", "")
+        return rows | ({"an update": str(words)} if words else {})
 
     def _evidence(
         self, workers: tuple[WorkerReport, ...], links: tuple[LinkTotal, ...], lasted_s: float, end_s: float
