@@ -25,6 +25,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from msgspec import structs
+
 from ..errors import ConfigurationError, InternalError, ProtocolError
 from ..plugins.failures import blame
 from ..state import stateful
@@ -867,6 +869,8 @@ class Coordinator:
         assert self.model is not None
         before = self.resumed
         pushes = cut.taken[0].pushes
+        states = [cut.taken[shard].state for shard in sorted(cut.taken)]
+        at_once = max(state.at_once for state in states)
         saved = JobCut(
             number=cut.number,
             elapsed_s=now_ticks / self._ticks_per_s + (0.0 if before is None else before.elapsed_s),
@@ -875,7 +879,7 @@ class Coordinator:
             model=self.model,
             extensions=self._models_before,
             slices=self.slices,
-            shards=tuple(cut.taken[shard].state for shard in sorted(cut.taken)),
+            shards=tuple(structs.replace(state, at_once=at_once) for state in states),
             pushes=pushes if before is None else before.pushes.plus(pushes),
             torn=torn + self.losses.torn + (0 if before is None else before.torn),
             workers=tuple(

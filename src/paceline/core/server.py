@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from msgspec import structs
+
 from ..errors import ConfigurationError, InternalError, ProtocolError
 from ..state import stateful
 from ..sync import SyncModel
@@ -328,9 +330,15 @@ class Server:
         # This number is used only for SGD: the steps of other optimizers hardly depend on the scale of the gradients.
         if all(optimizer.name == "SGD" for optimizer in message.model.optimizers):
             self._usual_samples = message.usual_samples
+        # All servers receive this number, so it is the same at all shards, even if one begins after a loss.
+        together = len(message.workers)
+        indices = [bounds.index for bounds in message.shards]
+        states = message.resumed or (BEGINNING,) * len(indices)
+        self._states = {
+            index: structs.replace(state, at_once=max(state.at_once, together))
+            for index, state in zip(indices, states, strict=True)
+        }
         if message.resumed:
-            indices = [bounds.index for bounds in message.shards]
-            self._states = dict(zip(indices, message.resumed, strict=True))
             for index in indices if not message.lacking else ():
                 self._begin(message.initializer, index, now_ticks)
         return [Send(COORDINATOR, Ready())]

@@ -36,7 +36,8 @@ class ShardState(msgspec.Struct, frozen=True):
     Attributes:
         version: number of updates that the weights include.
         samples: number of samples in the pushes of these updates, as far as it is known.
-        at_once: the largest number of workers that have been present at once; 0 if it is unknown.
+        at_once: the largest number of workers that have been present at once; 0 if it is unknown. In a cut of a job,
+            it is the largest number at any shard, since one may see a departure before a join, and another after it.
     """
 
     version: int = 0
