@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from paceline.core.changes.cut import Giving
 from paceline.core.protocol.job_cut import EpochCut, JobCut, LoaderCut, LoopCut, ShardState
 from paceline.core.protocol.layout import Layout, Parameter
 from paceline.core.protocol.lease import Lease, Order
@@ -88,3 +89,42 @@ def test_the_order_in_which_sets_have_grown_does_not_matter() -> None:
     assert cut_of(grown).contains(whole)
     assert cut_of(AB, ABC).contains(AB)
     assert not cut_of(AB).contains(ABC)
+
+
+def at_epoch(epoch: int) -> LoopCut:
+    return LoopCut(position=LoopPosition(0, epoch), begun=0)
+
+
+def giving_of(labels: dict[int, int], main: int = 0) -> Giving:
+    giving = Giving(7)
+    giving.begin(labels, main, at_epoch(9))
+    return giving
+
+
+def test_a_cut_is_complete_with_the_earliest_state_of_each_worker_after_its_last_push() -> None:
+    giving = Giving(7)
+    giving.give(0, 3, at_epoch(1))  # an answer has told of the cut before all shards were cut
+    assert giving.completed is None
+    giving.begin({0: 4, 1: 2}, 0, at_epoch(9))
+    assert giving.awaited == [0, 1]  # the state of worker 0 was taken before its last push
+    giving.give(1, 2, at_epoch(1))
+    giving.give(0, 5, at_epoch(2))
+    giving.give(0, 6, at_epoch(3))
+    completed = giving.completed
+    assert completed is not None
+    assert completed.states == ((0, 5), (1, 2))
+    assert completed.loop == at_epoch(2)  # that of worker 0 when it gave this state
+
+
+def test_a_worker_that_leaves_is_not_awaited_but_the_main_worker_is_needed() -> None:
+    giving = giving_of({0: 4, 1: 2, 2: 2})
+    giving.give(2, 2, at_epoch(1))
+    assert not giving.left(1)
+    assert giving.awaited == [0]
+    assert giving.left(0)  # only it has what the scripts track
+    given = giving_of({0: 4, 1: 2})
+    given.give(0, 4, at_epoch(1))
+    assert not given.left(0)
+    given.give(1, 2, at_epoch(1))
+    assert given.completed is not None
+    assert given.completed.states == ((0, 4), (1, 2))
