@@ -304,6 +304,8 @@ def another(value: Any, draw: random.Random) -> Any:
         return draw.choice([type(value)(), value + 1, value + 1000])
     if isinstance(value, list | deque) and draw.random() < 0.5:
         return type(value)(reversed(value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple has no empty value
+        return type(value)(*(another(each, draw) for each in value))
     return type(value)()
 
 
