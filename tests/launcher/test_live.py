@@ -163,6 +163,7 @@ def test_the_run_directory_holds_the_results_and_what_each_process_printed(the_r
     run_dir = the_run().run_dir
 
     assert sorted(path.name for path in run_dir.iterdir()) == [
+        ".lock-1",  # the marker of a free lock
         "metrics.jsonl",
         "report.html",
         "run.json",
