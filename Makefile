@@ -118,7 +118,7 @@ accelerator: $(ACCELERATOR)/.ready  ## create .venv-accelerator with torchvulkan
 examples: $(READY)  ## run the examples in the documentation
 	$(BIN)/python -m pytest docs README.md
 
-full:  ## run every suite but stress, chaos, fuzz and paper, each in its environment, and end with a table (root; SUITES='look ray' for some; it says which Debian packages are missing)
+full:  ## run every suite but check-models, stress, chaos, fuzz and paper, each in its environment, and end with a table (root; SUITES='look ray' for some; it says which Debian packages are missing)
 	@$(PYTHON) tests/support/full.py $(SUITES)
 
 bench: $(READY)  ## measure a training step against plain copies, plain sockets and gloo all-reduce (about 11 minutes, idle machine)
