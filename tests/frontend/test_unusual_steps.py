@@ -558,9 +558,10 @@ def test_a_conversion_that_replaces_parameters_is_named(run_on_threads: RunOnThr
     run_on_threads(train, workers=1)
 
 
-def test_a_part_that_was_removed_is_no_mistake(
-    run_on_threads: RunOnThreads,
-) -> None:
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_part_that_was_removed_is_no_mistake(run_on_threads: RunOnThreads, *, anew: bool) -> None:
+    """With a new optimizer or without. The saved weights contain the last content of the part."""
+
     class Extra(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -576,12 +577,24 @@ def test_a_part_that_was_removed_is_no_mistake(
         optimizer = DistributedOptimizer(sgd(model), model=model)
         for iteration in range(6):
             if iteration == 2:
+                removed.update(copy.deepcopy(model.state_dict()))
                 model.extra = None
+                if anew:
+                    new_head(model.main)
+                    optimizer = DistributedOptimizer(sgd(model), model=model)
             optimizer.zero_grad()
             plain(model, batch(worker_index(), iteration))
             optimizer.step()
+        kept.update(model.state_dict())
 
-    assert not run_on_threads(train, workers=2).faults
+    removed: State = {}
+    kept: State = {}
+    run = run_on_threads(train, workers=2)
+    assert not run.faults
+    assert list(run.state_dict) == list(removed)
+    for name, tensor in run.state_dict.items():
+        if name in kept or ".running_" not in name:  # each worker has statistics of its own
+            assert torch.equal(tensor, {**removed, **kept}[name])
 
 
 @pytest.mark.parametrize("replace", [assign, new_head])

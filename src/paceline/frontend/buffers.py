@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 
 import msgspec
 import torch
@@ -53,7 +52,7 @@ class Buffers:
         ]
         # A list first: see `DistributedOptimizer.parameter_set`.
         self.specs = tuple([spec for spec in described if not isinstance(tensors[spec.name], nn.Parameter)])
-        self._latest = {spec.name: tensors[spec.name] for spec in described}
+        self._names = frozenset(tensors)
         self._dtypes = [tensors[spec.name].dtype for spec in self.specs]
         frozen = [spec for spec in described if isinstance(tensors[spec.name], nn.Parameter)]
         digests = {str(spec): spec.digest for spec in before.frozen} if before is not None else {}
@@ -96,7 +95,7 @@ class Buffers:
         """Return the names of the buffers that differ from earlier copies of them, which are given by their `id`."""
         found = set()
         for spec in self.specs:
-            tensor = self._model.tensor(spec.name)
+            tensor = self._model.latest(spec.name)
             before = earlier.get(id(tensor))
             if before is None or before.shape != tensor.shape or not _same_bits(tensor.detach(), before):
                 found.add(spec.name)
@@ -165,13 +164,11 @@ class Buffers:
         return [
             name
             for name, tensor in self._model.added().items()
-            if not isinstance(tensor, nn.Parameter) and name not in self._latest
+            if not isinstance(tensor, nn.Parameter) and name not in self._names
         ]
 
     def _get(self, name: str) -> torch.Tensor:
-        with suppress(AttributeError):  # the script has removed it, and it keeps its last content
-            self._latest[name] = self._model.tensor(name)
-        return self._latest[name].detach()
+        return self._model.latest(name).detach()
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

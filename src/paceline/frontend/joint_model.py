@@ -33,7 +33,8 @@ class JointModel:
     tensors, all names of the n-th module begin with "model<n>.", where n is counted from 0 in the order of the
     optimizers. A joint model can be extended by further modules: earlier names remain the same, and only the names of
     an added module get such a prefix, if an earlier module has a tensor of the same name. What was inserted into an
-    earlier module has the names of this module.
+    earlier module has the names of this module. What the script has removed from a module keeps its names and its
+    last content.
 
     Args:
         models: the module that each optimizer trains, in the order of the optimizers.
@@ -52,11 +53,12 @@ class JointModel:
     def __init__(self, models: Sequence[nn.Module], before: JointModel | None = None) -> None:
         self._parts: list[_Part] = list(before._parts) if before is not None else []
         self._owners: dict[str, tuple[nn.Module, str]] = dict(before._owners) if before is not None else {}
+        known = frozenset(map(id, before.tensors().values())) if before is not None else frozenset()
+        self._latest: dict[str, torch.Tensor] = dict(before._latest) if before is not None else {}
         earlier = [part.model for part in self._parts]
         distinct = list({id(model): model for model in [*earlier, *models]}.values())
         inner = {id(sub) for model in distinct for sub in model.modules() if sub is not model}
         added = [model for model in distinct[len(earlier) :] if id(model) not in inner]
-        known = frozenset(map(id, before.tensors().values())) if before is not None else frozenset()
         for model, prefix, _ in self._parts:
             for name, tensor in _tensors(model).items():
                 if id(tensor) not in known:  # a layer that was inserted into an earlier module
@@ -75,6 +77,7 @@ class JointModel:
             prefix = f"model{len(self._parts)}." if needs_prefix else ""
             self._parts.append(_Part(model, prefix, known))
             self._owners |= {prefix + name: (model, name) for name in content}
+            self._latest |= {prefix + name: tensor for name, tensor in content.items()}
 
     def modules(self) -> Iterator[nn.Module]:
         """Return every module once."""
@@ -89,9 +92,12 @@ class JointModel:
                     yield prefix + name, parameter
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors in the `state_dict` of the modules, by name."""
+        """Return the tensors in the `state_dict` of the modules, by name, also those that have been removed since."""
         tensors = {id(part.model): _tensors(part.model) for part in self._parts}
-        return {full: tensors[id(model)][name] for full, (model, name) in self._owners.items()}
+        for full, (model, name) in self._owners.items():
+            if (tensor := tensors[id(model)].get(name)) is not None:
+                self._latest[full] = tensor
+        return {full: self._latest[full] for full in self._owners}
 
     def added(self) -> dict[str, torch.Tensor]:
         """Return the tensors that the modules have now and that have no name in the joint model, by new names."""
@@ -120,6 +126,12 @@ class JointModel:
         if not isinstance(tensor, torch.Tensor):
             raise AttributeError(f"{name!r} is no tensor any more")
         return tensor
+
+    def latest(self, name: str) -> torch.Tensor:
+        """Return the tensor that now has this name or, if the script has removed it, the last that had it."""
+        with suppress(AttributeError):
+            self._latest[name] = self.tensor(name)
+        return self._latest[name]
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
