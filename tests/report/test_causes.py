@@ -271,3 +271,51 @@ def test_a_worker_that_evaluates_beside_training_ends_later_and_is_not_called_sl
     )
     assert "snapshot_every_s" in cause.remedies[0]
     assert not any("--batch" in remedy for each in (cause, further) for remedy in each.remedies)
+
+
+def test_what_a_script_without_a_loader_does_between_two_steps_is_not_called_computing() -> None:
+    """It may compute longer than the others, or evaluate the model: both lie between two steps."""
+    known = evidence(
+        worker(0, computing=90.0, awaited_s=30.0, samples=0),
+        worker(1, computing=60.0, waiting=30.0, samples=0),
+        samples=0,
+        handout=Handout(),
+    )
+    cause = only(causes_of(known))
+    unknown = (
+        "The script distributes no loader, so it is not known how much of this was computing, and how much was "
+        "something else, such as evaluating the model."
+    )
+    assert cause.words == (
+        "Worker 1 waited 33 % of its time (30 s) for worker 0, which takes 1.5 times as long from one step to the "
+        f"next. {unknown}"
+    )
+    assert "paceline.evaluating(model)" in cause.remedies[0]
+    assert "batches" not in cause.words + cause.brief
+    simulated = structs.replace(known, program=())  # the compute times of a cluster are known
+    assert only(causes_of(simulated)).words.endswith("for worker 0, whose batches take 1.5 times as long.")
+
+
+def test_a_script_without_a_loader_is_not_said_to_have_computed_all_the_time() -> None:
+    known = evidence(
+        *(worker(index, computing=98.0, transfer=2.0, samples=0) for index in range(2)),
+        samples=0,
+        handout=Handout(),
+    )
+    assert headline_of(known, causes_of(known)).endswith(
+        "workers spent 98 % of their time between one step and the next. The script distributes no loader, so it is "
+        "not known how much of this was computing, and how much was something else, such as evaluating the model."
+    )
+
+
+def test_an_evaluation_in_all_workers_is_not_that_of_one_and_belongs_in_one() -> None:
+    known = evidence(worker(0, computing=40.0, outside=60.4), worker(1, computing=40.0, outside=59.6))
+    cause = only(causes_of(known))
+    assert cause.words.startswith(
+        "For 60 % of the workers' time (120 s together), the script did something other "
+    )
+    assert "if paceline.is_main():" in cause.remedies[0]
+    alone = evidence(worker(0, computing=40.0, outside=60.0), worker(1, computing=99.0, outside=1.0))
+    cause = only(causes_of(alone))
+    assert "(61 s together, most of it worker 0)" in cause.words
+    assert cause.remedies[0].startswith("Inside paceline.evaluating(model), the other workers need not wait.")

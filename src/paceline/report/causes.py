@@ -49,6 +49,10 @@ SPENT = {
 }
 """Kind of time -> what workers did in this time."""
 
+UNKNOWN = (
+    "The script distributes no loader, so it is not known how much of this was computing, and how much was something "
+    "else, such as evaluating the model."
+)
 COMPARE = "To compare the sync models on these machines, run"
 
 Remedies = tuple[str, ...]
@@ -118,8 +122,11 @@ def _without_causes(evidence: Evidence) -> str:
     computed = f"workers computed for {percent(shares['computing'])} of their time"
     others = [kind for kind in sorted(SPENT, key=lambda kind: -shares[kind]) if shares[kind] >= LEAST_NAMED]
     rest = [f"{SPENT[kind]} for {percent(shares[kind])}" for kind in others if kind != "computing"]
+    if not evidence.knows_computing:
+        computed = f"workers spent {percent(shares['computing'])} of their time between one step and the next"
     if shares["computing"] >= MOSTLY or not rest:
-        return f"Nothing stands out that held it back: {computed}."
+        further = "" if evidence.knows_computing else f" {UNKNOWN}"
+        return f"Nothing stands out that held it back: {computed}.{further}"
     short = " It was too short to say more." if evidence.duration_s < SHORT_S else ""
     return f"No single cause stands out: {computed}; they {', '.join(rest)}.{short}"
 
@@ -200,6 +207,13 @@ def _waiting(evidence: Evidence) -> tuple[Cause | None, tuple[Finder, ...]]:
             f"{_it(guilty)} reached the barriers last, although {_it(guilty)} did not compute longer",
         )
         words = f"{waited}: {why}."
+    elif not evidence.knows_computing:
+        words = (
+            f"{waited}, which {_takes(guilty)} {_times(ratio)} as long from one step to the next. {UNKNOWN}"
+        )
+        brief += f", which {_takes(guilty)} {_times(ratio)} as long from one step to the next"
+        remedies = (EVALUATE_THERE, *evidence.hints(equal_shares=False, slow=slow, waited=True))
+        return evidence.cause(words, brief, own_s, remedies), ()
     else:
         words = f"{waited}, whose batches take {_times(ratio)} as long."
         brief += f", whose batches take {_times(ratio)} as long"
@@ -240,6 +254,14 @@ def _excess(evidence: Evidence, kind: str, guilty: Collection[int]) -> tuple[flo
 # -- other causes -----------------------------------------------------------------------------------------
 
 EVALUATE = "Inside paceline.evaluating(model), the other workers need not wait. It also helps to evaluate less often."
+EVALUATE_ONCE = (
+    "If every worker evaluates the same data, let one worker do this: in `if paceline.is_main():` and inside "
+    "paceline.evaluating(model), so that the others go on training. It also helps to evaluate less often."
+)
+EVALUATE_THERE = (
+    "If the script evaluates or saves the model there, do so inside paceline.evaluating(model): the other workers "
+    "then need not wait. It also helps to evaluate less often."
+)
 READER = (
     "Or evaluate copies of the weights elsewhere: with paceline.launch(snapshot_every_s=...), a reader takes "
     "them, for which no worker waits."
@@ -490,14 +512,18 @@ def _outside(evidence: Evidence) -> Cause | None:
     share = percent(lost_s / evidence.present_s())
     per = {each.worker: each.time_s.get("outside", 0.0) for each in evidence.workers}
     most = max(per, key=lambda worker: per[worker])
-    mostly = f", most of it worker {most}" if per[most] > lost_s / 2 and len(per) > 1 else ""
+    mostly = len(per) > 1 and per[most] >= GUILTY_SHARE * lost_s
+    whose = f", most of it worker {most}" if mostly else ""
     words = (
-        f"For {share} of the workers' time ({length(lost_s)} together{mostly}), the script did something other than "
+        f"For {share} of the workers' time ({length(lost_s)} together{whose}), the script did something other than "
         "training: it evaluated or saved the model, or waited in a barrier or a reduction, or went on after its last "
         "step."
     )
     return evidence.cause(
-        words, f"{share} of the workers' time was spent outside of training", lost_s, (EVALUATE, READER)
+        words,
+        f"{share} of the workers' time was spent outside of training",
+        lost_s,
+        (EVALUATE if mostly else EVALUATE_ONCE, READER),
     )
 
 

@@ -82,6 +82,11 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     unapplied: str = ""
     shortage: str = ""
 
+    @property
+    def knows_computing(self) -> bool:
+        """False if the script distributes no loader: all that it does between two steps then counts as computing."""
+        return not self.program or self.handout.split is not None or self.samples > 0
+
     def total_s(self, *kinds: str, workers: Collection[int] | None = None) -> float:
         """Return the seconds that workers, by default all, have spent on these kinds of activity."""
         return sum(
