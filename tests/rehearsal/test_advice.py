@@ -279,6 +279,11 @@ RUN = {"workers": 4, "servers": 2, "shards": 2, "imports": {"mine": "/x"}}
             "paceline run --workers 4 --servers 2 --sync asp --hyperparameters raw --import mine train.py",
         ),
         (
+            {**RUN, "program": ["script", "train.py"], "split": "static"},
+            "asp",
+            "paceline run --workers 4 --servers 2 --sync asp --split static --import mine train.py",
+        ),
+        (
             {**RUN, "program": ["function"], "hyperparameters": "raw"},
             "asp",
             "paceline.launch(FUNCTION, workers=4, servers=2, sync='asp', hyperparameters='raw', imports=['mine'])",

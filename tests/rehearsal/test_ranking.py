@@ -164,6 +164,7 @@ def saved_with_data(tmp_path: Path, cluster: Cluster, sync: str, data: Dataset, 
         "batches_per_push": 1,
         "batch": batch,
         "joint_batch": data.joint_batch,
+        "split": data.split,
     }
     path.write_text(json.dumps({**json.loads(path.read_text()), **known}))
     return run_dir
@@ -203,6 +204,20 @@ def test_what_is_advised_for_a_script_holds_when_the_change_is_made(tmp_path: Pa
     assert promised == pytest.approx(made / before, rel=0.1)
     if "evaluation in one" in kind:
         assert promised < (1.05 if batch == "balanced" else 1.6)
+
+
+@pytest.mark.usefixtures("one_core")
+def test_models_without_barriers_are_not_promised_to_a_run_whose_shares_are_equal(tmp_path: Path) -> None:
+    """With a static split, as Lightning needs it, the worker that evaluates has its whole share of the data."""
+    cluster = Cluster(compute_s=[1.0] * 3, outside={0: Outside(epoch_s=20.0)}, latency_s=0.01)
+    data = Dataset(samples=3 * 16 * 12, batch_size=16, epochs=5, split="static")
+    report = advise(saved_with_data(tmp_path, cluster, "bsp", data, "equal"), ("bsp", "asp"))
+    speeds = {(row.sync, row.batch): row.speed for row in report.rows}
+    made = simulate(cluster, "asp", data=data).measures.samples_per_s
+    before = simulate(cluster, "bsp", data=data).measures.samples_per_s
+    assert speeds["asp", "equal"] / speeds["bsp", "equal"] == pytest.approx(made / before, rel=0.1)
+    assert made / before < 1.1
+    assert "--split static" in report.advice[0].command
 
 
 @pytest.mark.usefixtures("one_core")
@@ -454,7 +469,7 @@ def test_advise_prints_a_reason_and_a_command(
     assert "the run itself (bsp)" in printed
     assert "gradients per s measured" in " ".join(printed.split())
     assert "updates per s" not in printed
-    assert "Workers waited at the barrier of each iteration" in printed
+    assert "for worker 3, whose batches take 3 times as long" in " ".join(printed.split())
     assert "emulated" not in printed
 
 

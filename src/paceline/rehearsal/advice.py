@@ -257,6 +257,7 @@ def _dataset(summary: Mapping[str, Any], workers: int) -> Dataset | None:
         samples=samples,
         batch_size=batch_size,
         epochs=epochs,
+        split=summary.get("split") or "auto",
         pushes_per_batch=pushes,
         joint_batch=bool(summary.get("joint_batch", False)),
     )

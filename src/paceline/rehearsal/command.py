@@ -32,6 +32,8 @@ def command_for(summary: Mapping[str, Any], sync: str, batch: BatchSizing) -> st
     named = {"sync": sync}
     if batch == "balanced":
         named["batch"] = batch
+    if (split := summary.get("split") or "auto") != "auto":
+        named["split"] = split  # as simulated; a split that the script fixes is the same
     if summary.get("hyperparameters") == "raw":
         named["hyperparameters"] = "raw"
     joint = bool(summary.get("joint_batch"))
