@@ -7,21 +7,28 @@ import os
 import stat
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 import paceline
+from paceline.core.protocol.messages import Started, WorkingDirectory
 from paceline.errors import UsageError
+from paceline.files import working_directory
+from paceline.frontend.saving import _place_for_all
+from paceline.frontend.session import Session
 from paceline.runtime.fetches import Fetches
 from paceline.sim import Cluster, simulate
-from tests.support.live import run_program
+from tests.support.live import mark, run_program
 from tests.support.marks import thorough
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
+
+__all__ = ["mark"]
 
 
 def make() -> nn.Sequential:
@@ -259,3 +266,74 @@ def test_different_paths_of_the_workers_are_said_at_the_next_barrier(
     [warning] = [record.getMessage() for record in caplog.records]
     assert f"only at the path of worker 0: {tmp_path}/worker-0/model.pt" in warning
     assert [path.name for path in tmp_path.glob("*/model.pt")] == ["model.pt"] * 2
+
+
+OWN_FOLDERS = """
+import os, signal
+from pathlib import Path
+import torch
+import paceline
+
+worker, start = paceline.worker_index(), Path.cwd()
+os.mkdir(f"dated-{worker}")
+os.chdir(f"dated-{worker}")
+model = torch.nn.Linear(2, 1)
+optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+for _ in range(3):
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+for main in (0, 1):
+    path = paceline.save({"written by": worker}, "model.pt")
+    paceline.barrier()
+    assert torch.load(path) == {"written by": main}
+    assert path == f"{start}/dated-0/model.pt", path
+    paceline.barrier()  # everybody has read the file
+    if worker == main == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    paceline.barrier()  # without worker 0
+(start / f"read-{worker}").touch()
+"""
+
+
+@pytest.mark.processes
+def test_workers_with_folders_of_their_own_save_to_that_of_the_first_main_worker(mark: str) -> None:
+    """As with Hydra. The file is read by all workers, and is written to the same place after the loss of worker 0."""
+    Path("train.py").write_text(OWN_FOLDERS)
+    ended = run_program("-m", "paceline", "run", "-n", "3", "--sync", "asp", "--run-dir", "run", "train.py")
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(path.name for path in Path().glob("read-*")) == ["read-1", "read-2"]
+    assert [str(path) for path in Path().glob("dated-*/*")] == ["dated-0/model.pt"]
+    said = " ".join(ended.stderr.split())
+    assert said.count("the workers have different working directories") == 1
+    assert "different paths" not in said
+
+
+def test_a_path_is_that_of_the_main_worker_only_if_it_can_be_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, main = tmp_path / "own", tmp_path / "main"
+    for folder in (own / "elsewhere", main):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(main)
+    directory = working_directory()
+    assert directory is not None
+    monkeypatch.chdir(own)
+
+    def place(path: str | Path, *, there: WorkingDirectory | None = directory, writes: bool = False) -> str:
+        started = None if there is None else Started((), (), 0, directory=there)
+        core = SimpleNamespace(started=started, directory=begun)
+        return _place_for_all(cast(Session, SimpleNamespace(core=core)), path, writes=writes)
+
+    begun = working_directory()
+    assert place("model.pt") == place("model.pt", writes=True) == f"{main}/model.pt"
+    assert place(Path("..", "model.pt")) == f"{tmp_path}/model.pt"
+    assert place(own / "model.pt") == f"{own}/model.pt"  # absolute
+    assert place("model.pt", there=None) == f"{own}/model.pt"  # before training
+    another = WorkingDirectory(directory.path, directory.number + 1)  # of another machine
+    assert place("model.pt", there=another) == f"{own}/model.pt"
+    assert place("x/model.pt") == f"{main}/x/model.pt"
+    assert (
+        place("x/model.pt", writes=True) == f"{own}/x/model.pt"
+    )  # only this worker has made the folder, if any
+    monkeypatch.chdir("elsewhere")
+    assert place("model.pt") == f"{own}/elsewhere/model.pt"

@@ -721,7 +721,7 @@ class Coordinator:
             )
             for server in servers
         ]
-        self.main.begin(models)
+        self.main.begin({worker: self._registered[worker].directory for worker in models})
         for worker in models:
             requests += self._add(WorkerJoined(now_ticks=now_ticks, worker=worker))
         return requests
@@ -751,6 +751,7 @@ class Coordinator:
             main_worker=self.main.worker,
             digests=self.model.digests,
             resumed=resumed,
+            directory=self.main.directory,
         )
         factor = self.oversight.guard.factor
         tempered = [
@@ -956,6 +957,7 @@ class Coordinator:
             self.reconfigurations.extensions,
             main,
             self.model.digests,
+            directory=self.main.directory,
         )
         stopped = [Send(worker_peer(worker), TrainingStopped(loop)) for loop in sorted(self.loops.stopped)]
         if self.collectives.uneven:

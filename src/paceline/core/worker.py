@@ -75,6 +75,7 @@ from .protocol.messages import (
     TimeSpent,
     TrainingStopped,
     WorkerFinished,
+    WorkingDirectory,
 )
 from .protocol.model_spec import ModelSpec
 from .protocol.placement import round_robin
@@ -90,7 +91,7 @@ NO_RESTART = (-1, -1)
 
 @stateful(
     decides=(
-        "iteration waiting_for left _paused in_place described main_worker asks_for_main started data "
+        "iteration waiting_for left _paused in_place described main_worker asks_for_main directory started data "
         "updates samples combined extended extension cut needs_significance may_restart lockstep _awaited "
         "_first _pulls_again _steps _epoch _wanted _calls _asked _early _change _flagged _plan _uneven "
         "_restart _attempt _progress _clips _edit _batch_samples _edits_begun _observed _unsent _relaxed "
@@ -98,7 +99,7 @@ NO_RESTART = (-1, -1)
     ),
     history="last_commit",
     fixed="placement _schedule _workers _shards _servers _terms _last_first _every_shard _overlap",
-    about={"main_worker": "scripts", "asks_for_main": "scripts"},
+    about={"main_worker": "scripts", "asks_for_main": "scripts", "directory": "scripts"},
 )
 class Worker:
     """A worker of a run: it turns the steps of the training script and the received messages into requests.
@@ -120,6 +121,7 @@ class Worker:
         described: the answer to the worker's last `ModelRequested`; None if it has not arrived.
         main_worker: the main worker, as far as the worker has been told.
         asks_for_main: True while a `MainRequested` has not been answered.
+        directory: the working directory of this process when the worker registered; None if it is unknown.
         started: the `Started` message that the worker has received; None before training starts.
         needs_significance: True if each push must contain |g| / |w|.
         data: the leases that the worker has received, and what its script has drawn from them.
@@ -147,6 +149,7 @@ class Worker:
         self.described: ModelDescribed | None = None
         self.main_worker = 0
         self.asks_for_main = False
+        self.directory: WorkingDirectory | None = None
         self.started: Started | None = None
         self.data = DataFeed()
         self.data.workers = workers
@@ -314,10 +317,16 @@ class Worker:
         self.described = None
         return [Send(COORDINATOR, ModelRequested())]
 
-    def register(self, model: ModelSpec) -> list[Request]:
-        """Register the model that the script trains. The host calls this before the first gradient is computed."""
+    def register(self, model: ModelSpec, directory: WorkingDirectory | None = None) -> list[Request]:
+        """Register the model that the script trains. The host calls this before the first gradient is computed.
+
+        Args:
+            model: the model.
+            directory: the working directory of this process; None if it has none.
+        """
         self.waiting_for = "start"
-        return [Send(COORDINATOR, Register(model, self.data.samples))]
+        self.directory = directory
+        return [Send(COORDINATOR, Register(model, self.data.samples, directory))]
 
     def initialize(self) -> list[Request]:
         """Send every shard its initial weights. Only the initializer calls this."""

@@ -13,7 +13,7 @@ import torch
 from ..core.protocol.messages import MOST_WORDS, Contributed
 from ..core.sync.joint_calls import ITEM_BYTES, LIMIT_BYTES, combine
 from ..errors import UsageError
-from .saving import path_numbers, warn_of_paths
+from .saving import NO_PATHS, path_numbers, warn_of_paths
 from .session import current
 from .training import training_of
 
@@ -44,7 +44,7 @@ def barrier() -> None:
         >>> paceline.barrier()
     """
     session = current()
-    numbers = array("d", [0.0] * 3 if session is None else path_numbers(session))
+    numbers = array("d", NO_PATHS if session is None else path_numbers(session))
     sums = _combined("barrier()", "sum", numbers, 1.0)
     if session is not None:
         warn_of_paths(session, sums)

@@ -17,27 +17,27 @@ from torch import nn
 from ..core.protocol.messages import Warned
 from ..core.protocol.requests import COORDINATOR, Send
 from ..errors import UsageError
-from ..files import Unfinished
+from ..files import Unfinished, is_here
 from .newcomer import hold_job_model
 from .of_session import OfSession
 from .session import Session, current
 from .training import WorkerTraining, training_of
 
-__all__ = ["checkpoint", "path_numbers", "pool_buffers", "save", "warn_of_paths"]
+__all__ = ["NO_PATHS", "checkpoint", "path_numbers", "pool_buffers", "save", "warn_of_paths"]
 
 log = logging.getLogger("paceline.frontend.saving")
 
 Key = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
-def save(obj: object, path: str | os.PathLike[str]) -> None:
-    """Write an object to a file once, in the main worker, as `torch.save` does. In other workers, do nothing.
+def save(obj: object, path: str | os.PathLike[str]) -> str:
+    """Write an object to a file once, in the main worker, as `torch.save` does. Return the absolute path of the file.
 
     The main worker is worker 0 until it is lost (see `is_main`). This call asks which worker it is now. So another
-    worker writes as soon as it has become the main worker, and a worker that has been taken out of the run writes
-    nothing. The file appears under its name only when it is complete, so a process that reads it meanwhile finds
-    either the earlier file or the new one. The other workers do not wait: a worker that reads the file calls
-    `barrier()` first, as all workers must.
+    worker writes as soon as it has become the main worker. The other workers write nothing, nor does a worker that
+    has been taken out of the run. The file appears under its name only when it is complete, so a process that reads
+    it meanwhile finds either the earlier file or the new one. The other workers do not wait: a worker that reads the
+    file calls `barrier()` first, as all workers must.
 
     Under data parallelism, each worker has its own BatchNorm statistics. Where `obj` contains such buffers of the
     trained model, the file contains the statistics of all workers together, as in the weights that the run saves. The
@@ -47,9 +47,15 @@ def save(obj: object, path: str | os.PathLike[str]) -> None:
 
     Args:
         obj: the object, for example `model.state_dict()`.
-        path: name of the file. Its directory must exist. The path is that of the main worker: if each worker has a
-            working directory of its own, as Hydra may give it, the file is only in that of the main worker. A
-            `barrier()` after the call notices this, and a warning names the file.
+        path: name of the file. Its directory must exist. If each worker has a working directory of its own, as Hydra
+            may give it, a relative path is meant in that of the first main worker: the directory in which its process
+            was when training began. A script that changes the directory later must do so in all workers alike.
+
+    Returns:
+        The absolute path of the file, the same in all workers, from which they read it. The paths differ if the
+        workers give different absolute paths, and if they have different working directories before training begins
+        or on machines without common folders. A `barrier()` after the call notices this, and a warning names the
+        file.
 
     Raises:
         UsageError: the file cannot be written. An earlier file of this name is unchanged.
@@ -59,34 +65,62 @@ def save(obj: object, path: str | os.PathLike[str]) -> None:
         >>> import paceline, tempfile, torch
         >>> model = torch.nn.Linear(2, 1)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     paceline.save(model.state_dict(), f"{folder}/model.pt")
+        ...     path = paceline.save(model.state_dict(), f"{folder}/model.pt")
         ...     paceline.barrier()  # before other workers read the file
-        ...     model.load_state_dict(torch.load(f"{folder}/model.pt"))
+        ...     model.load_state_dict(torch.load(path))
         <All keys matched successfully>
     """
     session = current()
-    place = os.path.abspath(path)
+    writes = session is None or session.is_main_now()
+    place = own = os.path.abspath(path)
     if session is not None:
-        saved_at(session).path = place
-        if not session.is_main_now():
-            return
+        place = _place_for_all(session, path, writes=writes)
+        saved = saved_at(session)
+        saved.path, saved.own = place, own
+        if not writes:
+            return place
     training = training_of(session) if session is not None else None
     if training is None:
         hold_job_model(session)
     elif pooled := _pooled_by_memory(training):
         obj = _replaced(obj, pooled)
     _write(obj, place, lambda: session is None or session.is_main_now())
+    return place
+
+
+def _place_for_all(session: Session, path: str | os.PathLike[str], *, writes: bool) -> str:
+    """Return the absolute path of a file that is saved once for all workers.
+
+    A relative path is meant in the working directory of the first main worker. Two working directories only stand for
+    each other if both are those with which training has begun: nothing is known of later changes in other workers. If
+    this machine does not have the directory, this worker's own path is returned.
+
+    Args:
+        session: the session of this worker.
+        path: the path that the script gives.
+        writes: True if this worker is to write the file. Its folder must then exist.
+    """
+    own, core = os.path.abspath(path), session.core
+    there = core.started.directory if core.started is not None else None
+    if os.path.isabs(path) or there is None or core.directory is None or core.directory.path != os.getcwd():
+        return own
+    place = os.path.abspath(os.path.join(there.path, path))
+    known_here = is_here(there) and (not writes or os.path.isdir(os.path.dirname(place)))
+    return place if known_here else own
 
 
 class SavedAt:
     """Where the script of one worker has wanted its last file to be saved.
 
     Attributes:
-        path: the absolute path; "" if no file has been saved since the last barrier.
+        path: the absolute path, which is the same for all workers if possible; "" if no file has been saved since the
+            last barrier.
+        own: the absolute path in this worker's own working directory; "" likewise.
+        warned: True once a warning has said that paths differ.
     """
 
     def __init__(self) -> None:
-        self.path = ""
+        self.path = self.own = ""
         self.warned = False
 
 
@@ -96,9 +130,15 @@ saved_at = OfSession(lambda _: SavedAt())
 
 def path_numbers(session: Session) -> list[float]:
     """Return numbers whose sums over the workers tell whether all have named the same path. See `warn_of_paths`."""
-    path = saved_at(session).path
-    number = 1 + zlib.crc32(path.encode(errors="replace")) % 2**16 if path else 0
-    return [float(bool(path)), float(number), float(number**2)]
+    saved = saved_at(session)
+    numbers = [
+        1 + zlib.crc32(path.encode(errors="replace")) % 2**16 for path in (saved.path, saved.own) if path
+    ]
+    return [float(bool(saved.path)), *(float(n**power) for n in numbers or [0, 0] for power in (1, 2))]
+
+
+NO_PATHS = (0.0,) * 5
+"""What `path_numbers` returns if no file has been saved."""
 
 
 def warn_of_paths(session: Session, sums: Sequence[float]) -> None:
@@ -109,17 +149,26 @@ def warn_of_paths(session: Session, sums: Sequence[float]) -> None:
         sums: the sums of `path_numbers` over all workers.
     """
     saved = saved_at(session)
-    path, saved.path = saved.path, ""
-    workers, first, second = map(int, sums)
+    path, saved.path, saved.own = saved.path, "", ""
+    workers, *of_paths = map(int, sums)
     # Equal numbers are those whose variance is zero.
-    if workers * second == first**2 or saved.warned or not path or session.main_worker != session.worker:
+    same, same_own = (workers * second == first**2 for first, second in (of_paths[:2], of_paths[2:]))
+    if (same and same_own) or saved.warned:
         return
-    saved.warned = True
-    text = (
-        f"the workers have given paceline.save() different paths, as if each had a working directory of its own. The "
-        f"file is only at the path of worker {session.worker}: {path}. Give all workers the same directory, with "
-        "Hydra for example by hydra.run.dir=outputs/NAME on the command line."
-    )
+    saved.warned = True  # in all workers, so that a later main worker does not say it again
+    if not path or session.main_worker != session.worker:
+        return
+    if same:
+        text = (
+            "the workers have different working directories. What paceline.save() writes by a relative path is in "
+            f"that of the first main worker: {path}. A worker reads it from the path that paceline.save() returns."
+        )
+    else:
+        text = (
+            "the workers have given paceline.save() different paths, as if each had a folder of its own. The file is "
+            f"only at the path of worker {session.worker}: {path}. Give all workers the same folder, with Hydra for "
+            "example by hydra.run.dir=outputs/NAME on the command line."
+        )
     log.warning("%s", text)
     session.exchange(lambda: [Send(COORDINATOR, Warned(text))])
 

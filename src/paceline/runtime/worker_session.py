@@ -40,6 +40,7 @@ from ..core.protocol.model_spec import ModelSpec
 from ..core.protocol.requests import Request
 from ..core.worker import Worker
 from ..errors import DeadlineError, PeerLostError
+from ..files import working_directory
 from ..frontend.metrics import metrics_of
 from ..frontend.session import Session, Step
 from ..shard.vectors import Vectors
@@ -157,7 +158,7 @@ class WorkerSession(Session):
 
     @exclusive
     def begin(self, model: ModelSpec) -> bool:
-        self.links.carry_out(self.core.register(model))
+        self.links.carry_out(self.core.register(model, working_directory()))
         while self.core.started is None:
             self.links.hear(timeout_s=None)
         # the worker takes part in the run from now on

@@ -9,25 +9,30 @@
 A worker that was lost and joins again is another process. It knows nothing of what its predecessor has written, for
 example which result was the best. So it does not get the role back as long as another worker has it. If the main
 worker has finished its script, it has written everything, and nobody takes its place.
+
+The workers may have different working directories. A relative path of a file that is written once for the job is
+meant in that of the first main worker, also after its loss, so that the path of the file stays the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from ...state import stateful
+from ..protocol.messages import WorkingDirectory
 
 __all__ = ["NOBODY", "MainWorker"]
 
 NOBODY = -1
 
 
-@stateful(decides="worker _vacant")
+@stateful(decides="worker directory _vacant", about={"directory": "scripts"})
 class MainWorker:
     """The main worker of a job.
 
     Attributes:
         worker: index of the main worker; `NOBODY` if it has left and no other worker takes part.
+        directory: the working directory of the main worker with which training has begun; None if it is unknown.
 
     Example:
         >>> main = MainWorker()
@@ -41,13 +46,15 @@ class MainWorker:
 
     def __init__(self) -> None:
         self.worker = 0
+        self.directory: WorkingDirectory | None = None
         self._vacant = 0  # whose the role is if no other worker can take it
 
-    def begin(self, workers: Collection[int]) -> None:
-        """Begin training with these workers."""
+    def begin(self, workers: Mapping[int, WorkingDirectory | None]) -> None:
+        """Begin training with these workers, which have these working directories."""
         self._vacant = NOBODY
         if self.worker not in workers:
             self.worker = min(workers)
+        self.directory = workers[self.worker]
 
     def joined(self, worker: int) -> bool:
         """Handle a worker that takes part from now on. Return True if it has become the main worker."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
+
 from ....sync.events import Number
 from ..layout import ShardSlice
 from ..model_spec import ModelSpec
@@ -9,6 +13,7 @@ from .cuts import ShardState
 from .protocol_table import Message, sent
 
 __all__ = [
+    "LONGEST_PATH",
     "CreateShards",
     "InitialState",
     "InitialWeights",
@@ -24,7 +29,22 @@ __all__ = [
     "Started",
     "WorkerJoined",
     "WorkerWelcomed",
+    "WorkingDirectory",
 ]
+
+LONGEST_PATH = 4096
+
+
+class WorkingDirectory(msgspec.Struct, frozen=True):
+    """The working directory of a worker's process.
+
+    Attributes:
+        path: the absolute path.
+        number: number of the directory in its file system, by which another machine sees whether it has the same one.
+    """
+
+    path: Annotated[str, msgspec.Meta(max_length=LONGEST_PATH)]
+    number: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 @sent("worker", to="coordinator", during="joining", then="training")
@@ -34,10 +54,12 @@ class Register(Message, frozen=True, tag=True):
     Attributes:
         model: the model to train.
         samples: number of samples in the worker's first push; None if it is unknown.
+        directory: the working directory of the worker; None if it has none.
     """
 
     model: ModelSpec
     samples: Number | None = None
+    directory: WorkingDirectory | None = None
 
 
 @sent("coordinator", to="server", during="starting", then="serving")
@@ -93,6 +115,7 @@ class Started(Message, frozen=True, tag=True):
         main_worker: the main worker (see `core.machines.main_worker`).
         digests: the digests of the run's values of the frozen parameters, in the order of the model.
         resumed: number of the cut that the run resumes; 0 if it resumes none, or is in progress already.
+        directory: the working directory of the first main worker, in which the script's relative paths are meant.
     """
 
     shards: tuple[ShardSlice, ...]
@@ -104,6 +127,7 @@ class Started(Message, frozen=True, tag=True):
     main_worker: int = 0
     digests: tuple[str, ...] = ()
     resumed: int = 0
+    directory: WorkingDirectory | None = None
 
 
 @sent("worker", to="coordinator")
