@@ -47,6 +47,17 @@ REFERS = f"the hyper-parameters refer to 3 x 16 = 48 samples, {KEEPS}"
         ("bsp", {"batch": 2}, "3 workers x 2 = 6 samples an update; the script says 2"),
         ("bsp", {"divisible": False}, "3 workers x 16 = 48 samples an update; the script says 16"),
         ("bsp", {"batch": None}, "3 batches of the loader an update, one of each worker"),
+        (
+            "bsp",
+            {"batch": None, "loader": False},
+            "3 batches of the script an update, one of each worker; it has distributed no loader",
+        ),
+        (
+            "asp",
+            {"batch": None, "loader": False, "asked": True},
+            "1 batch of the script an update, 3 under way at once; it has distributed no loader, so --joint-batch "
+            "divides nothing",
+        ),
         ("bsp", {"workers": 1}, ""),
         ("asp", {}, f"16 samples an update, 3 under way at once; {REFERS}"),
         ("asp", {"translated": False}, "16 samples an update, 3 under way at once"),

@@ -35,8 +35,9 @@ BALANCED_LOCKSTEP = (
     f"{BALANCED} The joint batch of all workers stays the same, and so does the result of training."
 )
 DISTRIBUTE = (
-    "The script decides how many iterations each worker makes. If it distributes its data with "
-    "paceline.distribute(loader), faster workers can use more of the data."
+    "The script decides how many iterations each worker makes. If this is a fixed number, the run lasts as long as "
+    "its slowest worker under every sync model. If the script distributes its data with paceline.distribute(loader), "
+    "faster workers can use more of the data."
 )
 AUTO = Handout("auto", divisible=True)
 STATIC = Handout("static", divisible=True)

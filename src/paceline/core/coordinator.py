@@ -726,7 +726,7 @@ class Coordinator:
             requests += self._add(WorkerJoined(now_ticks=now_ticks, worker=worker))
         return requests
 
-    def _samples_of(self, worker: int, workers: int) -> Samples | None:
+    def _samples_of(self, worker: int, workers: int) -> Samples:
         """Return what the number of samples in an update follows from, when the run begins.
 
         A worker has drawn its first batch from the loader that it trains on, and no other worker has begun another
@@ -734,7 +734,7 @@ class Coordinator:
         """
         order, samples = self.data.newest_order(worker), self._registered[worker].samples
         if order is None:
-            return None
+            return Samples(workers, None, loader=False)
         whole = order.batch == 1 and samples != 1  # a position is a batch
         batch = samples if whole else order.batch
         return Samples(

@@ -78,6 +78,8 @@ class Samples(NamedTuple):
         balanced: True if the sizes of the workers' batches follow their speeds.
         translated: True if the hyper-parameters refer to the joint batch. See `paceline.sync.translation`.
         divisible: True if the batches of the loader could be divided.
+        loader: False if the script distributes no loader: it makes its batches itself, of a size that nobody knows.
+        asked: True if the run was asked to divide the batches of loaders.
     """
 
     workers: int
@@ -86,6 +88,13 @@ class Samples(NamedTuple):
     balanced: bool = False
     translated: bool = True
     divisible: bool = True
+    loader: bool = True
+    asked: bool = False
+
+    @property
+    def whose(self) -> str:
+        """Where a batch of unknown size comes from."""
+        return "of the loader" if self.loader else "of the script"
 
     @property
     def joint_batch(self) -> int:
@@ -147,7 +156,7 @@ def _kind(model: SyncModel) -> Kind:
 def _in_rounds(model: SyncModel, samples: Samples) -> str:
     workers, batch, joint = samples.workers, samples.batch, samples.joint_batch
     if batch is None:
-        return f"{workers} batches of the loader an update, one of each worker"
+        return f"{workers} batches {samples.whose} an update, one of each worker"
     if samples.joint:
         return f"{batch} samples an update, {_divided(samples)}"
     if samples.balanced:
@@ -194,7 +203,7 @@ _TABLE: dict[Kind, Callable[[SyncModel, Samples], str]] = {
 
 def _unit(samples: Samples, pushes: int = 2) -> str:
     if samples.batch is None:
-        return f"batch{'es' * (pushes > 1)} of the loader"
+        return f"batch{'es' * (pushes > 1)} {samples.whose}"
     return "samples"
 
 
@@ -206,6 +215,8 @@ def _divided(samples: Samples) -> str:
 def _remedy(kinds: set[Kind], samples: Samples, option: str) -> list[str]:
     """Return what the script says, and how the joint batch becomes what it says."""
     batch = samples.batch
+    if not samples.loader:
+        return ["it has distributed no loader" + f", so {option} divides nothing" * samples.asked]
     if samples.joint or batch is None:
         return []
     if "rounds" in kinds:

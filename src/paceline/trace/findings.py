@@ -51,8 +51,9 @@ OMIT = "--split static and split='static' in distribute(loader)"
 DYNAMIC = f"Omit {OMIT}, so that data is handed out on demand"
 SHARES = ", or try --batch balanced, which makes the shares proportional to the workers' speeds"
 DISTRIBUTE = (
-    "The script decides how many iterations each worker makes. If it distributes its data with "
-    "paceline.distribute(loader), faster workers can use more of the data."
+    "The script decides how many iterations each worker makes. If this is a fixed number, the run lasts as long as "
+    "its slowest worker under every sync model. If the script distributes its data with paceline.distribute(loader), "
+    "faster workers can use more of the data."
 )
 
 CLIP = "To clip the joint gradient, call optimizer.clip_grad_norm(max_norm) between backward() and step() instead."

@@ -272,12 +272,13 @@ def _meter(coordinator: CoordinatorHost, faults: list[str], hurried: Callable[[]
 
 
 def samples_line(job: Job, core: Coordinator, program: Sequence[str]) -> str:
-    """Return how many samples an update has, in words; "" if it is not known, or there is one worker."""
+    """Return how many samples an update has, in words; "" if there is one worker, or training has not begun."""
     if core.samples is None:
         return ""
     option = "joint_batch=True" if program[:1] == ["function"] else "--joint-batch"
     translated = job.hyperparameters == "translated"
-    return samples_words(job.schedule.first, core.samples._replace(translated=translated), option)
+    samples = core.samples._replace(translated=translated, asked=job.joint_batch)
+    return samples_words(job.schedule.first, samples, option)
 
 
 def _departures(core: Coordinator) -> dict[str, Any]:
