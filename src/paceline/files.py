@@ -22,48 +22,9 @@ from typing import IO
 
 import msgspec
 
-from .core.protocol.messages import LONGEST_PATH, WorkingDirectory
-
-__all__ = [
-    "PatientWriter",
-    "Unfinished",
-    "is_here",
-    "open_regular",
-    "read_regular",
-    "working_directory",
-    "write_json",
-]
+__all__ = ["PatientWriter", "Unfinished", "open_regular", "read_regular", "write_json"]
 
 SYNC_BYTES = 16 * 2**20  # number of bytes after which a patient writer waits for the disk
-
-
-def working_directory() -> WorkingDirectory | None:
-    """Return the working directory of this process; None if it has been removed, or has a path that is no text.
-
-    Example:
-        >>> here = working_directory()
-        >>> here is not None and is_here(here)
-        True
-    """
-    try:
-        path = os.getcwd()
-        path.encode()
-        number = _number_of(path)
-    except (OSError, UnicodeEncodeError):
-        return None
-    return WorkingDirectory(path, number) if len(path) <= LONGEST_PATH else None
-
-
-def is_here(directory: WorkingDirectory) -> bool:
-    """Return True if this machine has a process's working directory, and no other directory in its place."""
-    try:
-        return os.path.isabs(directory.path) and _number_of(directory.path) == directory.number
-    except (OSError, ValueError):
-        return False
-
-
-def _number_of(path: str) -> int:
-    return os.stat(path).st_ino & (2**62 - 1)
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:

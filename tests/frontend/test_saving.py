@@ -17,7 +17,7 @@ from torch import nn
 import paceline
 from paceline.core.protocol.messages import Started, WorkingDirectory
 from paceline.errors import UsageError
-from paceline.files import working_directory
+from paceline.frontend.is_main import working_directory
 from paceline.frontend.saving import _place_for_all
 from paceline.frontend.session import Session
 from paceline.runtime.fetches import Fetches

@@ -17,7 +17,8 @@ from torch import nn
 from ..core.protocol.messages import Warned
 from ..core.protocol.requests import COORDINATOR, Send
 from ..errors import UsageError
-from ..files import Unfinished, is_here
+from ..files import Unfinished
+from .is_main import is_here
 from .newcomer import hold_job_model
 from .of_session import OfSession
 from .session import Session, current

@@ -40,7 +40,7 @@ from ..core.protocol.model_spec import ModelSpec
 from ..core.protocol.requests import Request
 from ..core.worker import Worker
 from ..errors import DeadlineError, PeerLostError
-from ..files import working_directory
+from ..frontend.is_main import working_directory
 from ..frontend.metrics import metrics_of
 from ..frontend.session import Session, Step
 from ..shard.vectors import Vectors
