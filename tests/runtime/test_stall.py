@@ -200,11 +200,17 @@ def test_who_waits_is_said_and_what_a_kill_leads_to(
     assert line.startswith(
         "The run is waiting for worker 0" if waiting else "Worker 0 has sent nothing for 20 s"
     )
-    assert ("evaluating the model" in line) == (not waiting)
+    assert line.count("Its script may do something other than training, such as evaluating the model.") == 1
     assert line.endswith(
         "Run 'kill -KILL 5912' to kill it and let the others continue. In another run, --stall-timeout SECONDS (in "
         "Python, stall_timeout=SECONDS) does so."
     )
+
+
+def test_a_stopped_worker_that_others_wait_for_is_not_said_to_evaluate(training: CoordinatorHost) -> None:
+    lines = Lines(training, "is stopped")
+    lines.look(silent(1))
+    assert "evaluating the model" not in lines[0]
 
 
 def test_a_worker_that_others_wait_for_is_killed_after_the_timeout(training: CoordinatorHost) -> None:

@@ -144,6 +144,9 @@ class Waiting:
             )
             many = len(awaited.waiting) > 1
             lines.append(f"Worker{'s' * many} {names} {'are' if many else 'is'} waiting for it.")
+            stopped = process is not None and process.state == "is stopped"
+            if awaited.role == "worker" and training and not stopped:
+                lines.append("Its script may do something other than training, such as evaluating the model.")
         if process is not None:
             state = process.state
             lines.append(f"Its process {process.id} {state}.")
