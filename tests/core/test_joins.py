@@ -13,6 +13,7 @@ from paceline.core.protocol.layout import Layout, ShardSlice
 from paceline.core.protocol.lease import Order, positions
 from paceline.core.protocol.messages import (
     ChangePublished,
+    Contributed,
     JoinOffered,
     JoinProposed,
     PushesReported,
@@ -212,6 +213,15 @@ def test_workers_join_one_after_another() -> None:
     assert run.come() == (3, [])
     assert kinds(run.serve(2)) == [Started, JoinProposed]
     assert kinds(run.serve(3)) == [Started]
+
+
+def test_a_worker_in_a_call_that_has_yet_to_pass_a_change_does_not_hold_up_the_run() -> None:
+    """It has made the call before it knew of the change, so its message does not say that it may push."""
+    core = Run().core
+    core.handle(worker_peer(1), Contributed("barrier()", 1), 0)
+    assert core.standing_in == set()
+    core.handle(worker_peer(0), SyncRequested("script", 0, "bsp"), 0)
+    assert core.standing_in == {1}
 
 
 def test_a_change_waits_for_a_join_and_a_join_for_a_change() -> None:

@@ -8,9 +8,12 @@ from paceline.core.changes.reconfiguration import WAITS_FOR, Reconfigurations
 from paceline.core.machines.members import Members
 from paceline.core.protocol.layout import Layout
 from paceline.core.protocol.messages import (
+    Answer,
+    ChangePublished,
     ExtensionReady,
     JoinOffered,
     JoinProposed,
+    Started,
     SyncRequested,
     WorkerWelcomed,
 )
@@ -18,8 +21,10 @@ from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
 from paceline.core.protocol.placement import round_robin
 from paceline.core.protocol.requests import Send
 from paceline.core.sync.job_sync import JobSync
+from paceline.core.worker import Worker
 from paceline.errors import ProtocolError
 from paceline.sync import events
+from paceline.sync.schedule import read_schedule
 
 LAYOUT = Layout((), (), {})
 MODEL = ModelSpec(LAYOUT, OptimizerSpec("", (), ()), ())
@@ -139,3 +144,26 @@ def test_every_kind_says_what_it_waits_for() -> None:
     assert all(kinds <= WAITS_FOR.keys() for kinds in WAITS_FOR.values())
     changing = WAITS_FOR.keys() - {"cut"}
     assert WAITS_FOR["join"] == WAITS_FOR["cut"] == changing  # nothing waits for a cut
+
+
+def test_a_change_awaits_each_worker_that_has_not_passed_it() -> None:
+    run = Run()
+    assert not run.sync.awaits(0)
+    run.change()
+    run.sync.handle(events.IterationFinished(now_ticks=0, worker=1, iteration=0, change=1))
+    assert [run.sync.awaits(worker) for worker in (0, 1, 2)] == [True, False, False]
+
+
+def test_a_change_ends_the_lockstep_even_if_the_next_model_has_it_too() -> None:
+    """The workers pass the change in different iterations, so later calls find them in different iterations."""
+    worker = Worker(read_schedule("bsp"), workers=2, shards=1, servers=1)
+    worker.handle(Started((), (), 0, 0, ""))
+    worker.handle(Answer(0, -1, 0))
+    assert not worker.may_stand_in
+    worker.handle(ChangePublished(events.Change(number=1, members=(0, 1), sync="bsp")))
+    assert worker.may_stand_in
+    worker.push()
+    assert not worker.may_stand_in
+    worker.handle(Answer(0, 0, 1))
+    assert worker.lockstep
+    assert worker.may_stand_in

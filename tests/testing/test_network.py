@@ -52,6 +52,7 @@ MODELS = (
 SCRIPTS = {
     "data": ("epoch 0", "epoch 1", "epoch again", "finish"),
     "change": ("push", "change bsp", "push", "push", "change asp", "push", "push", "finish"),
+    "calls": ("push", "change asp", "push", "barrier", "push", "change bsp", "barrier", "push", "finish"),
     "extend": ("push", "extend 1", "push", "push", "extend 2", "push", "finish"),
     "all": ("push", "change bsp", "push", "extend 1", "push", "change elastic-bsp", "push", "push", "finish"),
 }
@@ -161,6 +162,10 @@ def nobody_pushes_for_a_newcomer_while_waiting_in_a_call(monkeypatch: pytest.Mon
     monkeypatch.setattr(Collectives, "allow_pushes", lambda self, live: [])
 
 
+def nobody_passes_a_change_while_waiting_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Worker, "may_stand_in", property(lambda self: self._uneven or self._relaxed))
+
+
 def extensions_wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Extension, "is_void", False)
 
@@ -200,6 +205,7 @@ MISTAKES: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     indices_are_used_again_before_the_loss_is_settled: "data",
     workers_that_have_just_been_invited_are_started: "data",
     nobody_pushes_for_a_newcomer_while_waiting_in_a_call: "extend",
+    nobody_passes_a_change_while_waiting_in_a_call: "calls",
     extensions_wait_for_nobody: "extend",
     newcomers_keep_the_model_that_they_have_registered: "extend",
     paused_workers_pass_no_change: "change",

@@ -314,6 +314,15 @@ class Coordinator:
         return set(self._turns.committed)
 
     @property
+    def standing_in(self) -> set[int]:
+        """The workers in a call of all workers that push without a gradient meanwhile, so that others can go on.
+
+        A worker may have made the call before a change of the model was published. It then pushes to pass the change.
+        """
+        waiting = self.collectives.waiting.copy()
+        return {each for each, made in waiting.items() if made.may_push or self._sync.awaits(each)}
+
+    @property
     def unable_to_begin(self) -> bool:
         """True if training cannot begin, because some workers wait for it and the others wait for them in a call."""
         gathered = set(self.collectives.waiting.copy())

@@ -221,7 +221,7 @@ class Server:
         self._connected.pop(worker, None)
         self._readers.discard(worker)
         if (lost := self.ending.pop(worker, None)) is not None:
-            return self._lose(lost, now_ticks)
+            return self._lose(lost, now_ticks) + self._answer_coordinator()
         return self._fence(worker, now_ticks) + self._answer_coordinator()
 
     # -- messages -----------------------------------------------------------------------------------------
@@ -481,7 +481,13 @@ class Server:
 
     def _lose(self, message: messages.WorkerLost, now_ticks: int) -> list[Request]:
         """Handle a worker that is lost. If it is connected, its last messages may still arrive, so await the end."""
-        if self._proposed is not None and self._proposed.worker == message.worker:
+        join = self._proposed
+        if (
+            join is not None
+            and join.worker == message.worker
+            and join.incarnation
+            <= message.incarnation  # a later one may be proposed before a connection has ended
+        ):
             self._proposed = None
         if message.worker in self._connected:
             self.ending[message.worker] = message

@@ -199,7 +199,9 @@ class Worker:
         self._edits_begun = 0  # number of edits that the script has begun
         self._observed: list[Observation] = []  # what the coordinator has not been told yet
         self._unsent = UnsentMetrics()  # what the coordinator has not been told of the metrics
-        self._relaxed = False  # True once workers have not been kept in lockstep
+        # True once the workers may have made different numbers of iterations: under a model that does not keep them
+        # in lockstep, or because each of them has passed a change of the model in its own iteration.
+        self._relaxed = False
         self._follow(schedule.first)
 
     @property
@@ -272,10 +274,11 @@ class Worker:
         In lockstep, all scripts must make their calls after the same number of iterations, and no worker may go on
         without this one. That is different as soon as a worker has pushed without a gradient, during an evaluation:
         this worker then makes its remaining steps later than the others. It is different, too, if some workers have
-        received more of the data that lost workers have returned, or if the models were others before, under which
-        the workers have made different numbers of iterations.
+        received more of the data that lost workers have returned. Last, a change of the model reaches the workers in
+        different iterations. A worker that waits in a call must still pass the change, because the others wait for
+        its flagged push, and from then on the workers have made different numbers of iterations.
         """
-        return self.started is not None and (self._uneven or self._relaxed)
+        return self.started is not None and (self._uneven or self._relaxed or self._change is not None)
 
     @property
     def asks_for_checkpoints(self) -> bool:
@@ -704,6 +707,7 @@ class Worker:
         self.iteration += 1
         self._attempt = 0
         if self._flagged is not None:
+            self._relaxed = True
             self._follow(parse_shards(self._flagged.sync))
             self._flagged = self._progress = None  # the new model counts rounds from 0 again
         elif not self.may_restart:

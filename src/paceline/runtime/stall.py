@@ -248,8 +248,7 @@ class StallWatch:
         held = {worker for shard in shards for worker, _ in shard.pulls} | gathered.keys()
         held |= core.awaiting_turn
         # Some of the workers that wait in a barrier push after a while, so that others need not wait for them.
-        pushing = [worker for worker, contribution in gathered.items() if contribution.may_push]
-        patience_s = max(map(self._patience_s, pushing), default=0.0)
+        patience_s = max(map(self._patience_s, core.standing_in), default=0.0)
         if (
             idle_s is None
             or idle_s < patience_s

@@ -603,7 +603,7 @@ class VirtualJob:
         self.workers[worker].pulls_rounded = False
         self.workers[worker].core = Worker(
             self._schedule,
-            workers=len(self.workers),
+            workers=self._cluster.workers,
             shards=self._shards,
             servers=len(self._servers),
             overlap=self._overlap,

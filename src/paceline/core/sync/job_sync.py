@@ -120,6 +120,10 @@ class JobSync:
         """True while a change is in progress."""
         return self._change is not None
 
+    def awaits(self, worker: int) -> bool:
+        """Return True if the change in progress waits for the worker's last push under the old model."""
+        return worker in self._remaining
+
     def handle(self, event: AnyEvent) -> list[AnyAction]:
         """Process one event and return the resulting actions.
 
