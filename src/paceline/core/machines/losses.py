@@ -12,6 +12,9 @@ shard alone cannot know whether a push that it holds is torn. So a loss has two 
 A torn push that a shard has applied already, for example under ASP, remains applied there, and counts as torn. Shards
 that hold no push of the worker wait for nobody: for them, the loss is settled at once. A server that notices a loss
 before the coordinator does fences the worker by itself.
+
+An incarnation that is lost before it takes part has pushed nothing. A server that has welcomed the incarnation may
+still hold pushes of an earlier one, and reports them. They have been settled, so all of them are kept.
 """
 
 from __future__ import annotations
@@ -117,7 +120,10 @@ class Losses:
         """
         loss = self.open.get(report.worker)
         if loss is None:
-            return [], None
+            # This incarnation never took part. Whatever is held is from an earlier one, and has been settled.
+            kept = max(report.last, default=-1)
+            settled = LossSettled(report.worker, report.incarnation, kept)
+            return [Send(server_peer(server), settled)] if any(report.held) else [], None
         requests = loss.reported(server, report)
         if not loss.complete:
             return requests, None
