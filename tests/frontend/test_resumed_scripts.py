@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import paceline
 from paceline.errors import RunFailedError
+from paceline.frontend.resumption import resumption_of
+from paceline.frontend.session import current
 from paceline.sim import Cluster, simulate
 from paceline.sim.simulated_cuts import SimCut
 
@@ -62,8 +64,11 @@ class Script:
         for epoch in self.loop():
             self.model.train()
             for indices, x in self.batches:
-                self.seen.append((epoch, indices.tolist()))
+                session = current()
+                if session is None or not resumption_of(session).repeats:
+                    self.seen.append((epoch, indices.tolist()))
                 self.train_on(x)
+            assert x.numel()  # also if the epoch was finished before the run was resumed
             self.model.eval()
             torch.rand(1)  # an evaluation may draw
             self.end_epoch()

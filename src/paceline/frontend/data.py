@@ -281,6 +281,7 @@ class DistributedLoader(Generic[T]):
         place = Place(self.position.name, epoch)
         if self._generator is not None:
             self._generator.manual_seed(loader_seed(self._session, epoch))
+        part.is_finished = resumption_of(self._session).lies_beyond(place)
         with self.position.making_a_pass(self._session, epoch - part.skipped, dynamic=part.is_dynamic):
             bars = bars_over(self) if part.is_dynamic and part.size is not None else ()
             drawn = 0
@@ -477,6 +478,7 @@ class Part:
         self.resumed: Mapping[str, Any] | None = None
         self.expected: int | None = None
         self._fresh = True  # True until the script has made a pass, or has got a batch
+        self.is_finished = False  # True if a resumed script passes through an epoch that was finished before
         self._in_rest = session.resumed > 0  # True until the first batch of a resumed run shows what is left
         self._source = source
         self._session = session
@@ -563,7 +565,7 @@ class Part:
         session, source = self._session, self._source
         return bool(
             session.resumed
-            and active_loop(session) is not None
+            and (active_loop(session) is not None or self.is_finished)
             and not source.once
             and source.stateful is None
             and resumption_of(session).begun

@@ -48,6 +48,14 @@ class Resumption:
         had, self.buffers = self.buffers, {}
         return {spec.name: had[str(spec)] for spec in specs if str(spec) in had}
 
+    def lies_beyond(self, place: Place) -> bool:
+        """True if the script was in a later epoch of the same stream when it held the state."""
+        return (
+            self.state is not None
+            and place.stream == self.state["place"][0]
+            and place < Place(*self.state["place"])
+        )
+
     def take_at(self, place: Place) -> Mapping[str, Any] | None:
         """Return and forget the state if the script is where it was, or further on; else None."""
         if self.state is None:
