@@ -10,10 +10,10 @@ import pytest
 
 from tests.support.live import await_that, mark, processes, run_program
 from tests.support.marks import chaos
-from tests.support.scheduled import SCRIPT, assert_trained_as_alone, summary
-from tests.support.slurm import MISSING, PROGRAMS, Batch, Cluster, call
+from tests.support.scheduled import SCRIPT, assert_trained_as_alone, program, summary
+from tests.support.slurm import MISSING, PROGRAMS, Batch, Cluster, call, cluster
 
-__all__ = ["mark"]
+__all__ = ["cluster", "mark"]
 
 
 pytestmark = [
@@ -23,6 +23,14 @@ pytestmark = [
         reason=f"a Slurm cluster needs root and these programs, some of which are missing: {', '.join(PROGRAMS)}",
     ),
 ]
+
+
+@pytest.fixture(autouse=True)
+def options(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of the nodes stand for no addresses, so the tests choose the loopback interface."""
+    monkeypatch.setenv("PACELINE_OPTIONS", "--sync bsp --listen 127.0.0.1")
+    program("paceline", "paceline", monkeypatch)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.mark.usefixtures("cluster")

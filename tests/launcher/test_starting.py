@@ -63,7 +63,8 @@ def look():
         "threads": threading.active_count(),
         "tasks": len(os.listdir("/proc/self/task")),
         "leads its group": os.getpgid(0) == os.getpid(),
-        "signals": {s.name: str(signal.getsignal(s)) for s in signal.valid_signals() if s in list(signal.Signals)},
+        "signals": {s.name: str(getattr(signal.getsignal(s), "__qualname__", signal.getsignal(s)))
+                    for s in signal.valid_signals() if s in list(signal.Signals)},
         "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
         "input": os.readlink("/proc/self/fd/0"),
         "standard streams": [str(s) for s in (sys.stdin, sys.stdout, sys.stderr)],

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from paceline.errors import ConfigurationError, PacelineError, PeerLostError
+from paceline.runtime import in_progress
 from paceline.runtime.in_progress import FILE_NAME, RunInProgress, newest_run, published, run_in, unreachable
 from paceline.runtime.process_states import RunningProcess
 from paceline.runtime.run_lock import Holder, RunLock
@@ -143,7 +144,7 @@ def test_a_run_of_another_user_is_refused(folder: Path, monkeypatch: pytest.Monk
     def refuse(file: Path) -> bytes:
         raise PermissionError(file)
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(in_progress, "read_regular", refuse)
     with pytest.raises(ConfigurationError, match="the run in runs/a belongs to another user"):
         run_in(path)
 
