@@ -19,6 +19,7 @@ from paceline.core.data.loader_ledger import LoaderLedger, PositionCounts
 from paceline.core.protocol.job_cut import LoaderCut
 from paceline.core.protocol.lease import Split
 from paceline.core.protocol.requests import Request
+from paceline.frontend.resumption import resumption_of
 from paceline.frontend.session import Session, install
 from tests.support.data_grants import granted
 
@@ -161,12 +162,15 @@ def trained(
         epochs: list[list[tuple[Any, ...]]] = []
         for _ in range(EPOCHS):
             epochs.append([])
-            for number, (indices, noise) in enumerate(batches, 1):
+            got = 0
+            for got, (indices, noise) in enumerate(batches, 1):
+                if resumption_of(worker).repeats:  # type: ignore[arg-type]
+                    continue
                 epochs[-1].append((tuple(indices.tolist()), tuple(noise.tolist()), drawn()))
-                if number % every == 0:
+                if got % every == 0:
                     worker.push(cut)
-            if epochs[-1] and not isinstance(loader.dataset, Stream):
-                assert len(batches) == len(epochs[-1])  # type: ignore[arg-type]
+            if not isinstance(loader.dataset, Stream):
+                assert len(batches) == (got or len(loader))  # type: ignore[arg-type]
         return epochs, worker, loader
     finally:
         install(None, for_thread=True)

@@ -534,7 +534,8 @@ class Part:
             split, balanced, most, joint = self._division
             whole = Order(source.size, source.batch, source.drop_last, split, digest, balanced, most, joint)
             session.exchange(lambda: session.core.data.begin(self.number, self._stream.name, epoch, whole))
-            self.expected = session.core.data.to_take(self.number)
+            # A script may divide by the length, so that of an epoch without a rest is the length of a whole epoch.
+            self.expected = session.core.data.to_take(self.number) or None
         while (batch := self._take()) is not None:
             if self._epoch != epoch:
                 raise UsageError(
@@ -556,6 +557,7 @@ class Part:
         if self._fresh and self._is_repeatable:
             items = self._order(epoch).items(0, source.batch)
             self.taken.append(Taken(None, len(items), source.samples(items)))
+            self.expected = 1
             yield items
         self._fresh = False
 
