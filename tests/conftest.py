@@ -92,9 +92,18 @@ def imported_so_far() -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_imports_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of a pool import what this process has imported by name, so each test starts with nothing."""
+def no_imports_of_other_tests(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Modules that a test writes, and where they are, are unknown to later tests, which may use the same names."""
+    # The processes of a pool import what this process has imported by name.
     monkeypatch.setattr(loading, "_imported", {})
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    before, written = set(sys.modules), str(tmp_path_factory.getbasetemp())
+    yield
+    for name in sys.modules.keys() - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(written):
+            del sys.modules[name]
 
 
 @pytest.fixture

@@ -253,7 +253,7 @@ class ServerHost(Host):
     def greeted(self, peer: ServerCaller, hello: Hello) -> None:
         if hello.role != "worker":
             most = READERS_PER_SHARD * math.ceil(self._job.shards / self._job.servers)
-            if sum(other.role not in ("", "worker") for other in self._hub.peers) >= most:
+            if sum(other.role == "reader" for other in self._hub.peers) >= most:
                 raise ProtocolError(f"there are already {most} readers")
             peer.role, peer.index = hello.role, hello.index
             return
