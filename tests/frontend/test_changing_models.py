@@ -183,6 +183,19 @@ def test_random_jobs_with_changes_and_calls_come_to_their_end(first: int) -> Non
             assert job.used == Counter(dict.fromkeys(range(job.items), job.epochs)), seed
 
 
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+@pytest.mark.parametrize("latency_s", [0.001, 0.3])
+def test_a_worker_may_join_between_two_calls_of_the_others(sync: str, latency_s: float) -> None:
+    """It begins in the epoch that they have ended, and makes the calls alone that they have behind them."""
+    for quarters in range(1, 60):
+        job = Job(sync, items=20, batch=5, epochs=4)
+        job.calls = ["reduce", "evaluate alone", "barrier"]
+        presence = {1: Presence(joins_at_s=quarters / 4)}
+        job.cluster = Cluster(compute_s=[1.0, 0.3], presence=presence, latency_s=latency_s)
+        job.run()
+        assert job.ended == 2, quarters
+
+
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("compute_s", [(1.0, 2.0, 3.0), (1.0, 1.0, 5.0)])
 @pytest.mark.parametrize("after", ["asp", "elastic-bsp:lookahead=3", "drop-stragglers:quorum=2"])

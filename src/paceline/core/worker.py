@@ -20,7 +20,7 @@ the worker.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from ..errors import ConfigurationError, ProtocolError, TakenOutError
 from ..state import stateful
@@ -93,7 +93,8 @@ NO_RESTART = (-1, -1)
     decides=(
         "iteration waiting_for left _paused in_place described main_worker asks_for_main directory started data "
         "updates samples combined extended extension cut needs_significance may_restart lockstep _awaited "
-        "_first _pulls_again _steps _epoch _wanted _calls _asked _early _change _flagged _plan _uneven "
+        "_first _pulls_again _steps _epoch _wanted _calls _calls_since_step _asked _early _change "
+        "_flagged _plan _uneven "
         "_restart _attempt _progress _clips _edit _batch_samples _edits_begun _observed _unsent _relaxed "
         "_models _notifies _independent _checkpoints _wanted_state _given"
     ),
@@ -175,6 +176,7 @@ class Worker:
         self._epoch = 0
         self._wanted = schedule.first  # models of all shards after all changes that the worker has requested
         self._calls = 0  # number of barriers and reductions that the script has called
+        self._calls_since_step = 0  # how many of them since its last step, or since the epoch has begun
         self._asked = 0  # number of changes that the script has requested
         self._checkpoints = 0  # number of checkpoints that the script has requested
         # number of a cut for which all shards have been cut, until the state of the script has been given; else 0
@@ -381,6 +383,7 @@ class Worker:
             self._batch_samples = samples
         if not idle:
             self._unsent.pushed(samples)
+            self._calls_since_step = 0
         warm_up = data.warm_up and not idle
         ahead = data.push(None if empty else busy_s) if data.used and not idle else []
         # Every worker sends to the shards in descending order, because the last layers' gradients are ready first.
@@ -511,19 +514,23 @@ class Worker:
         self, call: str, op: Literal["mean", "sum"], numbers: bytes, weight: float
     ) -> list[Request]:
         """Take part in a barrier or a reduction. `combined` is None until the call ends. See `Contributed`."""
-        self.combined = self.extended = None
-        self._calls += 1
-        return [Send(COORDINATOR, Contributed(call, self._calls, op, numbers, weight, self.may_stand_in))]
+        return self._call(call, op=op, numbers=numbers, weight=weight)
 
     def propose(self, model: ModelSpec) -> list[Request]:
         """Propose an extended model, because the script has added parameters.
 
         When all workers have done so, `extended` is set. If their calls differ, `combined` is set instead.
         """
+        return self._call(ADDED, model=model)
+
+    def _call(self, call: str, **contents: Any) -> list[Request]:
+        """Make a call of all workers."""
         self.combined = self.extended = None
         self._calls += 1
+        since_step, self._calls_since_step = self._calls_since_step, self._calls_since_step + 1
         may_push = self.may_stand_in
-        return [Send(COORDINATOR, Contributed(ADDED, self._calls, may_push=may_push, model=model))]
+        contribution = Contributed(call, self._calls, may_push=may_push, since_step=since_step, **contents)
+        return [Send(COORDINATOR, contribution)]
 
     def await_extended_weights(self) -> None:
         """Wait for the weights of the extended model, which every shard sends when the worker has connected again."""
@@ -539,7 +546,8 @@ class Worker:
 
     def reach_epoch(self, epoch: int) -> None:
         """Record that the script begins an epoch (one pass over the worker's part of the data), counted from 0."""
-        self._epoch = max(self._epoch, epoch)
+        if epoch > self._epoch:
+            self._epoch, self._calls_since_step = epoch, 0
 
     def require_clippable(self) -> None:
         """Handle the script's wish to clip the gradient that is applied.

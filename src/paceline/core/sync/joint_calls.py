@@ -5,8 +5,12 @@ has made it. So at most one call is in progress, and each worker is in it or has
 finishes or is lost is no longer waited for. What a worker contributed before it was lost is not used, so the result
 is over the workers that receive it. The numbers are added in the order of the workers' indices, in float64, so the
 result does not depend on the order in which the contributions arrive. A worker whose script has added parameters
-contributes the extended model; the call then continues in `core.changes.extension`. A worker that joins a run in
-progress makes the calls before its first step alone, because the others have made them already.
+contributes the extended model; the call then continues in `core.changes.extension`.
+
+A worker that joins a run in progress makes the calls before its first step alone, because the others have made them
+already. It may also begin an epoch after whose end the others have made some of their calls but not all: a reduction,
+but not the barrier after a long evaluation. So each call has its place in the series of calls without a step in
+between (`Contributed.since_step`). The worker that joined makes the calls alone that the others have behind them.
 """
 
 from __future__ import annotations
@@ -78,6 +82,10 @@ class Collectives:
         if not self.waiting or len(self.waiting) < len(live):
             return []
         contributions, self.waiting = self.waiting, {}
+        if self.grown and all(each.model is None for each in contributions.values()):
+            earliest = min(each.since_step for each in contributions.values())
+            self.waiting = {w: each for w, each in contributions.items() if each.since_step > earliest}
+            contributions = {w: each for w, each in contributions.items() if w not in self.waiting}
         combined = combine(contributions)
         if not combined.refused:
             models = {w: each.model for w, each in sorted(contributions.items()) if each.model is not None}

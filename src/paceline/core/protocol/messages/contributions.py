@@ -35,6 +35,7 @@ class Contributed(Message, frozen=True, tag=True):
         weight: the weight of the numbers in a mean.
         may_push: True if the worker may push without a gradient while it waits, so that others need not wait for it.
         model: the extended model, if the script has added parameters; else None.
+        since_step: number of earlier such calls since the worker's last step, or since it has begun an epoch.
     """
 
     call: Annotated[str, msgspec.Meta(max_length=MOST_WORDS)]
@@ -44,6 +45,7 @@ class Contributed(Message, frozen=True, tag=True):
     weight: Annotated[float, msgspec.Meta(ge=0)] = 1.0
     may_push: bool = False
     model: ModelSpec | None = None
+    since_step: Number = 0
 
     @property
     def name(self) -> str:
