@@ -4,7 +4,7 @@ Each run ends or goes on as docs/guide.md says, leaves nothing behind, and names
 of them, with a line for each; the tests do one, and `make thorough` another one.
 
 Then four runs, which have one directory for their checkpoints, are killed and resumed again and again. `make chaos`
-kills each of them once, and PACELINE_CHAOS=40 all of them 40 times.
+kills each of them once, and PACELINE_KILLS=40 all of them 40 times together.
 """
 
 from __future__ import annotations
