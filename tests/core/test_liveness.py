@@ -7,15 +7,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from paceline.core.machines.liveness import (
-    DEVIATIONS,
-    HEARTBEAT_S,
-    LOOK_S,
-    THRESHOLD,
-    Arrivals,
-    Liveness,
-    Verdict,
-)
+from paceline.core.machines.liveness import HEARTBEAT_S, LOOK_S, SILENCE_S, Liveness, Verdict
 from paceline.core.protocol.messages import ProcessState
 from paceline.sync.ticks import TICKS_PER_S, in_ticks
 
@@ -115,42 +107,23 @@ def test_no_live_machine_is_taken_out_in_100_000_iterations(delay: Delay, seed: 
         liveness.heartbeat(machine, running(machine), at_ticks)
 
 
-@pytest.mark.parametrize("delay", [no_delay, jitter, loaded, lossy])
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("minutes", [0.1, 1, 10])
-def test_a_machine_behind_a_link_that_swallows_everything_is_suspected_within_10_heartbeats(
-    delay: Delay, seed: int, minutes: float
-) -> None:
-    arrived = Arrivals(0)
-    for at_ticks in arrivals(delay, seed, round(minutes * 60) * TICKS_PER_S):
-        arrived.arrived(at_ticks)
-    assert arrived.limit_ticks + in_ticks(LOOK_S) <= 10 * PERIOD_TICKS
+def test_a_machine_behind_a_link_that_swallows_everything_is_taken_out_within_10_heartbeats() -> None:
+    assert in_ticks(SILENCE_S) + in_ticks(LOOK_S) <= 10 * PERIOD_TICKS
 
 
-def test_a_machine_that_never_sends_a_heartbeat_is_suspected_and_the_reason_says_so() -> None:
+def test_a_machine_that_never_sends_a_heartbeat_is_taken_out() -> None:
     liveness = Liveness()
     liveness.machine_joined(1, "spare", now_ticks=0)
     [(at_s, verdict)] = proceed(liveness, [], 0, 20)
-    assert verdict == Verdict(
-        1, None, f"no heartbeat of machine spare for {at_s:.1f} s; it has sent none since it joined"
-    )
+    assert verdict.reason == "no heartbeat of machine spare for 4.9 s, although one is due every 0.5 s"
     assert at_s <= 5
 
 
-def test_a_suspected_machine_is_named_once_with_its_history_and_the_others_continue() -> None:
+def test_a_silent_machine_is_named_once_and_the_others_continue() -> None:
     liveness = cluster(1, 2)
     assert proceed(liveness, [1, 2], 0.5, 60) == []
-    assert proceed(liveness, [1], 60, 120) == [
-        (
-            63.6,
-            Verdict(
-                2,
-                None,
-                "no heartbeat of machine 10.0.0.2 for 4.1 s; "
-                "its heartbeats usually come every 0.50 s, at most 0.50 s apart",
-            ),
-        )
-    ]
+    reason = "no heartbeat of machine 10.0.0.2 for 4.9 s, although one is due every 0.5 s"
+    assert proceed(liveness, [1], 60, 120) == [(64.4, Verdict(2, None, reason))]
 
 
 def test_heartbeats_of_a_machine_that_was_taken_out_count_only_when_it_has_joined_again() -> None:
@@ -163,43 +136,6 @@ def test_heartbeats_of_a_machine_that_was_taken_out_count_only_when_it_has_joine
     assert liveness.states()[2] == "running"
 
 
-def test_a_long_pause_makes_the_detector_patient_for_a_while_only() -> None:
-    arrived = Arrivals(0)
-    now_ticks = 0
-    limits = []
-    for number in range(600):
-        now_ticks += 6 * PERIOD_TICKS if number == 300 else PERIOD_TICKS
-        arrived.arrived(now_ticks)
-        limits.append(arrived.limit_ticks)
-    assert limits[299] < limits[300] < 10 * PERIOD_TICKS
-    assert limits[300] == max(limits[300:])
-    assert limits[-1] == limits[299]
-
-
-def test_a_burst_after_a_pause_does_not_make_the_detector_impatient() -> None:
-    regular, bursting = Arrivals(0), Arrivals(0)
-    now_ticks = 0
-    for number in range(1, 1001):
-        now_ticks += PERIOD_TICKS
-        regular.arrived(now_ticks)
-        if number % 4 == 0:  # four heartbeats arrive together, every two seconds
-            for microseconds in range(4):
-                bursting.arrived(now_ticks + microseconds * 1000)
-    assert bursting.limit_ticks > regular.limit_ticks
-    assert bursting.mean_ticks == pytest.approx(4 * PERIOD_TICKS, rel=1e-3)
-    assert bursting.deviation_ticks >= regular.deviation_ticks > 0
-
-
-def test_the_decision_in_whole_ticks_is_the_threshold_of_phi() -> None:
-    arrived = Arrivals(0)
-    for at_ticks in arrivals(loaded, 1, 60 * TICKS_PER_S):
-        arrived.arrived(at_ticks)
-    at_limit = arrived.suspicion(arrived.heard_ticks + arrived.limit_ticks)
-    assert at_limit == pytest.approx(THRESHOLD, abs=1e-3)
-    assert arrived.suspicion(arrived.heard_ticks) < 0.01
-    assert float(DEVIATIONS) == pytest.approx(5.612, abs=1e-3)
-
-
 def test_time_in_which_the_coordinator_did_not_run_is_no_silence() -> None:
     """A laptop that was suspended, or Ctrl-Z: on waking, no heartbeat has been read yet."""
     liveness = cluster(1, 2)
@@ -208,7 +144,6 @@ def test_time_in_which_the_coordinator_did_not_run_is_no_silence() -> None:
     assert proceed(liveness, [1, 2], 3600.5, 3620) == []
     found = proceed(liveness, [1], 3620, 3640)
     assert [verdict.machine for _, verdict in found] == [2]
-    assert "at most 1.00 s apart" in found[0][1].reason
 
 
 @pytest.mark.parametrize("pause_s", [0.4, 1.0, 5.0])
@@ -223,7 +158,7 @@ def test_a_pause_of_the_coordinator_does_not_depend_on_what_it_handles_first(pau
         else:
             assert liveness.look(now_ticks) == []
             liveness.heartbeat(1, running(1), now_ticks)
-        assert now_ticks - liveness.arrivals()["10.0.0.1"].heard_ticks <= PERIOD_TICKS
+        assert liveness.silences(now_ticks)["10.0.0.1"] <= PERIOD_TICKS
 
 
 def stop(liveness: Liveness, iteration_ticks: int, state: str = "stopped") -> list[tuple[float, Verdict]]:
@@ -312,11 +247,3 @@ def test_what_is_reported_about_an_earlier_incarnation_does_not_harm_the_later_o
         liveness.heartbeat(2, [ProcessState("worker", 2, "stopped")], now_ticks)
         assert liveness.look(now_ticks) == []
         assert liveness.states()[2] == "running"
-
-
-def test_the_decisions_do_not_depend_on_the_unit_of_time() -> None:
-    coarse, fine = Arrivals(0), Arrivals(0, 3 * TICKS_PER_S)
-    for at_ticks in arrivals(loaded, 5, 300 * TICKS_PER_S):
-        coarse.arrived(at_ticks)
-        fine.arrived(3 * at_ticks)
-    assert abs(fine.limit_ticks - 3 * coarse.limit_ticks) <= 50  # whole numbers of ticks

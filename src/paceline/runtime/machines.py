@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ..core.machines.liveness import Liveness
+from ..core.machines.liveness import SILENCE_S, Liveness
 from ..core.status.job_status import MachineStatus
 from ..sync.ticks import TICKS_PER_S
 
@@ -68,16 +68,12 @@ class Machines:
         return [agent for agent, indices in started.items() if index in indices]
 
     def statuses(self, now_ticks: int) -> tuple[MachineStatus, ...]:
-        """Return, for each machine, how regularly its heartbeats arrive."""
+        """Return, for each machine, how long it has been silent."""
         servers: dict[str, list[int]] = {}
         for server, name in sorted(self.machine_of_server.items()):
             servers.setdefault(name, []).append(server)
+        silent_s = {name: ticks / TICKS_PER_S for name, ticks in self.liveness.silences(now_ticks).items()}
         return tuple(
-            MachineStatus(
-                name,
-                (now_ticks - each.heard_ticks) / TICKS_PER_S,
-                each.suspicion(now_ticks),
-                tuple(servers.get(name, ())),
-            )
-            for name, each in self.liveness.arrivals().items()
+            MachineStatus(name, each_s, each_s / float(SILENCE_S), tuple(servers.get(name, ())))
+            for name, each_s in silent_s.items()
         )

@@ -84,8 +84,8 @@ class MachineStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         machine: name of the machine.
-        silent_s: seconds since its last heartbeat.
-        suspicion: phi, the suspicion that it is down (see `core.machines.liveness`).
+        silent_s: seconds since its last sign of life (see `core.machines.liveness`).
+        suspicion: `silent_s` divided by the time after which it is taken out.
         servers: the servers that it has brought.
     """
 
