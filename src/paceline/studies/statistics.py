@@ -13,13 +13,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import NamedTuple, TypeVar
 
 from ..errors import ConfigurationError
 
 try:
-    from scipy import special
+    from scipy import special, stats
 except ImportError as error:
     raise ConfigurationError(
         "studies require SciPy, which is not installed; run: pip install 'paceline[study]'"
@@ -211,12 +211,7 @@ def holm(p_values: Mapping[Key, float], level: float = 1 - CONFIDENCE) -> set[Ke
     >>> sorted(holm({"a": 0.01, "b": 0.04, "c": 0.03}))
     ['a']
     """
-    found: set[Key] = set()
-    for index, key in enumerate(sorted(p_values, key=p_values.__getitem__)):
-        if p_values[key] > level / (len(p_values) - index):
-            break
-        found.add(key)
-    return found
+    return {key for key, p in holm_adjusted(p_values).items() if p <= level}
 
 
 def holm_adjusted(p_values: Mapping[Key, float]) -> dict[Key, float]:
@@ -238,14 +233,8 @@ def mean_ranks(results: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
     >>> mean_ranks({"a": [1.0, 2.0], "b": [3.0, math.inf], "c": [math.inf, math.inf]})
     {'a': 1.0, 'b': 2.25, 'c': 2.75}
     """
-    columns: list[tuple[float, ...]] = list(zip(*results.values(), strict=True))
-
-    def rank(seed: int, result: float) -> float:
-        others = columns[seed]
-        less, equal = (sum(other < result for other in others), sum(other == result for other in others))
-        return less + (equal + 1) / 2
-
-    return {key: fmean(rank(seed, result) for seed, result in enumerate(own)) for key, own in results.items()}
+    ranks = stats.rankdata(list(results.values()), axis=0)
+    return {key: float(own.mean()) for key, own in zip(results, ranks, strict=True)}
 
 
 def _p(t: float, freedom: int) -> float:
@@ -420,18 +409,11 @@ def _log_ratio(one: float, other: float) -> float:
 def _by_signs(logs: Sequence[float]) -> Ratio:
     """Return the median of sorted logarithms, with the interval and the probability of the sign test."""
     count = len(logs)
-    outside = 0  # number of values below the interval, and above it
-    while outside + 1 <= count // 2 and 2 * special.bdtr(outside, count, 0.5) <= 1 - CONFIDENCE:
-        outside += 1
-    outside = max(0, outside - 1)
-    signs = sum(value > 0 for value in logs), sum(value < 0 for value in logs)
-    p = min(1.0, 2 * float(special.bdtr(min(signs), max(1, sum(signs)), 0.5))) if sum(signs) else 1.0
-    middle = (
-        (logs[(count - 1) // 2] + logs[count // 2]) / 2
-        if logs[count // 2] != logs[(count - 1) // 2]
-        else logs[count // 2]
-    )
-    return Ratio(_exp(middle), _exp(logs[outside]), _exp(logs[count - 1 - outside]), p)
+    # Number of values below the interval, and above it.
+    outside = max(0, int(stats.binom.ppf((1 - CONFIDENCE) / 2, count, 0.5)) - 1)
+    above, below = sum(value > 0 for value in logs), sum(value < 0 for value in logs)
+    p = float(stats.binomtest(above, above + below).pvalue) if above + below else 1.0
+    return Ratio(_exp(median(logs)), _exp(logs[outside]), _exp(logs[count - 1 - outside]), p)
 
 
 def _exp(log: float) -> float:
