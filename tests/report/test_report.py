@@ -9,38 +9,23 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
 from rich.console import Console
 
 from paceline.errors import ConfigurationError
 from paceline.rehearsal.ranking import EVERY_MODEL, rank
-from paceline.report.accuracy import Curve, draw_accuracy
+from paceline.report.accuracy import Curve, accuracy_picture
 from paceline.report.canvas import COLOURS, new_figure, save
 from paceline.report.colors_of_time import COMPUTING, TRANSFER, WAITING, WASTED
-from paceline.report.picture import comparison_picture, timelines_picture
 from paceline.report.ranking_table import ranking_picture
 from paceline.report.results_table import TrialOutcome, comparison_table, medians
 from paceline.report.summary import summary_rows
-from paceline.report.timeline import Timeline, draw_timeline, read_timeline, timeline_of
-from paceline.sim import Cluster, Uniform, simulate
-from paceline.sync.actions import AnswerPull, ApplyMean, ApplyPush
-from paceline.sync.events import PushReceived
-from paceline.sync.ticks import in_ticks
-from paceline.trace.recording import Entry, Header, Recorder
-from paceline.trace.records import IterationRecord
+from paceline.sim import Cluster, Uniform
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 BSP_CURVE = Curve("bsp", (0.0, 1.0, 2.0, 3.0), (0.1, 0.7, 0.95, 0.96), 3.0)
 ASP_CURVE = Curve("asp", (0.0, 1.0, 2.0, 3.0), (0.1, 0.8, 0.9, 0.9), None)
-TIMELINE = Timeline(
-    computing=(((0.0, 0.1), (0.3, 0.4)), ((0.0, 0.3), (0.31, 0.6))),
-    wasted=(((0.3, 0.35),), ()),
-    transfer=(((0.1, 0.12),), ()),
-    waiting=(((0.12, 0.3), (0.4, 0.61)), ((0.3, 0.31), (0.6, 0.61))),
-    barriers_s=(0.3, 0.6),
-)
 
 
 def outcome(**changes: object) -> TrialOutcome:
@@ -221,8 +206,7 @@ def test_a_summary_without_statistics_has_what_is_known() -> None:
 
 
 def test_accuracy_picture_draws_each_curve_the_target_and_when_it_was_reached() -> None:
-    axes = new_figure(6, 4).subplots()
-    draw_accuracy(axes, [BSP_CURVE, ASP_CURVE], target=0.95)
+    [axes] = accuracy_picture("t", "n", [BSP_CURVE, ASP_CURVE], target=0.95).axes
     drawn = {ys(line): line.get_color() for line in axes.lines if xs(line) == BSP_CURVE.times_s}
     assert set(drawn) == {BSP_CURVE.accuracies, ASP_CURVE.accuracies}
     assert drawn[BSP_CURVE.accuracies] != drawn[ASP_CURVE.accuracies]
@@ -240,9 +224,8 @@ def test_accuracy_picture_draws_each_curve_the_target_and_when_it_was_reached() 
 
 
 def test_runs_with_several_seeds_share_a_colour_and_an_entry() -> None:
-    axes = new_figure(6, 4).subplots()
     other = Curve("bsp", BSP_CURVE.times_s, (0.1, 0.95, 0.96, 0.97), 2.0)
-    draw_accuracy(axes, [BSP_CURVE, other], target=0.95)
+    [axes] = accuracy_picture("t", "n", [BSP_CURVE, other], target=0.95).axes
     curves = [line for line in axes.lines if xs(line) == BSP_CURVE.times_s]
     assert len({line.get_color() for line in curves}) == 1
     legend = axes.get_legend()
@@ -250,102 +233,13 @@ def test_runs_with_several_seeds_share_a_colour_and_an_entry() -> None:
     assert [text.get_text() for text in legend.get_texts()] == ["bsp: 95% after 2.00, 3.00 s"]
 
 
-def test_timeline_draws_bars_where_workers_computed_and_waited_and_a_line_at_each_barrier() -> None:
-    axes = new_figure(6, 2).subplots()
-    draw_timeline(axes, TIMELINE, until_s=0.5)
-    kinds = {
-        COMPUTING.lower(): "computing",
-        WAITING.lower(): "waiting",
-        WASTED.lower(): "wasted",
-        TRANSFER.lower(): "transfer",
-    }
-    bars: dict[str, list[tuple[float, float, int]]] = {kind: [] for kind in kinds.values()}
-    for collection in axes.collections:
-        if not isinstance(collection, PolyCollection):
-            continue
-        kind = kinds[to_hex(np.asarray(collection.get_facecolor(), dtype=float)[0])]
-        for path in collection.get_paths():
-            box = path.get_extents()
-            bars[kind].append((round(box.x0, 6), round(box.x1, 6), round((box.y0 + box.y1) / 2)))
-    assert bars["computing"] == [(0.0, 0.1, 0), (0.3, 0.4, 0), (0.0, 0.3, 1), (0.31, 0.6, 1)]
-    assert bars["waiting"] == [
-        (0.12, 0.3, 0),
-        (0.4, 0.61, 0),
-        (0.3, 0.31, 1),
-    ]  # what begins after 0.5 s is left out
-    assert bars["wasted"] == [(0.3, 0.35, 0)]
-    assert bars["transfer"] == [(0.1, 0.12, 0)]
-    [barriers] = [c for c in axes.collections if isinstance(c, LineCollection)]
-    assert [segment[0][0] for segment in barriers.get_segments()] == [0.3]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["worker 0", "worker 1"]
-
-
-def test_timeline_is_read_from_what_a_run_left_behind(tmp_path: Path) -> None:
-    records = [
-        IterationRecord(0, 10.0, 10.1, 10.2, 10.5, 2.3, None),
-        IterationRecord(1, 10.5, 10.6, 10.7, 10.8, 2.2, None),
-    ]
-    for worker, rows in enumerate([records, [IterationRecord(0, 10.1, 10.4, 10.4, 10.5, None, None)]]):
-        lines = [msgspec.json.encode(row) for row in rows]
-        (tmp_path / f"worker-{worker}.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-    recorder = Recorder.to_path(tmp_path / "trace-shard-0.jsonl", Header(sync="bsp", host="shard"))
-    steps: list[tuple[float, int, int, list[ApplyMean | ApplyPush | AnswerPull]]] = [
-        (10.25, 0, 0, []),
-        (10.4, 1, 0, [ApplyMean(((0, 0), (1, 0))), AnswerPull(0, 0), AnswerPull(1, 0)]),
-        (10.7, 0, 1, [ApplyPush(0, 1), AnswerPull(0, 1)]),
-    ]
-    for now_s, worker, iteration, actions in steps:
-        event = PushReceived(now_ticks=in_ticks(now_s), worker=worker, iteration=iteration)
-        recorder.record(Entry(event, [*actions], version=1))
-    recorder.close()
-    timeline = read_timeline(tmp_path)
-    assert [[tuple(round(t, 6) for t in span) for span in row] for row in timeline.computing] == [
-        [(0.0, 0.2), (0.5, 0.7)],
-        [(0.1, 0.4)],
-    ]
-    assert [[tuple(round(t, 6) for t in span) for span in row] for row in timeline.waiting] == [
-        [(0.25, 0.4)],
-        [],
-    ]
-    assert [[tuple(round(t, 6) for t in span) for span in row] for row in timeline.transfer] == [
-        [(0.2, 0.25), (0.4, 0.5), (0.7, 0.8)],
-        [(0.4, 0.5)],
-    ]
-    assert [round(t, 6) for t in timeline.barriers_s] == [0.4]
-
-
-def test_whole_picture_is_saved_with_a_strip_for_each_sync_model(tmp_path: Path) -> None:
-    figure = comparison_picture(
-        "A title",
-        "emulated: so and so",
-        [BSP_CURVE, ASP_CURVE],
-        0.95,
-        {"bsp": TIMELINE, "asp": TIMELINE},
-        0.5,
-    )
-    top, *strips = figure.axes
-    assert top.get_title() == "emulated: so and so"
-    assert [strip.get_title(loc="left") for strip in strips] == ["bsp", "asp"]
-    legend = strips[0].get_legend()
-    assert legend is not None
-    assert [text.get_text().split(",")[0] for text in legend.get_texts()] == [
-        "computing",
-        "transferring data",
-        "aborted or lost computations",
-        "waiting",
-        "barrier",
-    ]
+def test_a_picture_is_saved_with_its_title(tmp_path: Path) -> None:
+    figure = accuracy_picture("A title", "emulated: so and so", [BSP_CURVE, ASP_CURVE], 0.95)
+    assert figure.axes[0].get_title() == "emulated: so and so"
     save(figure, tmp_path / "picture.png")
     data = (tmp_path / "picture.png").read_bytes()
     assert data.startswith(PNG_SIGNATURE)
     assert len(data) > 30_000
-
-
-def test_pictures_say_which_part_of_the_run_they_show() -> None:
-    part = timelines_picture({"bsp": TIMELINE}, until_s=0.5, whole_s=699.0)
-    assert part.axes[0].get_xlabel() == "virtual seconds since training began: the first 0.5 of 699 s"
-    whole = timelines_picture({"bsp": TIMELINE}, until_s=0.5, whole_s=0.5)
-    assert whole.axes[0].get_xlabel() == "virtual seconds since training began"
 
 
 @pytest.mark.parametrize("workers", [2, 8, 40])
@@ -353,20 +247,17 @@ def test_each_color_has_one_meaning_and_no_labels_overlap(workers: int) -> None:
     cluster = Cluster(compute_s=[Uniform(low=0.8, high=1.2)] * (workers - 1) + [3.0], latency_s=0.05)
     rows = rank(cluster, EVERY_MODEL, iterations=20)
     ranking = ranking_picture("A cluster", "a long note " * 30, rows)
-    result = simulate(cluster, "spec-sync", 10, record=True)
-    timelines = timelines_picture({"spec-sync": timeline_of(result.records, result.trace[:1])}, 20.0, 20.0)
     meanings: dict[str, set[str]] = {}
-    for figure in (ranking, timelines):
-        figure.draw_without_rendering()
-        for axes in figure.axes:
-            legend = axes.get_legend()
-            if legend is not None:
-                words = [text.get_text().partition(",")[0] for text in legend.get_texts()]
-                for patch, meaning in zip(legend.get_patches(), words, strict=False):  # the barrier is a line
-                    meanings.setdefault(to_hex(patch.get_facecolor()).upper(), set()).add(meaning)
-            for texts in (axes.texts, axes.get_yticklabels(), axes.get_xticklabels()):
-                boxes = [text.get_window_extent() for text in texts if text.get_text()]
-                assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    ranking.draw_without_rendering()
+    for axes in ranking.axes:
+        legend = axes.get_legend()
+        if legend is not None:
+            words = [text.get_text() for text in legend.get_texts()]
+            for patch, meaning in zip(legend.get_patches(), words, strict=True):
+                meanings.setdefault(to_hex(patch.get_facecolor()).upper(), set()).add(meaning)
+        for texts in (axes.texts, axes.get_yticklabels(), axes.get_xticklabels()):
+            boxes = [text.get_window_extent() for text in texts if text.get_text()]
+            assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
     assert meanings == {
         COMPUTING: {"computing"},
         TRANSFER: {"transferring data"},
@@ -390,5 +281,5 @@ def test_no_setting_of_matplotlib_is_changed() -> None:
     import matplotlib
 
     before = dict(matplotlib.rcParams)
-    comparison_picture("t", "n", [BSP_CURVE], 0.95, {"asp": TIMELINE}, 0.5)
+    accuracy_picture("t", "n", [BSP_CURVE], 0.95)
     assert dict(matplotlib.rcParams) == before

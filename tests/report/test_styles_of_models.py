@@ -9,8 +9,7 @@ from matplotlib.lines import Line2D
 from paceline.demo.settings import EVERY_SETTING, SETTINGS
 from paceline.rehearsal.ranking import EVERY_MODEL, rank
 from paceline.report import colors_of_time
-from paceline.report.accuracy import Curve, draw_accuracy
-from paceline.report.canvas import new_figure
+from paceline.report.accuracy import Curve, accuracy_picture
 from paceline.report.loss import LossCurve, loss_picture
 from paceline.report.names import run_name
 from paceline.report.ranking_table import ranking_picture, sweep_picture
@@ -72,9 +71,9 @@ def _drawn(lines: list[Line2D]) -> dict[str, str]:
 
 def test_all_pictures_use_them() -> None:
     expected = {name: MODEL_STYLES[name].color for name in ("bsp", "asp")}
-    axes = new_figure(6, 4).subplots()
-    draw_accuracy(axes, [Curve(name, (0.0, 1.0), (0.1, 0.9), None) for name in expected], target=0.95)
-    found = _drawn([line for line in axes.lines if not str(line.get_label()).startswith("_")])
+    curves = [Curve(name, (0.0, 1.0), (0.1, 0.9), None) for name in expected]
+    accuracies = accuracy_picture("t", "n", curves, target=0.95)
+    found = _drawn([line for line in accuracies.axes[0].lines if not str(line.get_label()).startswith("_")])
     assert found == expected
     losses = loss_picture("t", "n", [LossCurve(name, [(0.0, 1.0)]) for name in expected])
     assert _drawn([*losses.axes[0].lines]) == expected

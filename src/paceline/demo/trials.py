@@ -19,18 +19,15 @@ from rich.text import Text
 from ..errors import ConfigurationError
 from ..files import Unfinished, write_json
 from ..launcher.terminal.output import print_sentence
+from ..report.accuracy import accuracy_picture
 from ..report.canvas import can_draw, no_picture, save
-from ..report.picture import comparison_picture
 from ..report.results_table import TrialOutcome, comparison_table, medians
-from ..report.timeline import Timeline, read_timeline
 from ..runtime.job_options import make_job
 from .digits import load
 from .settings import SETTINGS, Problem, Setting
 from .trial import Trial, run_trial
 
 __all__ = ["run_demo"]
-
-SHOWN_S = 2.0  # length of the timelines in the picture, in seconds
 
 
 def run_demo(
@@ -108,16 +105,11 @@ def _save_curves(path: Path, trials: Sequence[Trial]) -> None:
 
 
 def _save_picture(path: Path, trials: Sequence[Trial], problem: Problem) -> None:
-    timelines: dict[str, Timeline] = {}
-    for trial in trials:
-        # `setdefault` keeps the timeline of the first seed.
-        timelines.setdefault(trial.outcome.name, read_timeline(trial.run_dir))
-    figure = comparison_picture(
-        f"Handwritten digits, {len(timelines)} settings, one slow worker",
+    shown = {setting.name for setting in SETTINGS}
+    figure = accuracy_picture(
+        "Handwritten digits, one slow worker",
         f"the speeds of the workers were emulated: {trials[0].outcome.emulated}",
-        [trial.curve for trial in trials if trial.outcome.name in {setting.name for setting in SETTINGS}],
+        [trial.curve for trial in trials if trial.outcome.name in shown],
         problem.target_accuracy,
-        timelines,
-        min(SHOWN_S, problem.duration_s),
     )
     save(figure, path)

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from .canvas import new_figure
 from .styles_of_models import Style, styles_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-__all__ = ["Curve", "draw_accuracy"]
+__all__ = ["Curve", "accuracy_picture"]
 
 LEAST_SHOWN = 0.5  # lower end of the accuracy axis, far above the accuracy of random guessing (0.1)
 
@@ -33,8 +35,16 @@ class Curve(msgspec.Struct, frozen=True):
     reached_s: float | None
 
 
-def draw_accuracy(axes: Axes, curves: Sequence[Curve], target: float) -> None:
-    """Draw the curves and the target. Runs with the same label (different seeds) share a style and a legend entry."""
+def accuracy_picture(title: str, note: str, curves: Sequence[Curve], target: float) -> Figure:
+    """Draw the curves and the target. Runs with the same label (different seeds) share a style and a legend entry.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed.
+    """
+    figure = new_figure(11.0, 5.6)
+    figure.suptitle(title, fontsize=14, fontweight="bold")
+    axes = figure.subplots()
+    axes.set_title(note, fontsize=9.5)
     for label, style in styles_of(curve.label for curve in curves).items():
         _draw_group(axes, [curve for curve in curves if curve.label == label], style, target)
     axes.axhline(target, color="black", linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
@@ -53,6 +63,7 @@ def draw_accuracy(axes: Axes, curves: Sequence[Curve], target: float) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.grid(alpha=0.25)
     axes.legend(loc="lower right", frameon=True, fontsize=9)
+    return figure
 
 
 def _draw_group(axes: Axes, curves: Sequence[Curve], style: Style, target: float) -> None:
