@@ -730,15 +730,18 @@ class CoordinatorHost(Host):
             return served_shortage(
                 held_bytes, vectors, workers, available_bytes(), read_bytes=size_bytes, wire=job.wire
             )
-        needed = footprint(
-            size_bytes, vectors, workers, job.servers, shared=job.carrier.shares_memory, wire=job.wire
-        )
-        if job.carrier.shares_memory:
+        shared = job.carrier.shares_memory
+        if shared:
             region_bytes = Region.size_of(model.layout, channels=job.servers)
             if reason := file_shortage(region_bytes, file_limit()):
                 return reason
-        what = f"{workers} workers over {job.transport}"
-        return shortage(needed, available_bytes(), what, shm=shared_memory_available())
+        return shortage(
+            size_bytes,
+            footprint(size_bytes, vectors, workers, shared=shared, wire=job.wire),
+            available_bytes(),
+            f"{workers} workers over {job.transport}",
+            could_share=not shared and shared_memory_available(),
+        )
 
     # -- collection of the weights at the end --------------------------------------------------------------
 

@@ -1,30 +1,26 @@
 """Estimates of the memory and file descriptors that a run needs, and functions that return the available amounts.
 
 Let P be the size of all parameters in bytes (including padding), n the number of workers, and s the number of state
-vectors that the optimizer stores for each vector of weights. A run needs
+vectors that the optimizer stores for each vector of weights. When the workers have created their models and training
+begins, a run still needs this memory (`footprint`):
 
-    over shared memory  (4 + s) P + 2 n P    P for the weights and s P for the optimizer state at the servers; 2 P for
-                                             the region of each worker (weights and gradients); and 3 P while the
-                                             weights are read at the end
-    over streams        (4 + s) P + 4 n P    the same, and for each worker: P for its gradient at the servers, and up
-                                             to P for answers that are still being sent when the weights change
+    (1 + s) P    at the servers: weights and optimizer state
+    n P          the region of each worker, of 2 P for weights and gradients. Its weights replace those of its
+                 model, which are then freed
+    3 P          at the end, while the weights are read: a copy that is queued at the servers, the vectors into which
+                 the launcher receives it, and the named tensors that it creates from them
+    2 n P        only over streams: the gradient of each worker at the servers, and answers that are still being sent
+                 when the weights change
+    n P          if gradients are rounded on their way (see `core.protocol.wire_format`): half at either end
+    (n + 1) P/2  if weights are: half at each worker, and once at the servers for all of them
 
-Over streams, values may be rounded on their way (see `core.protocol.wire_format`), in memory of half the size at both
-ends.
-For gradients, this adds n P: P / 2 at each worker, and as much for it at the servers. For weights, it adds
-(n + 1) P / 2: P / 2 at each worker, and P / 2 at the servers, which round the weights once for all workers.
+If workers join from other machines, a machine needs what its servers need for the parameters that they hold
+(`served_shortage`): the weights, the state, and the servers' ends of the streams. The machine that serves the run
+also needs the 3 P for reading the weights.
 
-To this, add `PROCESS_BYTES` for the launcher and for the fork server, which have imported torch, and `FORKED_BYTES`
-for each server and worker, which share the memory of the fork server. When training begins, the weights in the
-regions, n P in total, replace the weights of the workers' models, which are then freed. All processes are running by
-then, so the memory *still to be allocated* at that time is the size in the table minus n P: besides its model, each
-worker needs P over shared memory and up to 3 P over streams. With shared memory and a sync model that keeps all
-workers in lockstep, the workers need even less: they read the servers' weights, and use the weights in their regions
-only at the end.
-
-The 3 P for reading the weights consist of a copy that is queued at the servers, the vectors into which the launcher
-receives this copy, and the named tensors that it creates from these vectors. The launcher reads the weights when the
-last worker has left the run, but the memory of this worker may not have been freed by then.
+The processes come before, with `PROCESS_BYTES` for the launcher and for the fork server, which have imported torch,
+and `FORKED_BYTES` for each server and worker, which share the memory of the fork server. Before the model is known,
+only they (`child_bytes`) and the file descriptors of the process that needs the most of them are checked.
 
 The estimate excludes:
 
@@ -33,13 +29,6 @@ The estimate excludes:
 - memory for the initial weights and optimizer state on their way to the servers, before the first gradients exist;
 - copies of shards for checkpoints, (1 + s) P: without memory for them, there is no checkpoint;
 - pushes that servers copy so that the workers can continue, and snapshots that a script requests from `launch`.
-
-If workers join from other machines, each machine only needs memory for the parameters that its servers hold. Let Q be
-their size. They need (1 + s) Q, and for each worker Q for its gradient and up to Q for answers, as over streams.
-The machine that serves the run also needs the 3 P for reading the weights.
-
-Before the model is known, only two requirements are checked: memory for the child processes (`child_bytes`), and the
-file descriptors of the process that needs the most descriptors, which is nearly always the launcher.
 
 This module only computes sizes and reads small files, and does not import torch. If a system does not report its
 memory, the memory is treated as unlimited.
@@ -53,8 +42,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ..core.protocol.layout import dtype_of
 from ..core.protocol.model_spec import ModelSpec
 from ..core.protocol.wire_format import EXACT, WireFormat
@@ -63,7 +50,6 @@ __all__ = [
     "DESCRIPTOR_HEADROOM",
     "FORKED_BYTES",
     "PROCESS_BYTES",
-    "Footprint",
     "available_bytes",
     "child_bytes",
     "descriptor_limit",
@@ -110,88 +96,34 @@ FUSED_DTYPES = frozenset({"float32", "float64"})
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
-class Footprint(msgspec.Struct, frozen=True):
-    """The memory of one run, in bytes.
-
-    Attributes:
-        weights: the weights that the servers update.
-        state: the optimizer state, plus a vector for the mean of several pushes if the optimizer needs one.
-        regions: the weights and gradients of all workers.
-        inboxes: the memory into which the servers receive gradients over streams.
-        answers: the maximum size of the copies of answers that are being sent over streams.
-        rounded: the rounded gradients and weights of all processes.
-        reading: the copies of the final weights that are made when the launcher reads them.
-        models: the original weights of the workers' models, which are freed when training begins.
-        processes: the Python interpreters of all processes, with the libraries that they import.
-    """
-
-    weights: int
-    state: int
-    regions: int
-    inboxes: int
-    answers: int
-    rounded: int
-    reading: int
-    models: int
-    processes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """The peak memory use of the run."""
-        sent = self.inboxes + self.answers + self.rounded
-        return self.weights + self.state + self.regions + sent + self.reading + self.processes
-
-    @property
-    def to_come_bytes(self) -> int:
-        """The memory that is still to be allocated when all workers have created their models and training begins."""
-        return self.total_bytes - self.processes - self.models
-
-
 def footprint(
-    parameters_bytes: int,
-    vectors: int,
-    workers: int,
-    servers: int,
-    *,
-    shared: bool,
-    wire: WireFormat = EXACT,
-) -> Footprint:
-    """Return the memory that a run needs if all of its processes are on this machine. See the module's docstring.
+    parameters_bytes: int, vectors: int, workers: int, *, shared: bool, wire: WireFormat = EXACT
+) -> int:
+    """Return the memory that a run still needs when training begins, if all of its processes are on this machine.
 
     Args:
         parameters_bytes: size of all parameters in bytes (P in the module's docstring). See `Layout.size_bytes`.
         vectors: number of state vectors (s in the module's docstring). See `state_vectors`.
         workers: number of workers.
-        servers: number of servers, which affects only `processes`.
         shared: True if the servers share the memory of the workers. Otherwise, gradients and weights travel.
         wire: the format in which gradients and weights travel. All parameters count as float32.
 
     Example:
-        >>> format_size(footprint(2**30, vectors=1, workers=4, servers=2, shared=True).to_come_bytes)
+        >>> format_size(footprint(2**30, vectors=1, workers=4, shared=True))
         '9.0 GiB'
-        >>> format_size(footprint(2**30, vectors=1, workers=4, servers=2, shared=False).to_come_bytes)
+        >>> format_size(footprint(2**30, vectors=1, workers=4, shared=False))
         '17.0 GiB'
     """
-    each = workers * parameters_bytes
-    streamed = 0 if shared else each
-    return Footprint(
-        weights=parameters_bytes,
-        state=vectors * parameters_bytes,
-        regions=2 * each,
-        inboxes=streamed,
-        answers=streamed,
-        rounded=0 if shared else _rounded_bytes(parameters_bytes, wire, workers, ends=2),
-        reading=3 * parameters_bytes,
-        models=each,
-        processes=PROCESS_BYTES + child_bytes(workers, servers),
-    )
+    needed_bytes = (1 + vectors + workers + 3) * parameters_bytes
+    return needed_bytes if shared else needed_bytes + _streams_bytes(parameters_bytes, workers, wire, ends=2)
 
 
-def _rounded_bytes(parameters_bytes: int, wire: WireFormat, workers: int, *, ends: int) -> int:
-    """Return the size of the memory for rounded values at the servers or, if `ends` is 2, also at the workers."""
-    gradients = workers * ends if wire.gradients == "bf16" else 0
-    weights = 1 + workers * (ends - 1) if wire.weights == "bf16" else 0
-    return (gradients + weights) * parameters_bytes // 2
+def _streams_bytes(size_bytes: int, workers: int, wire: WireFormat, *, ends: int) -> int:
+    """Return the memory of streams at the servers or, if `ends` is 2, also at the workers."""
+    halves = 4 * workers
+    halves += ends * workers * (wire.gradients == "bf16")
+    halves += (1 + (ends - 1) * workers) * (wire.weights == "bf16")
+    return halves * size_bytes // 2
 
 
 def state_vectors(
@@ -239,27 +171,26 @@ def _state_vectors(optimizer: str, group: Mapping[str, Any]) -> int:
             return STATE_VECTORS.get(optimizer, MOST_STATE_VECTORS)
 
 
-def shortage(needed: Footprint, available: int | None, what: str, *, shm: bool = True) -> str:
+def shortage(
+    parameters_bytes: int, needed_bytes: int, available: int | None, what: str, *, could_share: bool
+) -> str:
     """Return an error message if a run needs more memory than is available; otherwise, return "".
 
     Args:
-        needed: memory that the run needs, see `footprint`.
+        parameters_bytes: size of all parameters in bytes.
+        needed_bytes: memory that the run needs, see `footprint`.
         available: available memory in bytes, see `available_bytes`. If it is None (unknown), the result is "".
         what: description of the run, such as "4 workers over tcp".
-        shm: True if this system has shared memory, which needs less memory.
+        could_share: True if the run would need less memory with shared memory, and this system has it.
     """
-    if available is None or needed.to_come_bytes <= available:
+    if available is None or needed_bytes <= available:
         return ""
+    share = ", use transport 'shm' (which needs one third of the memory per worker)" if could_share else ""
     return (
-        f"not enough memory: {what} with {format_size(needed.weights)} of parameters need "
-        f"{format_size(needed.to_come_bytes)} for weights, gradients and optimizer state, but only "
-        f"{format_size(available)} is available. Use fewer workers"
-        + (
-            ", use transport 'shm' (which needs one third of the memory per worker)"
-            if needed.inboxes and shm
-            else ""
-        )
-        + ", train a smaller model, or give the machine or container more memory."
+        f"not enough memory: {what} with {format_size(parameters_bytes)} of parameters need "
+        f"{format_size(needed_bytes)} for weights, gradients and optimizer state, but only "
+        f"{format_size(available)} is available. Use fewer workers{share}, train a smaller model, or give the "
+        "machine or container more memory."
     )
 
 
@@ -282,8 +213,7 @@ def served_shortage(
         read_bytes: size of all parameters if their weights are read on this machine at the end of the run.
         wire: the format in which gradients and weights travel. All parameters count as float32.
     """
-    rounded_bytes = _rounded_bytes(held_bytes, wire, workers, ends=1)
-    needed = (1 + vectors + 2 * workers) * held_bytes + rounded_bytes + 3 * read_bytes
+    needed = (1 + vectors) * held_bytes + _streams_bytes(held_bytes, workers, wire, ends=1) + 3 * read_bytes
     if available is None or needed <= available:
         return ""
     return (
