@@ -80,7 +80,7 @@ RecorderOf = Callable[[int], EntryRecorder | None]
         "expected initializer extension ending _models _usual_samples _next _to_begin _connected "
         "_observes _fetches _proposed _cut _fenced _incarnations _readers shards _paces _states _factor"
     ),
-    fixed="_seed _read_sync _recorder_of _ticks_per_s _translated _term",
+    fixed="_seed _read_sync _recorder_of _ticks_per_s _translated",
     about={"_connected": "connections"},
     makes={"shards": "_new_shard"},
 )
@@ -94,7 +94,6 @@ class Server:
         recorder_of: returns the recorder for a shard; called once for each shard, when its initial weights arrive.
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
         translated: True to translate the hyper-parameters of each update (see `paceline.sync.translation`).
-        term: the term of the server (see `paceline.core.protocol.placement`).
 
     Attributes:
         shards: index -> shard, for each shard that has received its initial weights.
@@ -111,7 +110,6 @@ class Server:
         recorder_of: RecorderOf = lambda shard: None,
         ticks_per_s: int = TICKS_PER_S,
         translated: bool = False,
-        term: int = 0,
     ) -> None:
         self.shards: dict[int, Shard] = {}
         self.expected: set[int] = set()
@@ -123,7 +121,6 @@ class Server:
         self._recorder_of = recorder_of
         self._ticks_per_s = ticks_per_s
         self._translated = translated
-        self._term = term
         self._models: tuple[SyncModel, ...] = ()
         self._usual_samples: int | None = None
         self._next = 0  # number of the last extension that was announced
@@ -374,7 +371,6 @@ class Server:
             self._usual_samples,
             self._ticks_per_s,
             self._translated,
-            self._term,
             self._states.get(index, BEGINNING),
         )
 
@@ -401,10 +397,6 @@ class Server:
 
     def _commit(self, worker: int, commit: Commit, now_ticks: int) -> list[Request]:
         shard = self.shard(commit.shard)
-        if commit.term != self._term:
-            raise ProtocolError(
-                f"its push is for term {commit.term} of the server, but the server is in term {self._term}"
-            )
         if commit.change is not None:
             try:  # check the model now, because the shard cannot undo the change later
                 self._read_sync(commit.change.sync)

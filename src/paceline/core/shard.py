@@ -100,7 +100,7 @@ class Outcome(NamedTuple):
 
 @stateful(
     decides="sync samples clipped standing drawn _versions _held _details _edits _asked _cut _to_mark _orphans",
-    fixed="index _term _first _readers _recorder _usual_samples _replays",
+    fixed="index _first _readers _recorder _usual_samples _replays",
     about={
         "samples": "staleness",
         "_versions": "staleness",
@@ -124,7 +124,6 @@ class Shard:
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
         translated: True to translate the hyper-parameters of each update (see `paceline.sync.translation`). The
             gradients are then not scaled by their numbers of samples, because the share of the update contains them.
-        term: the term of the server, which answers carry.
         state: how far the weights have come with which the shard begins.
         replays: True if the events are those of a trace. They then say how many workers were present at once, because
             the beginning of the trace does not.
@@ -149,7 +148,6 @@ class Shard:
         usual_samples: int | None = None,
         ticks_per_s: int = TICKS_PER_S,
         translated: bool = False,
-        term: int = 0,
         state: ShardState = BEGINNING,
         replays: bool = False,
     ) -> None:
@@ -158,7 +156,6 @@ class Shard:
         self.sync.at_once = state.at_once
         self.samples = state.samples
         self.drawn = DrawnAtShard()
-        self._term = term
         self._replays = replays
         self._first = models
         self._readers = readers
@@ -458,9 +455,7 @@ class Shard:
     def _answer(self, worker: int, iteration: int, v_train: int | None, *, edits: bool = False) -> Answer:
         in_place = worker in self._readers and self._lockstep
         version = self._versions.version
-        answer = Answer(
-            self.index, iteration, version, v_train, in_place, self.samples, edits, term=self._term
-        )
+        answer = Answer(self.index, iteration, version, v_train, in_place, self.samples, edits)
         return answer if self._cut is None and not self._to_mark else self._marked(answer, worker)
 
     def _marked(self, answer: Answer, worker: int) -> Answer:

@@ -99,7 +99,7 @@ NO_RESTART = (-1, -1)
         "_models _notifies _independent _checkpoints _wanted_state _given"
     ),
     history="last_commit",
-    fixed="placement _schedule _workers _shards _servers _terms _last_first _every_shard _overlap",
+    fixed="placement _schedule _workers _shards _servers _last_first _every_shard _overlap",
     about={"main_worker": "scripts", "asks_for_main": "scripts", "directory": "scripts"},
 )
 class Worker:
@@ -164,8 +164,6 @@ class Worker:
         self._shards = shards
         self.placement = round_robin(shards, servers)
         self._servers = [server_peer(server) for server in self.placement.server_of]  # server of each shard
-        # shard -> the term of its server
-        self._terms = {shard: self.placement.term_of(shard) for shard in range(shards)}
         self._last_first = list(enumerate(self._servers))[::-1]
         self._every_shard = frozenset(range(shards))
         self._overlap = overlap
@@ -405,7 +403,6 @@ class Worker:
                 edit,
                 set_index,
                 repeated,
-                self._terms[shard],
                 warm_up,
                 outside_ticks,
             )
@@ -610,8 +607,6 @@ class Worker:
         """
         match message:
             case Answer():
-                if message.term != self._terms.get(message.shard):
-                    return []  # the process that has answered holds the shard no longer
                 if message.v_train is not None:
                     self._progress = max(message.v_train, self._progress or 0)
                 self.in_place = message.in_place

@@ -202,12 +202,7 @@ class VirtualJob:
         self._server_hosts = [_ServerHost(self, index) for index in range(cluster.servers)]
         self._worker_hosts = [_WorkerHost(self, worker) for worker in range(cluster.workers)]
         self._coordinator_host = _CoordinatorHost(self)
-        placement = self.coordinator.placement
-        # The servers of one process share its connection to the network.
-        interface_of = {
-            process: NetworkInterface(self.kernel, cluster.bandwidth_bps) for process in placement.processes
-        }
-        interfaces = [interface_of[process] for process in placement.process_of]
+        interfaces = [NetworkInterface(self.kernel, cluster.bandwidth_bps) for _ in range(cluster.servers)]
         self._to_come = 0  # number of joins that are scheduled or in progress
         # Messages between the coordinator and the servers that are being delivered: (server, message, to_server).
         self._exchanged: deque[tuple[int, Message, bool]] = deque()

@@ -374,7 +374,7 @@ class Network:
 
 
 LONG = {"model", "shards", "addresses", "digests", "drawn", "traceback", "data"}
-UNINTERESTING = LONG | {"term", "token", "address", "role", "index", "call", "may_push", "state", "source"}
+UNINTERESTING = LONG | {"token", "address", "role", "index", "call", "may_push", "state", "source"}
 """Fields that a description leaves out."""
 
 OFTEN_ZERO = frozenset({"incarnation", "superstep"})

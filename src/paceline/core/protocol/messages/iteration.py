@@ -93,7 +93,6 @@ class Commit(Message, frozen=True, tag=True, omit_defaults=True):
         edit: set if the payload contains new values of the parameters in `content.present` instead of a gradient.
         set_index: the parameter set whose gradient is pushed, and whose weights are pulled; None for all sets.
         repeated: True if an earlier push was computed from the same samples, so they are not counted again.
-        term: the term of the shard's server. See `paceline.core.protocol.placement`.
         warm_up: see the event `PushReceived`.
         outside_ticks: see the event `PushReceived`.
     """
@@ -114,7 +113,6 @@ class Commit(Message, frozen=True, tag=True, omit_defaults=True):
     edit: Edit | None = None
     set_index: Number | None = None
     repeated: bool = False
-    term: Number = 0
     warm_up: bool = False
     outside_ticks: Ticks = 0
 
@@ -184,7 +182,6 @@ class Answer(Message, frozen=True, tag=True, omit_defaults=True):
         samples: number of samples in all pushes that the shard has received from all workers and not dropped.
         edits: True if the worker, which begins an edit, is the one whose edit counts. Only shard 0 decides this.
         rounded: True if float32 weights in the payload are rounded to bfloat16. The host of the server decides this.
-        term: the term of the shard's server. See `paceline.core.protocol.placement`.
         cut: number of a cut that was made immediately before the answer, so that the weights are those of the cut; 0
             if there is none. Only shard 0 says this.
     """
@@ -197,7 +194,6 @@ class Answer(Message, frozen=True, tag=True, omit_defaults=True):
     samples: int = 0
     edits: bool = False
     rounded: bool = False
-    term: int = 0
     cut: int = 0
 
 
