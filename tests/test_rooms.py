@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import paceline
+from tests.support.structure import Structure, circles, structure_of
 
 ROOT = Path(paceline.__file__).parent
 
@@ -215,6 +216,27 @@ def test_benchmarks_import_only_the_quoted_numbers_from_reproductions() -> None:
             if isinstance(node, ast.ImportFrom)
         }
         assert {name for name in names if name.startswith("reproductions")} <= {"reproductions.papers"}, file
+
+
+MOST = Structure(
+    modules=462,
+    nodes=332_000,
+    names_over_borders=4_884,
+    edges=2_540,
+    with_one_importer=134,
+    private_imports=8,
+    defined_twice=95,
+)
+"""What the package may have at most. Lower a limit when a change lowers the measure. To raise one needs a reason."""
+
+
+def test_the_package_is_not_more_than_it_was() -> None:
+    found = structure_of(ROOT)
+    assert {name: value for name, value in found._asdict().items() if value > getattr(MOST, name)} == {}
+
+
+def test_only_these_modules_import_one_another_in_a_circle() -> None:
+    assert [group[0] for group in circles(ROOT)] == ["paceline.sim.cluster", "paceline.testing.network"]
 
 
 def test_imports_are_seen_in_every_form() -> None:
