@@ -28,7 +28,6 @@ from paceline.cli.progress_bar import TellShare
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.launcher.launch import launch
 from paceline.sim import Cluster, Uniform, simulate
-from paceline.sim.recorded import read_cluster_of_run
 
 __all__ = [
     "FIDELITY_GOALS",
@@ -169,7 +168,7 @@ def _fidelity(tell: TellShare, models: Sequence[str], live_s: float) -> list[Fid
         tell("live run under bsp, to record the cluster", 0.0)
         recorded = Path(folder, "recorded")
         _live("bsp", live_s, seed=1, run_dir=recorded)
-        cluster = read_cluster_of_run(recorded)
+        cluster = Cluster.from_run(recorded)
         for number, sync in enumerate(models):
             tell(f"live run and simulation under {sync}", (number + 1) / (len(models) + 4))
             live = _live(sync, live_s, seed=2, run_dir=Path(folder, str(number)))

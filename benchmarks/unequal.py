@@ -24,8 +24,7 @@ from paceline.core.protocol.lease import BatchSizing
 from paceline.frontend.data import distribute
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.launcher.launch import launch
-from paceline.sim import simulate
-from paceline.sim.recorded import read_cluster_of_run
+from paceline.sim import Cluster, simulate
 
 __all__ = ["MODELS", "UnequalRow", "estimate_s", "measure", "table"]
 
@@ -108,7 +107,7 @@ def measure(
         with TemporaryDirectory() as folder:
             tell(f"{scenario}: live run under bsp, to record the cluster", done / runs)
             _live(scenario, "bsp", epochs, Path(folder, "recorded"))
-            cluster = read_cluster_of_run(Path(folder, "recorded"))
+            cluster = Cluster.from_run(Path(folder, "recorded"))
             bsp_s = 0.0
             for position, (sync, batch) in enumerate(models):
                 name = f"{sync} with {batch} batches"

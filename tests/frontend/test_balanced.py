@@ -19,7 +19,6 @@ from paceline.frontend.generator_states import generators_lock
 from paceline.frontend.session import current
 from paceline.settings.checks import paces
 from paceline.sim import Cluster, Presence, Recorded, simulate
-from paceline.sim.recorded import read_cluster_of_run
 from paceline.sync.events import PushReceived
 from paceline.trace import replay
 
@@ -171,7 +170,7 @@ def test_the_warm_ups_of_an_accelerator_are_no_compute_times_of_a_recorded_run(t
     pushes = [entry.event for entry in result.trace[0].entries if isinstance(entry.event, PushReceived)]
     typical = Counter(push.worker for push in pushes if not push.warm_up)
     assert typical[0] < typical[1] == typical[2]
-    found = read_cluster_of_run(result.save(tmp_path / "run"))
+    found = Cluster.from_run(result.save(tmp_path / "run"))
     for worker, times in enumerate(found.compute_s):
         assert isinstance(times, Recorded)
         assert len(times.seconds) == typical[worker]

@@ -28,7 +28,6 @@ from paceline.rehearsal.ranking import (
 )
 from paceline.rehearsal.sweeps import sweep, sweep_values, variants
 from paceline.sim import Cluster, Dataset, Outside, Presence, Recorded, Uniform, simulate
-from paceline.sim.recorded import read_cluster_of_run
 from tests.support.marks import chaos
 
 STRAGGLER = Cluster(compute_s=[Uniform(low=0.9, high=1.1)] * 3 + [3.0], latency_s=0.01, servers=2)
@@ -142,7 +141,7 @@ def saved(tmp_path: Path, cluster: Cluster, sync: str = "bsp") -> Path:
 
 
 def test_what_a_run_recorded_is_the_cluster_that_it_ran_on(tmp_path: Path) -> None:
-    cluster = read_cluster_of_run(saved(tmp_path, STRAGGLER))
+    cluster = Cluster.from_run(saved(tmp_path, STRAGGLER))
     assert cluster.workers == 4
     for worker in range(4):
         sample = STRAGGLER.compute(worker).sampler(0, worker, 0)
@@ -248,7 +247,7 @@ def test_the_machines_of_a_run_with_balanced_batches_are_those_of_a_run_with_equ
 ) -> None:
     cluster = Cluster(compute_s=[1.0, 1.0, 1.0, 3.0], fixed_share=0.4)
     data = Dataset(samples=1600, batch_size=16, epochs=3)
-    found = read_cluster_of_run(saved_with_data(tmp_path, cluster, "bsp", data, "balanced"))
+    found = Cluster.from_run(saved_with_data(tmp_path, cluster, "bsp", data, "balanced"))
     assert found.fixed_share == pytest.approx([0.4] * 4, abs=0.1)
     assert [found.compute(worker).typical_s for worker in range(4)] == pytest.approx([1, 1, 1, 3], rel=0.05)
 
@@ -259,7 +258,7 @@ def test_a_run_with_joint_batches_is_advised_with_joint_batches(tmp_path: Path) 
     cluster = Cluster(compute_s=[1.0, 1.0, 1.0, 3.0])
     data = Dataset(samples=1600, batch_size=64, epochs=20, joint_batch=True)
     run_dir = saved_with_data(tmp_path, cluster, "bsp", data, "equal")
-    found = read_cluster_of_run(run_dir)
+    found = Cluster.from_run(run_dir)
     assert [found.compute(worker).typical_s for worker in range(4)] == pytest.approx([1, 1, 1, 3], rel=0.05)
     report = advise(run_dir)
     assert report.data == data
@@ -282,7 +281,7 @@ def test_a_run_with_joint_batches_is_advised_with_joint_batches(tmp_path: Path) 
 @pytest.mark.usefixtures("one_core")
 @pytest.mark.parametrize("sync", ["bsp", "asp", "spec-sync:abort_time_s=0.3,abort_rate=0"])
 def test_a_run_is_predicted_from_what_another_one_recorded(tmp_path: Path, sync: str) -> None:
-    cluster = read_cluster_of_run(saved(tmp_path, STRAGGLER, sync))
+    cluster = Cluster.from_run(saved(tmp_path, STRAGGLER, sync))
     for other in ("ssp:staleness=2", "elastic-bsp:lookahead=5"):
         truth = simulate(STRAGGLER, other, iterations=60)
         predicted = simulate(cluster, other, iterations=60)
@@ -479,7 +478,7 @@ def test_what_is_derived_from_emulated_machines_says_so(
 ) -> None:
     folder = saved(tmp_path, PACED)
     assert PACED.emulated in json.loads((folder / "summary.json").read_text())["emulated"]
-    cluster = read_cluster_of_run(folder)
+    cluster = Cluster.from_run(folder)
     assert cluster.emulated == PACED.emulated
     assert describe(cluster).endswith(f"; recorded in a run with emulated machines: {PACED.emulated}")
     assert simulate(cluster, "asp", iterations=2).emulated == PACED.emulated
@@ -720,7 +719,7 @@ def _keep_lines(path: Path, count: int) -> None:
 def test_a_worker_that_finished_nothing_is_left_out(tmp_path: Path) -> None:
     folder = saved(tmp_path, EQUAL, "asp")
     (folder / "worker-1.jsonl").write_bytes(b"")
-    assert read_cluster_of_run(folder).workers == 3
+    assert Cluster.from_run(folder).workers == 3
 
 
 def test_preemption_is_no_transfer_and_a_cut_off_run_is_measured_to_its_end() -> None:

@@ -24,7 +24,6 @@ from paceline.runtime.job_options import make_job
 from paceline.runtime.segmented import SegmentedFile, Segmenting, segmenting
 from paceline.runtime.traces import PART_BYTES, TraceFiles, parts_of
 from paceline.sim import Cluster, Presence, simulate
-from paceline.sim.recorded import read_cluster_of_run
 from paceline.sync import ASP
 from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 from paceline.sync.ticks import in_ticks
@@ -406,7 +405,7 @@ def test_a_long_run_stays_within_its_bytes(tmp_path: Path) -> None:
 def test_what_is_kept_describes_the_machines(tmp_path: Path) -> None:
     cut_run(tmp_path / "run")
     assert not read_run(tmp_path / "run")[0].header.is_whole
-    cluster = read_cluster_of_run(tmp_path / "run")
+    cluster = Cluster.from_run(tmp_path / "run")
     assert cluster.name == "run (its last iterations)"
     assert cluster.compute(3).typical_s == pytest.approx(3.0)
 
@@ -547,4 +546,4 @@ def test_a_run_without_traces_says_what_it_does_not_know(tmp_path: Path) -> None
         "traces (--traces off)"
     ]
     with pytest.raises(ConfigurationError, match="made no traces"):
-        read_cluster_of_run(run.run_dir)
+        Cluster.from_run(run.run_dir)

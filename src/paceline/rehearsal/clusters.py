@@ -11,7 +11,7 @@ import msgspec
 
 from ..errors import ConfigurationError
 from ..sim import PRESETS, Cluster, Dataset
-from ..sim.what_if import read_bandwidth
+from ..sim.cluster_file import read_bandwidth
 
 __all__ = ["NO_CHANGES", "Changes", "describe", "describe_data", "load_cluster"]
 

@@ -5,18 +5,24 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar
+
+from msgspec import structs
 
 from ..core.data.data_feed import Work
 from ..errors import ConfigurationError
 from ..sync.ticks import resolution
-from .cluster_file import in_words_of_file, read_file, read_preset
+from .cluster_file import in_words_of_file, read_bandwidth, read_file, read_preset
 from .racks import Pause, Uplink, require_workers
-from .times import Distribution, Times, times_of
+from .recorded import read_run
+from .times import Distribution, Recorded, Resampled, Scaled, Timed, Times, times_of
 from .worker_settings import Link, Outside, Presence
 
 __all__ = ["Cluster", "require_whole"]
+
+Together = TypeVar("Together", Pause, Uplink)
 
 
 @dataclass(frozen=True)
@@ -150,10 +156,7 @@ class Cluster:
             ConfigurationError: the directory does not contain a run, no worker has finished an iteration, or a
                 bandwidth is given for a run that has not recorded its sizes.
         """
-        from .recorded import read_cluster_of_run
-        from .what_if import read_bandwidth
-
-        return read_cluster_of_run(Path(run_dir), read_bandwidth(bandwidth))
+        return cls(**read_run(Path(run_dir), read_bandwidth(bandwidth)))
 
     def with_(
         self,
@@ -184,9 +187,71 @@ class Cluster:
             >>> [cluster.compute(worker).typical_s for worker in range(4)]
             [1.0, 6.0, 1.0, 3.0]
         """
-        from .what_if import changed
-
-        return changed(self, workers, bandwidth, servers, slow or {}, size_bytes)
+        slow = slow or {}
+        changes: dict[str, Any] = {}
+        said: list[str] = []
+        if servers is not None:
+            require_whole("servers", servers, 1)
+            changes["servers"] = servers
+            said.append(f"{servers} servers" if servers > 1 else "1 server")
+        if size_bytes is not None:
+            require_whole("size_bytes", size_bytes, 1)
+            changes["size_bytes"] = size_bytes
+            said.append(f"{size_bytes / 1e6:g} MB of parameters")
+        links = dict(self.links)
+        if bandwidth is not None:
+            changes["bandwidth_bps"] = bps = read_bandwidth(bandwidth)
+            if math.isfinite(bps) and not (size_bytes or self.size_bytes):
+                raise ConfigurationError(
+                    "a bandwidth has no effect on this cluster, because the size of its parameters is unknown. Also "
+                    "give size_bytes; a run records this size if it is made with this version of Paceline."
+                )
+            links = {worker: structs.replace(link, bandwidth_bps=None) for worker, link in links.items()}
+            said.append(f"{bps / 1e9:g} Gbit/s" if math.isfinite(bps) else "unlimited bandwidth")
+        count = self.workers
+        if workers is not None:
+            require_whole("workers", workers, 1)
+            count = workers
+            said.append(f"{workers} workers" if workers > 1 else "1 worker")
+        if not isinstance(slow, Mapping):
+            raise ConfigurationError(
+                f"slow is {slow!r}, expected a factor for each worker that is slower, such as {{0: 3.0}}."
+            )
+        for worker, factor in slow.items():
+            if not (isinstance(worker, int) and 0 <= worker < count):
+                raise ConfigurationError(
+                    f"slow has an entry for worker {worker!r}, expected a number from 0 to {count - 1}."
+                )
+            if not (isinstance(factor, int | float) and 0 < factor < math.inf):
+                raise ConfigurationError(
+                    f"slow has the factor {factor!r} for worker {worker}, expected a number > 0."
+                )
+            said.append(f"worker {worker} {factor:g} times as slow")
+        before = self.workers
+        compute_s = [_like(self.compute(w % before), repeated=w >= before) for w in range(count)]
+        for worker, factor in slow.items():
+            compute_s[worker] = Scaled(base=compute_s[worker], factor=factor)
+        assert isinstance(self.fixed_share, tuple)
+        return replace(
+            self,
+            compute_s=compute_s,
+            fixed_share=[self.fixed_share[w % before] for w in range(count)],
+            links={
+                w: _link_like(links[w % before], repeated=w >= before)
+                for w in range(count)
+                if w % before in links
+            },
+            outside={
+                w: _outside_like(self.outside[w % before], repeated=w >= before)
+                for w in range(count)
+                if w % before in self.outside
+            },
+            presence={w: self.presence[w % before] for w in range(count) if w % before in self.presence},
+            pauses=[_members(each, before, count) for each in self.pauses if min(each.workers) < count],
+            uplinks=[_members(each, before, count) for each in self.uplinks if min(each.workers) < count],
+            name=f"{self.name} with {', '.join(said)}".strip() if said else self.name,
+            **changes,
+        )
 
     @property
     def workers(self) -> int:
@@ -264,3 +329,34 @@ def _require_bandwidth(bandwidth_bps: object) -> None:
         raise ConfigurationError(
             f"bandwidth_bps is {bandwidth_bps!r}, expected a number of bits per second > 0, for example 10e9."
         )
+
+
+def _like(times: Times, *, repeated: bool) -> Times:
+    """Return the times of a machine like another one: the same distribution, but not the same recorded times."""
+    known = times_of(times)
+    if repeated and isinstance(known, Recorded):
+        return Resampled(seconds=known.seconds)
+    return structs.replace(known, shifted=True) if repeated and isinstance(known, Timed) else known
+
+
+def _members(each: Together, before: int, count: int) -> Together:
+    """Return a pause or an uplink with the workers that are machines like its workers."""
+    workers = tuple(worker for worker in range(count) if worker % before in each.workers)
+    return structs.replace(each, workers=workers)
+
+
+def _link_like(link: Link, *, repeated: bool) -> Link:
+    return structs.replace(
+        link,
+        to_server_s=None if link.to_server_s is None else _like(link.to_server_s, repeated=repeated),
+        from_server_s=None if link.from_server_s is None else _like(link.from_server_s, repeated=repeated),
+    )
+
+
+def _outside_like(outside: Outside, *, repeated: bool) -> Outside:
+    without_epochs_s = outside.without_epochs_s
+    return Outside(
+        each_s=_like(outside.each_s, repeated=repeated),
+        epoch_s=_like(outside.epoch_s, repeated=repeated),
+        without_epochs_s=None if without_epochs_s is None else _like(without_epochs_s, repeated=repeated),
+    )

@@ -52,7 +52,7 @@ from .racks import Pause, Uplink
 from .times import Constant, Distribution, Own, Times, Uniform, times_of
 from .worker_settings import Link, Presence
 
-__all__ = ["PRESETS", "in_words_of_file", "read_file", "read_preset"]
+__all__ = ["PRESETS", "in_words_of_file", "read_bandwidth", "read_file", "read_preset"]
 
 TIMES = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 SIZES = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -120,6 +120,21 @@ def quantity(value: object, units: dict[str, float], what: str) -> float:
             f"{what} is {value!r}, expected a number >= 0, or a string such as '2 {example}'."
         )
     return number
+
+
+def read_bandwidth(bandwidth: float | str, name: str = "bandwidth") -> float:
+    """Return a bandwidth in bits per second. `name` is what an error calls it.
+
+    >>> read_bandwidth("1gbit"), read_bandwidth("100 MB/s")
+    (1000000000.0, 800000000.0)
+
+    Raises:
+        ConfigurationError: it is not a number of bits per second > 0, or a string with a unit.
+    """
+    value = bandwidth if bandwidth == math.inf else quantity(bandwidth, RATES, name)
+    if not value > 0:
+        raise ConfigurationError(f"{name} is {bandwidth!r}, expected more than 0, for example '1 Gbit/s'.")
+    return float(value)
 
 
 class Group(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

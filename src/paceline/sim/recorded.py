@@ -1,4 +1,4 @@
-"""Derives a `Cluster`, with the compute times and message times of each worker, from the files of a live run.
+"""Derives a cluster, with the compute times and message times of each worker, from the files of a live run.
 
 The compute times come from the workers' records. The time of a message is the difference between two clock readings,
 which are comparable because all processes on a machine use the same clock. The time of a push runs from the moment
@@ -36,12 +36,11 @@ from ..sync.actions import AnswerPull
 from ..sync.events import PullRepeated, PushReceived, WorkerFinished
 from ..trace.recording import AnyTrace, trace_files
 from ..trace.records import IterationRecord, record_files, records_in
-from .cluster import Cluster
 from .times import Recorded
 from .transfers import Transfer, ends_of
 from .worker_settings import Link, Outside
 
-__all__ = ["cluster_of", "compute_times", "read_cluster_of_run"]
+__all__ = ["compute_times", "read_run"]
 
 
 EMPTY, WARM_UP = 1.0, 2.0  # why the time of an iteration is not typical
@@ -186,8 +185,8 @@ class Sizes(NamedTuple):
     answers: tuple[int, ...]
 
 
-def read_cluster_of_run(run_dir: Path, bandwidth_bps: float = math.inf) -> Cluster:
-    """Return a cluster that describes the machines of a recorded run. See `Cluster.from_run`.
+def read_run(run_dir: Path, bandwidth_bps: float) -> dict[str, Any]:
+    """Return the arguments of the cluster that describes the machines of a recorded run. See `Cluster.from_run`.
 
     Raises:
         ConfigurationError: the directory does not contain a run, no worker has finished an iteration, or a bandwidth
@@ -213,18 +212,18 @@ def read_cluster_of_run(run_dir: Path, bandwidth_bps: float = math.inf) -> Clust
         )
     records = [records_in(path) for path in record_files(run_dir)]
     name = run_dir.name if shards[0].header.is_whole else f"{run_dir.name} (its last iterations)"
-    return cluster_of(records, shards, name, _batch_size(run_dir), sizes, bandwidth_bps)
+    return _arguments(records, shards, name, _batch_size(run_dir), sizes, bandwidth_bps)
 
 
-def cluster_of(
+def _arguments(
     records: Iterable[Iterable[IterationRecord]],
     shards: Sequence[AnyTrace],
-    name: str = "",
-    batch_size: int | None = None,
-    sizes: Sizes | None = None,
-    bandwidth_bps: float = math.inf,
-) -> Cluster:
-    """Return a cluster that describes the machines of a run. Workers that finished no iteration are omitted.
+    name: str,
+    batch_size: int | None,
+    sizes: Sizes | None,
+    bandwidth_bps: float,
+) -> dict[str, Any]:
+    """Return the arguments of a run's cluster. Workers that finished no iteration are omitted.
 
     Args:
         records: the iterations of each worker.
@@ -276,20 +275,20 @@ def cluster_of(
     if not computed:
         raise ConfigurationError("no worker finished an iteration, so the speed of the workers is unknown.")
     unexplained.explain()
-    return Cluster(
-        compute_s=[times for times, _ in computed],
-        fixed_share=[share for _, share in computed],
-        servers=len(shards),
-        bandwidth_bps=bandwidth_bps,
-        size_bytes=sizes.parameters,
-        links={
+    return {
+        "compute_s": [times for times, _ in computed],
+        "fixed_share": [share for _, share in computed],
+        "servers": len(shards),
+        "bandwidth_bps": bandwidth_bps,
+        "size_bytes": sizes.parameters,
+        "links": {
             worker: Link(to_server_s=to_server.distribution(), from_server_s=from_server.distribution())
             for worker, (to_server, from_server) in enumerate(latencies)
         },
-        outside={worker: known.distributions() for worker, known in enumerate(outside) if known.matters},
-        name=name,
-        emulated=next((trace.header.emulated for trace in shards), ""),
-    )
+        "outside": {worker: known.distributions() for worker, known in enumerate(outside) if known.matters},
+        "name": name,
+        "emulated": next((trace.header.emulated for trace in shards), ""),
+    }
 
 
 def _arrivals(shards: Sequence[AnyTrace]) -> Mapping[int, Arrivals]:

@@ -19,16 +19,14 @@ not contradict themselves. `Network.check_end` checks that nobody waits when no 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 from ..core.coordinator import Coordinator
 from ..core.protocol.job_cut import JobCut
-from ..core.protocol.lease import Batch
 from ..core.protocol.messages import Hello, Message
-from ..core.protocol.requests import Timer
 from ..core.server import Server
 from ..core.worker import Worker
 from ..errors import ConfigurationError, InternalError, ProtocolError
@@ -36,21 +34,19 @@ from ..sync.schedule import read_schedule
 from .network_processes import (
     END,
     CoordinatorProcess,
-    Process,
+    Medium,
     ServerProcess,
+    Step,
     WorkerProcess,
 )
 
 __all__ = ["Chooser", "Network", "Step", "describe"]
 
-Step = tuple[str, ...]
-"""What can happen next: a verb, and names of processes or further words."""
-
 Chooser = Callable[["Network", Sequence[Step]], Step]
 """A function that chooses one of the steps that are possible next, or a fault instead."""
 
 
-class Network:
+class Network(Medium):
     """The processes of a run, and the messages in flight between them.
 
     Args:
@@ -66,19 +62,9 @@ class Network:
             the epoch has ended.
         options: further arguments of the coordinator.
 
-    Attributes:
-        now_ticks: the current time. It advances only when a timer fires, or a chooser lets time pass.
-        nodes: name -> process, for those that have not ended.
-        channels: (sender, receiver, number) -> what is in flight, each with the number of its sending. Connections
-            between the same two processes are numbered, because a worker connects again when the model is extended.
-        timers: (due time, number, timer, who has set it) of each timer.
-        taken: the steps that have been taken.
-        told: sentences about what has happened, for scripts.
+    Attributes, besides those of `Medium`:
         faulty: names of the processes that have ended, hang, were taken out or have lost a connection.
         hanging: names of the processes that hang. Each is taken out at some time.
-        batches: (worker, iteration) -> the batches of data in this push.
-        cuts: the cuts of the run. For each cut, the pushes that all shards contain, and those that some contain.
-        over: why the run has ended; "" while it goes on.
     """
 
     def __init__(
@@ -98,61 +84,23 @@ class Network:
         schedule = read_schedule(sync)
         most = max(most, workers)
         shards = shards or servers
-        self.now_ticks = 0
-        self.nodes: dict[str, Process] = {}
-        self.channels: dict[Step, deque[tuple[int, Message | str]]] = {}
-        self.timers: list[tuple[int, int, Timer, str]] = []
-        self.taken: list[Step] = []
-        self.told: list[str] = []
         self.faulty: set[str] = set()
         self.hanging: set[str] = set()
-        self.batches: dict[tuple[int, int], list[Batch]] = {}
-        self.cuts: list[tuple[JobCut, set[tuple[int, int]], set[tuple[int, int]]]] = []
-        self.over = ""
-        self.first_model = first_model
         self._used = used
-        self._sent = 0
         self._script = script
         self._make_worker = partial(Worker, schedule, workers=most, shards=shards, servers=servers)
         late = range(workers, most)
         core = Coordinator(
             schedule, workers=most, servers=servers, shards=shards, late=late, resumed=resumed, **options
         )
-        self.coordinator = core
+        super().__init__(core, first_model)
         self.hub = CoordinatorProcess(self, core)
-        self.servers = [
-            ServerProcess(self, index, Server(options.get("seed", 0))) for index in range(servers)
-        ]
-        self.workers: dict[str, WorkerProcess] = {}
+        for index in range(servers):
+            self.servers.append(ServerProcess(self, index, Server(options.get("seed", 0))))
         for server in self.servers:
             self.connect(server.name, "c", Hello("", "server", server.index, address=server.name))
         for worker in range(workers):
             self._start(worker, 0)
-
-    # -- connections --------------------------------------------------------------------------------------
-
-    def connect(self, client: str, server: str, hello: Hello) -> None:
-        """Open a connection, and send the greeting."""
-        number = str(hello.extension)
-        self.channels[client, server, number] = deque()
-        self.channels[server, client, number] = deque()
-        self.post(client, server, hello, number)
-
-    def post(self, sender: str, receiver: str, message: Message | str, number: str = "0") -> None:
-        """Send a message. It is lost if the connection is not open."""
-        channel = self.channels.get((sender, receiver, number))
-        if channel is not None and not (channel and channel[-1][1] is END):
-            self._sent += 1
-            channel.append((self._sent, message))
-
-    def tell(self, sentence: str) -> None:
-        """Note what has happened."""
-        self.told.append(sentence)
-
-    def hang_up(self, closer: str, other: str, number: str) -> None:
-        """Close a connection: what is in flight to `closer` is lost, and the other side sees the end of it."""
-        self.post(closer, other, END, number)
-        self.channels.pop((other, closer, number), None)
 
     # -- what can happen ----------------------------------------------------------------------------------
 
@@ -334,17 +282,6 @@ class Network:
         """Let the process of a server end."""
         self.faulty |= {name, *self.workers}
         self.end(name)
-
-    def end(self, name: str, *, silent: bool = False) -> None:
-        """End a process: what is in flight to it is lost, and the others see the end of its connections."""
-        self.nodes.pop(name, None)
-        self.workers.pop(name, None)
-        self.timers = [each for each in self.timers if each[3] != name]
-        for sender, receiver, number in list(self.channels):
-            if receiver == name:
-                del self.channels[sender, receiver, number]
-            elif sender == name and not silent:
-                self.post(sender, receiver, END, number)
 
     VERBS: ClassVar[dict[str, Callable[..., None]]] = {
         "deliver": deliver,

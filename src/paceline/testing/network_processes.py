@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from msgspec import structs
 
@@ -58,21 +58,23 @@ from ..errors import ConfigurationError, InternalError, TakenOutError
 from ..sync.notation import parse_shards
 from ..sync.translation import Standing
 
-if TYPE_CHECKING:
-    from .network import Network, Step
-
 __all__ = [
     "END",
     "MODELS",
     "CoordinatorProcess",
+    "Medium",
     "Process",
     "Pushes",
     "ServerProcess",
+    "Step",
     "WorkerProcess",
     "incarnation_of",
     "name_of",
     "peer_of",
 ]
+
+Step = tuple[str, ...]
+"""What can happen next: a verb, and names of processes or further words."""
 
 END = "the end of the connection"
 """What arrives last on a connection, in place of a message."""
@@ -148,12 +150,83 @@ class Pushes:
         assert (worker, iteration) in self.unused, f"push {worker}:{iteration} is held, but was used before"
 
 
+class Medium:
+    """The connections between processes, and what the processes of a run share.
+
+    Attributes:
+        coordinator: the core of the coordinator.
+        first_model: number of the model of `MODELS` with which the scripts begin.
+        servers: the processes of the servers.
+        workers: name -> process, for the workers that have not ended.
+        nodes: name -> process, for all that have not ended.
+        now_ticks: the current time. It advances only when a timer fires, or a chooser lets time pass.
+        channels: (sender, receiver, number) -> what is in flight, each with the number of its sending. Connections
+            between the same two processes are numbered, because a worker connects again when the model is extended.
+        timers: (due time, number, timer, who has set it) of each timer.
+        taken: the steps that have been taken.
+        told: sentences about what has happened, for scripts.
+        batches: (worker, iteration) -> the batches of data in this push.
+        cuts: the cuts of the run. For each cut, the pushes that all shards contain, and those that some contain.
+        over: why the run has ended; "" while it goes on.
+    """
+
+    def __init__(self, coordinator: Coordinator, first_model: int) -> None:
+        self.coordinator = coordinator
+        self.first_model = first_model
+        self.servers: list[ServerProcess] = []
+        self.workers: dict[str, WorkerProcess] = {}
+        self.nodes: dict[str, Process] = {}
+        self.now_ticks = 0
+        self.channels: dict[Step, deque[tuple[int, Message | str]]] = {}
+        self.timers: list[tuple[int, int, Timer, str]] = []
+        self.taken: list[Step] = []
+        self.told: list[str] = []
+        self.batches: dict[tuple[int, int], list[Batch]] = {}
+        self.cuts: list[tuple[JobCut, set[tuple[int, int]], set[tuple[int, int]]]] = []
+        self.over = ""
+        self._sent = 0
+
+    def connect(self, client: str, server: str, hello: Hello) -> None:
+        """Open a connection, and send the greeting."""
+        number = str(hello.extension)
+        self.channels[client, server, number] = deque()
+        self.channels[server, client, number] = deque()
+        self.post(client, server, hello, number)
+
+    def post(self, sender: str, receiver: str, message: Message | str, number: str = "0") -> None:
+        """Send a message. It is lost if the connection is not open."""
+        channel = self.channels.get((sender, receiver, number))
+        if channel is not None and not (channel and channel[-1][1] is END):
+            self._sent += 1
+            channel.append((self._sent, message))
+
+    def tell(self, sentence: str) -> None:
+        """Note what has happened."""
+        self.told.append(sentence)
+
+    def hang_up(self, closer: str, other: str, number: str) -> None:
+        """Close a connection: what is in flight to `closer` is lost, and the other side sees the end of it."""
+        self.post(closer, other, END, number)
+        self.channels.pop((other, closer, number), None)
+
+    def end(self, name: str, *, silent: bool = False) -> None:
+        """End a process: what is in flight to it is lost, and the others see the end of its connections."""
+        self.nodes.pop(name, None)
+        self.workers.pop(name, None)
+        self.timers = [each for each in self.timers if each[3] != name]
+        for sender, receiver, number in list(self.channels):
+            if receiver == name:
+                del self.channels[sender, receiver, number]
+            elif sender == name and not silent:
+                self.post(sender, receiver, END, number)
+
+
 class Process(Host):
     """A process: its core, and what the host of the core does."""
 
     core: Any
 
-    def __init__(self, network: Network, name: str) -> None:
+    def __init__(self, network: Medium, name: str) -> None:
         self.network = network
         self.name = name
         network.nodes[name] = self
@@ -178,7 +251,7 @@ class CoordinatorProcess(Process):
         names: connected worker or server -> name of its process.
     """
 
-    def __init__(self, network: Network, core: Coordinator) -> None:
+    def __init__(self, network: Medium, core: Coordinator) -> None:
         super().__init__(network, "c")
         self.core: Coordinator = core
         self.names: dict[Peer, str] = {}
@@ -271,7 +344,7 @@ class ServerProcess(Process):
         copies: (shard, number of a cut) -> the pushes that were neither unused nor yet to be received at the cut.
     """
 
-    def __init__(self, network: Network, index: int, core: Server) -> None:
+    def __init__(self, network: Medium, index: int, core: Server) -> None:
         super().__init__(network, f"s{index}")
         self.index = index
         self.core: Server = core
@@ -384,7 +457,7 @@ class WorkerProcess(Process):
     """
 
     def __init__(
-        self, network: Network, index: int, incarnation: int, core: Worker, script: Sequence[str]
+        self, network: Medium, index: int, incarnation: int, core: Worker, script: Sequence[str]
     ) -> None:
         super().__init__(network, name_of(index, incarnation))
         self.index = index
