@@ -219,10 +219,10 @@ def test_benchmarks_import_only_the_quoted_numbers_from_reproductions() -> None:
 
 
 MOST = Structure(
-    modules=462,
-    nodes=332_000,
-    names_over_borders=4_884,
-    edges=2_540,
+    modules=461,
+    nodes=331_700,
+    names_over_borders=4_868,
+    edges=2_529,
     with_one_importer=134,
     private_imports=8,
     defined_twice=95,
@@ -235,8 +235,8 @@ def test_the_package_is_not_more_than_it_was() -> None:
     assert {name: value for name, value in found._asdict().items() if value > getattr(MOST, name)} == {}
 
 
-def test_only_these_modules_import_one_another_in_a_circle() -> None:
-    assert [group[0] for group in circles(ROOT)] == ["paceline.sim.cluster", "paceline.testing.network"]
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    assert circles(ROOT) == []
 
 
 def test_imports_are_seen_in_every_form() -> None:
