@@ -1,6 +1,6 @@
 """Entry point of `python -m benchmarks`."""
 
-from .commands import main
+if __name__ == "__main__":  # processes that are spawned import this module, too
+    from .commands import main
 
-if __name__ == "__main__":
     main()

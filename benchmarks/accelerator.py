@@ -17,18 +17,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import torch
-from rich import box
-from rich.table import Table
+import typer
 from torch import nn
 
 import paceline
 from paceline.cli.progress_bar import TellShare
 
-__all__ = ["MODELS", "AcceleratorRow", "LanguageModel", "copies_of", "estimate_s", "measure", "table"]
+from .harness import Columns, Figures, Rounds, benchmark, in_turns, live
 
 WARM_UP = 5
 STEPS = 20
@@ -37,14 +36,8 @@ WORDS = 4096
 LENGTH = 256
 
 
-class LanguageModel(msgspec.Struct, frozen=True):
-    """The size of a model and of its batches.
-
-    Attributes:
-        width: width of the layers.
-        layers: number of layers.
-        batch: number of sequences, of 256 words each, in a batch.
-    """
+class LanguageModel(NamedTuple):
+    """The size of a model and of its batches, which have this number of sequences of 256 words each."""
 
     width: int
     layers: int
@@ -55,97 +48,58 @@ MODELS = (LanguageModel(256, 4, 64), LanguageModel(512, 8, 32), LanguageModel(51
 
 
 class AcceleratorRow(msgspec.Struct, frozen=True):
-    """What was measured with one model. Times are medians over the rounds, in seconds.
-
-    Attributes:
-        device: name of the device.
-        weights: number of weights, in float32.
-        batch: number of sequences in a batch.
-        plain_s: time of a step of plain PyTorch.
-        paceline_s: time of a step with one worker.
-        sent_s: time, in a step, of the copies of gradients to the host.
-        sent_hidden: share of this time in which kernels of the training ran.
-        received_s: time, in a step, of the copies of weights to the device.
-        received_hidden: share of this time in which kernels of the training ran.
-    """
+    """What was measured with one model. Times are medians over the rounds, in seconds."""
 
     device: str
-    weights: int
+    weights: int  # number of weights, in float32
     batch: int
-    plain_s: float
-    paceline_s: float
-    sent_s: float
-    sent_hidden: float
-    received_s: float
+    plain_s: float  # time of a step of plain PyTorch
+    paceline_s: float  # time of a step with one worker
+    sent_s: float  # time, in a step, of the copies of gradients to the host
+    sent_hidden: float  # share of this time in which kernels of the training ran
+    received_s: float  # time, in a step, of the copies of weights to the device
     received_hidden: float
 
 
-def estimate_s(models: Sequence[LanguageModel] = MODELS, rounds: int = 3) -> float:
-    """Return about how long the benchmark takes, in seconds."""
-    return 25.0 * len(models) * rounds
+COLUMNS: Columns[AcceleratorRow] = {
+    "weights": lambda row: f"{row.weights / 1e6:.1f} million",
+    "batch": lambda row: row.batch,
+    "plain": lambda row: f"{row.plain_s * 1e3:.1f} ms",
+    "Paceline": lambda row: f"{row.paceline_s * 1e3:.1f} ms",
+    "ratio": lambda row: f"{row.paceline_s / row.plain_s:.2f}",
+    "to the host": lambda row: f"{row.sent_s * 1e3:.1f} ms",
+    "hidden": lambda row: f"{row.sent_hidden:.0%}",
+    "to the device": lambda row: f"{row.received_s * 1e3:.1f} ms",
+    "hidden ": lambda row: f"{row.received_hidden:.0%}",
+}
+Device = Annotated[
+    str, typer.Option("--device", metavar="NAME", help="The device, for example cuda or cuda:1.")
+]
 
 
+@benchmark(minutes=4, quick={"models": (LanguageModel(64, 1, 2),), "rounds": 1})
 def measure(
-    device: str, tell: TellShare, models: Sequence[LanguageModel] = MODELS, rounds: int = 3
-) -> list[AcceleratorRow]:
-    """Measure every model on a device, in turn as plain PyTorch and with Paceline."""
-    rows = []
-    for number, model in enumerate(models):
-        plain_s, found = [], []
-        for turn in range(rounds):
-            what = f"width {model.width}, {model.layers} layers, batches of {model.batch}"
-            share = (number + turn / rounds) / len(models)
-            tell(f"{what}, plain PyTorch", share, slow=True)
-            plain_s.append(_run(model, device, alone=True).step_s)
-            tell(f"{what}, Paceline", share + 0.5 / rounds / len(models), slow=True)
-            found.append(_run(model, device, alone=False))
-        last = found[-1]
-        rows.append(
-            AcceleratorRow(
-                last.device,
-                last.weights,
-                model.batch,
-                median(plain_s),
-                median(each.step_s for each in found),
-                *(
-                    median(each.copies[kind][part] for each in found)
-                    for kind in ("DtoH", "HtoD")
-                    for part in (0, 1)
-                ),
-            )
-        )
-    return rows
+    tell: TellShare, device: Device = "cuda", rounds: Rounds = 3, models: Sequence[LanguageModel] = MODELS
+) -> list[Figures[AcceleratorRow]]:
+    """Compare a training step on an accelerator with plain PyTorch, and measure how much of the copies is hidden.
+
+    Needs a device with streams, such as cuda.
+    """
+    cases = {
+        f"{what}, width {model.width}, {model.layers} layers, batches of {model.batch}": (model, what)
+        for model in models
+        for what in ("plain PyTorch", "Paceline")
+    }
+    found = in_turns(tell, rounds, cases, lambda case: _run(case[0], device, alone=case[1] != "Paceline"))
+    in_pairs = iter(found.values())
+    rows = [_row(model, plain, ours) for model, plain, ours in zip(models, in_pairs, in_pairs, strict=True)]
+    return [Figures(f"A training step on {rows[0].device}", rows, COLUMNS)]
 
 
-def table(rows: Iterable[AcceleratorRow]) -> Table:
-    """Return the table that the command prints."""
-    rows = list(rows)
-    shown = Table(
-        "weights",
-        "batch",
-        "plain",
-        "Paceline",
-        "ratio",
-        "to the host",
-        "hidden",
-        "to the device",
-        "hidden",
-        box=box.SIMPLE,
-    )
-    for row in rows:
-        shown.add_row(
-            f"{row.weights / 1e6:.1f} million",
-            str(row.batch),
-            f"{row.plain_s * 1e3:.1f} ms",
-            f"{row.paceline_s * 1e3:.1f} ms",
-            f"{row.paceline_s / row.plain_s:.2f}",
-            f"{row.sent_s * 1e3:.1f} ms",
-            f"{row.sent_hidden:.0%}",
-            f"{row.received_s * 1e3:.1f} ms",
-            f"{row.received_hidden:.0%}",
-        )
-    shown.title = f"A training step on {rows[0].device}" if rows else None
-    return shown
+def _row(model: LanguageModel, plain: Sequence[_Found], ours: Sequence[_Found]) -> AcceleratorRow:
+    copies = ([each.copies[kind][part] for each in ours] for kind in ("DtoH", "HtoD") for part in (0, 1))
+    steps_s = (median(each.step_s for each in runs) for runs in (plain, ours))
+    return AcceleratorRow(ours[0].device, ours[0].weights, model.batch, *steps_s, *map(median, copies))
 
 
 # -- what the worker does ---------------------------------------------------------------------------------
@@ -162,33 +116,18 @@ class _Found(msgspec.Struct, frozen=True):
 
 def _run(model: LanguageModel, device: str, *, alone: bool) -> _Found:
     """Measure in a process of its own, so that no run finds memory or compiled kernels of another."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder, "found.json")
-        if alone:
-            process = multiprocessing.get_context("spawn").Process(
-                target=_train, args=(model, str(found), device)
-            )
-            process.start()
-            process.join()
-        else:
-            paceline.launch(
-                _train,
-                args=(model, str(found)),
-                workers=1,
-                devices=device,
-                traces="off",
-                progress=False,
-                run_dir=Path(folder, "run"),
-            )
-        return msgspec.json.decode(found.read_bytes(), type=_Found)
+    if alone:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return pool.apply(_train, (model, device))
+    _, [found] = live(_train, model, kind=_Found, workers=1, devices=device, traces="off")
+    return found
 
 
-def _train(model: LanguageModel, found: str, alone_on: str | None = None) -> None:
-    """Train on a device and write what was measured to a file.
+def _train(model: LanguageModel, alone_on: str | None = None) -> _Found:
+    """Train on a device.
 
     Args:
         model: what is trained.
-        found: path of the file.
         alone_on: the device of plain PyTorch; None for a worker of Paceline.
     """
     device = torch.device(alone_on) if alone_on is not None else paceline.device()
@@ -227,7 +166,7 @@ def _train(model: LanguageModel, found: str, alone_on: str | None = None) -> Non
     name = torch.get_device_module(device).get_device_name(device) if device.type != "cpu" else "the CPU"
     weights = sum(parameter.numel() for parameter in net.parameters())
     per_step = {kind: (seconds / PROFILED, hidden) for kind, (seconds, hidden) in copies.items()}
-    Path(found).write_bytes(msgspec.json.encode(_Found(name, weights, step_s, per_step)))
+    return _Found(name, weights, step_s, per_step)
 
 
 class _Net(nn.Module):

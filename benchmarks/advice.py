@@ -11,14 +11,13 @@ Workers sleep instead of computing, so two cores suffice.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
 import msgspec
 import torch
-from rich import box
-from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -29,10 +28,9 @@ from paceline.frontend.epochs import epochs
 from paceline.frontend.is_main import is_main
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.frontend.session import worker_index
-from paceline.launcher.launch import launch
 from paceline.rehearsal.advice import advise
 
-__all__ = ["KINDS", "AdviceRow", "Kind", "estimate_s", "measure", "table"]
+from .harness import Columns, Figures, Rounds, benchmark, in_turns, live, marked
 
 WORKERS = 3
 BATCH = 8
@@ -40,7 +38,6 @@ BATCHES = 12  # of each worker in an epoch, if their shares are equal
 EPOCHS = 5
 SAMPLE_S = 0.02  # time to compute with one sample: long, so that other programs on the machine matter little
 GOAL = 0.1  # largest permitted error of a promise
-START_S = 8.0  # approximate time to start and end the processes of a run on two cores
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,17 +79,10 @@ KINDS = {
 
 
 class AdviceRow(msgspec.Struct, frozen=True):
-    """What was promised and measured of one kind.
-
-    Attributes:
-        kind: a key of `KINDS`.
-        change: the change, as the options of the command line.
-        promised: how many times as many samples per second `advise` promises, median over the rounds.
-        measured: how many times as many the live run used, median over the rounds.
-    """
+    """How many times as many samples per second were promised and measured: medians over the rounds."""
 
     kind: str
-    change: str
+    change: str  # as the options of the command line
     promised: float
     measured: float
 
@@ -107,52 +97,42 @@ class AdviceRow(msgspec.Struct, frozen=True):
         return abs(self.error) <= GOAL
 
 
-def estimate_s(rounds: int) -> float:
-    """Estimate how long the measurements take, in seconds."""
-    run_s = START_S + EPOCHS * (BATCHES * BATCH * SAMPLE_S * 1.5 + 1.0)
-    return 2 * rounds * len(KINDS) * run_s
+COLUMNS: Columns[AdviceRow] = {
+    "script": lambda row: row.kind,
+    "change": lambda row: row.change,
+    "promised": lambda row: f"{row.promised:.2f}",
+    "measured": lambda row: f"{row.measured:.2f}",
+    "error": lambda row: marked(f"{row.error:+.1%}", row.met),
+}
 
 
+@benchmark(minutes=8, quick={"kinds": ("equal machines",)})
 def measure(
-    rounds: int = 1,
-    kinds: tuple[str, ...] = tuple(KINDS),
-    tell: TellShare = lambda what, share, slow=False: None,
-) -> list[AdviceRow]:
-    """Run each kind of script as it is and with its change.
-
-    Raises:
-        RunFailedError: a process failed. All other processes have been stopped.
-    """
-    found = []
-    for number, name in enumerate(kinds):
+    tell: TellShare, rounds: Rounds = 1, kinds: Sequence[str] = tuple(KINDS)
+) -> list[Figures[AdviceRow]]:
+    """Compare what paceline advise promises of a change with a live run of it, for several kinds of scripts."""
+    rows = []
+    for name, pairs in in_turns(tell, rounds, {name: name for name in kinds}, _promised_and_measured).items():
         kind = KINDS[name]
-        pairs = []
-        for each in range(rounds):
-            tell(f"{name}, round {each + 1} of {rounds}", (number + each / rounds) / len(kinds), slow=True)
-            with TemporaryDirectory() as folder:
-                before = _live(name, "bsp", "equal", Path(folder, "before"))
-                after = _live(name, kind.sync, kind.batch, Path(folder, "after"))
-                rows = advise(Path(folder, "before"), ("bsp", kind.sync)).rows
-            speed = {(row.sync, row.batch): row.speed for row in rows}
-            pairs.append((speed[kind.sync, kind.batch] / speed["bsp", "equal"], after / before))
         change = f"--sync {kind.sync}" if kind.batch == "equal" else f"--batch {kind.batch}"
-        promised, measured = (median(column) for column in zip(*pairs, strict=True))
-        found.append(AdviceRow(name, change, promised, measured))
-    return found
+        rows.append(AdviceRow(name, change, *(median(column) for column in zip(*pairs, strict=True))))
+    title = "Samples per second with a change, divided by those under bsp: promised by advise, and measured"
+    return [Figures(title, rows, COLUMNS, f"goal for the error: {GOAL:.0%}; !: goal missed", labels=2)]
 
 
-def _live(name: str, sync: str, batch: BatchSizing, run_dir: Path) -> float:
-    """Make a live run; return how many samples per second it used."""
-    result = launch(
-        train,
-        args=(name,),
-        workers=WORKERS,
-        servers=1,
-        sync=sync,
-        batch=batch,
-        run_dir=run_dir,
-        progress=False,
-    )
+def _promised_and_measured(name: str) -> tuple[float, float]:
+    """Run a kind of script as it is and with its change."""
+    kind = KINDS[name]
+    with TemporaryDirectory() as folder:
+        recorded = Path(folder, "before")
+        before = _samples_per_s(name, "bsp", "equal", run_dir=recorded)
+        after = _samples_per_s(name, kind.sync, kind.batch)
+        speed = {(row.sync, row.batch): row.speed for row in advise(recorded, ("bsp", kind.sync)).rows}
+    return speed[kind.sync, kind.batch] / speed["bsp", "equal"], after / before
+
+
+def _samples_per_s(name: str, sync: str, batch: BatchSizing, **settings: Path) -> float:
+    result, _ = live(train, name, workers=WORKERS, sync=sync, batch=batch, **settings)
     speed: float = result.summary["samples_per_s"]
     return speed
 
@@ -190,25 +170,3 @@ def train(name: str) -> None:
                 time.sleep(kind.saving)
         if kind.everywhere or is_main():
             time.sleep(kind.evaluating)
-
-
-def table(rows: list[AdviceRow]) -> Table:
-    """Return what was promised and measured as a table."""
-    shown = Table(
-        title="Samples per second with a change, divided by those under bsp: promised by advise, and measured",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        caption=f"An error is marked (!) if it is beyond the goal of {GOAL:.0%}.",
-        caption_justify="left",
-    )
-    for heading in ("script", "change"):
-        shown.add_column(heading)
-    for heading in ("promised", "measured", "error"):
-        shown.add_column(heading, justify="right")
-    for row in rows:
-        mark = " " if row.met else "!"
-        shown.add_row(
-            row.kind, row.change, f"{row.promised:.2f}", f"{row.measured:.2f}", f"{row.error:+.1%}{mark}"
-        )
-    return shown

@@ -14,8 +14,6 @@ import random
 from collections.abc import Iterator, Sequence
 
 import msgspec
-from rich import box
-from rich.table import Table
 
 from paceline.cli.progress_bar import TellShare
 from paceline.core.sync.auto import RELAXED
@@ -24,7 +22,7 @@ from paceline.sim import Cluster, Dataset, Link, LogNormal, Occasional, Recorded
 from paceline.sim.times import Times
 from paceline.sync.effects import backup_quorum
 
-__all__ = ["KINDS", "Report", "Row", "clusters", "estimate_s", "judge", "measure", "tables"]
+from .harness import Columns, Figures, benchmark
 
 KINDS = ("steady", "jitter", "pauses", "slow links", "equal", "changing")
 EACH = 10  # clusters of each kind
@@ -37,19 +35,12 @@ SLOWER = 0.05  # goal: the time is never longer than under bsp by more than this
 
 
 class Row(msgspec.Struct, frozen=True):
-    """The result for one cluster.
-
-    Attributes:
-        name: name of the cluster.
-        times_s: fixed choice -> its time in virtual seconds.
-        auto_s: the time with `auto`.
-        changes: the models to which `auto` has changed, in order.
-    """
+    """The result for one cluster."""
 
     name: str
-    times_s: dict[str, float]
-    auto_s: float
-    changes: tuple[str, ...]
+    times_s: dict[str, float]  # fixed choice -> its time in virtual seconds
+    auto_s: float  # the time with `auto`
+    changes: tuple[str, ...]  # the models to which `auto` has changed, in order
 
     @property
     def best(self) -> str:
@@ -67,23 +58,15 @@ class Row(msgspec.Struct, frozen=True):
         return self.auto_s / self.times_s["bsp"] - 1.0
 
 
-class Report(msgspec.Struct, frozen=True):
-    """All results, and whether the goals are met.
-
-    Attributes:
-        rows: one row for each cluster.
-        within: share of the clusters in which `auto` is within 15 % of the best fixed choice.
-        slowest: by how much `auto` is slower than bsp, where it is slowest compared with it.
-    """
-
-    rows: list[Row]
-    within: float
-    slowest: float
-
-    @property
-    def reached(self) -> bool:
-        """True if both goals are met."""
-        return self.within >= SHARE and self.slowest <= SLOWER
+COLUMNS: Columns[Row] = {
+    "cluster": lambda row: row.name,
+    "best fixed choice": lambda row: row.best,
+    "s": lambda row: f"{row.times_s[row.best]:.0f}",
+    "auto, s": lambda row: f"{row.auto_s:.0f}",
+    "behind": lambda row: f"{row.behind:+.1%}{' !' * (row.behind > WITHIN or row.behind_bsp > SLOWER)}",
+    "behind bsp": lambda row: f"{row.behind_bsp:+.1%}",
+    "auto changed to": lambda row: ", ".join(row.changes),
+}
 
 
 def clusters(each: int = EACH) -> Iterator[Cluster]:
@@ -171,61 +154,29 @@ class Task(msgspec.Struct, frozen=True):
     epochs: int
 
 
-def measure(tell: TellShare, each: int = EACH, epochs: int = EPOCHS) -> Report:
-    """Judge all clusters, on all cores."""
+@benchmark(minutes=6, quick={"each": 1, "epochs": 2})
+def measure(tell: TellShare, each: int = EACH, epochs: int = EPOCHS) -> list[Figures[Row]]:
+    """Compare --sync auto with every fixed choice on 60 simulated clusters.
+
+    Also checks the results against this project's goals.
+    """
     tasks = [Task(cluster, epochs) for cluster in clusters(each)]
     rows = on_all_cores(
         _judge, tasks, lambda task: task.cluster.name, lambda done, of, what: tell(what, done / max(1, of))
     )
-    return report_of(rows)
+    within, slowest = reached(rows)
+    caption = (
+        f"within {WITHIN:.0%} of the best fixed choice: {within:.0%} of the clusters (goal: {SHARE:.0%}); slower "
+        f"than bsp by at most {slowest:.1%} (goal: {SLOWER:.0%})"
+    )
+    return [Figures("--sync auto, compared with fixed choices", rows, COLUMNS, caption, labels=2)]
 
 
 def _judge(task: Task) -> Row:
     return judge(task.cluster, task.epochs)
 
 
-def report_of(rows: Sequence[Row]) -> Report:
-    """Return the report of some results."""
-    within = sum(row.behind <= WITHIN for row in rows) / len(rows)
-    return Report(list(rows), within, max(row.behind_bsp for row in rows))
-
-
-def estimate_s() -> float:
-    """Return the approximate time of the benchmark in seconds."""
-    return 360.0
-
-
-def tables(report: Report) -> Iterator[Table]:
-    """Yield a table with one row for each cluster."""
-    table = Table(
-        title="--sync auto, compared with fixed choices",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        caption=f"within {WITHIN:.0%} of the best fixed choice: {report.within:.0%} of the clusters (goal: "
-        f"{SHARE:.0%}); slower than bsp by at most {report.slowest:.1%} (goal: {SLOWER:.0%})",
-        caption_justify="left",
-    )
-    for heading in (
-        "cluster",
-        "best fixed choice",
-        "s",
-        "auto, s",
-        "behind",
-        "behind bsp",
-        "auto changed to",
-    ):
-        table.add_column(heading, justify="left" if "choice" in heading or "changed" in heading else "right")
-    for row in report.rows:
-        missed = " !" if row.behind > WITHIN or row.behind_bsp > SLOWER else ""
-        table.add_row(
-            row.name,
-            row.best,
-            f"{row.times_s[row.best]:.0f}",
-            f"{row.auto_s:.0f}",
-            f"{row.behind:+.1%}{missed}",
-            f"{row.behind_bsp:+.1%}",
-            ", ".join(row.changes),
-        )
-    yield table
+def reached(rows: Sequence[Row]) -> tuple[float, float]:
+    """Return the share of the clusters in which `auto` is within 15 % of the best fixed choice, and by how much it is
+    slower than bsp, where it is slowest compared with it."""
+    return sum(row.behind <= WITHIN for row in rows) / len(rows), max(row.behind_bsp for row in rows)

@@ -16,13 +16,12 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 import torch
-from rich.table import Table
 
 import paceline
 from paceline.checkpoints.directory import numbers_in
 from paceline.cli.progress_bar import TellShare
 
-__all__ = ["Case", "CheckpointRow", "Step", "cases_of", "estimate_s", "measure", "row_of", "table"]
+from .harness import Columns, Figures, Rounds, SizesMb, benchmark, goal_text, in_turns, live
 
 FEATURES = 1024
 BATCH = 16
@@ -51,51 +50,66 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class CheckpointRow(msgspec.Struct, frozen=True):
-    """The steps of a run.
-
-    Attributes:
-        case: what was trained.
-        checkpoints: number of checkpoints.
-        step_ms: median time of a step while no checkpoint is written, in milliseconds.
-        undisturbed: the longest of these steps, divided by their median.
-        median: median of the steps while a checkpoint is written, divided by that of the others.
-        longest: for each checkpoint, the longest step, divided by the median of the others.
-        steps: for each checkpoint, the number of steps until it is complete.
-        met: True if the median and the longest steps are within the goals.
-    """
+    """The steps of a run."""
 
     case: Case
-    checkpoints: int
-    step_ms: float
-    undisturbed: float
-    median: float
-    longest: list[float]
-    steps: list[int]
-    met: bool
+    checkpoints: int  # number of checkpoints
+    step_ms: float  # median time of a step while no checkpoint is written
+    undisturbed: float  # the longest of these steps, divided by their median
+    median: float  # median of the steps while a checkpoint is written, divided by that of the others
+    longest: list[float]  # for each checkpoint, the longest step, divided by the median of the others
+    steps: list[int]  # for each checkpoint, the number of steps until it is complete
+
+    @property
+    def met(self) -> bool:
+        """True if the median and the longest steps are within the goals."""
+        return self.median <= MEDIAN_GOAL and max(self.longest) <= LONGEST_GOAL
 
 
-def cases_of(sizes_mb: Sequence[float]) -> list[Case]:
-    """Return all cases with these sizes."""
-    return [Case(*case) for case in product(sizes_mb, ("SGD", "Adam"), ("shm", "tcp"))]
+COLUMNS: Columns[CheckpointRow] = {
+    "weights": lambda row: f"{row.case.size_mb:g} MB",
+    "optimizer": lambda row: row.case.optimizer,
+    "transport": lambda row: row.case.transport,
+    "step": lambda row: f"{row.step_ms:.0f} ms",
+    "longest of the others": lambda row: f"{row.undisturbed:.2f}",
+    "median": lambda row: f"{row.median:.2f}",
+    "longest": lambda row: ", ".join(f"{each:.2f}" for each in row.longest),
+    "goals": lambda row: goal_text(f"{MEDIAN_GOAL:g} and {LONGEST_GOAL:g}", row.met),
+}
 
 
-def estimate_s(rounds: int, cases: Sequence[Case]) -> float:
-    """Estimate how long the measurement takes, in seconds."""
-    return sum(6.0 + rounds * case.size_mb * (1.5 if case.optimizer == "Adam" else 1) / 8 for case in cases)
+@benchmark(minutes=15, quick={"sizes_mb": (4.0,), "rounds": 1, "optimizers": ("SGD",)})
+def measure(
+    tell: TellShare,
+    sizes_mb: SizesMb = (25.0, 400.0),
+    rounds: Rounds = 3,
+    optimizers: Sequence[str] = ("SGD", "Adam"),
+) -> list[Figures[CheckpointRow]]:
+    """Measure how much longer the steps of a worker are while a checkpoint is written, with SGD and with Adam.
 
-
-def measure(tell: TellShare, rounds: int, cases: Sequence[Case]) -> list[CheckpointRow]:
-    """Write checkpoints in a run for each case, and return how long the steps were.
-
-    Raises:
-        RunFailedError: a process has failed.
+    Each round is one checkpoint of the same run.
     """
-    rows = []
-    for index, case in enumerate(cases):
-        tell(f"{case.size_mb:g} MB, {case.optimizer}, {case.transport}", index / len(cases))
-        with TemporaryDirectory(prefix="paceline-") as folder:
-            rows.append(row_of(case, _steps(Path(folder), case, rounds)))
-    return rows
+    cases = [Case(*case) for case in product(sizes_mb, optimizers, ("shm", "tcp"))]
+    found = in_turns(
+        tell,
+        1,
+        {f"{case.size_mb:g} MB, {case.optimizer}, {case.transport}": case for case in cases},
+        lambda case: row_of(case, _steps(case, rounds)),
+        lambda case: 6.0 + rounds * case.size_mb * (1.5 if case.optimizer == "Adam" else 1) / 8,
+    )
+    title = "Steps while a checkpoint is written, divided by the median of the others"
+    return [Figures(title, [row for rows in found.values() for row in rows], COLUMNS, labels=3)]
+
+
+def _steps(case: Case, rounds: int) -> list[Step]:
+    with TemporaryDirectory(prefix="paceline-") as folder:
+        run_dir = Path(folder, "run")
+        settings = {"transport": case.transport, "checkpoint_every": "off", "keep": 1, "run_dir": run_dir}
+        checkpoints = str(run_dir / "checkpoints")
+        _, [steps] = live(
+            _train, case, rounds, checkpoints, kind=list[Step], workers=1, sync="bsp", **settings
+        )
+    return steps
 
 
 def row_of(case: Case, steps: list[Step]) -> CheckpointRow:
@@ -119,61 +133,11 @@ def row_of(case: Case, steps: list[Step]) -> CheckpointRow:
         median=middle,
         longest=longest,
         steps=[len(times_s) for times_s in by_checkpoint.values()],
-        met=middle <= MEDIAN_GOAL and max(longest) <= LONGEST_GOAL,
     )
 
 
-def table(rows: list[CheckpointRow]) -> Table:
-    """Return the table of the results."""
-    table = Table(
-        title=f"Steps while a checkpoint is written, divided by the median of the others (goals: {MEDIAN_GOAL:g} for "
-        f"the median, {LONGEST_GOAL:g} for the longest)",
-        title_justify="left",
-    )
-    for name in (
-        "weights",
-        "optimizer",
-        "transport",
-        "step",
-        "longest of the others",
-        "median",
-        "longest",
-        "goals",
-    ):
-        table.add_column(name)
-    for row in rows:
-        table.add_row(
-            f"{row.case.size_mb:g} MB",
-            row.case.optimizer,
-            row.case.transport,
-            f"{row.step_ms:.0f} ms",
-            f"{row.undisturbed:.2f}",
-            f"{row.median:.2f}",
-            ", ".join(f"{each:.2f}" for each in row.longest),
-            "met" if row.met else "not met",
-        )
-    return table
-
-
-def _steps(folder: Path, case: Case, rounds: int) -> list[Step]:
+def _train(case: Case, rounds: int, directory: str) -> list[Step]:
     """Train, and return all steps."""
-    times = folder / "steps.json"
-    paceline.launch(
-        _train,
-        args=(case, rounds, str(folder / "run" / "checkpoints"), str(times)),
-        workers=1,
-        servers=1,
-        sync="bsp",
-        transport=case.transport,
-        checkpoint_every="off",
-        keep=1,
-        run_dir=str(folder / "run"),
-        progress=False,
-    )
-    return msgspec.json.decode(times.read_bytes(), type=list[Step])
-
-
-def _train(case: Case, rounds: int, directory: str, times: str) -> None:
     torch.set_num_threads(1)
     layers = max(1, round(case.size_mb * 2**20 / (4 * FEATURES**2)))
     model = torch.nn.Sequential(*(torch.nn.Linear(FEATURES, FEATURES, bias=False) for _ in range(layers)))
@@ -193,13 +157,16 @@ def _train(case: Case, rounds: int, directory: str, times: str) -> None:
             now_s = time.perf_counter()
             steps.append(Step(now_s - began_s, writing))
             began_s, since = now_s, since + 1
-            if (
-                writing and (found := max([0, *numbers_in(Path(directory))])) > newest
-            ):  # a number may be left out
+            if writing and (found := _newest(directory)) > newest:  # a number may be left out
                 writing, complete, newest, since = 0, writing, found, 0
             if not writing and since == APART + SETTLING:
                 if complete == rounds:
-                    Path(times).write_bytes(msgspec.json.encode(steps))
-                    return
+                    return steps
                 writing = complete + 1
                 paceline.checkpoint()
+    raise AssertionError("there are enough epochs")
+
+
+def _newest(directory: str) -> int:
+    """Return the number of the newest checkpoint that is complete; 0 if there is none."""
+    return max((n for lineage in Path(directory).glob("paceline-*") for n in numbers_in(lineage)), default=0)

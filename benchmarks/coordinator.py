@@ -17,8 +17,6 @@ from typing import Any
 
 import msgspec
 import torch
-from rich import box
-from rich.table import Table
 
 from paceline import __version__
 from paceline.cli.progress_bar import TellShare
@@ -33,17 +31,14 @@ from paceline.wire.passing import PassedSockets, Source
 from paceline.wire.preface import COORDINATOR
 from paceline.wire.secret import new_secret
 
-from .crowd import Crowd, CrowdReport, Place
-from .descriptors import allow_descriptors
-
-__all__ = ["CoordinatorRow", "estimate_s", "measure", "table"]
+from .crowd import Crowd, CrowdReport, Place, allow_descriptors
+from .harness import Columns, Figures, benchmark, marked
 
 WORKERS = 1000
 INTERVAL_S = 1.0
 ROUNDS = 3
 SECONDS = 5.0
 WARM_UP_S = 3.0
-START_S = 20.0  # approximate time to connect all workers
 SHARE_GOAL = 0.2  # of one core, at `USUAL_RATE`
 USUAL_RATE = 1000.0  # notifications per second
 # (sync model, number of machines, True for TLS)
@@ -59,33 +54,19 @@ START_TIMEOUT_S = 120.0
 
 
 class CoordinatorRow(msgspec.Struct, frozen=True):
-    """The load of a coordinator.
-
-    Attributes:
-        sync: the sync model.
-        secure: True if the connections use TLS.
-        workers: number of workers.
-        machines: number of machines.
-        iterations_per_s: number of iterations of all workers per second.
-        notifications_per_s: number of messages of all workers per second.
-        share: share of one core that the coordinator uses.
-        fewest: smallest number of iterations of a worker, as a share of the mean.
-        response_s: median of the response times.
-        slow_response_s: 99th percentile of the response times.
-        taken_out: number of workers that the coordinator has taken out.
-    """
+    """The load of a coordinator."""
 
     sync: str
-    secure: bool
+    secure: bool  # True if the connections use TLS
     workers: int
     machines: int
-    iterations_per_s: float
-    notifications_per_s: float
-    share: float
-    fewest: float
-    response_s: float
-    slow_response_s: float
-    taken_out: int
+    iterations_per_s: float  # of all workers
+    notifications_per_s: float  # messages of all workers
+    share: float  # of one core, that the coordinator uses
+    fewest: float  # smallest number of iterations of a worker, as a share of the mean
+    response_s: float  # median of the response times
+    slow_response_s: float  # 99th percentile of the response times
+    taken_out: int  # number of workers that the coordinator has taken out
 
     @property
     def usual_share(self) -> float:
@@ -93,28 +74,39 @@ class CoordinatorRow(msgspec.Struct, frozen=True):
         return self.share * USUAL_RATE / max(self.notifications_per_s, 1.0)
 
 
-def estimate_s() -> float:
-    """Estimate how long all measurements take, in seconds."""
-    return len(SETTINGS) * (START_S + WARM_UP_S + ROUNDS * SECONDS)
+COLUMNS: Columns[CoordinatorRow] = {
+    "sync model": lambda row: row.sync.partition(":")[0],
+    "machines": lambda row: row.machines,
+    "TLS": lambda row: "yes" if row.secure else "no",
+    "notified": lambda row: f"{row.notifications_per_s:.0f}",
+    "core": lambda row: marked(f"{row.usual_share:.1%}", row.usual_share < SHARE_GOAL),
+    "fewest": lambda row: f"{row.fewest:.0%}",
+    "answer (ms)": lambda row: f"{1e3 * row.response_s:.1f}, {1e3 * row.slow_response_s:.1f}",
+    "lost": lambda row: row.taken_out,
+}
+CAPTION = (
+    "notified: messages of the workers per second; core: share of one core per 1,000 of them per second, "
+    f"goal: less than {SHARE_GOAL:.0%}, !: missed; fewest: fewest iterations of a worker in proportion to the mean; "
+    "answer: median and 99th percentile of the response times; lost: workers taken out"
+)
 
 
+@benchmark(
+    minutes=3, quick={"settings": (("asp", 4, True),), "workers": 12, "seconds": 0.5, "interval_s": 0.05}
+)
 def measure(
     tell: TellShare,
     settings: Sequence[tuple[str, int, bool]] = SETTINGS,
     workers: int = WORKERS,
     seconds: float = SECONDS,
     interval_s: float = INTERVAL_S,
-) -> list[CoordinatorRow]:
-    """Measure the load of the coordinator under several sync models.
-
-    Raises:
-        ConfigurationError: this process may not open enough sockets.
-    """
+) -> list[Figures[CoordinatorRow]]:
+    """Measure how much of a core the coordinator uses with 1,000 light workers, and how fast it responds."""
     rows = []
     for number, (sync, machines, secure) in enumerate(settings):
         tell(f"{sync}, {machines} machines", number / len(settings))
         rows.append(_measure(sync, workers, machines, seconds, interval_s, secure=secure))
-    return rows
+    return [Figures(f"A coordinator with {workers} light workers", rows, COLUMNS, CAPTION)]
 
 
 def _measure(
@@ -204,29 +196,3 @@ def _work(place: bytes, pipe: Any) -> None:
                 except EOFError:
                     return
                 pipe.send(crowd.report())
-
-
-def table(rows: list[CoordinatorRow]) -> Table:
-    """Return the results as a table."""
-    shown = Table(
-        title=f"A coordinator with {rows[0].workers if rows else WORKERS} light workers",
-        caption="notified: messages of the workers per second; core: share of one core per 1,000 of them per second, "
-        f"goal: less than {SHARE_GOAL:.0%}, !: missed; fewest: fewest iterations of a worker in "
-        "proportion to the mean; answer: median and 99th percentile of the response times; lost: workers taken out",
-        box=box.SIMPLE_HEAD,
-    )
-    shown.add_column("sync model")
-    for name in ("machines", "TLS", "notified", "core", "fewest", "answer (ms)", "lost"):
-        shown.add_column(name, justify="right")
-    for row in rows:
-        shown.add_row(
-            row.sync.partition(":")[0],
-            str(row.machines),
-            "yes" if row.secure else "no",
-            f"{row.notifications_per_s:.0f}",
-            f"{row.usual_share:.1%}{'!' if row.usual_share >= SHARE_GOAL else ''}",
-            f"{row.fewest:.0%}",
-            f"{1e3 * row.response_s:.1f}, {1e3 * row.slow_response_s:.1f}",
-            str(row.taken_out),
-        )
-    return shown

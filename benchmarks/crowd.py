@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import random
+import resource
 import selectors
 import time
 from collections import deque
@@ -49,13 +50,12 @@ from paceline.core.protocol.requests import (
 )
 from paceline.core.server import Server
 from paceline.core.worker import Worker
+from paceline.errors import ConfigurationError
 from paceline.sim.shard_stores import NullStore
 from paceline.sync.schedule import read_schedule
 from paceline.wire.addresses import connect
 from paceline.wire.stream import Stream
 from paceline.wire.tls import contexts
-
-__all__ = ["Crowd", "CrowdReport", "Place"]
 
 TIMEOUT_S = 60.0
 LOOK_S = 0.1  # time between two checks whether a heartbeat is due
@@ -65,46 +65,38 @@ JITTER = 0.2  # computing times are uniformly distributed within this part aroun
 NO_TENSORS = [NullStore()]  # the store of the only shard
 
 
+def allow_descriptors(needed: int) -> None:
+    """Let this process open as many file descriptors as it needs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigurationError(
+            f"this process may open {hard} files, but the benchmark needs {needed}. Raise the limit with ulimit -Hn."
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
 class Place(msgspec.Struct, frozen=True):
-    """Where the coordinator is, and who joins it.
+    """Where the coordinator is, and who joins it."""
 
-    Attributes:
-        address: address of the coordinator.
-        token: the secret of the run.
-        secure: True if the connections use TLS.
-        version: version of Paceline.
-        sync: the sync model.
-        workers: number of workers.
-        machines: number of machines, to which the workers are distributed.
-        interval_s: mean computing time of an iteration.
-        model: the model that the workers register.
-    """
-
-    address: str
-    token: str
-    secure: bool
-    version: str
+    address: str  # of the coordinator
+    token: str  # the secret of the run
+    secure: bool  # True if the connections use TLS
+    version: str  # of Paceline
     sync: str
     workers: int
-    machines: int
-    interval_s: float
-    model: ModelSpec
+    machines: int  # number of machines, to which the workers are distributed
+    interval_s: float  # mean computing time of an iteration
+    model: ModelSpec  # the model that the workers register
 
 
 class CrowdReport(msgspec.Struct, frozen=True):
-    """What the light workers have done and seen since the last report.
+    """What the light workers have done and seen since the last report."""
 
-    Attributes:
-        iterations: number of iterations of each worker.
-        notifications: number of messages that the workers have sent to the coordinator.
-        response_s: times between a worker's question to the coordinator and the answer.
-        taken_out: number of workers that were taken out of the run.
-    """
-
-    iterations: list[int]
-    notifications: int
-    response_s: list[float]
-    taken_out: int
+    iterations: list[int]  # of each worker
+    notifications: int  # number of messages that the workers have sent to the coordinator
+    response_s: list[float]  # times between a worker's question to the coordinator and the answer
+    taken_out: int  # number of workers that were taken out of the run
 
 
 class Crowd:

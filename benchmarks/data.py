@@ -11,15 +11,11 @@ import select
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
 import torch
-from rich import box
-from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,24 +24,19 @@ from paceline.core.protocol.requests import Request
 from paceline.frontend.data import distribute
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.frontend.session import Session, current
-from paceline.launcher.launch import launch
 
-from . import data_requests
-from .data_requests import RequestsRow
-
-__all__ = ["DataReport", "LoaderRow", "estimate_s", "measure", "tables"]
+from .data_requests import SECONDS, RequestsRow, ask_core, ask_floor, ask_host
+from .harness import Columns, Figures, benchmark, live, marked
 
 WORKERS = (1, 4)
 PROCESSES = (0, 2)  # numbers of worker processes of the loader
 BATCH = 16
 BATCHES = 100  # number of batches in an epoch, for each worker
-ROUNDS = 7  # number of pairs of passes
 STEP_S = 0.005  # time for which a gradient is computed
 ADDED_GOAL = 0.01  # of `STEP_S`
 SHARE_GOAL = 0.1  # of one core
 ASKING = 1000  # number of workers that ask the coordinator
 RATE = 10.0  # number of requests per second of each of these workers
-START_S = 12.0  # approximate time to start and stop the processes of a live run on a slow machine
 
 
 class Pass(msgspec.Struct, frozen=True):
@@ -75,32 +66,21 @@ class LoaderRow(msgspec.Struct, frozen=True):
 
     Each pass over the distributed loader is compared with the pass over the plain loader before it. All times are
     medians over these pairs of passes, of all workers.
-
-    Attributes:
-        workers: number of workers.
-        processes: number of worker processes of the loader.
-        plain_us: time to load a batch of the plain loader, in microseconds.
-        distributed_us: time to load a batch of the distributed loader.
-        plain_step_us: time of a step with a batch of the plain loader.
-        distributed_step_us: time of a step with a batch of the distributed loader.
-        added_us: time that a batch of the distributed loader takes in addition, in the loader and in the step.
-        first_ms: additional time for the first batch of an epoch, in milliseconds.
-        requests: number of requests per batch that are sent with a push.
-        waits: number of waits for data per batch, without the one at the beginning of an epoch.
-        wait_us: mean time of such a wait; 0 if there was none.
     """
 
     workers: int
-    processes: int
-    plain_us: float
+    processes: int  # number of worker processes of the loader
+    plain_us: float  # time to load a batch of the plain loader
     distributed_us: float
-    plain_step_us: float
+    plain_step_us: float  # time of a step with a batch of the plain loader
     distributed_step_us: float
-    added_us: float
-    first_ms: float
-    requests: float
-    waits: float
-    wait_us: float
+    added_us: (
+        float  # time that a batch of the distributed loader takes in addition, in the loader and in the step
+    )
+    first_ms: float  # additional time for the first batch of an epoch
+    requests: float  # number of requests per batch that are sent with a push
+    waits: float  # number of waits for data per batch, without the one at the beginning of an epoch
+    wait_us: float  # mean time of such a wait; 0 if there was none
 
     @property
     def added(self) -> float:
@@ -108,72 +88,87 @@ class LoaderRow(msgspec.Struct, frozen=True):
         return self.added_us / 1e6 / STEP_S
 
 
-class DataReport(msgspec.Struct, frozen=True):
-    """The results of the benchmark.
-
-    Attributes:
-        loaders: the times of loaders in live runs.
-        requests: the load of the coordinator.
-    """
-
-    loaders: list[LoaderRow]
-    requests: list[RequestsRow]
+def _share(row: RequestsRow) -> float:
+    """Return the share of a core that the requests of 1,000 workers take."""
+    return row.request_us / 1e6 * ASKING * RATE
 
 
-def estimate_s() -> float:
-    """Estimate how long `measure` takes, in seconds."""
-    passes = 2 * (ROUNDS + 1)
-    runs = len(WORKERS) * len(PROCESSES) * (passes * BATCHES * 1.3 * STEP_S + START_S)
-    return runs + data_requests.estimate_s()
+COLUMNS: Columns[LoaderRow] = {
+    "workers": lambda row: row.workers,
+    "loader processes": lambda row: row.processes,
+    "load": lambda row: f"{row.plain_us:.0f} us",
+    "added": lambda row: f"{row.distributed_us - row.plain_us:+.0f} us",
+    "step": lambda row: f"{row.plain_step_us:.0f} us",
+    "added ": lambda row: f"{row.distributed_step_us - row.plain_step_us:+.0f} us",
+    "in total": lambda row: marked(f"{row.added:+.2%}", row.added < ADDED_GOAL),
+}
+WAIT_COLUMNS: Columns[LoaderRow] = {
+    "workers": lambda row: row.workers,
+    "loader processes": lambda row: row.processes,
+    "first batch of an epoch": lambda row: f"{row.first_ms:+.1f} ms",
+    "requests": lambda row: f"{row.requests:.1%}",
+    "waits": lambda row: f"{row.waits:.1%}",
+    "per wait": lambda row: f"{row.wait_us:.0f} us" if row.waits else "",
+}
+REQUEST_COLUMNS: Columns[RequestsRow] = {
+    "measured": lambda row: row.measured,
+    "workers": lambda row: f"{row.workers:,}",
+    "requests per s": lambda row: f"{row.rate:,.0f}" if row.rate else "",
+    "per request": lambda row: f"{row.request_us:.1f} us",
+    "share of a core": lambda row: marked(f"{_share(row):.1%}", _share(row) < SHARE_GOAL),
+}
 
 
+@benchmark(minutes=3, quick={"workers": (2,), "processes": (0,), "rounds": 1, "asking": 20, "seconds": 0.1})
 def measure(
     tell: TellShare,
     workers: Sequence[int] = WORKERS,
     processes: Sequence[int] = PROCESSES,
-    rounds: int = ROUNDS,
+    rounds: int = 7,
     asking: int = ASKING,
-    seconds: float = data_requests.SECONDS,
-) -> DataReport:
-    """Measure the times in live runs, and the load of a coordinator.
-
-    Args:
-        tell: progress callback.
-        workers: numbers of workers of the live runs.
-        processes: numbers of worker processes of the loaders.
-        rounds: number of pairs of passes that are measured.
-        asking: number of workers that ask the coordinator.
-        seconds: time for which they ask, in each round.
-    """
+    seconds: float = SECONDS,
+) -> list[Figures[Any]]:
+    """Measure what it costs to hand out data: the time per batch, and the coordinator's load with 1,000 workers."""
     settings = list(product(workers, processes))
     parts = len(settings) + 3
     loaders = []
     for number, (count, helpers) in enumerate(settings):
         tell(f"live run: workers {count}, loader processes {helpers}", number / parts, slow=True)
-        loaders.append(_live(count, helpers, rounds))
-    tell(f"the coordinator's state machine, {asking:,} workers", len(settings) / parts, slow=True)
-    core = data_requests.ask_core(asking, RATE)
-    tell(f"system calls for {asking:,} connections", (len(settings) + 1) / parts, slow=True)
-    floor = data_requests.ask_floor(asking, RATE, seconds)
-    tell(f"a coordinator with {asking:,} connections", (len(settings) + 2) / parts, slow=True)
-    return DataReport(loaders, [core, floor, data_requests.ask_host(asking, RATE, seconds)])
-
-
-def _live(workers: int, processes: int, rounds: int) -> LoaderRow:
-    """Run the passes live, and compare the loaders."""
-    with TemporaryDirectory() as folder:
-        launch(
-            train,
-            args=(workers, processes, rounds, folder),
-            workers=workers,
-            servers=1,
-            sync="asp",
-            run_dir=Path(folder, "run"),
-            progress=False,
+        _, found = live(
+            train, count, helpers, rounds, kind=list[tuple[Pass, Pass]], workers=count, sync="asp"
         )
-        decoder = msgspec.json.Decoder(list[tuple[Pass, Pass]])
-        pairs = [pair for path in Path(folder).glob("*.json") for pair in decoder.decode(path.read_bytes())]
-    return compare(workers, processes, pairs)
+        loaders.append(compare(count, helpers, [pair for pairs in found for pair in pairs]))
+    tell(f"the coordinator's state machine, {asking:,} workers", len(settings) / parts, slow=True)
+    core = ask_core(asking, RATE)
+    tell(f"system calls for {asking:,} connections", (len(settings) + 1) / parts, slow=True)
+    floor = ask_floor(asking, RATE, seconds)
+    tell(f"a coordinator with {asking:,} connections", (len(settings) + 2) / parts, slow=True)
+    return figures_of(loaders, [core, floor, ask_host(asking, RATE, seconds)])
+
+
+def figures_of(loaders: Sequence[LoaderRow], requests: Sequence[RequestsRow]) -> list[Figures[Any]]:
+    """Return the times of the loaders and the load of the coordinator."""
+    gradient = f"{1e3 * STEP_S:.0f} ms"
+    return [
+        Figures(
+            "Time per batch of the plain loader, and what the distributed loader adds",
+            loaders,
+            COLUMNS,
+            f"goal: in total, less than {ADDED_GOAL:.0%} of a gradient's {gradient} is added; !: goal missed",
+        ),
+        Figures(
+            "Requests and waits for data, per batch",
+            loaders,
+            WAIT_COLUMNS,
+            "requests are sent with pushes; the wait for the first batch of an epoch is not counted",
+        ),
+        Figures(
+            f"A coordinator that answers {ASKING:,} workers, each of which asks {RATE:.0f} times per second",
+            requests,
+            REQUEST_COLUMNS,
+            f"goal: less than {SHARE_GOAL:.0%} of a core; !: goal missed",
+        ),
+    ]
 
 
 def compare(workers: int, processes: int, pairs: Sequence[tuple[Pass, Pass]]) -> LoaderRow:
@@ -199,8 +194,8 @@ def compare(workers: int, processes: int, pairs: Sequence[tuple[Pass, Pass]]) ->
     )
 
 
-def train(workers: int, processes: int, rounds: int, folder: str) -> None:
-    """Train on passes over both loaders in turn, and save the times. The first round is not measured."""
+def train(workers: int, processes: int, rounds: int) -> list[tuple[Pass, Pass]]:
+    """Train on passes over both loaders in turn, and return the times. The first round is not measured."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = nn.Linear(64, 10)
@@ -215,7 +210,7 @@ def train(workers: int, processes: int, rounds: int, folder: str) -> None:
         after = _pass(shared, model, optimizer, watch)
         if number and before is not None and after is not None:
             pairs.append((before, after))
-    Path(folder, f"{session.worker}.json").write_bytes(msgspec.json.encode(pairs))
+    return pairs
 
 
 def _loader(samples: int, processes: int) -> DataLoader[Any]:
@@ -294,68 +289,3 @@ class Watch:
         """Set all counts to 0."""
         self.requests = self.waits = 0
         self.waited_s = 0.0
-
-
-def tables(report: DataReport) -> list[Table]:
-    """Return the times of the loaders and the load of the coordinator as tables."""
-    loaders = _table(
-        "Time per batch of the plain loader, and what the distributed loader adds",
-        f"goal: in total, less than {ADDED_GOAL:.0%} of a gradient's {1e3 * STEP_S:.0f} ms is added; !: goal missed",
-    )
-    waits = _table(
-        "Requests and waits for data, per batch",
-        "requests are sent with pushes; the wait for the first batch of an epoch is not counted",
-    )
-    for shown in (loaders, waits):
-        shown.add_column("workers", justify="right")
-        shown.add_column("loader processes", justify="right")
-    for name in ("load", "added", "step", "added", "in total"):
-        loaders.add_column(name, justify="right")
-    for name in ("first batch of an epoch", "requests", "waits", "per wait"):
-        waits.add_column(name, justify="right")
-    for row in report.loaders:
-        loaders.add_row(
-            str(row.workers),
-            str(row.processes),
-            f"{row.plain_us:.0f} us",
-            f"{row.distributed_us - row.plain_us:+.0f} us",
-            f"{row.plain_step_us:.0f} us",
-            f"{row.distributed_step_us - row.plain_step_us:+.0f} us",
-            f"{row.added:+.2%}{'!' if row.added >= ADDED_GOAL else ''}",
-        )
-        waits.add_row(
-            str(row.workers),
-            str(row.processes),
-            f"{row.first_ms:+.1f} ms",
-            f"{row.requests:.1%}",
-            f"{row.waits:.1%}",
-            f"{row.wait_us:.0f} us" if row.waits else "",
-        )
-    requests = _table(
-        f"A coordinator that answers {ASKING:,} workers, each of which asks {RATE:.0f} times per second",
-        f"goal: less than {SHARE_GOAL:.0%} of a core; !: goal missed",
-    )
-    requests.add_column("measured", overflow="fold")
-    for name in ("workers", "requests per s", "per request", "share of a core"):
-        requests.add_column(name, justify="right")
-    for asked in report.requests:
-        share = asked.request_us / 1e6 * ASKING * RATE
-        requests.add_row(
-            asked.measured,
-            f"{asked.workers:,}",
-            f"{asked.rate:,.0f}" if asked.rate else "",
-            f"{asked.request_us:.1f} us",
-            f"{share:.1%}{'!' if share >= SHARE_GOAL else ''}",
-        )
-    return [loaders, waits, requests]
-
-
-def _table(title: str, caption: str) -> Table:
-    return Table(
-        title=title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        caption=caption,
-        caption_justify="left",
-    )

@@ -33,9 +33,7 @@ from paceline.wire.addresses import connect
 from paceline.wire.stream import BUFFER_BYTES, MAGIC, PREFIX, Stream, decoder
 from paceline.wire.unix import UNIX
 
-from .descriptors import allow_descriptors
-
-__all__ = ["SECONDS", "RequestsRow", "ask_core", "ask_floor", "ask_host", "estimate_s"]
+from .crowd import allow_descriptors
 
 CLIENTS = 2  # number of processes, each of which takes the part of many workers
 ROUNDS = 5
@@ -48,24 +46,12 @@ NAME = "train.py:35#0"
 
 
 class RequestsRow(msgspec.Struct, frozen=True):
-    """The load of a coordinator.
+    """The load of a coordinator."""
 
-    Attributes:
-        measured: what was measured.
-        workers: number of workers.
-        rate: number of requests per second that the coordinator has answered; 0 if the requests were not paced.
-        request_us: processor time per request in microseconds.
-    """
-
-    measured: str
+    measured: str  # what was measured
     workers: int
-    rate: float
-    request_us: float
-
-
-def estimate_s() -> float:
-    """Estimate how long all measurements take, in seconds."""
-    return 2 * (ROUNDS * (SECONDS + 1.0) + 5.0)
+    rate: float  # number of requests per second that were answered; 0 if the requests were not paced
+    request_us: float  # processor time per request
 
 
 class Asker:

@@ -11,27 +11,22 @@ from __future__ import annotations
 
 import contextlib
 import re
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import msgspec
-from rich.table import Table
 
 from paceline.cli.progress_bar import TellShare
 from paceline.errors import RunFailedError
 
-__all__ = ["SYNCS", "LateJoinRow", "estimate_s", "measure", "table"]
+from .harness import Columns, Figures, benchmark, goal_text, program
 
 T = TypeVar("T")
 
-ROUNDS = 5
 SYNCS = ("bsp", "asp", "ssp:staleness=3", "elastic-bsp:lookahead=15", "spec-sync")
 GOAL_S = 2.0
 TIMEOUT_S = 60.0
@@ -66,58 +61,41 @@ while True:
 
 
 class LateJoinRow(msgspec.Struct, frozen=True):
-    """The times of the joins under one sync model.
-
-    Attributes:
-        sync: the sync model.
-        seconds: for each join, the seconds from the end of the imports to the end of the first update.
-        met: True if their median is at most `GOAL_S`.
-    """
+    """The times of the joins under one sync model, from the end of the imports to the end of the first update."""
 
     sync: str
     seconds: list[float]
-    met: bool
+
+    @property
+    def met(self) -> bool:
+        """True if the median is at most `GOAL_S`."""
+        return median(self.seconds) <= GOAL_S
 
 
-def estimate_s() -> float:
-    """Estimate how long the measurement takes, in seconds."""
-    return len(SYNCS) * (8.0 + ROUNDS * 5.0)
+COLUMNS: Columns[LateJoinRow] = {
+    "sync model": lambda row: row.sync,
+    "median (s)": lambda row: f"{median(row.seconds):.2f}",
+    "all joins (s)": lambda row: ", ".join(f"{each:.2f}" for each in row.seconds),
+    "goal": lambda row: goal_text(f"at most {GOAL_S:g} s", row.met),
+}
 
 
-def measure(tell: TellShare, rounds: int = ROUNDS, syncs: tuple[str, ...] = SYNCS) -> list[LateJoinRow]:
-    """Let workers join a run under each sync model, and return the times.
-
-    Raises:
-        RunFailedError: a program has failed, or a worker has not made an update within a minute.
-    """
+@benchmark(minutes=3, quick={"rounds": 1, "syncs": ("asp",)})
+def measure(tell: TellShare, rounds: int = 5, syncs: Sequence[str] = SYNCS) -> list[Figures[LateJoinRow]]:
+    """Measure the time from the end of its imports to the first update of a worker that joins a run in progress."""
     rows = []
     for index, sync in enumerate(syncs):
         tell(sync, index / len(syncs))
         with TemporaryDirectory() as folder:
-            seconds = _joins_s(Path(folder), sync, rounds)
-        rows.append(LateJoinRow(sync, seconds, median(seconds) <= GOAL_S))
-    return rows
-
-
-def table(rows: list[LateJoinRow]) -> Table:
-    """Return the table of the results."""
-    table = Table(
-        title="From the end of the imports to the first update of a worker that joins", title_justify="left"
-    )
-    for name in ("sync model", "median (s)", "all joins (s)", "goal"):
-        table.add_column(name)
-    for row in rows:
-        goal = f"at most {GOAL_S:g} s: {'met' if row.met else 'not met'}"
-        times = ", ".join(f"{each:.2f}" for each in row.seconds)
-        table.add_row(row.sync, f"{median(row.seconds):.2f}", times, goal)
-    return table
+            rows.append(LateJoinRow(sync, _joins_s(Path(folder), sync, rounds)))
+    return [Figures("From the end of the imports to the first update of a worker that joins", rows, COLUMNS)]
 
 
 def _joins_s(folder: Path, sync: str, rounds: int) -> list[float]:
     """Serve a run in this folder, let workers join it one after another, and return their times."""
     (folder / "train.py").write_text(SCRIPT)
     serve = ("serve", "--workers", "1:2", "--servers", "2", "--sync", sync, "--run-dir", "run")
-    with _program(folder, *serve):
+    with _ended(folder, *serve):
         address = _await(lambda: re.search(r"paceline join (\S+) ", _log(folder)), folder)[1]
         with _joined(folder, address):
             found = []
@@ -131,25 +109,21 @@ def _joins_s(folder: Path, sync: str, rounds: int) -> list[float]:
 def _joined(folder: Path, address: str) -> Iterator[Path]:
     """Let a worker join the run, and yield the file that it has written after its first update."""
     before = set(folder.glob("updated-*"))
-    with _program(folder, "join", "--secret-file", "run/secret", address, "train.py"):
+    with _ended(folder, "join", "--secret-file", "run/secret", address, "train.py"):
         [update] = _await(lambda: set(folder.glob("updated-*")) - before, folder)
         yield update
 
 
 @contextlib.contextmanager
-def _program(folder: Path, *arguments: str) -> Iterator[None]:
+def _ended(folder: Path, *arguments: str) -> Iterator[None]:
     """Run a command of Paceline. At the end, ask it to end, and wait for it."""
-    with (folder / "log").open("ab") as log:
-        program = subprocess.Popen(
-            [sys.executable, "-m", "paceline", *arguments], cwd=folder, stdout=log, stderr=log
-        )
-    try:
+    with (
+        (folder / "log").open("ab") as log,
+        program("-m", "paceline", *arguments, folder=folder, log=log) as run,
+    ):
         yield
-        program.send_signal(signal.SIGTERM)
-        program.wait(TIMEOUT_S)
-    finally:
-        program.kill()
-        program.wait()
+        run.terminate()
+        run.wait(TIMEOUT_S)
 
 
 def _log(folder: Path) -> str:

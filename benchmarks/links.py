@@ -10,6 +10,9 @@ shard while the gradient for another one arrives.
 
 In the second measurement, the link of one of two servers is ten times slower. The *delay* of a shard is the time from
 the beginning of an iteration until the shard answers the pull, according to its trace.
+
+With `--wire`, a format of gradients and weights is compared with float32 instead. Two workers train in lockstep, so
+in each step the server receives two gradients over its link, and sends the weights twice.
 """
 
 from __future__ import annotations
@@ -20,177 +23,222 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+from typing import Annotated, Any
 
 import cloudpickle
 import msgspec
 import torch
+import typer
 from msgspec import structs
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from paceline.cli.progress_bar import TellShare
+from paceline.core.protocol.wire_format import WireFormat
 from paceline.errors import ConfigurationError
 from paceline.frontend.optimizer import DistributedOptimizer
+from paceline.frontend.session import worker_index
 from paceline.launcher.live_run.local import HostMachine, Placement
 from paceline.launcher.live_run.run import start
-from paceline.launcher.live_run.run_results import RunResult
 from paceline.runtime.job_options import make_job
 from paceline.sync.actions import AnswerPull
 from paceline.sync.ticks import TICKS_PER_S
 from paceline.trace.records import read_records
 from paceline.wire.secret import new_secret
 
+from .harness import (
+    WARM_UP,
+    Columns,
+    Figures,
+    Rate,
+    Rounds,
+    SizesMb,
+    benchmark,
+    in_turns,
+    live,
+    median_s,
+    rounds_text,
+    spread,
+)
 from .overlap.namespaces import Network, NetworkLink, network, rate_bps
-from .transport.timing import Flat, median_s
-
-__all__ = ["LinksPlan", "LinksReport", "LinksRow", "estimate_s", "measure", "tables"]
+from .transport.plan import Flat
 
 SLOWER = 10
 """How many times slower the link of one server is in the second measurement."""
 
 SHARDS = 4  # number of shards in the first measurement
-LR = 1e-3
-WARM_UP = 2
 IPERF_S = 3
-STARTING_S = 8.0  # approximate time to start and end the processes of a run on two cores
 DELAYED_MB = 8.0  # size of the model in the second measurement
 GOAL = 0.9
+WIRE_WORKERS = 2
+WIRE_GOAL = 0.6  # largest share of the time of float32 that bf16 in both directions may take
 
 
-class LinksPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters of the benchmark. Call `require_sound` to check them before anything starts.
-
-    Attributes:
-        rate: rate of each link in each direction, in tc's notation, for example "1gbit".
-        sizes_mb: model sizes in MB (2**20 bytes).
-        rounds: number of rounds.
-        iterations: number of measured steps in each run.
-    """
-
-    rate: str = "1gbit"
-    sizes_mb: tuple[float, ...] = (25.0, 100.0)
-    rounds: int = 3
-    iterations: int = 6
-
-    def require_sound(self) -> None:
-        """Raise `ConfigurationError` if the plan is invalid, or iperf3 is not installed."""
-        rate_bps(self.rate)
-        for name, value in (("rounds", self.rounds), ("iterations", self.iterations)):
-            if value < 1:
-                raise ConfigurationError(f"{name} is {value}, expected a whole number >= 1.")
-        if not self.sizes_mb or min(self.sizes_mb) <= 0:
-            raise ConfigurationError(f"sizes are {self.sizes_mb}, expected numbers > 0.")
-        if shutil.which("iperf3") is None:
-            raise ConfigurationError("this benchmark needs the command iperf3; install it first.")
-
-
-class LinksRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The results for one model size, with or without TLS.
-
-    Attributes:
-        size_mb: size of the model in MB (2**20 bytes).
-        tls: True if the connections use TLS.
-        link_ms: link time of a step, median over the rounds.
-        communication_ms: communication time of a step, median over the rounds.
-        ratio: link time divided by communication time, median over the rounds.
-        low: the smallest ratio of any round.
-        high: the largest ratio of any round.
-    """
+class LinksRow(msgspec.Struct, frozen=True):
+    """The results for one model size, with or without TLS: medians over the rounds."""
 
     size_mb: float
     tls: bool
     link_ms: float
     communication_ms: float
-    ratio: float
+    ratio: float  # link time divided by communication time
     low: float
     high: float
 
 
-class LinksReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The results, and the conditions of the measurement.
+class DelayRow(msgspec.Struct, frozen=True):
+    """The median delay of both shards in milliseconds, if the link of the second server is slower by a factor."""
 
-    Attributes:
-        rate: rate of each link in each direction.
-        iperf_mbit: what iperf3 passes over the link, from the worker and to the worker; medians over the rounds.
-        rounds: number of rounds.
-        rows: one row per size, without and with TLS.
-        delays_ms: for both shards, the median delay in milliseconds with equal links.
-        slowed_ms: the same, if the link of the second shard's server is slower.
-    """
-
-    rate: str
-    iperf_mbit: tuple[float, float]
-    rounds: int
-    rows: tuple[LinksRow, ...]
+    slower: int
     delays_ms: tuple[float, float]
-    slowed_ms: tuple[float, float]
 
 
-def estimate_s(plan: LinksPlan) -> float:
-    """Estimate how long the measurements take, in seconds."""
-    transfers_s = sum(2 * size * 2**20 * 8 / rate_bps(plan.rate) for size in plan.sizes_mb)
-    steps_s = (WARM_UP + plan.iterations) * transfers_s
-    return plan.rounds * (2 * IPERF_S + 2 * (len(plan.sizes_mb) * STARTING_S + steps_s)) + 2 * 2 * STARTING_S
+class WireRow(msgspec.Struct, frozen=True):
+    """The communication time of a step with one format: the median and the extremes of the rounds."""
+
+    wire: str
+    communication_ms: float
+    low: float
+    high: float
+    shares: list[float]  # for each round, the communication time as a share of that of float32
+
+    @property
+    def goal(self) -> str:
+        """Whether the goal is met."""
+        return {"bf16": "met" if median(self.shares) <= WIRE_GOAL else "missed"}.get(self.wire, "-")
 
 
-def measure(plan: LinksPlan, tell: TellShare = lambda what, share, slow=False: None) -> LinksReport:
-    """Measure everything in the plan, round by round.
+COLUMNS: Columns[LinksRow] = {
+    "MB": lambda row: f"{row.size_mb:g}",
+    "connection": lambda row: "TLS" if row.tls else "plain",
+    "iperf3 ms": lambda row: f"{row.link_ms:.0f}",
+    "paceline ms": lambda row: f"{row.communication_ms:.0f}",
+    "ratio": lambda row: f"{row.ratio:.2f}",
+    "low - high": lambda row: f"{row.low:.2f} - {row.high:.2f}",
+    f"goal >= {GOAL:g}": lambda row: "-" if row.tls else "met" if row.ratio >= GOAL else "missed",
+}
+DELAY_COLUMNS: Columns[DelayRow] = {
+    "links of the servers": lambda row: (
+        "equal" if row.slower == 1 else f"that of shard 1 {row.slower} times slower"
+    ),
+    "shard 0": lambda row: f"{row.delays_ms[0]:.0f}",
+    "shard 1": lambda row: f"{row.delays_ms[1]:.0f}",
+}
+WIRE_COLUMNS: Columns[WireRow] = {
+    "format": lambda row: row.wire,
+    "ms": lambda row: f"{row.communication_ms:.0f}",
+    "low - high": lambda row: f"{row.low:.0f} - {row.high:.0f}",
+    "share of float32": lambda row: f"{median(row.shares):.2f}",
+    "all rounds": lambda row: ", ".join(f"{share:.2f}" for share in row.shares),
+    f"goal <= {WIRE_GOAL:g}": lambda row: row.goal,
+}
+Wire = Annotated[
+    str,
+    typer.Option(
+        "--wire",
+        metavar="<bf16>",
+        help="Compare this format of gradients and weights with float32 instead, with two workers and the first "
+        "of the sizes. This takes about 4 minutes on links of 250mbit, and does not need iperf3.",
+    ),
+]
 
-    Raises:
-        ConfigurationError: the plan is invalid, or network namespaces cannot be created. No process has been started.
-        RunFailedError: a process failed. All other processes have been stopped.
+
+@benchmark(minutes=4, quick={"sizes_mb": (1.0,), "rounds": 1, "iterations": 2})
+def measure(
+    tell: TellShare,
+    rate: Rate = "1gbit",
+    sizes_mb: SizesMb = (25.0, 100.0),
+    rounds: Rounds = 3,
+    wire: Wire = "float32",
+    iterations: int = 6,
+) -> list[Figures[Any]]:
+    """Compare a push and a pull over a network link with iperf3, without and with TLS.
+
+    Also measures what a slow link to one of two servers slows down.
+
+    Requires root privileges and the commands ip, tc and iperf3.
     """
-    plan.require_sound()
-    cases = [(size_mb, tls) for size_mb in plan.sizes_mb for tls in (False, True)]
-    found: dict[tuple[float, bool], list[tuple[float, float]]] = {case: [] for case in cases}
-    speeds = []
-    steps = plan.rounds * len(cases) + 2
-    with network(2, NetworkLink(plan.rate, 0.0)) as machines:
+    if not sizes_mb or min(sizes_mb) <= 0:
+        raise ConfigurationError(f"sizes are {sizes_mb}, expected numbers > 0.")
+    if not WireFormat.read(wire).exact:
+        return [_measure_wire(tell, rate, sizes_mb[0], rounds, wire, iterations)]
+    if shutil.which("iperf3") is None:
+        raise ConfigurationError("this benchmark needs the command iperf3; install it first.")
+    with network(2, NetworkLink(rate, 0.0)) as machines:
         worker, server = machines.machines
-        for number in range(plan.rounds):
-            tell(f"round {number + 1} of {plan.rounds}, iperf3", number * len(cases) / steps)
-            speeds.append((_iperf_bps(worker, server), _iperf_bps(server, worker)))
-            for index, (size_mb, tls) in enumerate(cases):
-                share = (number * len(cases) + index) / steps
-                name = "TLS" if tls else "plain TCP"
-                tell(f"round {number + 1} of {plan.rounds}, {size_mb:g} MB, {name}", share, slow=True)
-                link_s = sum(size_mb * 2**20 * 8 / bps for bps in speeds[-1])
-                found[size_mb, tls].append((link_s, _communication_s(plan, size_mb, machines, tls=tls)))
+        cases: dict[str, tuple[float, bool] | None] = {"iperf3": None}
+        for size_mb, tls in product(sizes_mb, (False, True)):
+            cases[f"{size_mb:g} MB, {'TLS' if tls else 'plain TCP'}"] = size_mb, tls
+
+        def run(case: tuple[float, bool] | None) -> tuple[float, ...]:
+            if case is None:
+                return _iperf_bps(worker, server), _iperf_bps(server, worker)
+            placement = Placement(machines.host, (server,), (worker,))
+            return (_communication_s(placement, *case, iterations),)
+
+        found = in_turns(tell, rounds, cases, run)
+    speeds = found["iperf3"]
+    rows = [
+        row_of(
+            *case,
+            [
+                (sum(case[0] * 2**20 * 8 / bps for bps in speed), time_s)
+                for speed, (time_s,) in zip(speeds, found[name], strict=True)
+            ],
+        )
+        for name, case in cases.items()
+        if case is not None
+    ]
     delays = []
     for factor in (1, SLOWER):
-        tell(
-            "two servers, " + ("one with a slow link" if factor > 1 else "equal links"),
-            1 - 1 / steps,
-            slow=True,
+        tell("two servers, " + ("one with a slow link" if factor > 1 else "equal links"), 0.99, slow=True)
+        slow = NetworkLink(f"{rate_bps(rate) / factor / 1e6:g}mbit", 0.0)
+        with network(3, NetworkLink(rate, 0.0), {2: slow}) as machines:
+            delays.append(DelayRow(factor, _delays_ms(machines, iterations)))
+    up, down = (median(column) / 1e6 for column in zip(*speeds, strict=True))
+    caption = f"iperf3: {up:.0f} Mbit/s from the worker, {down:.0f} Mbit/s to it; {rounds_text(rounds)}"
+    title = f"A push and a pull over a link of {rate}, compared with iperf3"
+    delayed = (
+        f"Time from the beginning of a step until each of two shards of {DELAYED_MB / 2:g} MB answers, ms"
+    )
+    return [Figures(title, rows, COLUMNS, caption, labels=2), Figures(delayed, delays, DELAY_COLUMNS)]
+
+
+def row_of(size_mb: float, tls: bool, times: list[tuple[float, float]]) -> LinksRow:
+    """Return the row for pairs of a link time and a communication time in seconds, one pair for each round."""
+    link_s, communication_s = (median(column) for column in zip(*times, strict=True))
+    ratios = spread(link_s / communication_s for link_s, communication_s in times)
+    return LinksRow(size_mb, tls, 1e3 * link_s, 1e3 * communication_s, *ratios)
+
+
+def _measure_wire(
+    tell: TellShare, rate: str, size_mb: float, rounds: int, wire: str, iterations: int
+) -> Figures[WireRow]:
+    with network(1 + WIRE_WORKERS, NetworkLink(rate, 0.0)) as machines:
+        settings = {"workers": WIRE_WORKERS, "transport": "tcp", "placement": machines.placement(1)}
+
+        def run(each: str) -> float:
+            _, times_s = live(train, size_mb, iterations, kind=float, wire=each, **settings)
+            return fmean(times_s)
+
+        found = in_turns(tell, rounds, {each: each for each in ("float32", wire)}, run)
+    title = f"Communication time of a step with {size_mb:g} MB, {WIRE_WORKERS} workers, links of {rate}"
+    return Figures(title, wire_rows(found), WIRE_COLUMNS, rounds_text(rounds))
+
+
+def wire_rows(found: dict[str, list[float]]) -> list[WireRow]:
+    """Return a row for each format and its communication times in seconds. The first one is float32."""
+    exact, *_ = found.values()
+    return [
+        WireRow(
+            wire,
+            *spread(1e3 * each for each in times_s),
+            [a / b for a, b in zip(times_s, exact, strict=True)],
         )
-        slow = NetworkLink(f"{rate_bps(plan.rate) / factor / 1e6:g}mbit", 0.0)
-        with network(3, NetworkLink(plan.rate, 0.0), {2: slow}) as machines:
-            delays.append(_delays_ms(plan, machines))
-    return LinksReport(
-        rate=plan.rate,
-        iperf_mbit=(median(up for up, _ in speeds) / 1e6, median(down for _, down in speeds) / 1e6),
-        rounds=plan.rounds,
-        rows=tuple(_row(*case, times) for case, times in found.items()),
-        delays_ms=delays[0],
-        slowed_ms=delays[1],
-    )
-
-
-def _row(size_mb: float, tls: bool, times: Sequence[tuple[float, float]]) -> LinksRow:
-    ratios = [link_s / communication_s for link_s, communication_s in times]
-    return LinksRow(
-        size_mb=size_mb,
-        tls=tls,
-        link_ms=1e3 * median(link_s for link_s, _ in times),
-        communication_ms=1e3 * median(communication_s for _, communication_s in times),
-        ratio=median(ratios),
-        low=min(ratios),
-        high=max(ratios),
-    )
+        for wire, times_s in found.items()
+    ]
 
 
 def _iperf_bps(sender: HostMachine, receiver: HostMachine) -> float:
@@ -214,64 +262,63 @@ def _iperf_bps(sender: HostMachine, receiver: HostMachine) -> float:
     return float(json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"])
 
 
-def _communication_s(plan: LinksPlan, size_mb: float, machines: Network, *, tls: bool) -> float:
+def _communication_s(placement: Placement, size_mb: float, tls: bool, iterations: int) -> float:
     with tempfile.TemporaryDirectory() as out:
-        worker, server = machines.machines
-        _launch(
-            plan, size_mb, Placement(machines.host, (server,), (worker,)), Path(out), shards=SHARDS, tls=tls
-        )
-        times_s = msgspec.json.decode(Path(out, "times").read_bytes(), type=tuple[float, float])
-    step_s, bare_s = times_s
-    return step_s - bare_s
-
-
-def _launch(
-    plan: LinksPlan, size_mb: float, placement: Placement, out: Path, *, shards: int, tls: bool = False
-) -> RunResult:
-    """Train in one worker, and return the result of the run."""
-    job = make_job(
-        workers=1,
-        servers=len(placement.servers),
-        shards=shards,
-        sync="asp",
-        transport="tcp",
-        run_dir=out / "run",
-        dry_run=True,
-    )
-    if tls:
+        settings: dict[str, Any] = {
+            "workers": 1,
+            "servers": 1,
+            "shards": SHARDS,
+            "sync": "asp",
+            "transport": "tcp",
+        }
+        if not tls:
+            _, [time_s] = live(train, size_mb, iterations, kind=float, placement=placement, **settings)
+            return time_s
+        # No argument of `launch` asks for TLS: only runs that machines join use it.
+        job = make_job(**settings, run_dir=Path(out, "run"), dry_run=True)
         job = structs.replace(job, token=new_secret(), secure=True)
-    function = (_train, (size_mb, plan.iterations, out))
-    payload = cloudpickle.dumps(sys.path) + cloudpickle.dumps(function)
-    console = Console(quiet=True)
-    return start(job, ["function"], payload, sys.path, console=console, placement=placement)
+        function = (_write_time, (size_mb, iterations, Path(out, "time")))
+        payload = cloudpickle.dumps(sys.path) + cloudpickle.dumps(function)
+        start(job, ["function"], payload, sys.path, console=Console(quiet=True), placement=placement)
+        return msgspec.json.decode(Path(out, "time").read_bytes(), type=float)
 
 
-def _train(size_mb: float, iterations: int, out: Path) -> None:
-    """Train as the only worker, then time backward passes without communication."""
+def train(size_mb: float, iterations: int) -> float:
+    """Train, then time backward passes without communication. Return the difference of the times in seconds."""
     torch.set_num_threads(1)
-    model, bare = Flat(size_mb, worker=0), Flat(size_mb, worker=0)
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model=model)
+    model, bare = Flat(size_mb, worker_index()), Flat(size_mb, worker_index())
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), model=model)
 
     def step() -> None:
-        optimizer.zero_grad()
-        model().backward()
+        model.compute()
         optimizer.step()
-
-    def backward() -> None:
-        bare.zero_grad()
-        bare().backward()
 
     step_s = median_s(step, iterations)
     time.sleep(0.1)
-    (out / "times").write_bytes(msgspec.json.encode((step_s, median_s(backward, iterations))))
+    return step_s - median_s(bare.compute, iterations)
 
 
-def _delays_ms(plan: LinksPlan, machines: Network) -> tuple[float, float]:
+def _write_time(size_mb: float, iterations: int, file: Path) -> None:
+    file.write_bytes(msgspec.json.encode(train(size_mb, iterations)))
+
+
+def _delays_ms(machines: Network, iterations: int) -> tuple[float, float]:
     """Return, for both shards, the median time from the beginning of an iteration until the shard answers."""
     with tempfile.TemporaryDirectory() as out:
         worker, *servers = machines.machines
         placement = Placement(machines.host, tuple(servers), (worker,))
-        result = _launch(plan, DELAYED_MB, placement, Path(out), shards=2)
+        result, _ = live(
+            train,
+            DELAYED_MB,
+            iterations,
+            workers=1,
+            servers=2,
+            shards=2,
+            sync="asp",
+            transport="tcp",
+            run_dir=Path(out, "run"),
+            placement=placement,
+        )
         [records] = read_records(result.run_dir)
         shards = [trace for trace in result.trace if trace.header.host == "shard"]
     begun_s = {record.iteration: record.begun_s for record in records[WARM_UP:]}
@@ -286,44 +333,3 @@ def _delays_ms(plan: LinksPlan, machines: Network) -> tuple[float, float]:
         delays.append(1e3 * median(answered_s[i] - at_s for i, at_s in begun_s.items() if i in answered_s))
     first, second = delays
     return first, second
-
-
-def tables(report: LinksReport) -> list[Table]:
-    """Return the tables of both measurements."""
-    up, down = report.iperf_mbit
-    made = Table(
-        title=f"A push and a pull over a link of {report.rate}, compared with iperf3",
-        title_justify="left",
-        caption=f"iperf3: {up:.0f} Mbit/s from the worker, {down:.0f} Mbit/s to it; medians over {report.rounds} "
-        f"round{'s' if report.rounds != 1 else ''}; low and high: rounds with the smallest and the largest ratio\n"
-        f"goal: a ratio of at least {GOAL:g} without TLS",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-    )
-    for heading in ("MB", "connection", "iperf3 ms", "paceline ms", "ratio", "low - high", "goal"):
-        made.add_column(heading, justify="left" if heading == "connection" else "right", no_wrap=True)
-    for row in report.rows:
-        met = "-" if row.tls else "met" if row.ratio >= GOAL else "missed"
-        made.add_row(
-            f"{row.size_mb:g}",
-            "TLS" if row.tls else "plain",
-            f"{row.link_ms:.0f}",
-            f"{row.communication_ms:.0f}",
-            f"{row.ratio:.2f}",
-            f"{row.low:.2f} - {row.high:.2f}",
-            met,
-        )
-    slowed = Table(
-        title=f"Time from the beginning of a step until each of two shards of {DELAYED_MB / 2:g} MB answers, ms",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-    )
-    for heading in ("links of the servers", "shard 0", "shard 1"):
-        slowed.add_column(heading, justify="right", no_wrap=True)
-    slowed.add_row("equal", *(f"{each:.0f}" for each in report.delays_ms))
-    slowed.add_row(f"that of shard 1 {SLOWER} times slower", *(f"{each:.0f}" for each in report.slowed_ms))
-    return [made, slowed]

@@ -7,23 +7,18 @@ from the call of `launch` to the end of the first `optimizer.step()` of the last
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
 import msgspec
-from rich.table import Table
 
 from paceline.cli.progress_bar import TellShare
-from paceline.errors import ConfigurationError, RunFailedError
+from paceline.errors import ConfigurationError
 from paceline.launcher.clusters.ray_run import import_ray
 
-__all__ = ["RayStartup", "estimate_s", "measure", "table"]
+from .harness import Columns, Figures, benchmark, goal_text, program, require_success
 
-ROUNDS = 5
 GOAL_MORE_S = 3.0
 
 PROGRAM = """
@@ -63,73 +58,53 @@ ray.shutdown()
 """
 
 
-class RayStartup(msgspec.Struct, frozen=True):
-    """The times of one round each, without the first round, which fills the caches.
+class RayRow(msgspec.Struct, frozen=True):
+    """The times with one engine: seconds from the call of `launch` to the first update."""
 
-    Attributes:
-        local_s: seconds from the call of `launch` to the first update, with the local engine.
-        ray_s: the same, on the Ray cluster.
-        more_s: the median of their differences.
-        met: True if this is at most `GOAL_MORE_S`.
-    """
+    engine: str
+    seconds: list[float]  # without the first round, which fills the caches
+    more_s: float  # the median of the differences from the local engine
 
-    local_s: list[float]
-    ray_s: list[float]
-    more_s: float
-    met: bool
+    @property
+    def met(self) -> bool:
+        """True if the run begins soon enough."""
+        return self.more_s <= GOAL_MORE_S
 
 
-def estimate_s() -> float:
-    """Estimate how long the measurement takes, in seconds."""
-    return 10.0 + (ROUNDS + 1) * 8.0
+COLUMNS: Columns[RayRow] = {
+    "engine": lambda row: row.engine,
+    "median": lambda row: f"{median(row.seconds):.2f}",
+    "all rounds": lambda row: ", ".join(f"{time_s:.2f}" for time_s in row.seconds),
+    "difference": lambda row: f"{row.more_s:.2f}",
+    "goal": lambda row: goal_text(f"at most {GOAL_MORE_S:g} s more", row.met),
+}
 
 
-def measure(tell: TellShare, rounds: int = ROUNDS) -> RayStartup:
-    """Run the function with both engines once per round, and return the times.
+@benchmark(minutes=1, quick={"rounds": 1})
+def measure(tell: TellShare, rounds: int = 5) -> list[Figures[RayRow]]:
+    """Measure the time from the call of `launch` to the first update on a warm Ray cluster and on the local engine.
 
-    Raises:
-        ConfigurationError: ray is not installed, or the processes of the benchmark do not fit on this machine.
-        RunFailedError: the program has failed.
+    Needs paceline[ray].
     """
     try:
         import_ray()
     except ConfigurationError as error:
         raise ConfigurationError("ray is not installed: pip install paceline[ray]") from error
     found: dict[str, list[float]] = {"local": [], "ray": []}
-    with TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
+    with TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, Path(folder, "output").open("wb") as output:
         Path(folder, "program.py").write_text(PROGRAM)
-        with (
-            Path(folder, "output").open("wb") as output,
-            subprocess.Popen(
-                [sys.executable, "program.py", str(rounds)],
-                cwd=folder,
-                env={**os.environ, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"},
-                stdout=subprocess.PIPE,
-                stderr=output,
-                text=True,
-            ) as program,
-        ):
-            assert program.stdout is not None
-            for done, line in enumerate(line for line in program.stdout if line.startswith("measured")):
+        env = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+        with program("program.py", str(rounds), folder=folder, env=env, errors=output) as running:
+            assert running.stdout is not None
+            for done, line in enumerate(line for line in running.stdout if line.startswith("measured")):
                 _, turn, engine, seconds = line.split()
                 tell(f"{engine} engine", (done + 1) / (2 * rounds + 2))
                 if int(turn):
                     found[engine].append(float(seconds))
-        if program.returncode:
-            raise RunFailedError(
-                "the program", f"exit code {program.returncode}", Path(folder, "output").read_text()
-            )
-    more_s = median(ray_s - local_s for local_s, ray_s in zip(found["local"], found["ray"], strict=True))
-    return RayStartup(found["local"], found["ray"], more_s, more_s <= GOAL_MORE_S)
-
-
-def table(found: RayStartup) -> Table:
-    """Return the table of the results."""
-    table = Table(title="From launch to first update, 2 workers and 1 server (seconds)", title_justify="left")
-    for name in ("engine", "median", "all rounds", "goal"):
-        table.add_column(name)
-    for engine, times in (("local", found.local_s), ("ray", found.ray_s)):
-        table.add_row(engine, f"{median(times):.2f}", ", ".join(f"{time_s:.2f}" for time_s in times), "")
-    goal = f"at most {GOAL_MORE_S:g} s more: {'met' if found.met else 'not met'}"
-    table.add_row("difference", f"{found.more_s:.2f}", "", goal)
-    return table
+            running.wait()
+        require_success("the program", running, Path(folder, "output").read_text())
+    rows = [
+        RayRow(engine, times_s, median(a - b for a, b in zip(times_s, found["local"], strict=True)))
+        for engine, times_s in found.items()
+    ]
+    return [Figures("From launch to first update, 2 workers and 1 server (seconds)", rows, COLUMNS)]

@@ -13,32 +13,21 @@ from __future__ import annotations
 import multiprocessing
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
 import torch
-from rich import box
-from rich.table import Table
 from torch import nn
 
 from paceline.cli.progress_bar import TellShare
 from paceline.frontend.optimizer import DistributedOptimizer
-from paceline.launcher.launch import launch
 from paceline.sim import Cluster, Uniform, simulate
 
-__all__ = [
-    "FIDELITY_GOALS",
-    "MODELS",
-    "FidelityRow",
-    "SimulatorReport",
-    "SpeedRow",
-    "estimate_s",
-    "measure",
-    "tables",
-]
+from .harness import Columns, Figures, benchmark, live, marked
 
 MODELS = (
     "bsp",
@@ -59,7 +48,6 @@ MODELS = (
 PACE_S = (0.10, 0.12, 0.15, 0.30)
 JITTER = 0.1
 LIVE_S = 15.0
-START_S = 12.0  # approximate time to start and stop the processes of a live run on a slow machine
 
 FIDELITY_GOALS = (0.10, 0.15)
 """Goals: upper bounds on the relative errors of the simulated gradients per second and simulated mean staleness."""
@@ -88,15 +76,7 @@ class FidelityRow(msgspec.Struct, frozen=True):
 
 
 class SpeedRow(msgspec.Struct, frozen=True):
-    """A measurement of the simulator's speed, and the goal for it.
-
-    Attributes:
-        what: description of the measurement.
-        value: measured value.
-        goal: bound on `value`.
-        unit: unit of `value` and `goal`.
-        at_least: True if the goal is a lower bound, False if it is an upper bound.
-    """
+    """A measurement of the simulator's speed, and the goal for it: an upper bound, or a lower one with `at_least`."""
 
     what: str
     value: float
@@ -110,35 +90,31 @@ class SpeedRow(msgspec.Struct, frozen=True):
         return self.value >= self.goal if self.at_least else self.value <= self.goal
 
 
-class SimulatorReport(msgspec.Struct, frozen=True):
-    """All results of the benchmark.
+COLUMNS: Columns[FidelityRow] = {
+    "sync": lambda row: row.sync,
+    "gradients per s, live": lambda row: f"{row.live_gradients_per_s:.2f}",
+    "simulated": lambda row: f"{row.simulated_gradients_per_s:.2f}",
+    "error": lambda row: marked(f"{row.gradients_off:+.1%}", abs(row.gradients_off) <= FIDELITY_GOALS[0]),
+    "staleness (updates), live": lambda row: f"{row.live_staleness:.2f}",
+    "simulated ": lambda row: f"{row.simulated_staleness:.2f}",
+    "error ": lambda row: marked(f"{row.staleness_off:+.1%}", abs(row.staleness_off) <= FIDELITY_GOALS[1]),
+}
+SPEED_COLUMNS: Columns[SpeedRow] = {
+    "what": lambda row: row.what,
+    "measured": lambda row: marked(f"{row.value:,.3g} {row.unit}", row.reached),
+    "goal": lambda row: f"{'>=' if row.at_least else '<='} {row.goal:,g} {row.unit}",
+}
 
-    Attributes:
-        fidelity: accuracy of simulations, one row per sync model.
-        speed: speed of simulations, one row per measurement; empty if the speed was not measured.
-    """
 
-    fidelity: list[FidelityRow]
-    speed: list[SpeedRow]
-
-
-def estimate_s(models: Sequence[str] = MODELS, live_s: float = LIVE_S) -> float:
-    """Estimate how long `measure` takes, in seconds."""
-    return (len(models) + 1) * (live_s + START_S) + 150.0
-
-
+@benchmark(minutes=8, quick={"models": ("asp",), "live_s": 1.0, "speed": False})
 def measure(
-    tell: TellShare, models: Sequence[str] = MODELS, live_s: float = LIVE_S, *, speed: bool = True
-) -> SimulatorReport:
-    """Measure accuracy and speed. This takes minutes.
-
-    Args:
-        tell: progress callback.
-        models: sync models to run live and to simulate.
-        live_s: duration of each live run.
-        speed: False to measure only the accuracy.
-    """
-    return SimulatorReport(_fidelity(tell, models, live_s), _speed(tell) if speed else [])
+    tell: TellShare, models: Sequence[str] = MODELS, live_s: float = LIVE_S, speed: bool = True
+) -> list[Figures[Any]]:
+    """Compare simulations with live runs under every sync model, and measure how fast simulations are."""
+    title = "accuracy: live runs compared with simulations of a cluster recorded under bsp"
+    caption = "goals: errors of at most {:.0%} (gradients per s) and {:.0%} (staleness); !: goal missed"
+    accuracy = Figures(title, _fidelity(tell, models, live_s), COLUMNS, caption.format(*FIDELITY_GOALS))
+    return [accuracy, Figures("speed", _speed(tell), SPEED_COLUMNS)] if speed else [accuracy]
 
 
 # -- accuracy --------------------------------------------------------------------------------------------------
@@ -166,38 +142,20 @@ def _fidelity(tell: TellShare, models: Sequence[str], live_s: float) -> list[Fid
     rows = []
     with TemporaryDirectory() as folder:
         tell("live run under bsp, to record the cluster", 0.0)
-        recorded = Path(folder, "recorded")
-        _live("bsp", live_s, seed=1, run_dir=recorded)
-        cluster = Cluster.from_run(recorded)
-        for number, sync in enumerate(models):
-            tell(f"live run and simulation under {sync}", (number + 1) / (len(models) + 4))
-            live = _live(sync, live_s, seed=2, run_dir=Path(folder, str(number)))
-            simulated = simulate(cluster, sync, None, seed=2, until_s=live["duration_s"])
-            rows.append(
-                FidelityRow(
-                    sync,
-                    live["gradients_per_s"],
-                    simulated.measures.gradients / live["duration_s"],
-                    live["mean_staleness"],
-                    simulated.measures.mean_staleness,
-                )
-            )
+        _live("bsp", live_s, seed=1, run_dir=Path(folder, "recorded"))
+        cluster = Cluster.from_run(Path(folder, "recorded"))
+    for number, sync in enumerate(models):
+        tell(f"live run and simulation under {sync}", (number + 1) / (len(models) + 4))
+        found = _live(sync, live_s, seed=2)
+        simulated = simulate(cluster, sync, None, seed=2, until_s=found["duration_s"]).measures
+        gradients_per_s = simulated.gradients / found["duration_s"]
+        live_ones = (found["gradients_per_s"], gradients_per_s, found["mean_staleness"])
+        rows.append(FidelityRow(sync, *live_ones, simulated.mean_staleness))
     return rows
 
 
-def _live(sync: str, live_s: float, seed: int, run_dir: Path) -> dict[str, float]:
-    result = launch(
-        train,
-        args=(live_s,),
-        workers=len(PACE_S),
-        servers=1,
-        sync=sync,
-        pace=PACE_S,
-        jitter=JITTER,
-        seed=seed,
-        run_dir=run_dir,
-        progress=False,
-    )
+def _live(sync: str, live_s: float, **settings: Any) -> dict[str, float]:
+    result, _ = live(train, live_s, workers=len(PACE_S), sync=sync, pace=PACE_S, jitter=JITTER, **settings)
     return result.summary
 
 
@@ -215,7 +173,8 @@ def _speed(tell: TellShare) -> list[SpeedRow]:
     tell("events per second", 0.85)
     few, many = (median(_cost_us(n, 200_000 // n) for _ in range(3)) for n in (100, 10_000))
     tell("10,000 workers x 100 iterations under elastic-bsp:lookahead=15", 0.9)
-    took_s, peak_mib = _in_a_process(_ten_thousand)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        took_s, peak_mib = pool.apply(_ten_thousand)
     tell("training in virtual time", 0.95)
     lighter, heavier = (median(training_ratio(batch) for _ in range(3)) for batch in (128, 512))
     return [
@@ -242,11 +201,6 @@ def _ten_thousand() -> tuple[float, float]:
     begun_s = time.perf_counter()
     simulate(jittery(10_000), "elastic-bsp:lookahead=15", 100)
     return time.perf_counter() - begun_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def _in_a_process(function: Callable[[], tuple[float, float]]) -> tuple[float, float]:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function)
 
 
 def training_ratio(batch: int, workers: int = 4, iterations: int = 60) -> float:
@@ -311,51 +265,3 @@ def _timed(batch: int, iterations: int, times: list[float]) -> None:
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
     times.append(time.perf_counter())
-
-
-# -- tables ----------------------------------------------------------------------------------------------------
-
-
-def tables(report: SimulatorReport) -> list[Table]:
-    """Return a table of the accuracy and, if the speed was measured, a table of the speed."""
-    gradients_goal, staleness_goal = FIDELITY_GOALS
-    accuracy = Table(
-        title="accuracy: live runs compared with simulations of a cluster recorded under bsp",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        caption=f"goals: errors of at most {gradients_goal:.0%} (gradients per s) and {staleness_goal:.0%} "
-        "(staleness); !: goal missed",
-        caption_justify="left",
-    )
-    accuracy.add_column("sync", overflow="fold")
-    for heading in (
-        "gradients\nper s\nlive",
-        "simu-\nlated",
-        "error",
-        "staleness\n(updates)\nlive",
-        "simu-\nlated",
-        "error",
-    ):
-        accuracy.add_column(heading, justify="right", no_wrap=True)
-    for row in report.fidelity:
-        accuracy.add_row(
-            row.sync,
-            f"{row.live_gradients_per_s:.2f}",
-            f"{row.simulated_gradients_per_s:.2f}",
-            f"{row.gradients_off:+.1%}{' !' * (abs(row.gradients_off) > gradients_goal)}",
-            f"{row.live_staleness:.2f}",
-            f"{row.simulated_staleness:.2f}",
-            f"{row.staleness_off:+.1%}{' !' * (abs(row.staleness_off) > staleness_goal)}",
-        )
-    speed = Table(title="speed", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
-    speed.add_column("what")
-    speed.add_column("measured", justify="right")
-    speed.add_column("goal", justify="right")
-    for measured in report.speed:
-        speed.add_row(
-            measured.what,
-            f"{measured.value:,.3g} {measured.unit}{'' if measured.reached else ' !'}",
-            f"{'>=' if measured.at_least else '<='} {measured.goal:,g} {measured.unit}",
-        )
-    return [accuracy, speed] if report.speed else [accuracy]

@@ -9,23 +9,19 @@ The processor time includes all processes until the program has ended, in which 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import resource
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
 import msgspec
-from rich.table import Table
 
 from paceline.cli.progress_bar import TellShare
 from paceline.errors import RunFailedError
 
-__all__ = ["CASES", "Case", "StartupRow", "estimate_s", "measure", "table"]
-
-ROUNDS = 5
+from .harness import Columns, Figures, benchmark, goal_text, in_turns, program, require_success
 
 SCRIPT = """
 import os
@@ -73,6 +69,8 @@ class Case(msgspec.Struct, frozen=True):
     goal_more_s: float | None = None
 
 
+Times = tuple[float, float, float]
+
 CASES = (
     Case("script alone, without Paceline", plain=True),
     Case("script alone"),
@@ -82,48 +80,41 @@ CASES = (
 
 
 class StartupRow(msgspec.Struct, frozen=True):
-    """The times of one case. Each is the median over the rounds.
-
-    Attributes:
-        name: see `Case`.
-        first_update_s: seconds from the start of the program to the end of the first update.
-        more_s: the median over the rounds of the difference from the script alone, without Paceline, in seconds.
-        total_s: seconds from the start of the program to its end.
-        processor_s: processor time of all processes in seconds.
-        goal: the goal in words; "" if there is none.
-        met: True if the goal is met, or there is none.
-    """
+    """The times of one case in seconds. Each is the median over the rounds."""
 
     name: str
-    first_update_s: float
-    more_s: float
-    total_s: float
-    processor_s: float
+    first_update_s: float  # from the start of the program to the end of the first update
+    more_s: float  # the median of the differences from the script alone, without Paceline
+    total_s: float  # from the start of the program to its end
+    processor_s: float  # of all processes
     goal: str
     met: bool
 
 
-def estimate_s() -> float:
-    """Estimate how long the measurement takes, in seconds."""
-    return (ROUNDS + 1) * 22.0
+@benchmark(minutes=2, quick={"rounds": 1, "cases": (CASES[0], CASES[2])})
+def measure(tell: TellShare, rounds: int = 5, cases: Sequence[Case] = CASES) -> list[Figures[StartupRow]]:
+    """Measure the time from the start of a script to its first update, alone and in runs with one and four workers.
+
+    Also checks the results against this project's goals.
+    """
+    # The first round, which fills the caches, is not counted.
+    found = in_turns(tell, rounds + 1, {case.name: case for case in cases}, _run)
+    alone, *_ = found.values()
+    rows = [_row(case, found[case.name][1:], alone[1:]) for case in cases]
+    return [Figures("Start to first update (seconds, medians)", rows, COLUMNS)]
 
 
-def measure(tell: TellShare, rounds: int = ROUNDS, cases: tuple[Case, ...] = CASES) -> list[StartupRow]:
-    """Run each case once per round, and return the times. The first round, which fills the caches, is not counted."""
-    found: list[list[tuple[float, float, float]]] = [[] for _ in cases]
-    total = (rounds + 1) * len(cases)
-    for turn in range(rounds + 1):
-        for index, case in enumerate(cases):
-            tell(case.name, (turn * len(cases) + index) / total)
-            times = _run(case)
-            if turn:
-                found[index].append(times)
-    return [_row(case, times, found[0]) for case, times in zip(cases, found, strict=True)]
+COLUMNS: Columns[StartupRow] = {
+    "": lambda row: row.name,
+    "first update": lambda row: f"{row.first_update_s:.2f}",
+    "more than alone": lambda row: f"{row.more_s:.2f}",
+    "end": lambda row: f"{row.total_s:.2f}",
+    "processor time": lambda row: f"{row.processor_s:.2f}",
+    "goal": lambda row: goal_text(row.goal, row.met),
+}
 
 
-def _row(
-    case: Case, times: list[tuple[float, float, float]], alone: list[tuple[float, float, float]]
-) -> StartupRow:
+def _row(case: Case, times: Sequence[Times], alone: Sequence[Times]) -> StartupRow:
     first_s, total_s, processor_s = (median(column) for column in zip(*times, strict=True))
     more_s = median(ours[0] - theirs[0] for ours, theirs in zip(times, alone, strict=True))
     goal, met = "", True
@@ -134,48 +125,23 @@ def _row(
     return StartupRow(case.name, first_s, more_s, total_s, processor_s, goal, met)
 
 
-def _run(case: Case) -> tuple[float, float, float]:
-    """Return the time to the first update, the time to the end, and the processor time, in seconds.
-
-    Raises:
-        RunFailedError: the program failed, or the script has not reached its first update.
-    """
+def _run(case: Case) -> Times:
+    """Return the time to the first update, the time to the end, and the processor time, in seconds."""
     with TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(SCRIPT)
         command = ["train.py"]
         if case.workers:
             counts = ["--workers", str(case.workers), "--servers", str(case.servers)]
             command = ["-m", "paceline", "run", *counts, "--run-dir", "run", "train.py"]
-        environment = {**os.environ, **({"PLAIN": "1"} if case.plain else {})}
-        with Path(folder, "output").open("wb") as output:
-            begun_s = time.monotonic()
-            program = subprocess.Popen(
-                [sys.executable, *command], cwd=folder, env=environment, stdout=output, stderr=output
-            )
-            try:
-                _, status, used = os.wait4(program.pid, 0)
-            except BaseException:
-                program.kill()
-                raise
-            ended_s = time.monotonic()
-        program.returncode = os.waitstatus_to_exitcode(status)
+        begun_s = time.monotonic()
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        with program(*command, folder=folder, env={"PLAIN": "1"} if case.plain else {}) as running:
+            _, errors = running.communicate()
+        ended_s = time.monotonic()
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         updated_s = [float(path.read_text()) for path in Path(folder).glob("updated-*")]
-        if program.returncode or len(updated_s) != max(1, case.workers):
-            raise RunFailedError(
-                case.name, f"exit code {program.returncode}", Path(folder, "output").read_text()
-            )
-        return max(updated_s) - begun_s, ended_s - begun_s, used.ru_utime + used.ru_stime
-
-
-def table(rows: list[StartupRow]) -> Table:
-    """Return the table of the results."""
-    table = Table(title="Start to first update (seconds, medians)", title_justify="left")
-    table.add_column("")
-    for name in ("first update", "more than alone", "end", "processor time"):
-        table.add_column(name, justify="right")
-    table.add_column("goal")
-    for row in rows:
-        goal = f"{row.goal}: {'met' if row.met else 'not met'}" if row.goal else ""
-        numbers = (row.first_update_s, row.more_s, row.total_s, row.processor_s)
-        table.add_row(row.name, *(f"{number:.2f}" for number in numbers), goal)
-    return table
+    require_success(case.name, running, errors)
+    if len(updated_s) != max(1, case.workers):
+        raise RunFailedError(case.name, f"only {len(updated_s)} workers have made an update")
+    processor_s = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
+    return max(updated_s) - begun_s, ended_s - begun_s, processor_s

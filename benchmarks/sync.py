@@ -5,17 +5,18 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Sequence
+from functools import partial
 from statistics import median
 
 import msgspec
-from rich.table import Table
 
+from paceline.cli.progress_bar import TellShare
 from paceline.core.sync.shard_sync import ShardSync
 from paceline.sync import Conditions, PullState, SyncModel, parse
 from paceline.sync.actions import AnswerPull, SetTimer
 from paceline.sync.events import AnyEvent, PullRequested, PushReceived, TimerFired, WorkerJoined
 
-__all__ = ["GOALS_US", "MODELS", "CostRow", "cost_table", "measure"]
+from .harness import Figures, benchmark, marked
 
 GOALS_US = {10: 6.0, 10_000: 12.0}
 """Number of workers -> goal for the median time of one push and one pull together, in microseconds."""
@@ -55,28 +56,30 @@ MODELS: tuple[SyncModel, ...] = (
 
 
 class CostRow(msgspec.Struct, frozen=True):
-    """The time measured for a sync model with a given number of workers.
-
-    Attributes:
-        sync: sync model.
-        workers: number of workers.
-        median_us: median time of one push and one pull together.
-        goal_us: goal for `median_us`.
-    """
+    """The median time of one push and one pull together, for each number of workers in `GOALS_US`."""
 
     sync: str
-    workers: int
-    median_us: float
-    goal_us: float
+    median_us: dict[int, float]
 
 
-def measure(models: Sequence[SyncModel] = MODELS, pushes: int = MEASURED) -> list[CostRow]:
-    """Measure the median time of one push and one pull under each model. Live shards run the same code."""
-    return [
-        CostRow(str(model), workers, _cost_us(model, workers, pushes), goal_us)
-        for model in models
+@benchmark(minutes=0.5, quick={"pushes": 300})
+def measure(
+    tell: TellShare, models: Sequence[SyncModel] = MODELS, pushes: int = MEASURED
+) -> list[Figures[CostRow]]:
+    """Time a push and a pull under each sync model, with 10 and with 10,000 workers."""
+    rows = []
+    for number, model in enumerate(models):
+        tell(str(model), number / len(models))
+        rows.append(CostRow(str(model), {workers: _cost_us(model, workers, pushes) for workers in GOALS_US}))
+
+    def cell(row: CostRow, workers: int) -> str:
+        return marked(f"{row.median_us[workers]:.1f}", row.median_us[workers] <= GOALS_US[workers])
+
+    columns = {
+        f"{workers:,} workers\n(goal {goal_us:g})": partial(cell, workers=workers)
         for workers, goal_us in GOALS_US.items()
-    ]
+    }
+    return [Figures("Time of a push and a pull, median us", rows, {"sync": lambda row: row.sync, **columns})]
 
 
 def _cost_us(model: SyncModel, workers: int, pushes: int) -> float:
@@ -116,21 +119,3 @@ def _cost_us(model: SyncModel, workers: int, pushes: int) -> float:
     finally:
         gc.enable()
     return median(times_ns) / 1000
-
-
-def cost_table(rows: Sequence[CostRow]) -> Table:
-    """Return a table with one line per model."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("median us per push and pull", no_wrap=True)
-    for workers, goal_us in GOALS_US.items():
-        table.add_column(f"{workers:,} workers\n(goal {goal_us:g})", justify="right")
-    for sync in dict.fromkeys(row.sync for row in rows):
-        cells = {row.workers: row for row in rows if row.sync == sync}
-        table.add_row(
-            sync,
-            *(
-                f"{row.median_us:.1f}{'' if row.median_us <= row.goal_us else ' !'}"
-                for row in (cells[workers] for workers in GOALS_US)
-            ),
-        )
-    return table

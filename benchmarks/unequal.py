@@ -14,8 +14,6 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 import torch
-from rich import box
-from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,10 +21,9 @@ from paceline.cli.progress_bar import TellShare
 from paceline.core.protocol.lease import BatchSizing
 from paceline.frontend.data import distribute
 from paceline.frontend.optimizer import DistributedOptimizer
-from paceline.launcher.launch import launch
 from paceline.sim import Cluster, simulate
 
-__all__ = ["MODELS", "UnequalRow", "estimate_s", "measure", "table"]
+from .harness import Columns, Figures, benchmark, live, marked
 
 MODELS: tuple[tuple[str, BatchSizing], ...] = (
     ("bsp", "equal"),
@@ -49,27 +46,17 @@ EPOCHS = 10
 SPEEDUP_GOAL = 2.2
 BALANCED_GOAL = 2.0
 ERROR_GOAL = 0.05
-START_S = 12.0  # approximate time to start and stop the processes of a live run on a slow machine
 
 
 class UnequalRow(msgspec.Struct, frozen=True):
-    """The time that the training loop takes under one sync model.
+    """The time that the training loop takes under one sync model."""
 
-    Attributes:
-        scenario: how the unequal machines are emulated: a key of `SCENARIOS`.
-        sync: the sync model.
-        batch: "equal" or "balanced": the sizes of the workers' batches.
-        live_s: time of the live run, in seconds.
-        simulated_s: time of the simulation, in seconds.
-        speedup: time of the live run under BSP with equal batches, divided by `live_s`.
-    """
-
-    scenario: str
+    scenario: str  # how the unequal machines are emulated: a key of `SCENARIOS`
     sync: str
     batch: BatchSizing
     live_s: float
     simulated_s: float
-    speedup: float
+    speedup: float  # time of the live run under BSP with equal batches, divided by `live_s`
 
     @property
     def error(self) -> float:
@@ -84,21 +71,28 @@ class UnequalRow(msgspec.Struct, frozen=True):
         return SPEEDUP_GOAL
 
 
-def estimate_s(models: Sequence[tuple[str, BatchSizing]] = MODELS, epochs: int = EPOCHS) -> float:
-    """Estimate how long `measure` takes, in seconds."""
-    bsp_s = epochs * BATCHES / len(PACE_S) * max(PACE_S)
-    return len(SCENARIOS) * (len(models) + 1) * (bsp_s / 1.5 + START_S)
+COLUMNS: Columns[UnequalRow] = {
+    "emulated by": lambda row: SCENARIOS[row.scenario],
+    "sync": lambda row: row.sync,
+    "batches": lambda row: row.batch,
+    "live": lambda row: f"{row.live_s:.1f} s",
+    "speedup": lambda row: marked(f"{row.speedup:.2f}", row.speedup >= row.goal),
+    "simulated": lambda row: f"{row.simulated_s:.1f} s",
+    "error": lambda row: marked(f"{row.error:+.1%}", abs(row.error) <= ERROR_GOAL),
+}
+CAPTION = (
+    f"goals: speedup of at least {SPEEDUP_GOAL} without barriers in every iteration, and of at least {BALANCED_GOAL} "
+    f"under bsp with balanced batches; error of the simulation of at most {ERROR_GOAL:.0%}; !: goal missed"
+)
 
 
+@benchmark(minutes=6, quick={"models": (("bsp", "equal"), ("bsp", "balanced")), "epochs": 1})
 def measure(
     tell: TellShare, models: Sequence[tuple[str, BatchSizing]] = MODELS, epochs: int = EPOCHS
-) -> list[UnequalRow]:
-    """Measure the times in all scenarios. This takes minutes.
+) -> list[Figures[UnequalRow]]:
+    """Compare the time of 10 epochs under several sync models if one of four workers is 3 times slower.
 
-    Args:
-        tell: progress callback.
-        models: the sync models and batch sizes; the first pair must be BSP with equal batches.
-        epochs: number of epochs.
+    Each sync model is measured live and simulated.
     """
     rows = []
     runs = len(SCENARIOS) * (len(models) + 1)
@@ -106,18 +100,19 @@ def measure(
         done = number * (len(models) + 1)
         with TemporaryDirectory() as folder:
             tell(f"{scenario}: live run under bsp, to record the cluster", done / runs)
-            _live(scenario, "bsp", epochs, Path(folder, "recorded"))
+            _live_s(scenario, "bsp", "equal", epochs, run_dir=Path(folder, "recorded"))
             cluster = Cluster.from_run(Path(folder, "recorded"))
-            bsp_s = 0.0
-            for position, (sync, batch) in enumerate(models):
-                name = f"{sync} with {batch} batches"
-                tell(f"{scenario}: live run and simulation under {name}", (done + position + 1) / runs)
-                live_s = _live(scenario, sync, epochs, Path(folder, str(position)), batch)
-                simulated = simulate(cluster, sync, train_fn=train, args=(epochs, 0.0), batch=batch)
-                bsp_s = bsp_s or live_s
-                simulated_s = simulated.measures.duration_s
-                rows.append(UnequalRow(scenario, sync, batch, live_s, simulated_s, bsp_s / live_s))
-    return rows
+        bsp_s = 0.0
+        for position, (sync, batch) in enumerate(models):
+            name = f"{sync} with {batch} batches"
+            tell(f"{scenario}: live run and simulation under {name}", (done + position + 1) / runs)
+            live_s = _live_s(scenario, sync, batch, epochs)
+            simulated = simulate(cluster, sync, train_fn=train, args=(epochs, 0.0), batch=batch)
+            bsp_s = bsp_s or live_s
+            simulated_s = simulated.measures.duration_s
+            rows.append(UnequalRow(scenario, sync, batch, live_s, simulated_s, bsp_s / live_s))
+    title = f"{epochs} epochs of {BATCHES} batches on 4 workers, one of which is 3 times slower"
+    return [Figures(title, rows, COLUMNS, CAPTION, labels=3)]
 
 
 def train(epochs: int, compute_s: float) -> None:
@@ -135,52 +130,11 @@ def train(epochs: int, compute_s: float) -> None:
             optimizer.step()
 
 
-def _live(scenario: str, sync: str, epochs: int, run_dir: Path, batch: BatchSizing = "equal") -> float:
+def _live_s(scenario: str, sync: str, batch: BatchSizing, epochs: int, **settings: Path) -> float:
     """Run the loop live; return its time in seconds."""
     slowed = scenario == "slowdown"
-    result = launch(
-        train,
-        args=(epochs, COMPUTE_S if slowed else 0.0),
-        workers=len(PACE_S),
-        servers=1,
-        sync=sync,
-        batch=batch,
-        pace=None if slowed else PACE_S,
-        slowdown=SLOWDOWN if slowed else None,
-        run_dir=run_dir,
-        progress=False,
-    )
+    emulated = {"slowdown": SLOWDOWN} if slowed else {"pace": PACE_S}
+    arguments = (epochs, COMPUTE_S if slowed else 0.0)
+    result, _ = live(train, *arguments, workers=len(PACE_S), sync=sync, batch=batch, **emulated, **settings)
     duration_s: float = result.summary["duration_s"]
     return duration_s
-
-
-def table(rows: Sequence[UnequalRow]) -> Table:
-    """Return the measured and simulated times as a table."""
-    shown = Table(
-        title=f"{EPOCHS} epochs of {BATCHES} batches on 4 workers, one of which is 3 times slower",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        caption=f"goals: speedup of at least {SPEEDUP_GOAL} without barriers in every iteration, and of at least "
-        f"{BALANCED_GOAL} under bsp with balanced batches; error of the simulation of at most {ERROR_GOAL:.0%}; "
-        "!: goal missed",
-        caption_justify="left",
-    )
-    shown.add_column("emulated by", overflow="fold")
-    shown.add_column("sync", overflow="fold")
-    shown.add_column("batches")
-    for name in ("live", "speedup", "simulated", "error"):
-        shown.add_column(name, justify="right")
-    for row in rows:
-        slow = row.speedup < row.goal
-        wrong = abs(row.error) > ERROR_GOAL
-        shown.add_row(
-            SCENARIOS[row.scenario],
-            row.sync,
-            row.batch,
-            f"{row.live_s:.1f} s",
-            f"{row.speedup:.2f}{'!' if slow else ''}",
-            f"{row.simulated_s:.1f} s",
-            f"{row.error:+.1%}{'!' if wrong else ''}",
-        )
-    return shown

@@ -16,27 +16,25 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Annotated
 
 import msgspec
 import torch
-from rich import box
-from rich.table import Table
 from torch import nn
 
+from paceline.cli.numbers import number_option
 from paceline.cli.progress_bar import TellShare
 from paceline.errors import ConfigurationError
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.frontend.session import worker_index
-from paceline.launcher.launch import launch
-from paceline.launcher.live_run.local import Placement
 from paceline.sim import Cluster, simulate
 
-from .overlap.namespaces import Network, NetworkLink, network, rate_bps
-
-__all__ = ["CASES", "WhatIfPlan", "WhatIfReport", "WhatIfRow", "estimate_s", "measure", "rows", "table"]
+from .harness import Columns, Figures, Rate, Rounds, benchmark, live, marked, rounds_text, spread
+from .overlap.namespaces import NetworkLink, network, rate_bps
 
 PACE_S = (0.3, 0.3, 0.4, 0.6)
 """Mean length of an iteration of each recorded worker without its transfers. The workers beyond repeat these."""
@@ -44,7 +42,6 @@ PACE_S = (0.3, 0.3, 0.4, 0.6)
 JITTER = 0.2
 INPUTS, OUTPUTS = 1024, 1280  # of the only layer, which has 5 MB of parameters
 SYNCS = ("bsp", "asp")
-STARTING_S = 10.0  # approximate time to start and end the processes of a run on two cores
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -61,61 +58,23 @@ class Case(msgspec.Struct, frozen=True):
     goal: float
 
 
+RECORDED = "the recorded run"
 CASES = {
-    "the recorded run": Case(len(PACE_S), 1.0, 0.02),
+    RECORDED: Case(len(PACE_S), 1.0, 0.02),
     "half the bandwidth": Case(len(PACE_S), 2.0, 0.1),
     "twice the workers": Case(2 * len(PACE_S), 1.0, 0.1),
 }
 """What is predicted, by name. The first case is that of the recorded run, which is its own measure."""
 
 
-class WhatIfPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters of the benchmark. Call `require_sound` to check them before anything starts.
-
-    Attributes:
-        rate: rate of each link in each direction, in tc's notation, for example "800mbit".
-        queue_s: length of the queues of each link, as the time to send it at the rate.
-        rounds: number of rounds.
-        iterations: number of iterations of each worker.
-        syncs: sync models.
-    """
-
-    rate: str = "800mbit"
-    queue_s: float = 0.01
-    rounds: int = 3
-    iterations: int = 24
-    syncs: tuple[str, ...] = SYNCS
-
-    def require_sound(self) -> None:
-        """Raise `ConfigurationError` if the plan is invalid."""
-        rate_bps(self.rate)
-        if not 0 < self.queue_s <= 1:
-            raise ConfigurationError(
-                f"queue_s is {self.queue_s!r}, expected more than 0 and at most 1 second."
-            )
-        for name, value in (("rounds", self.rounds), ("iterations", self.iterations)):
-            if value < 1:
-                raise ConfigurationError(f"{name} is {value}, expected a whole number >= 1.")
-
-
-class WhatIfRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The results for one case under one sync model.
-
-    Attributes:
-        sync: the sync model.
-        case: a key of `CASES`.
-        measured_s: time of the live run in seconds, median over the rounds.
-        predicted_s: time that was predicted from the recorded run of the same round, median over the rounds.
-        ratio: predicted time divided by measured time, median over the rounds.
-        low: the smallest ratio of any round.
-        high: the largest ratio of any round.
-    """
+class WhatIfRow(msgspec.Struct, frozen=True):
+    """The results for one case under one sync model: medians over the rounds."""
 
     sync: str
-    case: str
-    measured_s: float
-    predicted_s: float
-    ratio: float
+    case: str  # a key of `CASES`
+    measured_s: float  # time of the live run
+    predicted_s: float  # time that was predicted from the recorded run of the same round
+    ratio: float  # predicted time divided by measured time
     low: float
     high: float
 
@@ -125,110 +84,79 @@ class WhatIfRow(msgspec.Struct, frozen=True, kw_only=True):
         return abs(self.ratio - 1) <= CASES[self.case].goal
 
 
-class WhatIfReport(msgspec.Struct, frozen=True):
-    """The results.
-
-    Attributes:
-        rate: rate of each link of the recorded run, in each direction.
-        queue_s: length of the queues of each link, in seconds.
-        rounds: number of rounds.
-        rows: a row for each sync model and case.
-    """
-
-    rate: str
-    queue_s: float
-    rounds: int
-    rows: tuple[WhatIfRow, ...]
-
+COLUMNS: Columns[WhatIfRow] = {
+    "sync": lambda row: row.sync,
+    "case": lambda row: row.case,
+    "measured": lambda row: f"{row.measured_s:.2f} s",
+    "predicted": lambda row: f"{row.predicted_s:.2f} s",
+    "predicted / measured": lambda row: marked(f"{row.ratio:.3f}", row.met),
+    "in all rounds": lambda row: f"{row.low:.3f} to {row.high:.3f}",
+}
 
 Times = dict[tuple[str, str], list[tuple[float, float]]]
 """(sync model, case) -> the predicted and the measured time of each round, in seconds."""
 
-
-def estimate_s(plan: WhatIfPlan) -> float:
-    """Estimate how long the measurements take, in seconds."""
-    transfers_s = 2 * 4 * INPUTS * OUTPUTS * 8 / rate_bps(plan.rate)
-    runs_s = [
-        STARTING_S + plan.iterations * (max(PACE_S) + case.workers * case.slower * transfers_s)
-        for case in CASES.values()
-    ]
-    return plan.rounds * len(plan.syncs) * sum(runs_s)
+QueueMs = Annotated[
+    float,
+    number_option("--queue-ms", metavar="MS", help="Queue of each link, as the time to send what it holds."),
+]
 
 
-def measure(plan: WhatIfPlan, tell: TellShare = lambda what, share, slow=False: None) -> WhatIfReport:
-    """Measure and predict everything in the plan, round by round.
+@benchmark(minutes=15, quick={"rounds": 1, "iterations": 2, "syncs": ("asp",)})
+def measure(
+    tell: TellShare,
+    rate: Rate = "800mbit",
+    queue_ms: QueueMs = 10.0,
+    rounds: Rounds = 3,
+    iterations: int = 24,
+    syncs: Sequence[str] = SYNCS,
+) -> list[Figures[WhatIfRow]]:
+    """Predict runs with half the bandwidth and with twice the workers from a recorded run, and measure them live.
 
-    Raises:
-        ConfigurationError: the plan is invalid, or network namespaces cannot be created. No process has been started.
-        RunFailedError: a process failed. All other processes have been stopped.
+    Requires root privileges and the commands ip and tc.
     """
-    plan.require_sound()
-    times: Times = {(sync, case): [] for sync in plan.syncs for case in CASES}
+    if not 0 < queue_ms <= 1000:
+        raise ConfigurationError(f"queue_ms is {queue_ms:g}, expected more than 0 and at most 1000.")
+    times: Times = {(sync, case): [] for sync in syncs for case in CASES}
     begun = 0
-    for number in range(plan.rounds):
-        for sync in plan.syncs:
+    for number in range(rounds):
+        for sync in syncs:
             with TemporaryDirectory() as folder:
+                recorded = Path(folder, "recorded")
                 for name, case in CASES.items():
-                    what = f"round {number + 1} of {plan.rounds}, {sync}, {name}"
-                    tell(what, begun / (plan.rounds * len(times)), slow=True)
+                    what = f"round {number + 1} of {rounds}, {sync}, {name}"
+                    tell(what, begun / (rounds * len(times)), slow=True)
                     begun += 1
-                    out = Path(folder, name.replace(" ", "-"))
-                    if case.slower == 1.0 and case.workers == len(PACE_S):
-                        recorded = out
-                    measured_s = _live(plan, sync, case, begun, out)
-                    times[sync, name].append((_predicted(plan, sync, case, recorded), measured_s))
-    return WhatIfReport(plan.rate, plan.queue_s, plan.rounds, rows(times))
+                    out = recorded if name == RECORDED else Path(folder, name.replace(" ", "-"))
+                    link = NetworkLink(f"{rate_bps(rate) / case.slower / 1e6:g}mbit", 0.0, queue_ms / 1000)
+                    with network(1 + case.workers, link) as machines:
+                        placement = machines.placement(1)
+                        settings = {"sync": sync, "transport": "tcp", "run_dir": out, "placement": placement}
+                        result, _ = live(train, iterations, begun, workers=case.workers, **settings)
+                    predicted_s = _predicted_s(rate_bps(rate), sync, case, recorded, iterations)
+                    times[sync, name].append((predicted_s, result.summary["duration_s"]))
+    goals = ", ".join(f"{name}: {case.goal:.0%}" for name, case in CASES.items())
+    links = f"links of {rate} with queues of {queue_ms:g} ms"
+    title = f"Predicted from a recorded run with {len(PACE_S)} workers on {links}"
+    caption = f"{rounds_text(rounds)}; goals for the error of the ratio: {goals}; !: goal missed"
+    return [Figures(title, rows(times), COLUMNS, caption, labels=2)]
 
 
-def rows(times: Times) -> tuple[WhatIfRow, ...]:
+def rows(times: Times) -> list[WhatIfRow]:
     """Return a row for each sync model and case."""
     found = []
     for (sync, case), pairs in times.items():
-        ratios = [predicted_s / measured_s for predicted_s, measured_s in pairs]
-        found.append(
-            WhatIfRow(
-                sync=sync,
-                case=case,
-                measured_s=median(measured_s for _, measured_s in pairs),
-                predicted_s=median(predicted_s for predicted_s, _ in pairs),
-                ratio=median(ratios),
-                low=min(ratios),
-                high=max(ratios),
-            )
-        )
-    return tuple(found)
+        predicted_s, measured_s = (median(column) for column in zip(*pairs, strict=True))
+        ratios = spread(predicted / measured for predicted, measured in pairs)
+        found.append(WhatIfRow(sync, case, measured_s, predicted_s, *ratios))
+    return found
 
 
-def _predicted(plan: WhatIfPlan, sync: str, case: Case, recorded: Path) -> float:
-    """Return the time in seconds that a recorded run predicts for a case."""
-    bps = rate_bps(plan.rate)
+def _predicted_s(bps: float, sync: str, case: Case, recorded: Path, iterations: int) -> float:
+    """Return the time that a recorded run predicts for a case."""
     cluster = Cluster.from_run(recorded, bandwidth=bps)
     changed = cluster.with_(workers=case.workers, bandwidth=bps / case.slower)
-    return simulate(changed, sync, plan.iterations).measures.duration_s
-
-
-def _live(plan: WhatIfPlan, sync: str, case: Case, seed: int, run_dir: Path) -> float:
-    """Make a live run; return its time in seconds."""
-    link = NetworkLink(f"{rate_bps(plan.rate) / case.slower / 1e6:g}mbit", 0.0, plan.queue_s)
-    with network(1 + case.workers, link) as machines:
-        result = launch(
-            train,
-            args=(plan.iterations, seed),
-            workers=case.workers,
-            servers=1,
-            sync=sync,
-            transport="tcp",
-            run_dir=run_dir,
-            progress=False,
-            placement=_placed(machines),
-        )
-    duration_s: float = result.summary["duration_s"]
-    return duration_s
-
-
-def _placed(machines: Network) -> Placement:
-    server, *workers = machines.machines
-    return Placement(machines.host, (server,), tuple(workers))
+    return simulate(changed, sync, iterations).measures.duration_s
 
 
 def train(iterations: int, seed: int) -> None:
@@ -247,31 +175,3 @@ def train(iterations: int, seed: int) -> None:
         optimizer.zero_grad()
         model(x).sum().backward()
         optimizer.step()
-
-
-def table(report: WhatIfReport) -> Table:
-    """Return the predicted and the measured times as a table."""
-    goals = ", ".join(f"{name}: {case.goal:.0%}" for name, case in CASES.items())
-    shown = Table(
-        title=f"Predicted from a recorded run with {len(PACE_S)} workers on links of {report.rate} with queues of "
-        f"{report.queue_s * 1000:g} ms",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        caption=f"medians of {report.rounds} rounds; goals for the error of the ratio: {goals}; !: goal missed",
-        caption_justify="left",
-    )
-    shown.add_column("sync")
-    shown.add_column("case")
-    for name in ("measured", "predicted", "predicted / measured", "in all rounds"):
-        shown.add_column(name, justify="right")
-    for row in report.rows:
-        shown.add_row(
-            row.sync,
-            row.case,
-            f"{row.measured_s:.2f} s",
-            f"{row.predicted_s:.2f} s",
-            f"{row.ratio:.3f}{'' if row.met else '!'}",
-            f"{row.low:.3f} to {row.high:.3f}",
-        )
-    return shown

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 from rich.table import Table
 
-from benchmarks.zipline import measurement
-from benchmarks.zipline.tables import tables
+from benchmarks.zipline import NAIVE_SHAPE, TABLE_4_SHAPES, Cell, figures_of, measure_cells
 from paceline.cli.progress_bar import TellShare
 from paceline.zipline import (
     LastInterval,
@@ -221,32 +220,34 @@ FIRST_END_TIME = (
 # -- Tables 3 and 4, Figure 10 ---------------------------------------------------------------------------------
 
 
-@cache
-def _measured(quick: bool) -> measurement.ZiplineReport:
-    return measurement.measure(quick=quick, tell=_tell[-1])
+_found: dict[bool, tuple[list[Cell], list[Table]]] = {}
 
 
-_tell: list[TellShare] = []
+def _cells(options: Options, tell: TellShare) -> tuple[list[Cell], list[Table]]:
+    """Return the cells and tables of the benchmark, which runs only once for all exhibits."""
+    if options.quick not in _found:
+        rounds = 1 if options.quick else 3
+        cells, goals = measure_cells(tell, rounds, options.quick)
+        tables = [figures.table() for figures in figures_of(cells, goals, rounds)]
+        _found[options.quick] = cells, tables
+    return _found[options.quick]
 
 
-def _report(options: Options, tell: TellShare) -> measurement.ZiplineReport:
-    """Return the report of the benchmark. The benchmark runs only once for all exhibits."""
-    _tell.append(tell)
-    return _measured(options.quick)
+def _timed(cells: Sequence[Cell]) -> list[Cell]:
+    """Return the cells of the shapes for which the paper has times, and of the one for the naive method."""
+    return [cell for cell in cells if cell.shape in (NAIVE_SHAPE, *TABLE_4_SHAPES)]
 
 
 def table_3(options: Options, tell: TellShare) -> Made:
     """Compare the smallest waiting time that each method finds."""
-    report = _report(options, tell)
-    table, _, _ = tables(report)
-    return Made([table], lambda: _draw_times(report), msgspec.to_builtins(report.waits), _machine(report))
+    cells, tables = _cells(options, tell)
+    return Made(tables[:1], lambda: _draw_times(cells), msgspec.to_builtins(cells), _machine())
 
 
 def table_4(options: Options, tell: TellShare) -> Made:
     """Compare the computation time of each method."""
-    report = _report(options, tell)
-    _, table, _ = tables(report)
-    return Made([table], lambda: _draw_times(report), msgspec.to_builtins(report.times), _machine(report))
+    cells, tables = _cells(options, tell)
+    return Made(tables[1:2], lambda: _draw_times(cells), msgspec.to_builtins(_timed(cells)), _machine())
 
 
 VARIANTS = ("zipline", "zipline-opt", "zipline-opt-bs")
@@ -258,8 +259,8 @@ TABLE_4 = {
 
 def figure_10(options: Options, tell: TellShare) -> Made:
     """Compare how the computation times of ZipLine and its variants grow with the number of workers and R."""
-    report = _report(options, tell)
-    rows = [row for row in report.times if row.method in (*VARIANTS, "auto")]
+    found, _ = _cells(options, tell)
+    rows = [row for row in _timed(found) if row.method in (*VARIANTS, "auto")]
     shapes = list(dict.fromkeys((row.workers, row.lookahead) for row in rows))
     cells = {(row.method, row.workers, row.lookahead): row for row in rows}
     lines: dict[str, Sequence[tuple[Quote | None, str]]] = {}
@@ -273,27 +274,29 @@ def figure_10(options: Options, tell: TellShare) -> Made:
             )
         lines[f"n = {workers:,}, R = {lookahead}"] = pairs
     table = beside(f"{PAPER}, Fig. 10: computation time, us", lines, [*VARIANTS, "auto"])
-    return Made([table], lambda: _draw_times(report), msgspec.to_builtins(rows), _machine(report))
+    return Made([table], lambda: _draw_times(found), msgspec.to_builtins(rows), _machine())
 
 
-def _machine(report: measurement.ZiplineReport) -> list[str]:
-    return [f"Measured with Python {report.python} and NumPy {report.numpy}. The paper's code uses C++11."]
+def _machine() -> list[str]:
+    versions = f"Python {platform.python_version()} and NumPy {np.__version__}"
+    return [f"Measured with {versions}. The paper's code uses C++11."]
 
 
 MARKERS = "os^vDPX"  # there are more methods than colors
 
 
-def _draw_times(report: measurement.ZiplineReport) -> Figure:
+def _draw_times(cells: Sequence[Cell]) -> Figure:
     from paceline.report.canvas import COLOURS, DASHES, new_figure
 
     figure = new_figure(9.0, 4.6)
     axes = figure.subplots()
-    methods = list(dict.fromkeys(row.method for row in report.times))
+    timed = _timed(cells)
+    methods = list(dict.fromkeys(row.method for row in timed))
     for number, method in enumerate(methods):
         for lookahead, dashes in zip((15, 150), DASHES, strict=False):
             points = [
                 (row.workers, row.median_ms)
-                for row in report.times
+                for row in timed
                 if row.method == method and row.lookahead == lookahead and row.median_ms is not None
             ]
             if points:

@@ -15,8 +15,6 @@ from paceline.core.protocol.messages import Message, Observation, Phase, PushesO
 from paceline.shard.vectors import sampled_norm
 from paceline.wire.stream import Stream
 
-__all__ = ["MOST_US", "Cost", "measure_cost"]
-
 MOST_US = 50.0
 """Goal: 1 % of a step of 5 ms, in microseconds."""
 
@@ -26,17 +24,15 @@ WORKERS = 4
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """The time on the processor of each part, in microseconds per push.
+    """The time on the processor of each part, in microseconds per push."""
 
-    Attributes:
-        observe_us: at the worker: the norm of its weights. The norm of the gradient comes from the check for NaN.
-        report_us: at the worker and the coordinator: a message, as if each push were reported by one of its own.
-        judge_us: at the coordinator.
-    """
-
-    observe_us: float
-    report_us: float
-    judge_us: float
+    observe_us: (
+        float  # at the worker: the norm of its weights. That of the gradient comes from the check for NaN.
+    )
+    report_us: (
+        float  # at the worker and the coordinator: a message, as if each push were reported by one of its own
+    )
+    judge_us: float  # at the coordinator
 
     @property
     def total_us(self) -> float:

@@ -13,8 +13,6 @@ from paceline.sim import simulate
 
 from .scenarios import Measured, Scenario
 
-__all__ = ["MOST_UPDATES", "Judged", "judge"]
-
 MOST_UPDATES = 20
 """Number of updates within which a divergence must be said."""
 
@@ -26,25 +24,22 @@ LASTING = 8  # number of pushes in a row for which it must do so
 
 
 class Judged(msgspec.Struct, frozen=True):
-    """What the guard has said about one run.
+    """What the guard has said about one run."""
 
-    Attributes:
-        name: name of the scenario.
-        seed: seed of the run.
-        planted: True if a divergence was planted.
-        visible_at: the update at which it could be seen; None if it could not, or if none was planted.
-        said_at: the update at which the guard spoke first; None if it was silent.
-        words: what it said first; "" if it was silent.
-        named: True if it named the worker that was to be named, if there was one.
-    """
-
-    name: str
+    name: str  # of the scenario
     seed: int
-    planted: bool
-    visible_at: int | None
-    said_at: int | None
-    words: str
-    named: bool
+    planted: bool  # True if a divergence was planted
+    visible_at: (
+        int | None
+    )  # the update at which it could be seen; None if it could not, or if none was planted
+    said_at: int | None  # the update at which the guard spoke first; None if it was silent
+    words: str  # what it said first; "" if it was silent
+    named: bool  # True if it named the worker that was to be named, if there was one
+
+    @property
+    def told(self) -> str:
+        """The part of the words that says what is wrong."""
+        return self.words.partition("): ")[2].partition(". ")[0]
 
     @property
     def late(self) -> int | None:

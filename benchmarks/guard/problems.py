@@ -14,37 +14,24 @@ from torch.nn import functional
 
 from paceline.demo.digits import CLASSES, load
 
-__all__ = ["PROBLEMS", "Batch", "Problem"]
-
 CONTEXT = 8  # number of characters from which the next one is predicted
 USERS, ITEMS, RANK = 60, 40, 4
 DIRECTIONS = 64  # number of dimensions of the quadratic
 
 
 class Batch(msgspec.Struct):
-    """Inputs and targets of one step, which a scenario may change before the loss is computed.
-
-    Attributes:
-        inputs: float or integer tensor, one row per sample.
-        targets: tensor with one entry per sample.
-    """
+    """Inputs and targets of one step, one row per sample. A scenario may change it before the loss is computed."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """A model, its data and its loss.
+    """A model, its data and its loss."""
 
-    Attributes:
-        model: makes the model. The caller seeds torch's generator.
-        draw: draws a batch of this many samples.
-        loss: the mean loss of a model on a batch.
-    """
-
-    model: Callable[[], nn.Module]
-    draw: Callable[[int, torch.Generator], Batch]
-    loss: Callable[[nn.Module, Batch], torch.Tensor]
+    model: Callable[[], nn.Module]  # the caller seeds torch's generator
+    draw: Callable[[int, torch.Generator], Batch]  # draws a batch of this many samples
+    loss: Callable[[nn.Module, Batch], torch.Tensor]  # the mean loss of a model on a batch
 
 
 def _mlp(*, dropout: float = 0.0) -> nn.Module:

@@ -16,8 +16,6 @@ from paceline.sim import Cluster
 
 from .problems import PROBLEMS, Batch
 
-__all__ = ["HEALTHY", "PLANTED", "Measured", "Scenario"]
-
 Spoil = Callable[[int, int, Batch], Batch]
 """Changes a batch: (worker, step of the worker, batch) -> batch."""
 
@@ -34,29 +32,22 @@ ONE_SLOW = (1.0, 1.1, 0.9, 3.0)
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """One run.
+    """One run."""
 
-    Attributes:
-        name: what happens in it.
-        train: the training function of every worker, which receives the seed of the run, and a list to which it adds
-            the losses of the weights that each worker had at each step, without noise.
-        sync: the sync model.
-        compute_s: the compute time of each worker.
-        planted_at: the step of a worker at which the divergence begins; None if the run is healthy.
-        culprit: the worker that is to be named; None if none is.
-        at_once: True if the pushes of the worker, or of all, show at once that something is wrong; False if the loss
-            of the weights must be measured.
-        on_nan: see `paceline.launch`.
-    """
-
-    name: str
+    name: str  # what happens in it
+    # The training function of every worker, which receives the seed of the run, and a list to which it adds the
+    # losses of the weights that each worker had at each step, without noise.
     train: Train
     sync: str = "asp"
-    compute_s: tuple[float, ...] = EQUAL
-    planted_at: int | None = None
-    culprit: int | None = None
+    compute_s: tuple[float, ...] = EQUAL  # the compute time of each worker
+    planted_at: int | None = (
+        None  # the step of a worker at which the divergence begins; None if the run is healthy
+    )
+    culprit: int | None = None  # the worker that is to be named; None if none is
+    # True if the pushes of the worker, or of all, show at once that something is wrong; False if the loss of the
+    # weights must be measured.
     at_once: bool = False
-    on_nan: str = "stop"
+    on_nan: str = "stop"  # see `paceline.launch`
 
     @property
     def cluster(self) -> Cluster:

@@ -22,50 +22,43 @@ without overlap, those of all its shards. Protocol overhead, processor time and 
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import torch
-from rich import box
-from rich.table import Table
 from torch import nn
 
+from paceline.cli.numbers import whole_number_option
 from paceline.cli.progress_bar import TellShare
 from paceline.core.protocol.layout import Layout, Parameter
-from paceline.errors import ConfigurationError
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.frontend.session import worker_index
-from paceline.launcher.launch import launch
-from paceline.launcher.live_run.local import Placement
 from paceline.trace.recording import Trace
 from paceline.trace.records import IterationRecord, read_records
 from reproductions.papers import FLUENT_PS
 
+from ..harness import (
+    WARM_UP,
+    Columns,
+    Figures,
+    Rate,
+    Rounds,
+    benchmark,
+    in_turns,
+    live,
+    median_s,
+    rounds_text,
+    spread,
+)
 from .namespaces import Network, NetworkLink, network, rate_bps
 from .picture import Exchange, exchange_of, overlap_picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = [
-    "Found",
-    "Net",
-    "OverlapPlan",
-    "OverlapReport",
-    "OverlapRow",
-    "OverlapSetting",
-    "estimate_s",
-    "found_in",
-    "least_s",
-    "measure",
-    "picture",
-    "rows",
-    "table",
-]
 
 PAPER_OVERLAP, PAPER_EVEN = (
     FLUENT_PS.numbers[name].value / 100 for name in ("overlap-saves", "overlap-and-eps-save")
@@ -74,152 +67,130 @@ PAPER_OVERLAP, PAPER_EVEN = (
 
 WORKERS = 4
 SERVERS = 4
-SHARDS = 16  # number of shards in setting 3 (see `OverlapPlan`)
-ROUNDS = 3
 WIDTH = 2048  # number of outputs of the large layer; 2048 outputs give the model 38 MB of parameters
-WARM_UP = 2  # iterations that are not measured
 BATCH = 4
 LR = 1e-3
-STARTING_S = 15.0  # approximate time to start the processes of a run on two cores
 
 
 class OverlapSetting(msgspec.Struct, frozen=True):
-    """One of the settings that the benchmark compares.
-
-    Attributes:
-        name: name in the table and the picture.
-        overlap: value for the argument `overlap` of `launch`.
-        slicing: value for the argument `slicing` of `launch`.
-        shards: number of shards.
-        paper_less: fraction of the first setting's communication time that this setting saves, according to the
-            FluentPS paper; None for the first setting.
-    """
+    """One of the settings that the benchmark compares: arguments of `launch`."""
 
     name: str
     overlap: str
     slicing: str
     shards: int
-    paper_less: float | None
+    paper_less: float | None  # fraction of the first setting's communication time that is saved in the paper
 
 
-class OverlapPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters of the benchmark. Call `require_sound` to check them before anything starts.
+def settings_of(shards: int) -> tuple[OverlapSetting, ...]:
+    """Return the compared settings. The first one is the baseline for the others.
 
-    Attributes:
-        rate: rate of each link in each direction, in tc's notation, for example "1gbit".
-        delay_s: delay of each packet that an emulated machine sends.
-        rounds: number of rounds.
-        iterations: number of measured iterations in each run.
-        shards: number of shards in setting 3. With one shard per server, a server answers only after it has received
-            all pushes. With several shards per server, a server sends the first answers while later pushes arrive,
-            but there are more messages.
-        width: number of outputs of the large layer.
+    With one shard per server, a server answers only after it has received all pushes. With several shards per server,
+    a server sends the first answers while later pushes arrive, but there are more messages.
     """
-
-    rate: str = "1gbit"
-    delay_s: float = 0.001
-    rounds: int = ROUNDS
-    iterations: int = 8
-    shards: int = SHARDS
-    width: int = WIDTH
-
-    @property
-    def settings(self) -> tuple[OverlapSetting, ...]:
-        """The compared settings. The first one is the baseline for the others."""
-        return (
-            OverlapSetting("1 overlap off, by parameter", "off", "by-parameter", SERVERS, None),
-            OverlapSetting("2 overlap, by parameter", "shards", "by-parameter", SERVERS, PAPER_OVERLAP),
-            OverlapSetting(
-                f"3 overlap, even, {self.shards} shards", "shards", "even", self.shards, PAPER_EVEN
-            ),
-        )
-
-    def require_sound(self) -> None:
-        """Raise `ConfigurationError` if the plan is invalid."""
-        rate_bps(self.rate)
-        counts = (("rounds", self.rounds, 1), ("iterations", self.iterations, 1), ("width", self.width, 1))
-        for name, value, least in (*counts, ("shards", self.shards, SERVERS)):
-            if value < least:
-                raise ConfigurationError(f"{name} is {value}, expected a whole number >= {least}.")
+    return (
+        OverlapSetting("1 overlap off, by parameter", "off", "by-parameter", SERVERS, None),
+        OverlapSetting("2 overlap, by parameter", "shards", "by-parameter", SERVERS, PAPER_OVERLAP),
+        OverlapSetting(f"3 overlap, even, {shards} shards", "shards", "even", shards, PAPER_EVEN),
+    )
 
 
-class OverlapRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The results for one setting.
+class OverlapRow(msgspec.Struct, frozen=True):
+    """The results for one setting: medians over the rounds."""
 
-    Attributes:
-        setting: name of the setting.
-        overlap: see `OverlapSetting`.
-        slicing: see `OverlapSetting`.
-        shards: see `OverlapSetting`.
-        communication_ms: communication time per iteration, median over the rounds.
-        low_ms: smallest communication time in any round.
-        high_ms: largest communication time in any round.
-        bare_ms: time of a forward and backward pass without communication.
-        least_ms: the link minimum, as defined at the top of this module.
-        less: fraction of the first setting's communication time that this setting saves; None for the first setting.
-        paper_less: the same fraction according to the FluentPS paper; None for the first setting.
-    """
-
-    setting: str
-    overlap: str
-    slicing: str
-    shards: int
-    communication_ms: float
+    setting: OverlapSetting
+    communication_ms: float  # communication time per iteration
     low_ms: float
     high_ms: float
-    bare_ms: float
-    least_ms: float
-    less: float | None
-    paper_less: float | None
-
-
-class OverlapReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The results for all settings, and the conditions of the measurement.
-
-    Attributes:
-        rate: rate of each link in each direction.
-        delay_ms: delay of each packet that an emulated machine sends; 0 if the kernel cannot delay packets.
-        workers: number of workers, each on its own emulated machine.
-        servers: number of servers, each on its own emulated machine.
-        size_mb: model size in MB (2**20 bytes).
-        rounds: number of rounds.
-        rows: one row per setting.
-        exchanges: for each setting, the pushes and pulls of the iteration of median duration in the last round.
-    """
-
-    rate: str
-    delay_ms: float
-    workers: int
-    servers: int
-    size_mb: float
-    rounds: int
-    rows: tuple[OverlapRow, ...]
-    exchanges: tuple[Exchange, ...]
-
-    @property
-    def conditions(self) -> str:
-        """The conditions of the measurement, as text."""
-        delay = f"{self.delay_ms:g} ms of delay" if self.delay_ms else "no delay (this kernel has no netem)"
-        return (
-            f"{self.workers} workers and {self.servers} servers, each with a link of {self.rate} in each "
-            f"direction and {delay}; {self.size_mb:.0f} MB of parameters"
-        )
+    bare_ms: float  # time of a forward and backward pass without communication
+    least_ms: float  # the link minimum, as defined at the top of this module
+    less: float | None  # fraction of the first setting's communication time that this setting saves
+    exchange: Exchange  # the pushes and pulls of the iteration of median duration in the last round
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The results of one run.
-
-    Attributes:
-        communication_s: communication time per iteration.
-        bare_s: time of a forward and backward pass without communication.
-        least_s: the link minimum, as defined at the top of this module.
-        exchange: the pushes and pulls of the iteration with the median duration.
-    """
+    """The results of one run. See `OverlapRow`."""
 
     communication_s: float
     bare_s: float
     least_s: float
     exchange: Exchange
+
+
+COLUMNS: Columns[OverlapRow] = {
+    "setting": lambda row: row.setting.name,
+    "ms": lambda row: f"{row.communication_ms:.0f}",
+    "low - high": lambda row: f"{row.low_ms:.0f} - {row.high_ms:.0f}",
+    "link minimum": lambda row: f"{row.least_ms:.0f}",
+    "saved": lambda row: _percent(row.less),
+    "paper": lambda row: _percent(row.setting.paper_less),
+}
+
+
+def picture(found: list[Figures[Any]]) -> Figure:
+    """Draw one iteration of each setting."""
+    [figures] = found
+    exchanges = {
+        row.setting.name
+        if row.less is None
+        else f"{row.setting.name} ({_percent(row.less)} less communication)": row.exchange
+        for row in figures.rows
+    }
+    return overlap_picture("Pushes and pulls of one iteration", figures.caption.partition("\n")[0], exchanges)
+
+
+Iterations = Annotated[int, whole_number_option("--iterations", least=1, help="Measured iterations per run.")]
+Shards = Annotated[
+    int,
+    whole_number_option("--shards", least=SERVERS, help="Number of shards in the setting with even slicing."),
+]
+
+
+@benchmark(minutes=5, quick={"rounds": 1, "iterations": 2, "width": 32}, picture=picture)
+def measure(
+    tell: TellShare,
+    rate: Rate = "1gbit",
+    rounds: Rounds = 3,
+    iterations: Iterations = 8,
+    shards: Shards = 16,
+    width: int = WIDTH,
+    delay_s: float = 0.001,
+) -> list[Figures[OverlapRow]]:
+    """Measure the time saved on slow links by overlap synchronization and by slices of equal size (FluentPS paper).
+
+    Runs 4 workers and 4 servers, each in its own network namespace.
+
+    Requires root privileges and the commands ip and tc.
+    """
+    settings = settings_of(shards)
+    with network(SERVERS + WORKERS, NetworkLink(rate, delay_s)) as machines:
+        run = partial(_run, machines, rate, iterations, width)
+        found = in_turns(tell, rounds, {each.name: each for each in settings}, run)
+    delay = f"{1e3 * delay_s:g} ms of delay" if machines.delayed else "no delay (this kernel has no netem)"
+    conditions = (
+        f"{WORKERS} workers and {SERVERS} servers, each with a link of {rate} in each direction and {delay}; "
+        f"{layout_of(width).size_bytes / 2**20:.0f} MB of parameters"
+    )
+    return [figures_of(settings, list(found.values()), conditions, rounds)]
+
+
+def figures_of(
+    settings: Sequence[OverlapSetting], found: Sequence[Sequence[Found]], conditions: str, rounds: int
+) -> Figures[OverlapRow]:
+    """Return the results of each setting, computed from its runs."""
+    rows: list[OverlapRow] = []
+    for setting, runs in zip(settings, found, strict=True):
+        times_ms = spread(run.communication_s * 1e3 for run in runs)
+        less = 1 - times_ms.median / rows[0].communication_ms if rows else None
+        bare_ms = median(run.bare_s * 1e3 for run in runs)
+        rows.append(OverlapRow(setting, *times_ms, bare_ms, runs[0].least_s * 1e3, less, runs[-1].exchange))
+    caption = (
+        f"{conditions}\n{rounds_text(rounds)}; low and high: fastest and slowest round\n"
+        "link minimum: time of the busiest server's transfers at full speed\n"
+        "saved: reduction compared with setting 1\n"
+        "paper: reduction compared with PS-Lite, for ResNet-56 (FluentPS, section IV)"
+    )
+    return Figures("Communication time per iteration, ms", rows, COLUMNS, caption)
 
 
 class Net(nn.Module):
@@ -240,74 +211,36 @@ class Net(nn.Module):
         return scores
 
 
-def measure(plan: OverlapPlan, tell: TellShare = lambda what, share, slow=False: None) -> OverlapReport:
-    """Measure everything in the plan, round by round.
-
-    Args:
-        plan: parameters of the benchmark.
-        tell: progress callback, called before each run.
-
-    Raises:
-        ConfigurationError: the plan is invalid, or network namespaces cannot be created. No process has been started.
-        RunFailedError: a process failed. All other processes have been stopped.
-    """
-    plan.require_sound()
-    found: list[list[Found]] = [[] for _ in plan.settings]
-    runs = plan.rounds * len(plan.settings)
-    with network(SERVERS + WORKERS, NetworkLink(plan.rate, plan.delay_s)) as machines:
-        for number in range(plan.rounds):
-            for index, setting in enumerate(plan.settings):
-                share = (number * len(plan.settings) + index) / runs
-                tell(f"round {number + 1} of {plan.rounds}, {setting.name}", share, slow=True)
-                with tempfile.TemporaryDirectory() as out:
-                    found[index].append(_run(plan, setting, machines, Path(out)))
-    return OverlapReport(
-        rate=plan.rate,
-        delay_ms=plan.delay_s * 1e3 if machines.delayed else 0.0,
-        workers=WORKERS,
-        servers=SERVERS,
-        size_mb=_layout(plan).size_bytes / 2**20,
-        rounds=plan.rounds,
-        rows=rows(plan.settings, found),
-        exchanges=tuple(rounds[-1].exchange for rounds in found),
-    )
-
-
-def estimate_s(plan: OverlapPlan) -> float:
-    """Estimate how long the measurements take on two cores, in seconds."""
-    transfer_s = _layout(plan).size_bytes * 8 / rate_bps(plan.rate)
-    iterations_s = (WARM_UP + plan.iterations) * transfer_s * (2 * WORKERS + 2 * WORKERS + 2)
-    return plan.rounds * (len(plan.settings) * STARTING_S + iterations_s)
-
-
-def _layout(plan: OverlapPlan) -> Layout:
+def layout_of(width: int) -> Layout:
+    """Return the layout of the model's parameters."""
     with torch.device("meta"):
-        named = Net(plan.width).named_parameters()
+        named = Net(width).named_parameters()
     return Layout.of([Parameter((name,), tuple(p.shape), "float32") for name, p in named])
 
 
-def _run(plan: OverlapPlan, setting: OverlapSetting, machines: Network, out: Path) -> Found:
-    result = launch(
-        _train,
-        args=(plan.width, plan.iterations, out),
-        workers=WORKERS,
-        servers=SERVERS,
-        shards=setting.shards,
-        slicing=setting.slicing,
-        overlap=setting.overlap,
-        sync="bsp",
-        transport="tcp",
-        run_dir=out / "run",
-        progress=False,
-        placement=Placement(machines.host, machines.machines[:SERVERS], machines.machines[SERVERS:]),
-    )
-    bare_s = [msgspec.json.decode((out / f"bare-{i}.json").read_bytes(), type=float) for i in range(WORKERS)]
-    shards = [trace for trace in result.trace if trace.header.host == "shard"]
-    return found_in(read_records(result.run_dir), shards, bare_s, least_s(plan, setting))
+def _run(machines: Network, rate: str, iterations: int, width: int, setting: OverlapSetting) -> Found:
+    with tempfile.TemporaryDirectory() as folder:
+        result, bare_s = live(
+            _train,
+            width,
+            iterations,
+            kind=float,
+            workers=WORKERS,
+            servers=SERVERS,
+            shards=setting.shards,
+            slicing=setting.slicing,
+            overlap=setting.overlap,
+            sync="bsp",
+            transport="tcp",
+            run_dir=Path(folder, "run"),
+            placement=machines.placement(SERVERS),
+        )
+        shards = [trace for trace in result.trace if trace.header.host == "shard"]
+        return found_in(read_records(result.run_dir), shards, bare_s, least_s(rate, width, setting))
 
 
-def _train(width: int, iterations: int, out: Path) -> None:
-    """Train as one worker, then time forward and backward passes without communication.
+def _train(width: int, iterations: int) -> float:
+    """Train as one worker, then return the time of forward and backward passes without communication.
 
     Under BSP, all workers finish the last iteration together, so they all measure these passes simultaneously.
     """
@@ -323,20 +256,12 @@ def _train(width: int, iterations: int, out: Path) -> None:
     for _ in range(WARM_UP + iterations):
         backward(model)
         optimizer.step()
-    times_s = [_time_s(lambda: backward(bare)) for _ in range(WARM_UP + iterations)]
-    bare_s = median(times_s[WARM_UP:])
-    (out / f"bare-{worker_index()}.json").write_bytes(msgspec.json.encode(bare_s))
+    return median_s(lambda: backward(bare), iterations)
 
 
-def _time_s(step: Callable[[], object]) -> float:
-    begun_s = time.perf_counter()
-    step()
-    return time.perf_counter() - begun_s
-
-
-def least_s(plan: OverlapPlan, setting: OverlapSetting) -> float:
+def least_s(rate: str, width: int, setting: OverlapSetting) -> float:
     """Return the link minimum of one iteration, in seconds."""
-    layout = _layout(plan)
+    layout = layout_of(width)
     cut = layout.slice_evenly if setting.slicing == "even" else layout.slice_by_parameter
     of_server: dict[int, list[int]] = {}
     for shard in cut(setting.shards):
@@ -345,10 +270,7 @@ def least_s(plan: OverlapPlan, setting: OverlapSetting) -> float:
         busy_bytes = 2 * max(map(sum, of_server.values()))
     else:
         busy_bytes = max(sum(sizes) + min(sizes) for sizes in of_server.values())
-    return WORKERS * busy_bytes * 8 / rate_bps(plan.rate)
-
-
-# -- rows, table, picture ----------------------------------------------------------------------------------------
+    return WORKERS * busy_bytes * 8 / rate_bps(rate)
 
 
 def found_in(
@@ -375,69 +297,6 @@ def found_in(
         least_s=least_s,
         exchange=exchange_of(records, shards, WARM_UP + middle),
     )
-
-
-def rows(settings: Sequence[OverlapSetting], found: Sequence[Sequence[Found]]) -> tuple[OverlapRow, ...]:
-    """Return one row per setting, computed from the results of its runs."""
-    made: list[OverlapRow] = []
-    for setting, runs in zip(settings, found, strict=True):
-        times_ms = [run.communication_s * 1e3 for run in runs]
-        less = 1 - median(times_ms) / made[0].communication_ms if made else None
-        made.append(
-            OverlapRow(
-                setting=setting.name,
-                overlap=setting.overlap,
-                slicing=setting.slicing,
-                shards=setting.shards,
-                communication_ms=median(times_ms),
-                low_ms=min(times_ms),
-                high_ms=max(times_ms),
-                bare_ms=median(run.bare_s * 1e3 for run in runs),
-                least_ms=runs[0].least_s * 1e3,
-                less=less,
-                paper_less=setting.paper_less,
-            )
-        )
-    return tuple(made)
-
-
-def table(report: OverlapReport) -> Table:
-    """Return a table with one line per setting."""
-    made = Table(
-        title="Communication time per iteration, ms",
-        title_justify="left",
-        caption=f"{report.conditions}\nmedians over {report.rounds} round{'s' if report.rounds != 1 else ''}; low "
-        "and high: fastest and slowest round\nlink minimum: time of the busiest server's transfers at full speed\n"
-        "saved: reduction compared with setting 1\n"
-        "paper: reduction compared with PS-Lite, for ResNet-56 (FluentPS, section IV)",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-    )
-    made.add_column("setting", no_wrap=True)
-    for heading in ("ms", "low - high", "link minimum", "saved", "paper"):
-        made.add_column(heading, justify="right", no_wrap=True)
-    for row in report.rows:
-        made.add_row(
-            row.setting,
-            f"{row.communication_ms:.0f}",
-            f"{row.low_ms:.0f} - {row.high_ms:.0f}",
-            f"{row.least_ms:.0f}",
-            _percent(row.less),
-            _percent(row.paper_less),
-        )
-    return made
-
-
-def picture(report: OverlapReport) -> Figure:
-    """Draw one iteration of each setting. Raises `ConfigurationError` if matplotlib is not installed."""
-    labels = [
-        row.setting if row.less is None else f"{row.setting} ({_percent(row.less)} less communication)"
-        for row in report.rows
-    ]
-    exchanges = dict(zip(labels, report.exchanges, strict=True))
-    return overlap_picture("Pushes and pulls of one iteration", report.conditions, exchanges)
 
 
 def _percent(share: float | None) -> str:

@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.errors import ConfigurationError
-from paceline.launcher.live_run.local import HostMachine
+from paceline.launcher.live_run.local import HostMachine, Placement
 
 __all__ = ["Network", "NetworkLink", "network", "rate_bps", "why_not"]
 
@@ -78,6 +78,10 @@ class Network(msgspec.Struct, frozen=True):
     host: str
     machines: tuple[HostMachine, ...]
     delayed: bool
+
+    def placement(self, servers: int) -> Placement:
+        """Return a placement with so many servers on the first machines, and a worker on each of the others."""
+        return Placement(self.host, self.machines[:servers], self.machines[servers:])
 
 
 def rate_bps(rate: str) -> float:

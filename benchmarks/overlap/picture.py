@@ -21,17 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "ANSWERING",
-    "COMPUTING",
-    "PUSHING",
-    "WAITING",
-    "Exchange",
-    "draw_exchange",
-    "exchange_of",
-    "overlap_picture",
-]
-
 COMPUTING = "#BBBBBB"
 PUSHING = "#0072B2"
 WAITING = "#F0E442"

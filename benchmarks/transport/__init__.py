@@ -19,14 +19,332 @@ process uses one thread.
 
 A model consists of 8 tensors of equal size, or of one tensor if it is smaller than 64 KB. An MB is 2**20 bytes; sizes
 are rounded to whole KB. Each run of Paceline is measured under ASP and then under BSP, because starting its processes
-takes longer than the measurement. The processes of all other systems are forked from a fork server, which has
-imported torch but has not computed anything.
+takes longer than the measurement.
 """
 
 from __future__ import annotations
 
-from .measurement import measure
-from .plan import TransportPlan, TransportRow, estimate_s
-from .tables import tables
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import median
+from typing import Annotated, Any, NamedTuple
 
-__all__ = ["TransportPlan", "TransportRow", "estimate_s", "measure", "tables"]
+import msgspec
+
+from paceline.cli.numbers import whole_number_option
+from paceline.cli.progress_bar import TellShare
+from paceline.core.protocol.layout import ALIGNMENT_BYTES, ITEM_BYTES
+from paceline.errors import ConfigurationError, unknown_name
+
+from ..harness import (
+    Columns,
+    Figures,
+    Rounds,
+    SizesMb,
+    benchmark,
+    in_turns,
+    list_option,
+    names_option,
+    rounds_text,
+)
+from . import plan
+from .plan import (
+    FLOOR,
+    GLOO,
+    OPTIMIZER,
+    SHM_ASP,
+    SHM_BSP,
+    SOCKET_ASP,
+    SOCKET_BSP,
+    SYSTEMS,
+    TCP_ASP,
+    TCP_BSP,
+    Case,
+    Turn,
+)
+from .systems import measure_turn, one_thread_each
+
+SIZES_MB = (0.004, 1.0, 25.0, 100.0)
+WORKERS = (2, 4)
+
+
+class TransportRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The time of a step or an update with one system: the median and the extremes of the rounds."""
+
+    system: str  # see `SYSTEMS`
+    transport: str  # "shm" or "tcp"
+    mode: str  # "asp" or "bsp"
+    size_mb: float
+    workers: int
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    # The following ones are None for a training step.
+    optimizer: str | None = None  # key in `OPTIMIZERS`
+    traffic_ms: float | None = None  # time to copy as many bytes as the update reads and writes
+    fastest_ms: float | None = None  # time of the fastest update in any round
+
+    @property
+    def case(self) -> Case:
+        """What was measured."""
+        return Case(self.system, self.transport, self.mode)
+
+
+Workers = Annotated[Sequence[int], list_option("--workers", "N ...", "Numbers of workers.", whole=True)]
+Servers = Annotated[int, whole_number_option("--servers", least=1, help="Number of servers.")]
+Systems = Annotated[
+    Sequence[str], names_option("--systems", f"Systems to measure, any of: {', '.join(SYSTEMS)}.")
+]
+
+
+def _require_sound(
+    sizes_mb: Sequence[float], workers: Sequence[int], servers: int, systems: Sequence[str], **rest: object
+) -> None:
+    for system in systems:
+        if system not in SYSTEMS:
+            raise unknown_name("system", system, SYSTEMS)
+    for number in workers:
+        if number < 1:
+            raise ConfigurationError(f"workers is {number}, expected a whole number >= 1.")
+    for size_mb in sizes_mb:
+        if not (math.isfinite(size_mb) and size_mb >= plan.SMALLEST_MB):
+            raise ConfigurationError(
+                f"size is {size_mb:g} MB, expected a number >= {plan.SMALLEST_MB:g}, "
+                f"for example {', '.join(f'{size:g}' for size in SIZES_MB)}."
+            )
+        most = plan.elements(size_mb) * ITEM_BYTES["float32"] // ALIGNMENT_BYTES
+        if servers > most:
+            raise ConfigurationError(
+                f"servers is {servers}, expected at most {most}: a model of {size_mb:g} MB cannot be cut "
+                "into more slices."
+            )
+
+
+@benchmark(
+    minutes=11,
+    quick={"sizes_mb": (0.004,), "workers": (2,), "rounds": 1, "updated_mb": (0.1,)},
+    require=_require_sound,
+)
+def measure(
+    tell: TellShare,
+    sizes_mb: SizesMb = SIZES_MB,
+    workers: Workers = WORKERS,
+    servers: Servers = 2,
+    rounds: Rounds = 3,
+    systems: Systems = SYSTEMS,
+    updated_mb: Sequence[float] = (25.0, 100.0),
+) -> list[Figures[Any]]:
+    """Time a training step over shared memory and over TCP, and compare it with plain copies, sockets and gloo."""
+    turns = {turn.name: turn for turn in plan.turns_of(sizes_mb, workers, servers, systems, updated_mb)}
+    with one_thread_each():
+        found = in_turns(tell, rounds, turns, measure_turn, plan.work_s)
+    return figures_of([row for name, turn in turns.items() for row in rows_of(turn, found[name])], rounds)
+
+
+def rows_of(turn: Turn, rounds: Sequence[plan.Times]) -> list[TransportRow]:
+    """Return one row for each case of a turn, computed from the results of all rounds."""
+    rows = []
+    for case in turn.cases:
+        figures_ms, traffic_ms, fastest_ms = (
+            [figures[key] * 1e3 for figures in rounds if key in figures]
+            for key in (case.mode, "traffic", "fastest")
+        )
+        rows.append(
+            TransportRow(
+                **case._asdict(),
+                size_mb=turn.size_mb,
+                workers=turn.workers,
+                median_ms=median(figures_ms),
+                low_ms=min(figures_ms),
+                high_ms=max(figures_ms),
+                optimizer=turn.optimizer,
+                traffic_ms=median(traffic_ms) if traffic_ms else None,
+                fastest_ms=min(fastest_ms, default=None),
+            )
+        )
+    return rows
+
+
+# -- goals -------------------------------------------------------------------------------------------------------
+
+
+class Goal(NamedTuple):
+    """A bound on a time, or on the ratio of two times.
+
+    Attributes:
+        top: case whose time is bounded or, for a ratio, is the numerator.
+        bottom: case whose time is the denominator; None for a bound on the time of `top`.
+        size_mb: model size in MB (2**20 bytes).
+        workers: number of workers.
+        bound: the bound, a ratio or a time in microseconds.
+        at_least: True if `bound` is a lower bound, False if it is an upper bound.
+    """
+
+    top: Case
+    bottom: Case | None
+    size_mb: float
+    workers: int
+    bound: float
+    at_least: bool = False
+
+    @property
+    def unit(self) -> str:
+        """Unit of the bound."""
+        return "us" if self.bottom is None else "x"
+
+
+def update_of(optimizer: str) -> Case:
+    """Return the case that represents an update by this optimizer."""
+    return Case(f"update by {optimizer}", OPTIMIZER.transport, OPTIMIZER.mode)
+
+
+def traffic_of(optimizer: str) -> Case:
+    """Return the case that represents the memory traffic of an update by this optimizer."""
+    return Case(f"traffic of {optimizer}", OPTIMIZER.transport, OPTIMIZER.mode)
+
+
+LARGE_MB = (25.0, 100.0)
+
+GOALS: tuple[Goal, ...] = (
+    *(Goal(SHM_ASP, FLOOR, size_mb, 2, 1.3) for size_mb in LARGE_MB),
+    *(Goal(GLOO, SHM_BSP, size_mb, n, 4.0, at_least=True) for size_mb in LARGE_MB for n in (2, 4)),
+    Goal(SHM_ASP, None, 0.004, 2, 60.0),
+    *(Goal(TCP_BSP, SOCKET_BSP, size_mb, n, 1.15) for size_mb in LARGE_MB for n in (2, 4)),
+    *(
+        Goal(GLOO, TCP_BSP, size_mb, n, speed, at_least=True)
+        for size_mb in LARGE_MB
+        for n, speed in ((2, 0.8), (4, 1.0))
+    ),
+    Goal(update_of("Adam"), traffic_of("Adam"), 100.0, 1, 1.5),
+)
+
+
+class GoalRow(msgspec.Struct, frozen=True):
+    """A goal, and what was measured: a time in microseconds or a ratio."""
+
+    goal: Goal
+    figure: float
+
+    @property
+    def met(self) -> bool:
+        """True if the figure is within the bound."""
+        return self.figure >= self.goal.bound if self.goal.at_least else self.figure <= self.goal.bound
+
+
+Times = Mapping[tuple[Case, float, int], float]
+"""(case, size in MB, number of workers) -> time in milliseconds."""
+
+
+def goal_rows(rows: Sequence[TransportRow]) -> list[GoalRow]:
+    """Compare the measured times with the goals. Goals whose times were not measured are left out."""
+    times_ms = times_by_case(rows)
+    found = ((goal, _measured(times_ms, goal)) for goal in GOALS)
+    return [GoalRow(goal, figure) for goal, figure in found if figure is not None]
+
+
+def _measured(times_ms: Times, goal: Goal) -> float | None:
+    if goal.bottom is not None:
+        return ratio_of(times_ms, goal.top, goal.bottom, goal.size_mb, goal.workers)
+    median_ms = times_ms.get((goal.top, goal.size_mb, goal.workers))
+    return None if median_ms is None else median_ms * 1e3
+
+
+def ratio_of(times_ms: Times, top: Case, bottom: Case, size_mb: float, workers: int) -> float | None:
+    """Return the ratio of the times of two cases, or None if one of the times was not measured."""
+    above, below = (times_ms.get((case, size_mb, workers)) for case in (top, bottom))
+    return None if above is None or below is None else above / below
+
+
+def times_by_case(rows: Sequence[TransportRow]) -> Times:
+    """Return the median times of the rows, indexed by case, size and number of workers."""
+    times_ms: dict[tuple[Case, float, int], float] = {}
+    for row in rows:
+        case = row.case
+        if row.optimizer is not None:
+            case = update_of(row.optimizer)
+            assert row.traffic_ms is not None
+            times_ms[traffic_of(row.optimizer), row.size_mb, row.workers] = row.traffic_ms
+        times_ms[case, row.size_mb, row.workers] = row.median_ms
+    return times_ms
+
+
+# -- tables ------------------------------------------------------------------------------------------------------
+
+# Heading of a column of ratios -> case of a row -> numerator and denominator of the ratio in that cell.
+RATIOS: dict[str, dict[Case, tuple[Case, Case]]] = {
+    "x\nfloor": {SHM_ASP: (SHM_ASP, FLOOR)},
+    "gloo /\nthis": {SHM_BSP: (GLOO, SHM_BSP), TCP_BSP: (GLOO, TCP_BSP)},
+    "x\nsocket": {TCP_ASP: (TCP_ASP, SOCKET_ASP), TCP_BSP: (TCP_BSP, SOCKET_BSP)},
+}
+
+
+def figures_of(rows: Sequence[TransportRow], rounds: int) -> list[Figures[Any]]:
+    """Return the measured steps, updates and goals, as far as there are any."""
+    times_ms = times_by_case(rows)
+    steps = [row for row in rows if row.optimizer is None]
+    updates = [row for row in rows if row.optimizer is not None]
+    columns: dict[str, Callable[[TransportRow], str]] = {
+        "system": lambda row: " ".join(row.case),
+        "MB": lambda row: f"{row.size_mb:g}",
+        "workers": lambda row: str(row.workers),
+        "ms": lambda row: _ms(row.median_ms),
+        "low - high": _span,
+    }
+    for heading, pairs in RATIOS.items():
+        columns[heading] = partial(_ratio, times_ms, pairs)
+    caption = f"{rounds_text(rounds)}; low and high: fastest and slowest round"
+    found: list[Figures[Any]] = [Figures("One training step", steps, columns, caption)]
+    for size_mb in dict.fromkeys(row.size_mb for row in updates):
+        one = [row for row in updates if row.size_mb == size_mb]
+        found.append(Figures(f"One update of {size_mb:g} MB of parameters", one, UPDATE_COLUMNS))
+    return [each for each in (*found, Figures("Goals", goal_rows(rows), GOAL_COLUMNS)) if each.rows]
+
+
+def _ratio(times_ms: Times, pairs: Mapping[Case, tuple[Case, Case]], row: TransportRow) -> str:
+    return _text(ratio_of(times_ms, *pairs[row.case], row.size_mb, row.workers)) if row.case in pairs else ""
+
+
+UPDATE_COLUMNS: Columns[TransportRow] = {
+    "optimizer": lambda row: row.optimizer,
+    "ms": lambda row: _ms(row.median_ms),
+    "low - high": lambda row: _span(row),
+    "traffic ms": lambda row: _ms(row.traffic_ms or 0.0),
+    "x traffic": lambda row: _text(row.median_ms / (row.traffic_ms or math.nan)),
+    "fastest ns/weight": lambda row: _text(1e6 * (row.fastest_ms or 0.0) / plan.elements(row.size_mb)),
+}
+GOAL_COLUMNS: Columns[GoalRow] = {
+    "what": lambda row: " / ".join(_short(case) for case in (row.goal.top, row.goal.bottom) if case),
+    "MB": lambda row: f"{row.goal.size_mb:g}",
+    "workers": lambda row: row.goal.workers,
+    "measured": lambda row: f"{_text(row.figure)} {row.goal.unit}",
+    "goal": lambda row: f"{'>=' if row.goal.at_least else '<='} {row.goal.bound:g} {row.goal.unit}",
+    "met": lambda row: "[green]yes[/]" if row.met else "[red]no[/]",
+}
+
+
+def _short(case: Case) -> str:
+    """Return the shortest name of a case that distinguishes it from all other cases.
+
+    >>> _short(Case("gloo", "tcp", "bsp")), _short(Case("paceline", "shm", "asp"))
+    ('gloo', 'paceline shm asp')
+    """
+    several = case.system in ("paceline", "socket")
+    return " ".join(case) if several else case.system
+
+
+def _ms(value: float) -> str:
+    """Format a time in milliseconds with three decimals, or with fewer decimals if it is 10 ms or longer.
+
+    >>> [_ms(value) for value in (0.0512, 12.346, 123.456, 45678.9)]
+    ['0.051', '12.35', '123.5', '45679']
+    """
+    return f"{value:.{max(0, 4 - len(f'{abs(value):.0f}'))}f}"
+
+
+def _span(row: TransportRow) -> str:
+    return f"{_ms(row.low_ms)} - {_ms(row.high_ms)}"
+
+
+def _text(figure: float | None) -> str:
+    return "-" if figure is None else f"{figure:.2f}"

@@ -1,62 +1,23 @@
-"""The plan of the measurements: systems, sizes, processes, iterations, and an estimate of the total time."""
+"""What is measured: systems, their model, sizes, processes and iterations."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 import torch
+from torch import nn
 
-from paceline.core.protocol.layout import ALIGNMENT_BYTES, ITEM_BYTES
-from paceline.errors import ConfigurationError, unknown_name
+from paceline.core.protocol.layout import ITEM_BYTES
 
-__all__ = [
-    "FEWEST",
-    "FLOOR",
-    "GLOO",
-    "LR",
-    "OPTIMIZER",
-    "OPTIMIZERS",
-    "OPTIMIZER_SIZES_MB",
-    "SECONDS",
-    "SHM_ASP",
-    "SHM_BSP",
-    "SIZES_MB",
-    "SMALLEST_MB",
-    "SOCKET_ASP",
-    "SOCKET_BSP",
-    "SYSTEMS",
-    "TCP_ASP",
-    "TCP_BSP",
-    "TURNS",
-    "WARM_UP",
-    "WORKERS",
-    "Case",
-    "Figures",
-    "TransportPlan",
-    "TransportRow",
-    "Turn",
-    "elements",
-    "estimate_s",
-    "lengths",
-    "turns_of",
-    "work_s",
-]
-
-SIZES_MB = (0.004, 1.0, 25.0, 100.0)
-WORKERS = (2, 4)
-SERVERS = 2
-ROUNDS = 3
+from ..harness import WARM_UP
 
 TENSORS = 8  # number of tensors in a model; more than one, as in real models
 ONE_TENSOR_BELOW_KB = 64
 SMALLEST_MB = 0.001
-OPTIMIZER_SIZES_MB = (25.0, 100.0)  # of the models whose updates are measured
 
 SECONDS = 0.5  # approximate time of the iterations for one result in one round
-WARM_UP = 2  # iterations that are not measured
 FEWEST, MOST = 8, 1500  # limits for the number of measured iterations
 LR = 1e-3
 
@@ -109,54 +70,8 @@ OPTIMIZERS: dict[str, Updated] = {
 }
 
 
-class TransportPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters of the benchmark. Call `require_sound` to check them before anything starts.
-
-    Attributes:
-        sizes_mb: model sizes in MB (2**20 bytes).
-        workers: the numbers of workers to measure with.
-        servers: number of servers.
-        rounds: number of rounds.
-        systems: names of the systems to measure, see `SYSTEMS`.
-    """
-
-    sizes_mb: tuple[float, ...] = SIZES_MB
-    workers: tuple[int, ...] = WORKERS
-    servers: int = SERVERS
-    rounds: int = ROUNDS
-    systems: tuple[str, ...] = SYSTEMS
-
-    def require_sound(self) -> None:
-        """Check the plan.
-
-        Raises:
-            ConfigurationError: a parameter is invalid. The message contains its value and what was expected.
-        """
-        for system in self.systems:
-            if system not in SYSTEMS:
-                raise unknown_name("system", system, SYSTEMS)
-        counts = [("servers", self.servers), ("rounds", self.rounds), *(("workers", n) for n in self.workers)]
-        for name, value in counts:
-            if value < 1:
-                raise ConfigurationError(f"{name} is {value}, expected a whole number >= 1.")
-        for size_mb in self.sizes_mb:
-            if not (math.isfinite(size_mb) and size_mb >= SMALLEST_MB):
-                raise ConfigurationError(
-                    f"size is {size_mb:g} MB, expected a number >= {SMALLEST_MB:g}, "
-                    f"for example {', '.join(f'{size:g}' for size in SIZES_MB)}."
-                )
-            most = elements(size_mb) * ITEM_BYTES["float32"] // ALIGNMENT_BYTES
-            if self.servers > most:
-                raise ConfigurationError(
-                    f"servers is {self.servers}, expected at most {most}: a model of {size_mb:g} MB cannot be cut "
-                    "into more slices."
-                )
-
-
 class Turn(msgspec.Struct, frozen=True):
     """One measurement in a round: all cases that one set of processes measures.
-
-    A turn is sent to the fork server as JSON.
 
     Attributes:
         cases: cases to measure, one after another in the same processes.
@@ -184,58 +99,29 @@ class Turn(msgspec.Struct, frozen=True):
         return f"{self.size_mb:g} MB, {self.workers} workers, {system} {transport} {modes}"
 
 
-class TransportRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One result of the benchmark.
-
-    Attributes:
-        system: name of the system, see `SYSTEMS`.
-        transport: "shm" or "tcp".
-        mode: "asp" or "bsp".
-        size_mb: model size in MB (2**20 bytes).
-        workers: number of workers.
-        median_ms: time of a step or an update, median over the rounds.
-        low_ms: smallest time in any round.
-        high_ms: largest time in any round.
-        optimizer: key in `OPTIMIZERS` if the result is for an update; None if it is for a training step.
-        traffic_ms: time to copy as many bytes as the update reads and writes; None for a training step.
-        fastest_ms: time of the fastest update in any round; None for a training step.
-    """
-
-    system: str
-    transport: str
-    mode: str
-    size_mb: float
-    workers: int
-    median_ms: float
-    low_ms: float
-    high_ms: float
-    optimizer: str | None = None
-    traffic_ms: float | None = None
-    fastest_ms: float | None = None
-
-
-Figures = dict[str, float]
+Times = dict[str, float]
 """Mode, or "traffic" for the memory traffic of an update, or "fastest" for the fastest one -> time in seconds."""
 
 
-def estimate_s(plan: TransportPlan) -> float:
-    """Estimate how long the measurements take on two cores, in seconds."""
-    return plan.rounds * sum(work_s(turn) for turn in turns_of(plan))
-
-
-def turns_of(plan: TransportPlan) -> list[Turn]:
-    """Return the measurements of one round."""
+def turns_of(
+    sizes_mb: Sequence[float],
+    workers: Sequence[int],
+    servers: int,
+    systems: Sequence[str],
+    updated_mb: Sequence[float],
+) -> list[Turn]:
+    """Return the measurements of one round. Updates are measured with models of the sizes `updated_mb`."""
     turns = [
-        Turn(cases, size_mb, workers, plan.servers, _iterations(size_mb, workers))
-        for size_mb in dict.fromkeys(plan.sizes_mb)
-        for workers in dict.fromkeys(plan.workers)
+        Turn(cases, size_mb, count, servers, _iterations(size_mb, count))
+        for size_mb in dict.fromkeys(sizes_mb)
+        for count in dict.fromkeys(workers)
         for cases in TURNS
-        if cases[0].system in plan.systems
+        if cases[0].system in systems
     ]
-    if OPTIMIZER.system in plan.systems:
+    if OPTIMIZER.system in systems:
         turns += [
             Turn((OPTIMIZER,), size_mb, 1, 1, _iterations(size_mb, 1), name)
-            for size_mb in OPTIMIZER_SIZES_MB
+            for size_mb in updated_mb
             for name in OPTIMIZERS
         ]
     return turns
@@ -270,3 +156,32 @@ def lengths(size_mb: float) -> list[int]:
     """Return the number of elements in each tensor of a model of this size."""
     count = 1 if round(size_mb * 1024) < ONE_TENSOR_BELOW_KB else TENSORS
     return [elements(size_mb) // count] * count
+
+
+class Flat(nn.Module):
+    """A model whose backward pass makes only one pass over its parameters.
+
+    Args:
+        size_mb: size of the parameters in MB (2**20 bytes).
+        worker: index of the worker. Each worker has other gradients, as if it had other data.
+    """
+
+    def __init__(self, size_mb: float, worker: int) -> None:
+        super().__init__()
+        self.factor = float(worker + 1)
+        self.layers = nn.ParameterList(nn.Parameter(torch.zeros(length)) for length in lengths(size_mb))
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([layer.sum() for layer in self.layers]).sum() * self.factor
+
+    def compute(self) -> None:
+        """Compute new gradients: the part of a step that is the same in all systems."""
+        self.zero_grad()
+        self().backward()
+
+    def copy_gradients(self, places: Sequence[torch.Tensor]) -> None:
+        """Copy the gradients of the layers into parts of a flat vector, as DDP does."""
+        for layer, place in zip(self.layers, places, strict=True):
+            assert layer.grad is not None
+            place.copy_(layer.grad)
+            layer.grad = place

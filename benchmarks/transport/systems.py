@@ -1,36 +1,141 @@
-"""The code that runs in the workers and servers of the compared systems."""
+"""The compared systems: the code that runs in their workers and servers, and how their processes are started."""
 
 from __future__ import annotations
 
-import json
+import multiprocessing
+import os
+import select
+import selectors
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import connection
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
 
+import msgspec
 import torch
 
 from paceline.core.protocol.host import Host
 from paceline.core.protocol.layout import Layout, Parameter
 from paceline.core.protocol.model_spec import OptimizerSpec
 from paceline.core.shard import Shard
+from paceline.errors import DeadlineError, RunFailedError
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.frontend.session import set_sync, worker_index
-from paceline.launcher.launch import launch
 from paceline.shard.optimizers import read_groups, require_elementwise
 from paceline.shard.store import Push, Store
 from paceline.sync import ASP
 from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 
-from .plan import LR, OPTIMIZERS, Figures, Turn, lengths
-from .rendezvous import meet, publish
-from .socket_echo import echo_server, echo_worker
-from .timing import Flat, median_s, times_s
+from ..harness import WARM_UP, live, median_s, publish, times_s
+from .plan import LR, OPTIMIZERS, Flat, Times, Turn, elements, lengths
 
-__all__ = ["SERVER_ROLES", "WORKER_ROLES", "launch_paceline"]
+LOG_LINES = 15  # number of log lines that are shown if a process fails
+MEETING_TIMEOUT_S = 120.0
+MEETING_INTERVAL_S = 0.0005
+
+# -- processes ---------------------------------------------------------------------------------------------------
 
 
-def _floor(turn: Turn, index: int, out: Path) -> Figures:
+@contextmanager
+def one_thread_each() -> Iterator[None]:
+    """Limit every process that is started in this context to one thread."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def measure_turn(turn: Turn) -> Times:
+    """Measure a turn. Return the mean time over the workers, in seconds, for each mode (and for "traffic")."""
+    with TemporaryDirectory() as folder:
+        out = Path(folder)
+        if turn.cases[0].system == "paceline":
+            found = launch_paceline(turn, out, out / "run")
+        else:
+            _run_processes(turn, out)
+            found = [msgspec.json.decode(path.read_bytes()) for path in out.glob("figures-*")]
+    assert len(found) == turn.workers, f"{turn.name}: only {len(found)} workers have written their results"
+    return {mode: fmean(figures[mode] for figures in found) for mode in found[0]}
+
+
+def _run_processes(turn: Turn, out: Path) -> None:
+    """Run the processes of a turn until they exit. They write their results into the directory `out`.
+
+    They are forked from a process that has imported torch but has not computed anything.
+
+    Raises:
+        RunFailedError: a process failed. All others have been stopped.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", __name__])  # the optimizers of torch import the former
+    servers = turn.servers if turn.cases[0].system in SERVER_ROLES else 0
+    places = [
+        *((True, index) for index in range(servers)),
+        *((False, index) for index in range(turn.workers)),
+    ]
+    started = [context.Process(target=_run, args=(turn, *place, out), daemon=True) for place in places]
+    try:
+        for process in started:
+            process.start()
+        running = list(started)
+        while running:
+            connection.wait([process.sentinel for process in running])
+            # A process may end between two looks, so each exit code is read once.
+            codes = [(process, process.exitcode) for process in running]
+            if any(code for _, code in codes):
+                tail = (out / "log").read_text(errors="replace").splitlines()[-LOG_LINES:]
+                raise RunFailedError(turn.name, "a measured process failed", "\n".join(tail))
+            running = [process for process, code in codes if code is None]
+    finally:
+        for process in started:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+
+
+def _run(turn: Turn, server: bool, index: int, out: Path) -> None:
+    """Run as a process of a turn. Its errors are written to a log."""
+    with (out / "log").open("ab") as log:
+        os.dup2(log.fileno(), 2)
+    system = turn.cases[0].system
+    if server:
+        SERVER_ROLES[system](turn, index, out)
+    else:
+        publish(out, f"figures-{index}", msgspec.json.encode(WORKER_ROLES[system](turn, index, out)))
+
+
+def meet(out: Path, name: str, index: int, count: int) -> None:
+    """Wait until `count` workers have called this function with the same name. `index` is the caller's index."""
+    Path(out, f"{name}-{index}").touch()
+    paths = [Path(out, f"{name}-{other}") for other in range(count)]
+    await_until(lambda: all(path.exists() for path in paths), f"{count} workers to reach {name!r}")
+
+
+def await_until(arrived: Callable[[], bool], what: str) -> None:
+    """Poll until `arrived()` returns True. The error message contains `what`, a description of this condition.
+
+    Raises:
+        DeadlineError: `arrived()` still returns False after `MEETING_TIMEOUT_S` seconds.
+    """
+    deadline_s = time.monotonic() + MEETING_TIMEOUT_S
+    while not arrived():
+        if time.monotonic() > deadline_s:
+            raise DeadlineError(f"waited {MEETING_TIMEOUT_S:g} s for {what}")
+        time.sleep(MEETING_INTERVAL_S)
+
+
+# -- the systems -------------------------------------------------------------------------------------------------
+
+
+def _floor(turn: Turn, index: int, out: Path) -> Times:
     """Measure the system `floor`: compute and copy the gradient, apply SGD, copy the weights."""
     model = Flat(turn.size_mb, index)
     parts = lengths(turn.size_mb)
@@ -47,7 +152,7 @@ def _floor(turn: Turn, index: int, out: Path) -> Figures:
     return {"asp": median_s(step, turn.iterations)}
 
 
-def _gloo(turn: Turn, index: int, out: Path) -> Figures:
+def _gloo(turn: Turn, index: int, out: Path) -> Times:
     """Measure the system `gloo`: all-reduce of the flat gradient, then SGD."""
     import torch.distributed as dist
 
@@ -75,7 +180,7 @@ def _gloo(turn: Turn, index: int, out: Path) -> Figures:
 SETTLING_S = 0.1  # time that the change of the sync model needs to reach all workers
 
 
-def _train(turn: Turn, out: Path) -> None:
+def _train(turn: Turn, out: Path) -> Times:
     """Train as one worker of a Paceline run. Measure steps under ASP and then under BSP."""
     torch.set_num_threads(1)
     index = worker_index()
@@ -93,21 +198,14 @@ def _train(turn: Turn, out: Path) -> None:
         set_sync("bsp")
     time.sleep(SETTLING_S)  # the change must take effect before the measured steps
     figures["bsp"] = median_s(step, turn.iterations)
-    publish(out, f"figures-{index}", json.dumps(figures))
+    return figures
 
 
-def launch_paceline(turn: Turn, out: Path) -> None:
-    """Measure the system `paceline` by launching a run. The workers write their results into the directory `out`."""
-    launch(
-        _train,
-        args=(turn, out),
-        workers=turn.workers,
-        servers=turn.servers,
-        sync="asp",
-        transport=turn.cases[0].transport,
-        run_dir=out / "run",
-        progress=False,
-    )
+def launch_paceline(turn: Turn, out: Path, run_dir: Path) -> list[Times]:
+    """Measure the system `paceline` by launching a run. The workers meet in the directory `out`."""
+    settings = {"sync": "asp", "transport": turn.cases[0].transport, "run_dir": run_dir}
+    _, found = live(_train, turn, out, kind=Times, workers=turn.workers, servers=turn.servers, **settings)
+    return found
 
 
 class _StoreHost(Host):
@@ -117,7 +215,7 @@ class _StoreHost(Host):
         self.stores = [store]
 
 
-def _update(turn: Turn, index: int, out: Path) -> Figures:
+def _update(turn: Turn, index: int, out: Path) -> Times:
     """Measure the system `optimizer`: a shard with one worker under ASP, so that each push is one update."""
     assert turn.optimizer is not None
     make, copies = OPTIMIZERS[turn.optimizer]
@@ -148,7 +246,124 @@ def _update(turn: Turn, index: int, out: Path) -> Figures:
     return {"asp": median(updates_s), "traffic": copies * copy_s, "fastest": min(updates_s)}
 
 
-WORKER_ROLES: dict[str, Callable[[Turn, int, Path], Figures]] = {
+# -- the system `socket`: servers that receive gradients over TCP on loopback, apply SGD and send weights ----------
+
+
+def echo_worker(turn: Turn, index: int, out: Path) -> Times:
+    """In each iteration, compute a gradient, send a slice to each server and receive the same slice of the weights.
+
+    A worker sends to the servers in a fixed order and receives from them in any order. If a send blocks, the server
+    is waiting for another worker, and that worker can only be sending to a server that comes later in the order.
+    Therefore, the processes cannot deadlock, even if kernel buffers are small.
+    """
+    length = elements(turn.size_mb)
+    model = Flat(turn.size_mb, index)
+    gradient, weights = torch.zeros(length), torch.zeros(length)
+    places = gradient.split(lengths(turn.size_mb))
+    slices = _slices(length, turn.servers)
+    outgoing = [_bytes_of(gradient[part]) for part in slices]
+    incoming = [_bytes_of(weights[part]) for part in slices]
+    streams = [_dial(out, server) for server in range(turn.servers)]
+
+    def step() -> None:
+        model.compute()
+        model.copy_gradients(places)
+        for stream, view in zip(streams, outgoing, strict=True):
+            stream.sendall(view)
+        awaited = dict(zip(streams, incoming, strict=True))
+        while awaited:
+            for stream in select.select(awaited, (), ())[0]:
+                _receive(stream, awaited.pop(stream))
+
+    meet(out, "before", index, turn.workers)
+    step_s = median_s(step, turn.iterations)
+    meet(out, "after", index, turn.workers)  # servers fail if a worker closes its connection too early
+    return {turn.cases[0].mode: step_s}
+
+
+def echo_server(turn: Turn, index: int, out: Path) -> None:
+    """Hold a slice of the weights. Answer pushes immediately (ASP), or all pushes of an iteration together (BSP)."""
+    part = _slices(elements(turn.size_mb), turn.servers)[index]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        publish(out, f"port-{index}", str(listener.getsockname()[1]).encode())
+        streams = [listener.accept()[0] for _ in range(turn.workers)]
+    poll = selectors.DefaultSelector()
+    for stream in streams:
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        poll.register(stream, selectors.EVENT_READ)
+    echo = _echo_each if turn.cases[0].mode == "asp" else _echo_all
+    echo(streams, poll, part.stop - part.start, WARM_UP + turn.iterations)
+
+
+def _echo_each(
+    streams: Sequence[socket.socket], poll: selectors.BaseSelector, length: int, exchanges: int
+) -> None:
+    """Serve one worker at a time: receive its gradient, apply SGD, send the weights."""
+    gradient, weights = torch.zeros(length), torch.zeros(length)
+    incoming, outgoing = _bytes_of(gradient), _bytes_of(weights)
+    remaining = exchanges * len(streams)
+    while remaining:
+        for stream in _readable(poll):
+            _receive(stream, incoming)
+            weights.add_(gradient, alpha=-LR)
+            stream.sendall(outgoing)
+            remaining -= 1
+
+
+def _echo_all(
+    streams: Sequence[socket.socket], poll: selectors.BaseSelector, length: int, exchanges: int
+) -> None:
+    """Receive the gradients of all workers, apply SGD with their mean, and send the weights to each worker."""
+    gradients = [torch.zeros(length) for _ in streams]
+    weights = torch.zeros(length)
+    incoming = dict(zip(streams, map(_bytes_of, gradients), strict=True))
+    outgoing = _bytes_of(weights)
+    for _ in range(exchanges):
+        missing = len(streams)
+        while missing:
+            for stream in _readable(poll):
+                _receive(stream, incoming[stream])
+                missing -= 1
+        for other in gradients[1:]:
+            gradients[0].add_(other)
+        weights.add_(gradients[0], alpha=-LR / len(streams))
+        for stream in streams:
+            stream.sendall(outgoing)
+
+
+def _readable(poll: selectors.BaseSelector) -> Iterator[socket.socket]:
+    for key, _ in poll.select():
+        assert isinstance(key.fileobj, socket.socket)
+        yield key.fileobj
+
+
+def _slices(length: int, servers: int) -> list[slice]:
+    """Return slices that cut a vector into nearly equal parts, one for each server."""
+    return [slice(length * i // servers, length * (i + 1) // servers) for i in range(servers)]
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return a view of the tensor's memory."""
+    return tensor.numpy().data.cast("B")
+
+
+def _dial(out: Path, server: int) -> socket.socket:
+    await_until(lambda: Path(out, f"port-{server}").exists(), f"server {server} to listen")
+    stream = socket.create_connection(("127.0.0.1", int(Path(out, f"port-{server}").read_text())))
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return stream
+
+
+def _receive(stream: socket.socket, view: memoryview) -> None:
+    """Fill the whole view."""
+    while view:
+        count = stream.recv_into(view)
+        if not count:
+            raise ConnectionError("the peer has closed the connection")
+        view = view[count:]
+
+
+WORKER_ROLES: dict[str, Callable[[Turn, int, Path], Times]] = {
     "floor": _floor,
     "socket": echo_worker,
     "gloo": _gloo,

@@ -3,30 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from rich.console import Console
 
-from benchmarks.data import STEP_S, DataReport, LoaderRow, Pass, compare, measure, tables
+from benchmarks.data import STEP_S, LoaderRow, Pass, compare, figures_of
 from benchmarks.data_requests import RequestsRow
-
-
-@pytest.mark.chaos
-@pytest.mark.processes
-def test_loaders_and_the_coordinator_are_measured() -> None:
-    told: list[float] = []
-
-    def tell(what: str, share: float, slow: bool = False) -> None:
-        told.append(share)
-
-    report = measure(tell, workers=(2,), processes=(0,), rounds=1, asking=20, seconds=0.1)
-
-    [row] = report.loaders
-    assert (row.workers, row.processes) == (2, 0)
-    assert min(row.plain_us, row.distributed_us, row.plain_step_us, row.distributed_step_us) > 0
-    assert 0 < row.requests <= 1
-    for asked in report.requests:
-        assert (asked.workers, asked.request_us > 0) == (20, True)
-    assert len(report.requests) == 3
-    assert told == sorted(told)
 
 
 def test_passes_over_both_loaders_are_compared() -> None:
@@ -50,24 +29,15 @@ def test_passes_over_both_loaders_are_compared() -> None:
 
 
 def test_the_tables_mark_missed_goals() -> None:
-    report = DataReport(
-        [
-            LoaderRow(1, 0, 20, 40, 300, 310, 30, 0.5, 0.1, 0.0, 0.0),
-            LoaderRow(4, 2, 20, 80, 300, 310, 70, 0.5, 0.1, 0.05, 40.0),
-        ],
-        [
-            RequestsRow("state machine", 1000, 0.0, 5.0),
-            RequestsRow("coordinator", 1000, 9990.0, 20.0),
-        ],
-    )
-    console = Console(width=80, record=True)
-    for table in tables(report):
-        console.print(table)
-    shown = [line.split() for line in console.export_text().splitlines() if " us " in line]
-    good, bad, waits, core, host = shown
-    assert "5.0%" in waits
-    assert "40" in waits
-    assert "+0.60%" in good
-    assert "+1.40%!" in bad
-    assert "5.0%" in core
-    assert "20.0%!" in host
+    loaders = [
+        LoaderRow(1, 0, 20, 40, 300, 310, 30, 0.5, 0.1, 0.0, 0.0),
+        LoaderRow(4, 2, 20, 80, 300, 310, 70, 0.5, 0.1, 0.05, 40.0),
+    ]
+    requests = [
+        RequestsRow("state machine", 1000, 0.0, 5.0),
+        RequestsRow("coordinator", 1000, 9990.0, 20.0),
+    ]
+    times, waits, asked = (figures.cells() for figures in figures_of(loaders, requests))
+    assert [row[-1] for row in times] == ["+0.60%", "+1.40% !"]
+    assert waits[1][-2:] == ["5.0%", "40 us"]
+    assert [row[-1] for row in asked] == ["5.0%", "20.0% !"]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from io import StringIO
-
 import pytest
-from rich.console import Console
 
 from benchmarks import guard
-from benchmarks.guard.cost import Cost, measure_cost
+from benchmarks.guard.cost import Cost
 from benchmarks.guard.judging import Judged, judge
 from benchmarks.guard.scenarios import HEALTHY, PLANTED
 
@@ -52,23 +49,17 @@ def test_a_run_is_right_if_the_guard_speaks_in_time_or_is_silent() -> None:
 
 
 def test_the_tables_have_a_row_for_each_run_and_mark_a_cost_that_is_too_high() -> None:
-    judged = [
-        Judged("rate", seed, True, 10, 12 + seed, "Look (update 3): it diverges. Stop.", True)
-        for seed in range(3)
-    ]
-    judged.append(Judged("calm", 0, False, None, None, "", True))
-    console = Console(file=StringIO(), width=120)
-    for table in guard.tables(guard.GuardReport(judged, Cost(10.0, 20.0, 30.0))):
-        console.print(table)
-    assert isinstance(console.file, StringIO)
-    shown = console.file.getvalue()
-    lines = [line.split() for line in shown.splitlines()]
-    assert ["rate", "3", "3", "2", "to", "4", "it", "diverges"] in lines
-    assert ["calm", "1", "1"] in lines
-    assert ["all", "60.0", "!"] in lines
-    assert "4 of 4 right" in shown
+    words = "Look (update 3): it diverges. Stop."
+    rate = [Judged("rate", seed, True, 10, 12 + seed, words, True) for seed in range(3)]
+    calm = [Judged("calm", 0, False, None, None, "", True)]
+    runs, cost = guard.figures_of([rate, calm], Cost(10.0, 20.0, 30.0))
+    assert runs.cells() == [["rate", "3", "3", "2 to 4", "it diverges"], ["calm", "1", "1", "", ""]]
+    assert cost.cells()[0][-1] == "60.0 !"
+    assert "4 of 4 right" in runs.caption
 
 
-def test_the_cost_is_measured() -> None:
-    cost = measure_cost()
-    assert min(cost.observe_us, cost.report_us, cost.judge_us) > 0
+def test_scenarios_are_judged_and_the_cost_is_measured() -> None:
+    scenarios = (PLANTED[0], HEALTHY[0])
+    runs, cost = guard.measure(lambda what, share, slow=False: None, scenarios, seeds=(0,))
+    assert [[each.right for each in row] for row in runs.rows] == [[True], [True]]
+    assert cost.rows[0].total_us > 0

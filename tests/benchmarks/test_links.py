@@ -3,48 +3,44 @@
 from __future__ import annotations
 
 import pytest
-from rich.console import Console
+from typer.testing import CliRunner
 
 from benchmarks import links
+from benchmarks.commands import app_of
 from paceline.errors import ConfigurationError
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"rate": "fast"}, "rate is 'fast', expected a rate from 1mbit"),
-        ({"rounds": 0}, "rounds is 0, expected a whole number >= 1"),
-        ({"sizes_mb": ()}, "sizes are .*, expected numbers > 0"),
+        ("--rate fast", "rate is 'fast', expected a rate from 1mbit"),
+        ("--rounds 0", "rounds is 0, expected a whole number >= 1"),
+        ("--sizes 0", "sizes are .*, expected numbers > 0"),
+        ("--wire fp16", "wire is 'fp16', expected 'float32' or 'bf16'"),
     ],
 )
-def test_a_wrong_plan_is_refused_before_anything_starts(options: dict[str, object], words: str) -> None:
+def test_wrong_options_are_refused_before_anything_starts(options: str, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        links.LinksPlan(**options).require_sound()  # type: ignore[arg-type]
+        CliRunner().invoke(app_of(["links"]), ["links", *options.split()], catch_exceptions=False)
 
 
 def test_the_benchmark_names_the_command_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigurationError, match="needs the command iperf3"):
-        links.LinksPlan().require_sound()
+        links.measure(lambda what, share, slow=False: None)
 
 
 def test_a_ratio_is_the_link_time_over_the_communication_time() -> None:
-    plain = links._row(25.0, False, [(0.4, 0.5), (0.4, 0.4), (0.4, 0.2)])
-    encrypted = links._row(25.0, True, [(0.4, 0.8)])
+    plain = links.row_of(25.0, False, [(0.4, 0.5), (0.4, 0.4), (0.4, 0.2)])
+    encrypted = links.row_of(25.0, True, [(0.4, 0.8)])
     assert (plain.ratio, plain.low, plain.high) == (1.0, 0.8, 2.0)
     assert encrypted.communication_ms == 800.0
-    report = links.LinksReport(
-        rate="1gbit",
-        iperf_mbit=(950.0, 940.0),
-        rounds=3,
-        rows=(plain, encrypted),
-        delays_ms=(50.0, 60.0),
-        slowed_ms=(51.0, 600.0),
-    )
-    console = Console(width=120)
-    with console.capture() as shown:
-        for table in links.tables(report):
-            console.print(table)
-    assert "1.00   0.80 - 2.00    met" in shown.get()
-    assert "0.50   0.50 - 0.50      -" in shown.get()
-    assert "10 times slower" in shown.get()
+    cells = [[cell(row) for cell in links.COLUMNS.values()][-3:] for row in (plain, encrypted)]
+    assert cells == [["1.00", "0.80 - 2.00", "met"], ["0.50", "0.50 - 0.50", "-"]]
+
+
+@pytest.mark.parametrize(("times_s", "met"), [((1.7, 1.8, 2.0), "met"), ((2.5, 2.6, 1.5), "missed")])
+def test_the_goal_of_a_format_is_judged_by_the_median_share(times_s: tuple[float, ...], met: str) -> None:
+    exact, other = links.wire_rows({"float32": [3.0, 4.0, 3.0], "bf16": list(times_s)})
+    assert (exact.communication_ms, exact.low, exact.high) == (3000.0, 3000.0, 4000.0)
+    assert (exact.goal, other.goal) == ("-", met)

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from io import StringIO
-
 import numpy as np
 import pytest
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgba_array
-from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import commands
+from benchmarks.commands import app_of
+from benchmarks.harness import WARM_UP, Figures
 from benchmarks.overlap import measurement
 from benchmarks.overlap.measurement import (
-    SERVERS,
-    WARM_UP,
+    WIDTH,
     Found,
     Net,
-    OverlapPlan,
-    OverlapReport,
+    OverlapRow,
+    figures_of,
     found_in,
     least_s,
     measure,
     picture,
-    rows,
-    table,
+    settings_of,
 )
 from benchmarks.overlap.namespaces import why_not
 from benchmarks.overlap.picture import (
@@ -87,19 +83,9 @@ def found(communication_s: float) -> Found:
     return Found(communication_s, 0.01, 0.05, EXCHANGE)
 
 
-def report() -> OverlapReport:
-    plan = OverlapPlan(shards=8)
+def report() -> Figures[OverlapRow]:
     runs = [[found(1.0), found(3.0), found(2.0)], [found(1.5)] * 3, [found(0.2)] * 3]
-    return OverlapReport(
-        rate="1gbit",
-        delay_ms=0.0,
-        workers=4,
-        servers=4,
-        size_mb=36.0,
-        rounds=3,
-        rows=rows(plan.settings, runs),
-        exchanges=(EXCHANGE,) * 3,
-    )
+    return figures_of(settings_of(8), runs, "no delay", 3)
 
 
 def test_an_exchange_is_read_out_of_records_and_traces() -> None:
@@ -146,37 +132,25 @@ def test_communication_is_an_iteration_without_its_bare_part_after_warming_up() 
 def test_rows_compare_medians_with_the_first_setting() -> None:
     first, second, third = report().rows
     assert (first.communication_ms, first.low_ms, first.high_ms) == (2000.0, 1000.0, 3000.0)
-    assert (first.less, first.paper_less) == (None, None)
+    assert (first.less, first.setting.paper_less) == (None, None)
     assert second.less == pytest.approx(0.25)
     assert third.less == pytest.approx(0.9)
-    assert (second.paper_less, third.paper_less) == (0.86, 0.937)
-    assert (third.overlap, third.slicing, third.shards) == ("shards", "even", 8)
+    assert (second.setting.paper_less, third.setting.paper_less) == (0.86, 0.937)
+    assert (third.setting.overlap, third.setting.slicing, third.setting.shards) == ("shards", "even", 8)
 
 
 def test_by_parameter_one_server_has_nearly_everything() -> None:
-    plan = OverlapPlan()
-    sizes = [parameter.numel() for parameter in Net(plan.width).parameters()]
+    sizes = [parameter.numel() for parameter in Net(WIDTH).parameters()]
     assert max(sizes) / sum(sizes) > 0.85
     assert 25 < sum(sizes) * 4 / 2**20 < 50
-    off, overlap, even = (least_s(plan, setting) for setting in plan.settings)
+    off, overlap, even = (least_s("1gbit", WIDTH, setting) for setting in settings_of(16))
     assert off == pytest.approx(overlap)  # with one shard per server, overlap cannot begin earlier
     assert even < off / 5
-    finer = OverlapPlan(shards=64)
-    assert least_s(finer, finer.settings[2]) < even
+    assert least_s("1gbit", WIDTH, settings_of(64)[2]) < even
 
 
-def test_the_table_shows_every_setting_and_says_that_there_is_no_delay() -> None:
-    console = Console(file=StringIO(), width=100)
-    console.print(table(report()))
-    assert isinstance(console.file, StringIO)
-    text = console.file.getvalue()
-    lines = text.splitlines()
-    assert any(
-        line.split()
-        == ["3", "overlap,", "even,", "8", "shards", "200", "200", "-", "200", "50", "90.0%", "93.7%"]
-        for line in lines
-    )
-    assert "no delay (this kernel has no netem)" in " ".join(text.split())
+def test_the_table_shows_every_setting() -> None:
+    assert report().cells()[2] == ["3 overlap, even, 8 shards", "200", "200 - 200", "50", "90.0%", "93.7%"]
 
 
 def test_a_lane_shows_a_push_then_its_wait_then_its_answer() -> None:
@@ -193,7 +167,7 @@ def test_a_lane_shows_a_push_then_its_wait_then_its_answer() -> None:
 
 
 def test_the_picture_has_a_panel_for_each_setting() -> None:
-    figure = picture(report())
+    figure = picture([report()])
     assert [panel.get_title(loc="left") for panel in figure.axes] == [
         "1 overlap off, by parameter",
         "2 overlap, by parameter (25.0% less communication)",
@@ -203,23 +177,18 @@ def test_the_picture_has_a_panel_for_each_setting() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "message"),
+    ("options", "words"),
     [
-        (OverlapPlan(rate="slow"), "rate is 'slow'"),
-        (OverlapPlan(rounds=0), "rounds is 0, expected a whole number >= 1"),
-        (OverlapPlan(iterations=0), "iterations is 0"),
-        (OverlapPlan(shards=SERVERS - 1), "shards is 3, expected a whole number >= 4"),
+        ("--rate slow", "rate is 'slow'"),
+        ("--rounds 0", "rounds is 0, expected a whole number >= 1"),
+        ("--iterations 0", "iterations is 0"),
+        ("--shards 3", "shards is 3, expected a whole number >= 4"),
+        ("--picture /nowhere/at/all.png", "the folder does not exist"),
     ],
 )
-def test_a_plan_that_cannot_be_measured_is_refused(plan: OverlapPlan, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        measure(plan)
-
-
-@pytest.mark.parametrize("arguments", [["--rate", "slow"], ["--picture", "/nowhere/at/all.png"]])
-def test_the_command_refuses_bad_input_before_anything_starts(arguments: list[str]) -> None:
-    result = CliRunner().invoke(commands.app, ["overlap", *arguments])
-    assert isinstance(result.exception, ConfigurationError)
+def test_bad_input_is_refused_before_anything_starts(options: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        CliRunner().invoke(app_of(["overlap"]), ["overlap", *options.split()], catch_exceptions=False)
 
 
 @needs_machines
@@ -229,13 +198,12 @@ def test_the_command_refuses_bad_input_before_anything_starts(arguments: list[st
 def test_a_small_run_gives_all_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "WORKERS", 2)
     monkeypatch.setattr(measurement, "SERVERS", 1)
-    seen = measure(OverlapPlan(rounds=1, iterations=2, shards=4, width=32))
-    assert [row.setting[0] for row in seen.rows] == ["1", "2", "3"]
-    assert [row.shards for row in seen.rows] == [1, 1, 4]
-    for row, exchange in zip(seen.rows, seen.exchanges, strict=True):
+    [figures] = measure(lambda what, share, slow=False: None, rounds=1, iterations=2, shards=4, width=32)
+    assert [row.setting.shards for row in figures.rows] == [1, 1, 4]
+    for row in figures.rows:
         assert row.bare_ms > 0
         assert row.low_ms == row.communication_ms == row.high_ms
-        assert len(exchange.received_s) == row.shards
-        for received_s, released_s in zip(exchange.received_s, exchange.released_s, strict=True):
+        assert len(row.exchange.received_s) == row.setting.shards
+        for received_s, released_s in zip(row.exchange.received_s, row.exchange.released_s, strict=True):
             assert max(received_s) <= min(released_s)  # under BSP all answers follow the last push
-    assert seen.exchanges[0].overlap_s == 0.0  # overlap is off
+    assert figures.rows[0].exchange.overlap_s == 0.0  # overlap is off

@@ -1,34 +1,24 @@
-"""`python -m benchmarks startup`: the time from the start of a script to its first update."""
+"""`python -m benchmarks startup`, `late-join` and `ray-startup`: whether their goals are met."""
 
 from __future__ import annotations
 
-import pytest
-
-from benchmarks import startup
+from benchmarks import late_join, ray_startup, startup
 
 
-@pytest.mark.chaos
-@pytest.mark.processes
-def test_the_script_reaches_its_first_update_alone_and_in_a_run() -> None:
-    pytest.importorskip("sklearn")
-    cases = (startup.CASES[0], startup.CASES[2])
-    told: list[float] = []
-
-    def tell(what: str, share: float, slow: bool = False) -> None:
-        told.append(share)
-
-    alone, run = startup.measure(tell, rounds=1, cases=cases)
-    assert told == [0, 0.25, 0.5, 0.75]
-    assert alone.more_s == 0
-    for row in (alone, run):
-        assert 0 < row.first_update_s < row.total_s
-        assert row.processor_s > 0
-    assert run.more_s == pytest.approx(run.first_update_s - alone.first_update_s)
-    assert run.met == (run.more_s <= 1.0)
+def test_the_time_to_the_first_update_is_compared_with_the_script_alone() -> None:
+    alone = [(1.0, 2.0, 1.5), (1.2, 2.2, 1.5), (1.1, 2.1, 1.5)]
+    run = [(1.9, 3.0, 3.0), (2.3, 3.0, 3.0), (2.2, 3.0, 3.0)]
+    row = startup._row(startup.CASES[2], run, alone)
+    assert (row.first_update_s, round(row.more_s, 6), row.met) == (2.2, 1.1, False)
+    assert startup.COLUMNS["goal"](row) == "at most 1 s more: not met"
 
 
-def test_the_table_names_the_goals_and_whether_they_are_met() -> None:
-    row = startup.StartupRow("4 workers", 5.6, 1.0, 6.0, 9.0, "at most 5.5 s", False)
-    table = startup.table([row])
-    assert list(table.columns[1].cells) == ["5.60"]
-    assert list(table.columns[-1].cells) == ["at most 5.5 s: not met"]
+def test_the_goals_are_judged_by_the_medians() -> None:
+    join = late_join.LateJoinRow("bsp", [2.5, 0.5, 2.25])
+    assert [cell(join) for cell in late_join.COLUMNS.values()] == [
+        "bsp",
+        "2.25",
+        "2.50, 0.50, 2.25",
+        "at most 2 s: not met",
+    ]
+    assert ray_startup.COLUMNS["goal"](ray_startup.RayRow("ray", [4.0], 2.5)) == "at most 3 s more: met"

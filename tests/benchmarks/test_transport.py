@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -16,12 +16,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks import commands, transport
-from benchmarks.transport import TransportPlan, TransportRow, estimate_s, measure, plan, tables
-from benchmarks.transport.fork_server import fork_server
-from benchmarks.transport.goals import GOALS, goal_rows
+from benchmarks.commands import app_of
+from benchmarks.harness import NOTHING_LEFT
+from benchmarks.transport import GOALS, TransportRow, figures_of, goal_rows, plan
 from benchmarks.transport.plan import (
     FLOOR,
     GLOO,
+    OPTIMIZER,
     OPTIMIZERS,
     SHM_ASP,
     SHM_BSP,
@@ -34,7 +35,7 @@ from benchmarks.transport.plan import (
     Case,
     Turn,
 )
-from benchmarks.transport.systems import launch_paceline
+from benchmarks.transport.systems import launch_paceline, measure_turn
 from paceline.cli import console
 from paceline.errors import RunFailedError
 
@@ -45,9 +46,12 @@ DEADLINE_S = 120.0  # only reached if something hangs
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure few iterations and small optimizers."""
+    """Measure few iterations."""
     monkeypatch.setattr(plan, "SECONDS", 0.001)
-    monkeypatch.setattr(plan, "OPTIMIZER_SIZES_MB", (0.1,))
+
+
+def tell(what: str, share: float, slow: bool = False) -> None:
+    pass
 
 
 def row(case: Case, size_mb: float, workers: int, median_ms: float) -> TransportRow:
@@ -79,7 +83,7 @@ def update(optimizer: str, median_ms: float, traffic_ms: float) -> TransportRow:
 
 def full(median_ms: float = 10_000.0) -> list[TransportRow]:
     """Return rows for everything that is measured by default."""
-    sizes = [(size_mb, n) for size_mb in plan.SIZES_MB for n in plan.WORKERS]
+    sizes = [(size_mb, n) for size_mb in transport.SIZES_MB for n in transport.WORKERS]
     steps = [row(case, size_mb, n, median_ms) for size_mb, n in sizes for case in CASES]
     return steps + [update(name, median_ms, median_ms) for name in OPTIMIZERS]
 
@@ -87,8 +91,8 @@ def full(median_ms: float = 10_000.0) -> list[TransportRow]:
 def shown(rows: Sequence[TransportRow], most: int = 3) -> str:
     """Return the tables as text, 80 columns wide."""
     console = Console(file=StringIO(), width=80, color_system=None)
-    for table in tables(rows, 3)[:most]:
-        console.print(table)
+    for figures in figures_of(rows, 3)[:most]:
+        console.print(figures.table())
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
 
@@ -99,24 +103,18 @@ def shown(rows: Sequence[TransportRow], most: int = 3) -> str:
 @pytest.mark.processes
 @pytest.mark.usefixtures("few")
 def test_a_small_run_ends_with_a_row_for_everything_there_is() -> None:
-    arguments = ["transport", "--json", "--sizes", "0.004", "--workers", "2", "--rounds", "1"]
-    result = CliRunner().invoke(commands.app, arguments)
-
+    result = CliRunner().invoke(app_of(["transport"]), ["transport", "--json", "--quick"])
     assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout)
-    steps = [found for found in rows if found["system"] != "optimizer"]
-    updates = [found for found in rows if found["system"] == "optimizer"]
+    _, *rows = map(json.loads, result.stdout.splitlines())
+    steps = [found for found in rows if found.get("system", "optimizer") != "optimizer"]
+    updates = [found for found in rows if found.get("system") == "optimizer"]
     assert [(found["system"], found["transport"], found["mode"]) for found in steps] == CASES
     assert all(set(found) == KEYS for found in steps)
     assert all((found["size_mb"], found["workers"]) == (0.004, 2) for found in steps)
-    assert all(found["low_ms"] > 0 for found in rows)
+    assert all(found["low_ms"] > 0 for found in (*steps, *updates))
     assert all(0 < found["fastest_ms"] <= found["low_ms"] for found in updates)
-    assert "compute the same gradients" not in result.output
     assert [found["optimizer"] for found in updates] == ["SGD", "SGD momentum", "Adam", "AdamW"]
     assert all(set(found) == {*KEYS, "optimizer", "traffic_ms", "fastest_ms"} for found in updates)
-    assert all(
-        (found["transport"], found["mode"], found["workers"]) == ("shm", "asp", 1) for found in updates
-    )
     assert "0%, round 1 of 1, 0.004 MB, 2 workers, floor shm asp" in result.stderr
 
 
@@ -126,19 +124,16 @@ def test_a_small_run_ends_with_a_row_for_everything_there_is() -> None:
 def test_any_number_of_workers_and_servers_is_measured() -> None:
     """One of the sizes fits into the buffer of a socket, the other does not."""
     systems = ("floor", "socket", "gloo")
-    plan = TransportPlan(sizes_mb=(0.004, 3.0), workers=(3,), servers=2, rounds=2, systems=systems)
-    rows = measure(plan)
-    assert [Case(r.system, r.transport, r.mode) for r in rows] == 2 * [
-        c for c in CASES if c.system in systems
-    ]
-    assert all(r.low_ms <= r.median_ms <= r.high_ms for r in rows)
+    steps, *_ = transport.measure(tell, (0.004, 3.0), (3,), servers=2, rounds=2, systems=systems)
+    assert [row.case for row in steps.rows] == 2 * [case for case in CASES if case.system in systems]
+    assert all(row.low_ms <= row.median_ms <= row.high_ms for row in steps.rows)
 
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("few")
 def test_a_run_changes_to_bsp_in_every_shard(tmp_path: Path) -> None:
     turn = Turn((SHM_ASP, SHM_BSP), 0.004, 2, 2, 10)
-    launch_paceline(turn, tmp_path)
+    launch_paceline(turn, tmp_path, tmp_path / "run")
     for index in range(2):
         trace = (tmp_path / "run" / f"trace-shard-{index}.jsonl").read_text()
         assert trace.count("ApplyPush") >= 2 * turn.iterations
@@ -146,14 +141,11 @@ def test_a_run_changes_to_bsp_in_every_shard(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_process_that_fails_ends_all_with_its_traceback(tmp_path: Path) -> None:
-    turn = Turn((Case("floor", "shm", "asp"),), 0.004, 2, 2, 10)
-    with fork_server(tmp_path) as server:
-        with pytest.raises(RunFailedError, match="FileNotFoundError"):
-            server.run(turn, tmp_path / "nowhere")
-        group = server.process.pid
-    with pytest.raises(ProcessLookupError):
-        os.killpg(group, 0)
+def test_a_process_that_fails_ends_all_with_its_traceback() -> None:
+    turn = Turn((OPTIMIZER,), 0.004, 1, 1, 10, "no optimizer")
+    with pytest.raises(RunFailedError, match="KeyError: 'no optimizer'"):
+        measure_turn(turn)
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.processes
@@ -172,7 +164,7 @@ def test_ctrl_c_ends_every_process_and_says_so() -> None:
         program.send_signal(signal.SIGINT)
         stdout, stderr = program.communicate(timeout=DEADLINE_S)
     assert (program.returncode, stdout) == (console.EXIT_INTERRUPTED, "")
-    assert stderr.splitlines()[-1] == f"interrupted: {commands.NOTHING_LEFT}"
+    assert stderr.splitlines()[-1] == f"interrupted: {NOTHING_LEFT}"
     assert "Traceback" not in stderr
 
 
@@ -257,11 +249,11 @@ def test_each_row_has_the_ratios_that_matter() -> None:
 
 
 def test_what_was_not_measured_has_no_table() -> None:
-    assert tables([], 1) == []
-    assert [table.title for table in tables([update("SGD", 1.0, 1.0)], 1)] == [
-        "One update of 100 MB of parameters"
-    ]
-    assert [table.title for table in tables([row(FLOOR, 1.0, 2, 1.0)], 1)] == ["One training step"]
+    assert figures_of([], 1) == []
+    [updates] = figures_of([update("SGD", 1.0, 1.0)], 1)
+    assert updates.title == "One update of 100 MB of parameters"
+    [steps] = figures_of([row(FLOOR, 1.0, 2, 1.0)], 1)
+    assert steps.title == "One training step"
 
 
 # -- the plan ------------------------------------------------------------------------------------------------
@@ -276,12 +268,11 @@ def test_small_models_are_one_tensor_and_sizes_are_whole_kilobytes() -> None:
 
 
 def test_all_processes_of_a_turn_do_equally_many_iterations_fewer_of_the_slow() -> None:
-    turns = plan.turns_of(TransportPlan())
-    assert len(turns) == 4 * 2 * len(TURNS) + len(plan.OPTIMIZER_SIZES_MB) * len(OPTIMIZERS)
+    turns = plan.turns_of(transport.SIZES_MB, transport.WORKERS, 2, SYSTEMS, (25.0, 100.0))
+    assert len(turns) == 4 * 2 * len(TURNS) + 2 * len(OPTIMIZERS)
     counts = [turn.iterations for turn in turns if turn.cases[0] == FLOOR and turn.workers == 2]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] >= plan.FEWEST
-    assert estimate_s(TransportPlan(rounds=2)) == pytest.approx(2 * estimate_s(TransportPlan(rounds=1)))
 
 
 # -- what it refuses -----------------------------------------------------------------------------------------
@@ -314,31 +305,14 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert stderr.count("\n") == 1
 
 
-def kept_plans(monkeypatch: pytest.MonkeyPatch) -> list[TransportPlan]:
-    """Return a list that receives the plans that would be measured."""
-    plans: list[TransportPlan] = []
-
-    def keep(plan: TransportPlan, tell: object) -> list[TransportRow]:
-        plans.append(plan)
-        return []
-
-    monkeypatch.setattr(transport, "measure", keep)
-    return plans
-
-
 @pytest.mark.parametrize(
     "arguments",
     ["--sizes 1 25 --workers 3 5 --systems floor gloo", "--sizes 1,25 --workers 3,5 --systems floor,gloo"],
 )
 def test_lists_have_spaces_or_commas_between(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = kept_plans(monkeypatch)
-    result = CliRunner().invoke(commands.app, ["transport", *arguments.split(), "--json"])
-    assert (result.exit_code, result.stdout) == (0, "[]\n")
-    assert plans == [TransportPlan(sizes_mb=(1.0, 25.0), workers=(3, 5), systems=("floor", "gloo"))]
-
-
-def test_the_defaults_are_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = kept_plans(monkeypatch)
-    assert CliRunner().invoke(commands.app, ["transport"]).exit_code == 0
-    assert plans == [TransportPlan()]
-    assert plans[0].systems == SYSTEMS
+    monkeypatch.setattr(transport, "measure_turn", lambda turn: {"asp": 1.0, "bsp": 1.0})
+    result = CliRunner().invoke(app_of(["transport"]), ["transport", *arguments.split(), "--json"])
+    conditions, *rows = map(json.loads, result.stdout.splitlines())
+    given = conditions["options"]
+    assert (given["sizes_mb"], given["workers"], given["systems"]) == ([1, 25], [3, 5], ["floor", "gloo"])
+    assert {(row["size_mb"], row["workers"]) for row in rows} == {(1, 3), (1, 5), (25, 3), (25, 5)}

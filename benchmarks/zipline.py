@@ -15,48 +15,25 @@ Machine Learning (2021), section 6.1.
 
 from __future__ import annotations
 
-import os
-import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.cli.progress_bar import TellShare
-from paceline.errors import ConfigurationError
 from paceline.zipline import METHODS, LastInterval, Solution, generate_pushes, solve, solve_periodic
 from reproductions.papers import ELASTIC_BSP, QuotedTable
 
-__all__ = [
-    "DISTRIBUTIONS",
-    "GOALS_MS",
-    "NAIVE_SHAPE",
-    "PAPER_MEANS_US",
-    "PAPER_SUCCESS_SHARES",
-    "PAPER_WAITS_MS",
-    "TABLE_3_SHAPES",
-    "TABLE_4_SHAPES",
-    "SuccessRow",
-    "TimeRow",
-    "WaitRow",
-    "ZiplineGoal",
-    "ZiplineReport",
-    "measure",
-    "plain_sort",
-]
+from .harness import Columns, Figures, Rounds, benchmark, rounds_text
 
 Floats = NDArray[np.float64]
 Shape = tuple[int, int]  # (number of workers, lookahead); the paper calls them n and R
 Attempt = Callable[[], Solution]
-
-
-def _no_progress(what: str, share: float, slow: bool = False) -> None:
-    pass
 
 
 # -- numbers from the paper --------------------------------------------------------------------------------------
@@ -134,130 +111,46 @@ NOTES = (
 )
 
 
-class WaitRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A cell of Table 3: the waiting time of one method, for a number of workers and a lookahead.
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """A cell of Tables 3 and 4: one method, for a number of workers and a lookahead."""
 
-    Attributes:
-        method: a name in `paceline.zipline.METHODS`, or "solve_periodic".
-        workers: n, the number of workers.
-        lookahead: R, the lookahead.
-        inputs: number of inputs that were measured.
-        wait_ms: wait (d_Z) at the barrier that the method finds, median over the inputs; None if the method was not
-            measured.
-        optimal_share: fraction of the inputs on which no method finds a smaller wait, from 0 to 1; None if the method
-            was not measured.
-        paper_wait_ms: wait in the paper; None if the paper has no number.
-        empty_because: the reason why the method was not measured; None if it was measured.
-    """
+    method: str  # a name in `paceline.zipline.METHODS`, or "solve_periodic"
+    workers: int  # n
+    lookahead: int  # R
+    inputs: int  # number of measured calls, each with a different input
+    # The following ones are None if the method was not measured.
+    wait_ms: float | None = None  # wait (d_Z) at the barrier that the method finds, median over the inputs
+    optimal_share: float | None = None  # fraction of the inputs on which no method finds a smaller wait
+    median_ms: float | None = None  # median time to compute the result from the last two pushes
+    # The following ones are None if the paper has no number.
+    paper_wait_ms: float | None = None
+    paper_mean_ms: float | None = None
+    empty_because: str = ""  # the reason why the method was not measured
 
-    method: str
+    @property
+    def shape(self) -> Shape:
+        """The number of workers and the lookahead."""
+        return self.workers, self.lookahead
+
+
+class GoalRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A goal of this project and its result: a bound on a time or, with `against`, on the ratio of two times."""
+
+    what: str  # name of the measured function
+    distribution: str  # of the end times
     workers: int
     lookahead: int
     inputs: int
-    wait_ms: float | None
-    optimal_share: float | None
-    paper_wait_ms: float | None
-    empty_because: str | None
-
-
-class SuccessRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A cell of the last column of Table 3: the success rate of one method.
-
-    Attributes:
-        method: see `WaitRow`.
-        shapes: number of shapes that were measured.
-        optimal_share: mean of `WaitRow.optimal_share` over these shapes; None if no shape was measured.
-        paper_success_share: success rate in the paper; None if the paper has no number.
-    """
-
-    method: str
-    shapes: int
-    optimal_share: float | None
-    paper_success_share: float | None
-
-
-class TimeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A cell of Table 4: the computation time of one method, for a number of workers and a lookahead.
-
-    Attributes:
-        method: see `WaitRow`.
-        workers: n, the number of workers.
-        lookahead: R, the lookahead.
-        inputs: number of measured calls, each with a different input.
-        median_ms: median time to compute the result from the last two pushes; None if the method was not measured.
-        paper_mean_ms: mean time in the paper; None if the paper has no number.
-        empty_because: the reason why the method was not measured; None if it was measured.
-    """
-
-    method: str
-    workers: int
-    lookahead: int
-    inputs: int
-    median_ms: float | None
-    paper_mean_ms: float | None
-    empty_because: str | None
-
-
-class ZiplineGoal(msgspec.Struct, frozen=True, kw_only=True):
-    """A goal of this project and its result. A goal is a bound on a time or on the ratio of two times.
-
-    Attributes:
-        what: name of the measured function.
-        distribution: distribution of the end times.
-        workers: n, the number of workers.
-        lookahead: R, the lookahead.
-        inputs: number of inputs that were measured.
-        median_ms: median time over the inputs.
-        against: name of the function that `what` is compared with; None if the goal is a bound on a time.
-        against_median_ms: median time of `against` over the inputs; None if `against` is None.
-        ratio: ratio of the median times of `what` and `against`, median over the rounds; None if `against` is None.
-        goal_ms: upper bound on `median_ms`; None if the goal is a bound on a ratio.
-        goal_ratio: upper bound on `ratio`; None if the goal is a bound on a time.
-        met: True if the goal is met.
-    """
-
-    what: str
-    distribution: str
-    workers: int
-    lookahead: int
-    inputs: int
-    median_ms: float
-    against: str | None = None
+    median_ms: float  # median time over the inputs
+    goal: float  # upper bound on the time in ms or on the ratio
+    against: str | None = None  # name of the function that `what` is compared with
     against_median_ms: float | None = None
-    ratio: float | None = None
-    goal_ms: float | None = None
-    goal_ratio: float | None = None
-    met: bool
+    ratio: float | None = None  # ratio of the median times, median over the rounds
 
-
-class ZiplineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All results, and the environment in which they were measured.
-
-    Attributes:
-        python: version of Python.
-        numpy: version of NumPy.
-        machine: processor architecture.
-        cores: number of cores.
-        rounds: number of rounds.
-        quick: True if only small inputs were measured.
-        waits: cells of Table 3.
-        success: cells of the last column of Table 3.
-        times: cells of Table 4.
-        goals: goals of this project.
-        notes: remarks on how to read the results.
-    """
-
-    python: str
-    numpy: str
-    machine: str
-    cores: int | None
-    rounds: int
-    quick: bool
-    waits: list[WaitRow]
-    success: list[SuccessRow]
-    times: list[TimeRow]
-    goals: list[ZiplineGoal]
-    notes: tuple[str, ...] = NOTES
+    @property
+    def met(self) -> bool:
+        """True if the goal is met."""
+        return (self.median_ms if self.ratio is None else self.ratio) <= self.goal
 
 
 class _Call(NamedTuple):
@@ -289,23 +182,19 @@ class _Heat(NamedTuple):
     make: Callable[[np.random.Generator], Mapping[str, Attempt]]
 
 
-def measure(
-    *, rounds: int | None = None, quick: bool = False, tell: TellShare = _no_progress
-) -> ZiplineReport:
-    """Run all measurements. This takes about a minute per round.
+@benchmark(minutes=3, quick={"small": True, "rounds": 1}, notes=NOTES)
+def measure(tell: TellShare, rounds: Rounds = 3, small: bool = False) -> list[Figures[Any]]:
+    """Compare the waiting and computation times of ZipLine's methods with Tables 3 and 4 of the ElasticBSP paper.
 
-    Args:
-        rounds: number of rounds, each with new inputs. The default is 3, or 1 if `quick` is True.
-        quick: True to measure only small inputs. This takes a few seconds.
-        tell: progress callback, called before each measured call.
-
-    Raises:
-        ConfigurationError: `rounds` is less than 1.
+    Also checks the results against this project's goals. Each round has new inputs.
     """
-    rounds = (1 if quick else 3) if rounds is None else rounds
-    if rounds < 1:
-        raise ConfigurationError(f"rounds is {rounds}, expected at least 1.")
-    heats = _heats(quick)
+    cells, goals = measure_cells(tell, rounds, small)
+    return figures_of(cells, goals, rounds)
+
+
+def measure_cells(tell: TellShare, rounds: int, small: bool) -> tuple[list[Cell], list[GoalRow]]:
+    """Measure all cells of Tables 3 and 4, and the goals. With `small`, leave out large inputs."""
+    heats = _heats(small)
     total_s, done_s = rounds * sum(heat.work_s for heat in heats), 0.0
     results: dict[tuple[str, Shape], list[Round]] = {}
     for number in range(rounds):
@@ -313,36 +202,11 @@ def measure(
             generator = np.random.default_rng([number, index])
             calls = [heat.make(generator) for _ in range(heat.inputs)]
             n, r = heat.shape
-            where = f"round {number + 1} of {rounds}, {heat.name}, n = {n}, R = {r}"
-            seconds_each = heat.work_s / heat.inputs
-
-            def tell_heat(
-                what: str,
-                share: float,
-                slow: bool = seconds_each > 1,
-                where: str = where,
-                before_s: float = done_s,
-                work_s: float = heat.work_s,
-            ) -> None:
-                tell(f"{where}: {what}", (before_s + share * work_s) / total_s, slow)
-
-            results.setdefault((heat.name, heat.shape), []).append(_in_turns(calls, tell_heat))
+            tell(f"round {number + 1} of {rounds}, {heat.name}, n = {n}, R = {r}", done_s / total_s)
+            results.setdefault((heat.name, heat.shape), []).append(in_turns(calls))
             done_s += heat.work_s
-    tell("done", 1.0)
     paper = {shape: _merged(found) for (name, shape), found in results.items() if name == "paper"}
-    waits = _wait_rows(paper, quick)
-    return ZiplineReport(
-        python=platform.python_version(),
-        numpy=np.__version__,
-        machine=platform.machine(),
-        cores=os.cpu_count(),
-        rounds=rounds,
-        quick=quick,
-        waits=waits,
-        success=_success_rows(waits),
-        times=_time_rows(paper, quick),
-        goals=_goal_rows(results),
-    )
+    return list(_cells(paper, small)), _goal_rows(results)
 
 
 def plain_sort(times: Floats) -> Solution:
@@ -374,11 +238,11 @@ def plain_sort(times: Floats) -> Solution:
 # -- measurement -------------------------------------------------------------------------------------------------
 
 
-def _heats(quick: bool) -> list[_Heat]:
+def _heats(small: bool) -> list[_Heat]:
     """Return all groups of measurements of one round."""
     heats = []
     for n, r in (NAIVE_SHAPE, *TABLE_3_SHAPES):
-        if _left_out((n, r), quick):
+        if _left_out((n, r), small):
             continue
         # The full grid scan limits the number of inputs, because it takes almost all of the time.
         inputs = int(np.clip(1e9 / (n * r) ** 2, 1, 20))
@@ -386,11 +250,11 @@ def _heats(quick: bool) -> list[_Heat]:
             _Heat("paper", (n, r), inputs, inputs * 2e-9 * (n * r) ** 2, partial(_by_all_methods, n, r))
         )
     for n, r in GOALS_MS:
-        if not _left_out((n, r), quick, 15_000):
+        if not _left_out((n, r), small, 15_000):
             inputs = _inputs_for_fast(n, r)
             heats.append(_Heat("steady", (n, r), inputs, inputs * 1e-7 * n * r, partial(_by_ours, n, r)))
     for n, r in PLAIN_SORT_SHAPES:
-        if not _left_out((n, r), quick, 15_000):
+        if not _left_out((n, r), small, 15_000):
             for name in DISTRIBUTIONS:
                 inputs = _inputs_for_fast(n, r)
                 make = partial(_by_sorting, name, n, r)
@@ -398,9 +262,9 @@ def _heats(quick: bool) -> list[_Heat]:
     return heats
 
 
-def _left_out(shape: Shape, quick: bool, largest: int = 1500) -> bool:
+def _left_out(shape: Shape, small: bool, largest: int = 1500) -> bool:
     """Return True if --quick leaves this shape out because it has too many end times."""
-    return quick and shape[0] * shape[1] > largest
+    return small and shape[0] * shape[1] > largest
 
 
 def _inputs_for_fast(n: int, r: int) -> int:
@@ -458,16 +322,14 @@ def _too_many_sets(method: str, shape: Shape) -> bool:
     return method == "naive" and shape[1] ** shape[0] > NAIVE_SETS
 
 
-def _in_turns(calls: Sequence[Mapping[str, Attempt]], tell: TellShare) -> Round:
+def in_turns(calls: Sequence[Mapping[str, Attempt]]) -> Round:
     """Call every function once on every input. The functions take turns; successive calls have different inputs."""
     names = list(calls[0])
     found: dict[str, dict[int, _Call]] = {name: {} for name in names}
-    count = len(calls) * len(names)
     for step in range(len(calls)):
         for place, name in enumerate(names):
             index = (step + place * len(calls) // len(names)) % len(calls)
             attempt = calls[index][name]
-            tell(name, (step * len(names) + place) / count)
             begun_ns = time.perf_counter_ns()
             solution = attempt()
             ended_ns = time.perf_counter_ns()
@@ -483,8 +345,7 @@ def _merged(rounds: Sequence[Round]) -> Round:
 # -- rows --------------------------------------------------------------------------------------------------------
 
 
-def _wait_rows(paper: Mapping[Shape, Round], quick: bool) -> list[WaitRow]:
-    rows = []
+def _cells(paper: Mapping[Shape, Round], small: bool) -> Iterator[Cell]:
     for shape in (NAIVE_SHAPE, *TABLE_3_SHAPES):
         found = paper.get(shape, {})
         # Each tuple from zip contains the calls of all methods on one input.
@@ -492,102 +353,64 @@ def _wait_rows(paper: Mapping[Shape, Round], quick: bool) -> list[WaitRow]:
         for method in COLUMNS:
             calls = found.get(method, [])
             optimal = [call.wait_ms == best for call, best in zip(calls, least if calls else (), strict=True)]
-            rows.append(
-                WaitRow(
-                    method=method,
-                    workers=shape[0],
-                    lookahead=shape[1],
-                    inputs=len(calls),
-                    wait_ms=median(call.wait_ms for call in calls) if calls else None,
-                    optimal_share=sum(optimal) / len(optimal) if optimal else None,
-                    paper_wait_ms=_printed(PAPER_WAITS_MS, method, TABLE_3_SHAPES, shape),
-                    empty_because=None if calls else _why_empty(method, shape, quick),
-                )
-            )
-    return rows
-
-
-def _success_rows(waits: Sequence[WaitRow]) -> list[SuccessRow]:
-    rows = []
-    for method in COLUMNS:
-        shares = [
-            row.optimal_share
-            for row in waits
-            if row.method == method
-            and row.optimal_share is not None
-            and (row.workers, row.lookahead) in TABLE_3_SHAPES
-        ]
-        rows.append(
-            SuccessRow(
-                method=method,
-                shapes=len(shares),
-                optimal_share=fmean(shares) if shares else None,
-                paper_success_share=PAPER_SUCCESS_SHARES.get(method),
-            )
-        )
-    return rows
-
-
-def _time_rows(paper: Mapping[Shape, Round], quick: bool) -> list[TimeRow]:
-    rows = []
-    for shape in (NAIVE_SHAPE, *TABLE_4_SHAPES):
-        for method in COLUMNS:
-            calls = paper.get(shape, {}).get(method, [])
             printed_us = _printed(PAPER_MEANS_US, method, TABLE_4_SHAPES, shape)
-            rows.append(
-                TimeRow(
-                    method=method,
-                    workers=shape[0],
-                    lookahead=shape[1],
-                    inputs=len(calls),
-                    median_ms=_median_ms(calls) if calls else None,
-                    paper_mean_ms=None if printed_us is None else printed_us / 1e3,
-                    empty_because=None if calls else _why_empty(method, shape, quick),
-                )
+            yield Cell(
+                method=method,
+                workers=shape[0],
+                lookahead=shape[1],
+                inputs=len(calls),
+                wait_ms=median(call.wait_ms for call in calls) if calls else None,
+                optimal_share=fmean(optimal) if optimal else None,
+                median_ms=_median_ms(calls) if calls else None,
+                paper_wait_ms=_printed(PAPER_WAITS_MS, method, TABLE_3_SHAPES, shape),
+                paper_mean_ms=None if printed_us is None else printed_us / 1e3,
+                empty_because="" if calls else _why_empty(method, shape, small),
             )
-    return rows
 
 
-def _goal_rows(results: Mapping[tuple[str, Shape], list[Round]]) -> list[ZiplineGoal]:
+def success_share(cells: Sequence[Cell], method: str) -> float | None:
+    """Return the mean share of optimal results of a method over the shapes of Table 3; None without any."""
+    shares = [c.optimal_share for c in cells if c.method == method and c.shape in TABLE_3_SHAPES]
+    return fmean(found) if (found := [share for share in shares if share is not None]) else None
+
+
+def _goal_rows(results: Mapping[tuple[str, Shape], list[Round]]) -> list[GoalRow]:
     rows = []
     for (name, shape), rounds in results.items():
-        if name == "paper":
-            continue
+        row = partial(_goal_row, name, shape, rounds)
         if name == "steady":
-            calls = _merged(rounds)["from pushes"]
-            rows.append(
-                ZiplineGoal(
-                    what=PERIODIC,
-                    distribution=name,
-                    workers=shape[0],
-                    lookahead=shape[1],
-                    inputs=len(calls),
-                    median_ms=_median_ms(calls),
-                    goal_ms=GOALS_MS[shape],
-                    met=_median_ms(calls) <= GOALS_MS[shape],
-                )
-            )
-        against, goal = (PERIODIC, MATRIX_GOAL) if name == "steady" else ("plain sort", PLAIN_SORT_GOAL)
-        rows.append(_ratio_row(name, shape, rounds, against, goal))
+            rows.append(row(PERIODIC, GOALS_MS[shape], measured="from pushes"))
+            rows.append(row("solve", MATRIX_GOAL, against=PERIODIC))
+        elif name != "paper":
+            rows.append(row("solve", PLAIN_SORT_GOAL, against="plain sort"))
     # Times first, then ratios.
-    return sorted(rows, key=lambda row: (row.goal_ms is None, row.against != PERIODIC))
+    return sorted(rows, key=lambda row: (row.against is not None, row.against != PERIODIC))
 
 
-def _ratio_row(name: str, shape: Shape, rounds: Sequence[Round], against: str, goal: float) -> ZiplineGoal:
-    merged = _merged(rounds)
-    ratio = median(_median_ms(one["solve"]) / _median_ms(one[against]) for one in rounds)
-    return ZiplineGoal(
-        what="solve",
+def _goal_row(
+    name: str,
+    shape: Shape,
+    rounds: Sequence[Round],
+    what: str,
+    goal: float,
+    *,
+    against: str | None = None,
+    measured: str | None = None,
+) -> GoalRow:
+    calls = _merged(rounds)
+    of_what = calls[measured or what]
+    ratios = [_median_ms(one[what]) / _median_ms(one[against]) for one in rounds] if against else []
+    return GoalRow(
+        what=what,
         distribution=name,
         workers=shape[0],
         lookahead=shape[1],
-        inputs=len(merged["solve"]),
-        median_ms=_median_ms(merged["solve"]),
+        inputs=len(of_what),
+        median_ms=_median_ms(of_what),
+        goal=goal,
         against=against,
-        against_median_ms=_median_ms(merged[against]),
-        ratio=ratio,
-        goal_ratio=goal,
-        met=ratio <= goal,
+        against_median_ms=_median_ms(calls[against]) if against else None,
+        ratio=median(ratios) if ratios else None,
     )
 
 
@@ -602,9 +425,114 @@ def _printed(
     return table[method][shapes.index(shape)] if method in table and shape in shapes else None
 
 
-def _why_empty(method: str, shape: Shape, quick: bool) -> str:
+def _why_empty(method: str, shape: Shape, small: bool) -> str:
     n, r = shape
     if _too_many_sets(method, shape):
         return f"{r}^{n} sets, about 10^{n * np.log10(r):.0f}, are too many to enumerate"
-    assert _left_out(shape, quick), f"{method} was not measured with {n} workers, lookahead {r}"
+    assert _left_out(shape, small), f"{method} was not measured with {n} workers, lookahead {r}"
     return "left out by --quick"
+
+
+# -- tables ------------------------------------------------------------------------------------------------------
+
+HEADINGS = tuple(
+    "zip-/line zip-/line-/opt zip-/line-/opt-bs full-/grid-/scan grid-/scan naive auto solve_/peri-/odic".replace(
+        "/", "\n"
+    ).split(" ")
+)
+GOAL_NAMES = {PERIODIC: "periodic", "plain sort": "sort"}
+GOAL_COLUMNS: Columns[GoalRow] = {
+    "what": lambda row: f"{row.what} / {GOAL_NAMES[row.against]}" if row.against else row.what,
+    "end times": lambda row: row.distribution,
+    "n": lambda row: row.workers,
+    "R": lambda row: row.lookahead,
+    "ms": lambda row: _digits(row.median_ms),
+    "against ms": lambda row: _digits(row.against_median_ms),
+    "ratio": lambda row: "" if row.ratio is None else f"{row.ratio:.2f}",
+    "goal": lambda row: f"{row.goal:g} {'x' if row.against else 'ms'}",
+    "met": lambda row: "[green]yes[/]" if row.met else "[red]no[/]",
+}
+
+
+def figures_of(cells: Sequence[Cell], goals: Sequence[GoalRow], rounds: int) -> list[Figures[Any]]:
+    """Return Table 3, Table 4 and the goals as tables that are at most 80 characters wide, and the cells."""
+    calls = _span([cell.inputs for cell in cells])
+    inputs = _span([row.inputs for row in goals])
+    return [
+        PaperTable(
+            "Table 3: smallest wait found, ms", cells, f"medians over {calls} inputs", waits_of(cells)
+        ),
+        PaperTable("Table 4: computation time, ms", cells, f"medians over {calls} calls", times_of(cells)),
+        Figures(
+            "Goals", goals, GOAL_COLUMNS, f"medians over {inputs} inputs, {rounds_text(rounds)}", labels=2
+        ),
+    ]
+
+
+class PaperTable(Figures[Cell]):
+    """A table whose columns are the methods, with a line of our numbers and one of those of the paper."""
+
+    def __init__(self, title: str, cells: Sequence[Cell], caption: str, lines: list[list[str]]) -> None:
+        columns = dict.fromkeys(("n", "R", "", *HEADINGS), lambda cell: "")
+        super().__init__(title, cells, columns, f"{caption}; -: not measured, see below", labels=3)
+        self.lines = lines
+
+    def cells(self) -> list[list[str]]:
+        return self.lines
+
+
+def waits_of(cells: Sequence[Cell]) -> list[list[str]]:
+    """Return the lines of Table 3."""
+    lines = []
+    for shape in (NAIVE_SHAPE, *TABLE_3_SHAPES):
+        some = [cell for cell in cells if cell.shape == shape]
+        lines += _pair(shape, [cell.wait_ms for cell in some], [cell.paper_wait_ms for cell in some], _whole)
+    ours = [success_share(cells, method) for method in COLUMNS]
+    paper = [PAPER_SUCCESS_SHARES.get(method) for method in COLUMNS]
+    lines.append(["succ.", "", "ours", *("-" if share is None else f"{share:.0%}" for share in ours)])
+    return [*lines, ["", "", "paper", *("" if share is None else f"{share:.0%}" for share in paper)]]
+
+
+def times_of(cells: Sequence[Cell]) -> list[list[str]]:
+    """Return the lines of Table 4."""
+    lines = []
+    for shape in (NAIVE_SHAPE, *TABLE_4_SHAPES):
+        some = [cell for cell in cells if cell.shape == shape]
+        lines += _pair(
+            shape, [cell.median_ms for cell in some], [cell.paper_mean_ms for cell in some], _digits
+        )
+    return lines
+
+
+def _pair(
+    shape: Shape,
+    ours: Sequence[float | None],
+    paper: Sequence[float | None],
+    text: Callable[[float | None], str],
+) -> list[list[str]]:
+    """Return a line with our numbers and, if the paper has numbers, a line with the paper's numbers."""
+    lines = [[*map(str, shape), "ours", *("-" if value is None else text(value) for value in ours)]]
+    if any(value is not None for value in paper):
+        lines.append(["", "", "paper", *map(text, paper)])
+    return lines
+
+
+def _whole(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
+
+
+def _digits(value: float | None) -> str:
+    """Format a number with at least three significant digits and without an exponent.
+
+    >>> [_digits(value) for value in (0.0072, 1.316, 49.94, 2380.0, 207000.0, None)]
+    ['0.00720', '1.32', '49.9', '2380', '207000', '']
+    """
+    if value is None:
+        return ""
+    places = 2 - int(np.floor(np.log10(value))) if value > 0 else 0
+    return f"{value:.{max(0, places)}f}"
+
+
+def _span(counts: Sequence[int]) -> str:
+    measured = [count for count in counts if count]
+    return f"{min(measured)} to {max(measured)}" if min(measured) < max(measured) else str(measured[0])
