@@ -148,7 +148,7 @@ class Figures(Generic[Row]):
             widest = max((len(cells[number]) for cells in found), default=8)
             narrow = "\n".join(textwrap.wrap(heading, max(widest, 8, *map(len, heading.split()))))
             side: Any = "left" if number < self.labels else "right"
-            table.add_column(narrow, justify=side, no_wrap=number >= self.labels, vertical="bottom")
+            table.add_column(narrow, justify=side, no_wrap=number >= self.labels, overflow="fold")
         for cells in found:
             table.add_row(*cells)
         return table
