@@ -204,6 +204,21 @@ def test_a_worker_with_gradients_unlike_all_others_is_named() -> None:
     assert "the norms of its gradients" in run.verdicts[0].words
 
 
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_worker_that_differs_from_those_that_have_left_is_not_named(joins: bool) -> None:
+    """What it differs from must be there. Nothing is known of a worker that has just joined."""
+    run = Run(workers=2)
+    for update in range(80):
+        run.push(update % 2, Observation(update, None, 1.0 if update % 2 else 50.0, 5.0))
+    [before] = run.verdicts
+    assert "Worker 0 differs from worker 1" in before.words
+    if joins:
+        run.push(2, Observation(80, None, 1.0, 5.0))
+    run.guard.left(1)
+    for update in range(81, 90):
+        assert not run.push(0, Observation(update, None, 50.0, 5.0))
+
+
 def test_two_workers_that_differ_from_the_others_are_not_outliers() -> None:
     run = Run()
     for update in range(40):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -143,6 +144,7 @@ def test_without_memory_for_a_copy_there_is_no_checkpoint_and_the_run_goes_on(
     monkeypatch.setattr(shard_copies, "available_bytes", lambda: next(free_bytes, None))
     run_dir = tmp_path / "run-1"
     run = run_on_threads(lambda: training(run_dir), workers=1, servers=1, checkpoint_every="0.2")
-    assert run.faults == [
-        "No checkpoint was written: a copy of shard 0 needs 0.0048 GB of memory, but only 1e-06 GB are available."
-    ]
+    [fault] = run.faults
+    # Before the first step, there is no state of the optimizer.
+    why = r"a copy of shard 0 needs 0\.00(24|48) GB of memory, but only 1e-06 GB are available"
+    assert re.fullmatch(rf"No checkpoint was written: {why}\.", fault)

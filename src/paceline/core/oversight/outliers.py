@@ -144,6 +144,9 @@ class Values:
     def forget(self, worker: int) -> None:
         self._latest.pop(worker, None)
         self._evidence.pop(worker, None)
+        # What speaks against a worker counts only as long as there is a worker with which it can be compared.
+        known = self._known()
+        self._evidence = {w: each for w, each in self._evidence.items() if any(other != w for other in known)}
 
     def stands_out(self, worker: int) -> bool:
         """Return True if the latest values of a worker are very unlikely among those of each other worker."""
