@@ -31,7 +31,7 @@ from paceline.wire.passing import PassedSockets, Source
 from paceline.wire.preface import COORDINATOR
 from paceline.wire.secret import new_secret
 
-from .crowd import Crowd, CrowdReport, Place, allow_descriptors
+from .crowd import Crowd, CrowdReport, Place, allow_descriptors, load_of
 from .harness import Columns, Figures, benchmark, marked
 
 WORKERS = 1000
@@ -49,7 +49,6 @@ SETTINGS = (
     ("elastic-bsp:lookahead=15", 125, True),
     ("spec-sync", 125, True),
 )
-SPARE_DESCRIPTORS = 100
 START_TIMEOUT_S = 120.0
 
 
@@ -112,7 +111,7 @@ def measure(
 def _measure(
     sync: str, workers: int, machines: int, seconds: float, interval_s: float, *, secure: bool
 ) -> CoordinatorRow:
-    allow_descriptors(workers + machines + SPARE_DESCRIPTORS)
+    allow_descriptors(workers + machines)
     spawn = multiprocessing.get_context("spawn")
     with TemporaryDirectory() as folder, ExitStack() as stack:
         # No process trains, so the memory for the processes of so many workers is not needed.
@@ -140,18 +139,13 @@ def _measure(
             raise ConfigurationError("the workers have not begun to train in time; use an idle machine.")
         time.sleep(min(WARM_UP_S, seconds))
         _fetch(pipe)
-        assert coordinator._thread.ident is not None
-        clock = time.pthread_getcpuclockid(coordinator._thread.ident)
         shares, rates, notified, iterations, response_s = [], [], [], [0] * workers, []
         for _ in range(ROUNDS):
-            begun_s, used_s = time.monotonic(), time.clock_gettime(clock)
-            time.sleep(seconds)
-            used_s = time.clock_gettime(clock) - used_s
+            load = load_of(coordinator._thread, seconds)
             report = _fetch(pipe)
-            elapsed_s = time.monotonic() - begun_s
-            shares.append(used_s / elapsed_s)
-            rates.append(sum(report.iterations) / elapsed_s)
-            notified.append(report.notifications / elapsed_s)
+            shares.append(load.used_s / load.elapsed_s)
+            rates.append(sum(report.iterations) / load.elapsed_s)
+            notified.append(report.notifications / load.elapsed_s)
             iterations = [sum(both) for both in zip(iterations, report.iterations, strict=True)]
             response_s += report.response_s
     return CoordinatorRow(
@@ -185,7 +179,7 @@ def _fetch(pipe: Any) -> CrowdReport:
 def _work(place: bytes, pipe: Any) -> None:
     """Be the light workers until the pipe is closed. Run in a process of its own."""
     chosen = msgspec.msgpack.decode(place, type=Place)
-    allow_descriptors(chosen.workers + chosen.machines + SPARE_DESCRIPTORS)
+    allow_descriptors(chosen.workers + chosen.machines)
     with Crowd(chosen) as crowd:
         crowd.join()
         pipe.send(None)

@@ -11,13 +11,14 @@ import heapq
 import random
 import resource
 import selectors
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -58,6 +59,7 @@ from paceline.wire.stream import Stream
 from paceline.wire.tls import contexts
 
 TIMEOUT_S = 60.0
+SPARE_DESCRIPTORS = 100
 LOOK_S = 0.1  # time between two checks whether a heartbeat is due
 ASKS_EVERY = 10  # a worker measures the coordinator's response time once in so many iterations
 JITTER = 0.2  # computing times are uniformly distributed within this part around their mean
@@ -66,7 +68,8 @@ NO_TENSORS = [NullStore()]  # the store of the only shard
 
 
 def allow_descriptors(needed: int) -> None:
-    """Let this process open as many file descriptors as it needs."""
+    """Let this process open as many file descriptors as a benchmark needs for its connections, and some more."""
+    needed += SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigurationError(
@@ -74,6 +77,22 @@ def allow_descriptors(needed: int) -> None:
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+class Load(NamedTuple):
+    """What a thread did for a while: its processor time and the time that has passed, both in seconds."""
+
+    used_s: float
+    elapsed_s: float
+
+
+def load_of(thread: threading.Thread, seconds: float) -> Load:
+    """Return the load of a thread that goes on to work for a while."""
+    assert thread.ident is not None
+    clock = time.pthread_getcpuclockid(thread.ident)
+    begun_s, used_s = time.monotonic(), time.clock_gettime(clock)
+    time.sleep(seconds)
+    return Load(time.clock_gettime(clock) - used_s, time.monotonic() - begun_s)
 
 
 class Place(msgspec.Struct, frozen=True):

@@ -33,12 +33,11 @@ from paceline.wire.addresses import connect
 from paceline.wire.stream import BUFFER_BYTES, MAGIC, PREFIX, Stream, decoder
 from paceline.wire.unix import UNIX
 
-from .crowd import allow_descriptors
+from .crowd import allow_descriptors, load_of
 
 CLIENTS = 2  # number of processes, each of which takes the part of many workers
 ROUNDS = 5
 SECONDS = 5.0
-SPARE_DESCRIPTORS = 100
 GREETING_TIMEOUT_S = 60.0
 # The epoch is so long that it does not end during the measurement.
 ORDER = Order(2**50, 16, True, "dynamic", "0123456789abcdef")
@@ -115,7 +114,7 @@ def ask_host(workers: int, rate: float, seconds: float = SECONDS) -> RequestsRow
     Raises:
         ConfigurationError: this process may not open enough sockets.
     """
-    allow_descriptors(workers + SPARE_DESCRIPTORS)
+    allow_descriptors(workers)
     with TemporaryDirectory() as folder, ExitStack() as stack:
         # No process trains, so the memory for the processes of so many workers is not needed.
         job = make_job(workers=1, servers=1, sync="asp", transport="unix", run_dir=f"{folder}/run")
@@ -135,7 +134,7 @@ def ask_floor(workers: int, rate: float, seconds: float = SECONDS) -> RequestsRo
     Raises:
         ConfigurationError: this process may not open enough sockets.
     """
-    allow_descriptors(workers + SPARE_DESCRIPTORS)
+    allow_descriptors(workers)
     listener, address = UNIX.listen()
     stop, stopping = socket.socketpair()
     thread = threading.Thread(target=_answer_all, args=(listener, workers, stopping))
@@ -195,8 +194,6 @@ def _load(
             stack.callback(process.join)
             stack.callback(pipe.close)
             pipes.append(pipe)
-        assert thread.ident is not None
-        clock = time.pthread_getcpuclockid(thread.ident)
         for pipe in pipes:
             pipe.recv()  # the connections have been made
         for pipe in pipes:
@@ -204,13 +201,11 @@ def _load(
         requests_us, rates = [], []
         time.sleep(min(1.0, seconds))
         for _ in range(ROUNDS):
-            answered = _answered(pipes)
-            begun_s, used_s = time.monotonic(), time.clock_gettime(clock)
-            time.sleep(seconds)
-            used_s = time.clock_gettime(clock) - used_s
-            answered = _answered(pipes) - answered
-            requests_us.append(1e6 * used_s / max(answered, 1))
-            rates.append(answered / (time.monotonic() - begun_s))
+            before = _answered(pipes)
+            load = load_of(thread, seconds)
+            answered = _answered(pipes) - before
+            requests_us.append(1e6 * load.used_s / max(answered, 1))
+            rates.append(answered / load.elapsed_s)
     return median(requests_us), median(rates)
 
 
@@ -223,7 +218,7 @@ def _answered(pipes: list[Any]) -> int:
 
 def _ask(address: str, token: str, workers: range, rate: float, pipe: Any) -> None:
     """Take the part of several workers until the pipe is closed. Run in a process of its own."""
-    allow_descriptors(len(workers) + SPARE_DESCRIPTORS)
+    allow_descriptors(len(workers))
     with ExitStack() as stack:
         selector = stack.enter_context(closing(selectors.DefaultSelector()))
         selector.register(pipe, selectors.EVENT_READ)

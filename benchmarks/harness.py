@@ -579,6 +579,8 @@ def numbers_in(text: str) -> dict[str, float]:
 
     >>> numbers_in('[{"sync": "bsp", "workers": 2, "median_us": 3.5}]\\n{"rounds": 3}')
     {'bsp 2 median_us': 3.5}
+    >>> numbers_in('{"sync": "bsp", "median_us": {"10": 3.5}}')
+    {'bsp median_us 10': 3.5}
     """
     found: dict[str, float] = {}
 
@@ -586,10 +588,10 @@ def numbers_in(text: str) -> dict[str, float]:
         if isinstance(value, dict):
             own = " ".join(str(each) for each in value.values() if isinstance(each, str | int))
             for key, each in value.items():
-                walk(each, f"{own} {key}".strip())
+                walk(each, " ".join(filter(None, (name, own, key))))
         elif isinstance(value, list):
             for number, each in enumerate(value):
-                walk(each, f"{name}[{number}]" if isinstance(each, float) else name)
+                walk(each, f"{name}[{number}]" if isinstance(each, float) else "")
         elif isinstance(value, float):
             found[name] = value
 

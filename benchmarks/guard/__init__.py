@@ -22,10 +22,10 @@ SEEDS = (0, 1, 2)
 
 COLUMNS: Columns[Sequence[Judged]] = {
     "run": lambda runs: runs[0].name,
+    "first words": lambda runs: next((each.told for each in runs if each.words), ""),
     "seeds": len,
     "right": lambda runs: sum(each.right for each in runs),
     "updates until said": lambda runs: _range([each.late for each in runs if each.late is not None]),
-    "first words": lambda runs: next((each.told for each in runs if each.words), ""),
 }
 COST_COLUMNS: Columns[Cost] = {
     "observed by the worker": lambda cost: f"{cost.observe_us:.1f}",
@@ -57,7 +57,7 @@ def figures_of(judged: Sequence[Sequence[Judged]], cost: Cost) -> list[Figures[A
     caption = f"{right} of {sum(map(len, judged))} right: planted ones are said within {MOST_UPDATES} updates"
     goal = f"Goal: at most {MOST_US:g} us, 1 % of a step of 5 ms."
     return [
-        Figures("The guard of a run", judged, COLUMNS, caption),
+        Figures("The guard of a run", judged, COLUMNS, caption, labels=2),
         Figures("Its cost per push, us", [cost], COST_COLUMNS, goal, labels=0),
     ]
 

@@ -31,7 +31,7 @@ EQUAL = (1.0, 1.07, 0.96, 1.02)  # compute times in seconds of four machines tha
 ONE_SLOW = (1.0, 1.1, 0.9, 3.0)
 
 
-class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+class Scenario(msgspec.Struct, frozen=True):
     """One run."""
 
     name: str  # what happens in it
@@ -238,158 +238,135 @@ def huge_once(at: int) -> Callable[[int, int, torch.Tensor], torch.Tensor]:
 
 
 HEALTHY = (
-    Scenario(name="digits, bsp", train=training("digits", sgd(0.1)), sync="bsp"),
-    Scenario(name="digits, asp", train=training("digits", sgd(0.02))),
-    Scenario(name="warm restarts", train=training("digits", sgd(0.03), rate=restarts(40))),
-    Scenario(name="warm restarts, AdamW", train=training("letters", adamw(5e-3), rate=restarts(50))),
+    Scenario("digits, bsp", training("digits", sgd(0.1)), sync="bsp"),
+    Scenario("digits, asp", training("digits", sgd(0.02))),
+    Scenario("warm restarts", training("digits", sgd(0.03), rate=restarts(40))),
+    Scenario("warm restarts, AdamW", training("letters", adamw(5e-3), rate=restarts(50))),
+    Scenario("loss of one batch x 100", training("digits", sgd(0.01, 0.0), twist=spikes(50, 100.0))),
     Scenario(
-        name="loss of one batch x 100", train=training("digits", sgd(0.01, 0.0), twist=spikes(50, 100.0))
+        "loss of one batch x 30, unknown",
+        training("digits", sgd(0.01, 0.0), twist=spikes(40, 30.0), closure=False),
     ),
+    Scenario("GAN", adversarial()),
+    Scenario("Wasserstein GAN", adversarial(wasserstein=True)),
     Scenario(
-        name="loss of one batch x 30, unknown",
-        train=training("digits", sgd(0.01, 0.0), twist=spikes(40, 30.0), closure=False),
+        "cosine, AdamW",
+        training("letters", adamw(3e-3), rate=lambda step: 0.5 * (1 + math.cos(math.pi * step / 150))),
     ),
-    Scenario(name="GAN", train=adversarial()),
-    Scenario(name="Wasserstein GAN", train=adversarial(wasserstein=True)),
+    Scenario("40 % wrong labels", training("digits", sgd(0.02), spoil=noisy_labels(0.4))),
+    Scenario("batches of 2", training("digits", sgd(0.01, 0.5), samples=2, steps=250)),
     Scenario(
-        name="cosine, AdamW",
-        train=training("letters", adamw(3e-3), rate=lambda step: 0.5 * (1 + math.cos(math.pi * step / 150))),
-    ),
-    Scenario(name="40 % wrong labels", train=training("digits", sgd(0.02), spoil=noisy_labels(0.4))),
-    Scenario(name="batches of 2", train=training("digits", sgd(0.01, 0.5), samples=2, steps=250)),
-    Scenario(
-        name="BatchNorm, elastic-bsp",
-        train=training("digits with BatchNorm", sgd(0.005)),
+        "BatchNorm, elastic-bsp",
+        training("digits with BatchNorm", sgd(0.005)),
         sync="elastic-bsp",
         compute_s=ONE_SLOW,
     ),
-    Scenario(name="dropout", train=training("digits with dropout", sgd(0.02)), compute_s=ONE_SLOW),
+    Scenario("dropout", training("digits with dropout", sgd(0.02)), compute_s=ONE_SLOW),
     Scenario(
-        name="harder data at half",
-        train=training(
+        "harder data at half",
+        training(
             "digits", sgd(0.02), spoil=only(lambda worker, step: range(5) if step < 75 else range(3, 10))
         ),
     ),
-    Scenario(name="noisy quadratic", train=training("quadratic", sgd(0.01), samples=4, steps=250)),
-    Scenario(name="factors", train=training("factors", sgd(0.1, 0.5), steps=250)),
+    Scenario("noisy quadratic", training("quadratic", sgd(0.01), samples=4, steps=250)),
+    Scenario("factors", training("factors", sgd(0.1, 0.5), steps=250)),
     Scenario(
-        name="warm-up x 100",
-        train=training("letters", sgd(0.2, 0.5), rate=lambda step: min(1.0, 0.01 + step / 100)),
+        "warm-up x 100", training("letters", sgd(0.2, 0.5), rate=lambda step: min(1.0, 0.01 + step / 100))
     ),
+    Scenario("digits, loss unknown", training("digits", sgd(0.02), closure=False), sync="ssp:staleness=3"),
     Scenario(
-        name="digits, loss unknown",
-        train=training("digits", sgd(0.02), closure=False),
-        sync="ssp:staleness=3",
-    ),
-    Scenario(
-        name="unequal data",
-        train=training(
+        "unequal data",
+        training(
             "digits", sgd(0.01, 0.5), spoil=only(lambda worker, step: range(2 * worker, 2 * worker + 4))
         ),
     ),
     Scenario(
-        name="one NaN in 50",
-        train=training("digits", sgd(0.02), twist=one_nan(50)),
-        on_nan="skip",
-        compute_s=ONE_SLOW,
+        "one NaN in 50", training("digits", sgd(0.02), twist=one_nan(50)), on_nan="skip", compute_s=ONE_SLOW
     ),
 )
 
 PLANTED = (
-    Scenario(name="rate x 30, bsp", train=training("digits", sgd(3.0)), sync="bsp", planted_at=0),
-    Scenario(name="rate x 30, asp", train=training("digits", sgd(0.6)), planted_at=0),
+    Scenario("rate x 30, bsp", training("digits", sgd(3.0)), sync="bsp", planted_at=0),
+    Scenario("rate x 30, asp", training("digits", sgd(0.6)), planted_at=0),
+    Scenario("rate x 30 at 60", training("digits", sgd(0.02), rate=from_step(60, 30.0)), planted_at=60),
     Scenario(
-        name="rate x 30 at 60", train=training("digits", sgd(0.02), rate=from_step(60, 30.0)), planted_at=60
-    ),
-    Scenario(
-        name="rate x 30 at 60, loss unknown",
-        train=training("digits", sgd(0.02), rate=from_step(60, 30.0), closure=False),
+        "rate x 30 at 60, loss unknown",
+        training("digits", sgd(0.02), rate=from_step(60, 30.0), closure=False),
         planted_at=60,
     ),
     Scenario(
-        name="rate x 30 at 60, AdamW",
-        train=training("letters", adamw(5e-3), rate=from_step(60, 30.0)),
-        planted_at=60,
+        "rate x 30 at 60, AdamW", training("letters", adamw(5e-3), rate=from_step(60, 30.0)), planted_at=60
     ),
     Scenario(
-        name="rate x 30 at 80, factors",
-        train=training("factors", sgd(0.2, 0.5), rate=from_step(80, 30.0)),
+        "rate x 30 at 80, factors",
+        training("factors", sgd(0.2, 0.5), rate=from_step(80, 30.0)),
         planted_at=80,
     ),
+    Scenario("rate x 30, quadratic", training("quadratic", sgd(1.5, 0.5)), planted_at=0, on_nan="skip"),
     Scenario(
-        name="rate x 30, quadratic", train=training("quadratic", sgd(1.5, 0.5)), planted_at=0, on_nan="skip"
-    ),
-    Scenario(
-        name="rate x 30 at 60, BatchNorm",
-        train=training("digits with BatchNorm", sgd(0.005), rate=from_step(60, 30.0)),
+        "rate x 30 at 60, BatchNorm",
+        training("digits with BatchNorm", sgd(0.005), rate=from_step(60, 30.0)),
         planted_at=60,
     ),
-    Scenario(name="momentum 0.99", train=training("digits", sgd(0.1, 0.99)), planted_at=0),
+    Scenario("momentum 0.99", training("digits", sgd(0.1, 0.99)), planted_at=0),
+    Scenario("momentum 0.99, quadratic", training("quadratic", sgd(0.2, 0.99)), planted_at=0, on_nan="skip"),
     Scenario(
-        name="momentum 0.99, quadratic",
-        train=training("quadratic", sgd(0.2, 0.99)),
-        planted_at=0,
-        on_nan="skip",
-    ),
-    Scenario(
-        name="momentum 0.99 at 60, letters",
-        train=training("letters", sgd(0.15, 0.5), momentum=from_step(60, 0.99, 0.5), steps=250),
+        "momentum 0.99 at 60, letters",
+        training("letters", sgd(0.15, 0.5), momentum=from_step(60, 0.99, 0.5), steps=250),
         planted_at=60,
     ),
     Scenario(
-        name="NaN in the loss at 50",
-        train=training("digits", sgd(0.02), twist=to_nan(50)),
+        "NaN in the loss at 50",
+        training("digits", sgd(0.02), twist=to_nan(50)),
         planted_at=50,
         at_once=True,
         on_nan="skip",
     ),
     Scenario(
-        name="NaN in the data of worker 2 at 40",
-        train=training("digits", sgd(0.02), spoil=at_worker(2, 40, poisoned)),
+        "NaN in the data of worker 2 at 40",
+        training("digits", sgd(0.02), spoil=at_worker(2, 40, poisoned)),
         planted_at=40,
         at_once=True,
         culprit=2,
         on_nan="skip",
     ),
     Scenario(
-        name="weights overflow at 50",
-        train=training("digits", sgd(0.02), twist=huge_once(50)),
+        "weights overflow at 50",
+        training("digits", sgd(0.02), twist=huge_once(50)),
         planted_at=50,
         on_nan="skip",
     ),
     Scenario(
-        name="inputs x 255 at worker 1",
-        train=training("digits", sgd(0.01, 0.0), spoil=at_worker(1, 40, brighter)),
+        "inputs x 255 at worker 1",
+        training("digits", sgd(0.01, 0.0), spoil=at_worker(1, 40, brighter)),
         planted_at=40,
         at_once=True,
         culprit=1,
     ),
     Scenario(
-        name="wrong labels at worker 3",
-        train=training("digits", sgd(0.02), spoil=at_worker(3, 60, shifted)),
+        "wrong labels at worker 3",
+        training("digits", sgd(0.02), spoil=at_worker(3, 60, shifted)),
         planted_at=60,
         at_once=True,
         culprit=3,
     ),
     Scenario(
-        name="rate x 30, factors, loss unknown",
-        train=training("factors", sgd(6.0, 0.5), closure=False),
+        "rate x 30, factors, loss unknown", training("factors", sgd(6.0, 0.5), closure=False), planted_at=0
+    ),
+    Scenario(
+        "rate grows by 5 % a step",
+        training("letters", sgd(0.1, 0.5), rate=lambda step: 1.05**step),
         planted_at=0,
     ),
     Scenario(
-        name="rate grows by 5 % a step",
-        train=training("letters", sgd(0.1, 0.5), rate=lambda step: 1.05**step),
-        planted_at=0,
-    ),
-    Scenario(
-        name="asp at bsp's rate, 16 workers",
-        train=training("digits", sgd(0.1), steps=60),
+        "asp at bsp's rate, 16 workers",
+        training("digits", sgd(0.1), steps=60),
         compute_s=(*(1.0 + 0.01 * i for i in range(12)), 3.0, 3.1, 3.2, 3.3),
         planted_at=0,
     ),
     Scenario(
-        name="rate x 30 at 60, RMSprop",
-        train=training(
+        "rate x 30 at 60, RMSprop",
+        training(
             "digits with dropout",
             lambda parameters: torch.optim.RMSprop(parameters, lr=2e-3),
             rate=from_step(60, 30.0),

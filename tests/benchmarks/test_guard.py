@@ -53,7 +53,7 @@ def test_the_tables_have_a_row_for_each_run_and_mark_a_cost_that_is_too_high() -
     rate = [Judged("rate", seed, True, 10, 12 + seed, words, True) for seed in range(3)]
     calm = [Judged("calm", 0, False, None, None, "", True)]
     runs, cost = guard.figures_of([rate, calm], Cost(10.0, 20.0, 30.0))
-    assert runs.cells() == [["rate", "3", "3", "2 to 4", "it diverges"], ["calm", "1", "1", "", ""]]
+    assert runs.cells() == [["rate", "it diverges", "3", "3", "2 to 4"], ["calm", "", "1", "1", ""]]
     assert cost.cells()[0][-1] == "60.0 !"
     assert "4 of 4 right" in runs.caption
 
