@@ -27,7 +27,7 @@ from torch import nn
 import paceline
 from paceline.cli.progress_bar import TellShare
 
-from .harness import Columns, Figures, Rounds, benchmark, in_turns, live
+from .harness import Benchmark, Columns, Figures, Rounds, in_turns, live
 
 WARM_UP = 5
 STEPS = 20
@@ -77,7 +77,7 @@ Device = Annotated[
 ]
 
 
-@benchmark(minutes=4, quick={"models": (LanguageModel(64, 1, 2),), "rounds": 1})
+@Benchmark(minutes=4, quick={"models": (LanguageModel(64, 1, 2),), "rounds": 1})
 def measure(
     tell: TellShare, device: Device = "cuda", rounds: Rounds = 3, models: Sequence[LanguageModel] = MODELS
 ) -> list[Figures[AcceleratorRow]]:

@@ -30,7 +30,7 @@ from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.frontend.session import worker_index
 from paceline.rehearsal.advice import advise
 
-from .harness import Columns, Figures, Rounds, benchmark, in_turns, live, marked
+from .harness import Benchmark, Columns, Figures, Rounds, in_turns, live, marked
 
 WORKERS = 3
 BATCH = 8
@@ -106,7 +106,7 @@ COLUMNS: Columns[AdviceRow] = {
 }
 
 
-@benchmark(minutes=8, quick={"kinds": ("equal machines",)})
+@Benchmark(minutes=8, quick={"kinds": ("equal machines",)})
 def measure(
     tell: TellShare, rounds: Rounds = 1, kinds: Sequence[str] = tuple(KINDS)
 ) -> list[Figures[AdviceRow]]:

@@ -22,7 +22,7 @@ from paceline.sim import Cluster, Dataset, Link, LogNormal, Occasional, Recorded
 from paceline.sim.times import Times
 from paceline.sync.effects import backup_quorum
 
-from .harness import Columns, Figures, benchmark
+from .harness import Benchmark, Columns, Figures
 
 KINDS = ("steady", "jitter", "pauses", "slow links", "equal", "changing")
 EACH = 10  # clusters of each kind
@@ -154,7 +154,7 @@ class Task(msgspec.Struct, frozen=True):
     epochs: int
 
 
-@benchmark(minutes=6, quick={"each": 1, "epochs": 2})
+@Benchmark(minutes=6, quick={"each": 1, "epochs": 2})
 def measure(tell: TellShare, each: int = EACH, epochs: int = EPOCHS) -> list[Figures[Row]]:
     """Compare --sync auto with every fixed choice on 60 simulated clusters.
 

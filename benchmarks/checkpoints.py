@@ -21,7 +21,7 @@ import paceline
 from paceline.checkpoints.directory import numbers_in
 from paceline.cli.progress_bar import TellShare
 
-from .harness import Columns, Figures, Rounds, SizesMb, benchmark, goal_text, in_turns, live
+from .harness import Benchmark, Columns, Figures, Rounds, SizesMb, goal_text, in_turns, live
 
 FEATURES = 1024
 BATCH = 16
@@ -78,7 +78,7 @@ COLUMNS: Columns[CheckpointRow] = {
 }
 
 
-@benchmark(minutes=15, quick={"sizes_mb": (4.0,), "rounds": 1, "optimizers": ("SGD",)})
+@Benchmark(minutes=15, quick={"sizes_mb": (4.0,), "rounds": 1, "optimizers": ("SGD",)})
 def measure(
     tell: TellShare,
     sizes_mb: SizesMb = (25.0, 400.0),

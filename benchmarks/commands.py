@@ -68,7 +68,7 @@ def app_of(names: Iterable[str] = BENCHMARKS) -> typer.Typer:
     app.callback()(lambda: None)  # otherwise, a single command would have no name
     for name in names:
         measure = import_module(f"benchmarks.{BENCHMARKS[name]}").measure
-        app.command(name, cls=_SpacedLists)(command_of(name, measure.declared))
+        app.command(name, cls=_SpacedLists)(command_of(name, measure))
     return app
 
 

@@ -32,7 +32,7 @@ from paceline.wire.preface import COORDINATOR
 from paceline.wire.secret import new_secret
 
 from .crowd import Crowd, CrowdReport, Place, allow_descriptors, load_of
-from .harness import Columns, Figures, benchmark, marked
+from .harness import Benchmark, Columns, Figures, marked
 
 WORKERS = 1000
 INTERVAL_S = 1.0
@@ -90,7 +90,7 @@ CAPTION = (
 )
 
 
-@benchmark(
+@Benchmark(
     minutes=3, quick={"settings": (("asp", 4, True),), "workers": 12, "seconds": 0.5, "interval_s": 0.05}
 )
 def measure(

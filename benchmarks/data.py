@@ -26,7 +26,7 @@ from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.frontend.session import Session, current
 
 from .data_requests import SECONDS, RequestsRow, ask_core, ask_floor, ask_host
-from .harness import Columns, Figures, benchmark, live, marked
+from .harness import Benchmark, Columns, Figures, live, marked
 
 WORKERS = (1, 4)
 PROCESSES = (0, 2)  # numbers of worker processes of the loader
@@ -119,7 +119,7 @@ REQUEST_COLUMNS: Columns[RequestsRow] = {
 }
 
 
-@benchmark(minutes=3, quick={"workers": (2,), "processes": (0,), "rounds": 1, "asking": 20, "seconds": 0.1})
+@Benchmark(minutes=3, quick={"workers": (2,), "processes": (0,), "rounds": 1, "asking": 20, "seconds": 0.1})
 def measure(
     tell: TellShare,
     workers: Sequence[int] = WORKERS,

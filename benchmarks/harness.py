@@ -1,6 +1,6 @@
 """The harness: what a benchmark declares, and everything that is the same around a measurement.
 
-A benchmark is a function `measure(tell, ...)` that is decorated with `benchmark`. It returns its results as a list of
+A benchmark is a function `measure(tell, ...)` with a `Benchmark` as its decorator. It returns its results as a list of
 `Figures`: rows, and the columns of the table that shows them. From this, the harness makes a command of `python -m
 benchmarks`. The arguments of the function whose type names an option, such as `Rounds`, are the options of the
 command. Every command also has these:
@@ -25,6 +25,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -37,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 import paceline
-from paceline.cli.console import interruptible, read_whole
+from paceline.cli.console import interruptible
 from paceline.cli.numbers import whole_number_option
 from paceline.cli.options import AsJson
 from paceline.cli.progress_bar import TellShare, shown_progress
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Case = TypeVar("Case")
 Row = TypeVar("Row")
+Measure = TypeVar("Measure", bound=Callable[..., Any])
 
 NOTHING_LEFT = "there are no results, and all processes have been stopped"
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,25 +68,13 @@ PAIRS = 3  # number of runs of each commit with `--against`
 # -- the options that benchmarks share ---------------------------------------------------------------------------
 
 
-def list_option(name: str, metavar: str, help: str, *, whole: bool = False) -> Any:
-    """Return an option whose value is a list of numbers."""
+def list_option(name: str, metavar: str, help: str, read: Callable[[str], Sequence[object]]) -> Any:
+    """Return an option whose value is a list. `read` receives a text with commas."""
 
-    def parse(given: str | Sequence[float]) -> Sequence[float]:
-        if not isinstance(given, str):
-            return given  # the default value
-        found = numbers(name.removeprefix("--"), given)
-        return tuple(read_whole(name.removeprefix("--"), each) for each in found) if whole else found
+    def parse(given: str | Sequence[object]) -> Sequence[object]:
+        return read(given) if isinstance(given, str) else given  # the default value is read already
 
     return typer.Option(name, metavar=metavar, help=help, parser=parse)
-
-
-def names_option(name: str, help: str) -> Any:
-    """Return an option whose value is a list of names."""
-
-    def parse(given: str | Sequence[str]) -> Sequence[str]:
-        return tuple(given.split(",")) if isinstance(given, str) else given
-
-    return typer.Option(name, metavar="NAME ...", help=help, parser=parse)
 
 
 def _rate(given: str) -> str:
@@ -98,7 +88,10 @@ Rounds = Annotated[
         "--rounds", least=1, help="Number of rounds. Each result is the median over the rounds."
     ),
 ]
-SizesMb = Annotated[Sequence[float], list_option("--sizes", "MB ...", "Model sizes in MB (2**20 bytes).")]
+SizesMb = Annotated[
+    Sequence[float],
+    list_option("--sizes", "MB ...", "Model sizes in MB (2**20 bytes).", partial(numbers, "sizes")),
+]
 Rate = Annotated[
     str,
     typer.Option(
@@ -345,48 +338,29 @@ def _ticks() -> tuple[int, int]:
 # -- benchmarks as commands --------------------------------------------------------------------------------------
 
 
-class Benchmark(NamedTuple):
-    """A benchmark that has been declared. See `benchmark`."""
+class Benchmark(msgspec.Struct, frozen=True, kw_only=True):
+    """Declares, as a decorator, that a function measures a benchmark. Its docstring is the help of the command."""
 
-    measure: Callable[..., list[Figures[Any]]]
-    minutes: float
-    quick: Mapping[str, object]
-    picture: Callable[[list[Figures[Any]]], Figure] | None
-    notes: Sequence[str]
-    require: Callable[..., None]
+    minutes: float  # about how long it takes on two cores
+    quick: Mapping[str, object]  # arguments of the function with which it takes seconds
+    # Draws the results. The command has the option `--picture`.
+    picture: Callable[[list[Figures[Any]]], Figure] | None = None
+    notes: Sequence[str] = ()  # remarks on how to read the results
+    # Raises an error, before anything starts, if the options are not valid. It receives all of them.
+    require: Callable[..., None] = lambda **given: None
 
-
-def benchmark(
-    *,
-    minutes: float,
-    quick: Mapping[str, object],
-    picture: Callable[[list[Figures[Any]]], Figure] | None = None,
-    notes: Sequence[str] = (),
-    require: Callable[..., None] = lambda **given: None,
-) -> Callable[[Callable[..., list[Figures[Any]]]], Callable[..., list[Figures[Any]]]]:
-    """Declare that a function measures a benchmark. Its docstring is the help text of the command.
-
-    Args:
-        minutes: about how long it takes on two cores.
-        quick: arguments of the function with which it takes seconds.
-        picture: draws the results. The command has the option `--picture`.
-        notes: remarks on how to read the results.
-        require: raises an error, before anything starts, if the options are not valid. It receives all of them.
-    """
-
-    def declare(measure: Callable[..., list[Figures[Any]]]) -> Callable[..., list[Figures[Any]]]:
-        measure.declared = Benchmark(measure, minutes, quick, picture, notes, require)  # type: ignore[attr-defined]
+    def __call__(self, measure: Measure) -> Measure:
+        measure.declared = self  # type: ignore[attr-defined]
         return measure
 
-    return declare
 
-
-def command_of(name: str, declared: Benchmark) -> Callable[..., None]:
+def command_of(name: str, measure: Callable[..., list[Figures[Any]]]) -> Callable[..., None]:
     """Return the function of a command: it reads its options, measures, and prints the results."""
-    hints = get_type_hints(declared.measure, include_extras=True)
+    declared: Benchmark = measure.declared  # type: ignore[attr-defined]
+    hints = get_type_hints(measure, include_extras=True)
     options = {
         each.name: each
-        for each in inspect.signature(declared.measure).parameters.values()
+        for each in inspect.signature(measure).parameters.values()
         if get_args(hints[each.name])[1:]
     }
 
@@ -411,7 +385,7 @@ def command_of(name: str, declared: Benchmark) -> Callable[..., None]:
                 "ratios, too. Measure on an idle machine."
             )
         with interruptible(NOTHING_LEFT), shown_progress(console) as tell:
-            found = declared.measure(tell, **given)
+            found = measure(tell, **given)
         conditions = {"benchmark": name, "options": given, "quick": quick, "version": paceline.__version__}
         conditions |= {"cores": os.cpu_count(), "busy_share": round(busy, 3)}
         _show(found, as_json=as_json, conditions=conditions, notes=declared.notes)
@@ -427,7 +401,7 @@ def command_of(name: str, declared: Benchmark) -> Callable[..., None]:
         *([_option("picture", Picture, None)] if declared.picture is not None else []),
         *(_option(key, _as_parsed(hints[key]), option.default) for key, option in options.items()),
     ]
-    run.__doc__ = f"{inspect.getdoc(declared.measure)}\n\nTakes about {_time_text(declared.minutes)}."
+    run.__doc__ = f"{inspect.getdoc(measure)}\n\nTakes about {_time_text(declared.minutes)}."
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run

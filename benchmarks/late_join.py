@@ -23,7 +23,7 @@ import msgspec
 from paceline.cli.progress_bar import TellShare
 from paceline.errors import RunFailedError
 
-from .harness import Columns, Figures, benchmark, goal_text, program
+from .harness import Benchmark, Columns, Figures, goal_text, program
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ COLUMNS: Columns[LateJoinRow] = {
 }
 
 
-@benchmark(minutes=3, quick={"rounds": 1, "syncs": ("asp",)})
+@Benchmark(minutes=3, quick={"rounds": 1, "syncs": ("asp",)})
 def measure(tell: TellShare, rounds: int = 5, syncs: Sequence[str] = SYNCS) -> list[Figures[LateJoinRow]]:
     """Measure the time from the end of its imports to the first update of a worker that joins a run in progress."""
     rows = []

@@ -50,12 +50,12 @@ from paceline.wire.secret import new_secret
 
 from .harness import (
     WARM_UP,
+    Benchmark,
     Columns,
     Figures,
     Rate,
     Rounds,
     SizesMb,
-    benchmark,
     in_turns,
     live,
     median_s,
@@ -145,7 +145,7 @@ Wire = Annotated[
 ]
 
 
-@benchmark(minutes=4, quick={"sizes_mb": (1.0,), "rounds": 1, "iterations": 2})
+@Benchmark(minutes=4, quick={"sizes_mb": (1.0,), "rounds": 1, "iterations": 2})
 def measure(
     tell: TellShare,
     rate: Rate = "1gbit",

@@ -17,7 +17,7 @@ from paceline.cli.progress_bar import TellShare
 from paceline.errors import ConfigurationError
 from paceline.launcher.clusters.ray_run import import_ray
 
-from .harness import Columns, Figures, benchmark, goal_text, program, require_success
+from .harness import Benchmark, Columns, Figures, goal_text, program, require_success
 
 GOAL_MORE_S = 3.0
 
@@ -80,7 +80,7 @@ COLUMNS: Columns[RayRow] = {
 }
 
 
-@benchmark(minutes=1, quick={"rounds": 1})
+@Benchmark(minutes=1, quick={"rounds": 1})
 def measure(tell: TellShare, rounds: int = 5) -> list[Figures[RayRow]]:
     """Measure the time from the call of `launch` to the first update on a warm Ray cluster and on the local engine.
 

@@ -27,7 +27,7 @@ from paceline.cli.progress_bar import TellShare
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.sim import Cluster, Uniform, simulate
 
-from .harness import Columns, Figures, benchmark, live, marked
+from .harness import Benchmark, Columns, Figures, live, marked
 
 MODELS = (
     "bsp",
@@ -106,7 +106,7 @@ SPEED_COLUMNS: Columns[SpeedRow] = {
 }
 
 
-@benchmark(minutes=8, quick={"models": ("asp",), "live_s": 1.0, "speed": False})
+@Benchmark(minutes=8, quick={"models": ("asp",), "live_s": 1.0, "speed": False})
 def measure(
     tell: TellShare, models: Sequence[str] = MODELS, live_s: float = LIVE_S, speed: bool = True
 ) -> list[Figures[Any]]:

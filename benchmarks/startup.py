@@ -21,7 +21,7 @@ import msgspec
 from paceline.cli.progress_bar import TellShare
 from paceline.errors import RunFailedError
 
-from .harness import Columns, Figures, benchmark, goal_text, in_turns, program, require_success
+from .harness import Benchmark, Columns, Figures, goal_text, in_turns, program, require_success
 
 SCRIPT = """
 import os
@@ -91,7 +91,7 @@ class StartupRow(msgspec.Struct, frozen=True):
     met: bool
 
 
-@benchmark(minutes=2, quick={"rounds": 1, "cases": (CASES[0], CASES[2])})
+@Benchmark(minutes=2, quick={"rounds": 1, "cases": (CASES[0], CASES[2])})
 def measure(tell: TellShare, rounds: int = 5, cases: Sequence[Case] = CASES) -> list[Figures[StartupRow]]:
     """Measure the time from the start of a script to its first update, alone and in runs with one and four workers.
 

@@ -16,7 +16,7 @@ from paceline.sync import Conditions, PullState, SyncModel, parse
 from paceline.sync.actions import AnswerPull, SetTimer
 from paceline.sync.events import AnyEvent, PullRequested, PushReceived, TimerFired, WorkerJoined
 
-from .harness import Figures, benchmark, marked
+from .harness import Benchmark, Figures, marked
 
 GOALS_US = {10: 6.0, 10_000: 12.0}
 """Number of workers -> goal for the median time of one push and one pull together, in microseconds."""
@@ -62,7 +62,7 @@ class CostRow(msgspec.Struct, frozen=True):
     median_us: dict[int, float]
 
 
-@benchmark(minutes=0.5, quick={"pushes": 300})
+@Benchmark(minutes=0.5, quick={"pushes": 300})
 def measure(
     tell: TellShare, models: Sequence[SyncModel] = MODELS, pushes: int = MEASURED
 ) -> list[Figures[CostRow]]:

@@ -23,7 +23,7 @@ from paceline.frontend.data import distribute
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.sim import Cluster, simulate
 
-from .harness import Columns, Figures, benchmark, live, marked
+from .harness import Benchmark, Columns, Figures, live, marked
 
 MODELS: tuple[tuple[str, BatchSizing], ...] = (
     ("bsp", "equal"),
@@ -86,7 +86,7 @@ CAPTION = (
 )
 
 
-@benchmark(minutes=6, quick={"models": (("bsp", "equal"), ("bsp", "balanced")), "epochs": 1})
+@Benchmark(minutes=6, quick={"models": (("bsp", "equal"), ("bsp", "balanced")), "epochs": 1})
 def measure(
     tell: TellShare, models: Sequence[tuple[str, BatchSizing]] = MODELS, epochs: int = EPOCHS
 ) -> list[Figures[UnequalRow]]:

@@ -33,7 +33,7 @@ from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.frontend.session import worker_index
 from paceline.sim import Cluster, simulate
 
-from .harness import Columns, Figures, Rate, Rounds, benchmark, live, marked, rounds_text, spread
+from .harness import Benchmark, Columns, Figures, Rate, Rounds, live, marked, rounds_text, spread
 from .overlap.namespaces import NetworkLink, network, rate_bps
 
 PACE_S = (0.3, 0.3, 0.4, 0.6)
@@ -102,7 +102,7 @@ QueueMs = Annotated[
 ]
 
 
-@benchmark(minutes=15, quick={"rounds": 1, "iterations": 2, "syncs": ("asp",)})
+@Benchmark(minutes=15, quick={"rounds": 1, "iterations": 2, "syncs": ("asp",)})
 def measure(
     tell: TellShare,
     rate: Rate = "800mbit",

@@ -29,7 +29,7 @@ from paceline.cli.progress_bar import TellShare
 from paceline.zipline import METHODS, LastInterval, Solution, generate_pushes, solve, solve_periodic
 from reproductions.papers import ELASTIC_BSP, QuotedTable
 
-from .harness import Columns, Figures, Rounds, benchmark, rounds_text
+from .harness import Benchmark, Columns, Figures, Rounds, rounds_text
 
 Floats = NDArray[np.float64]
 Shape = tuple[int, int]  # (number of workers, lookahead); the paper calls them n and R
@@ -182,7 +182,7 @@ class _Heat(NamedTuple):
     make: Callable[[np.random.Generator], Mapping[str, Attempt]]
 
 
-@benchmark(minutes=3, quick={"small": True, "rounds": 1}, notes=NOTES)
+@Benchmark(minutes=3, quick={"small": True, "rounds": 1}, notes=NOTES)
 def measure(tell: TellShare, rounds: Rounds = 3, small: bool = False) -> list[Figures[Any]]:
     """Compare the waiting and computation times of ZipLine's methods with Tables 3 and 4 of the ElasticBSP paper.
 

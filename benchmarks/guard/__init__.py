@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.cli.progress_bar import TellShare
 
-from ..harness import Columns, Figures, benchmark, marked
+from ..harness import Benchmark, Columns, Figures, marked
 from .cost import MOST_US, Cost, measure_cost
 from .judging import MOST_UPDATES, Judged, judge
 from .scenarios import HEALTHY, PLANTED, Scenario
@@ -35,7 +35,7 @@ COST_COLUMNS: Columns[Cost] = {
 }
 
 
-@benchmark(minutes=2, quick={"scenarios": (PLANTED[0], HEALTHY[0]), "seeds": (0,)})
+@Benchmark(minutes=2, quick={"scenarios": (PLANTED[0], HEALTHY[0]), "seeds": (0,)})
 def measure(
     tell: TellShare, scenarios: Sequence[Scenario] = (*PLANTED, *HEALTHY), seeds: Sequence[int] = SEEDS
 ) -> list[Figures[Any]]:

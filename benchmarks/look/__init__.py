@@ -31,10 +31,10 @@ from paceline.errors import RunFailedError
 from paceline.outlets.wanted import open_outlets
 
 from ..harness import (
+    Benchmark,
     Columns,
     Figures,
     Rounds,
-    benchmark,
     goal_text,
     program,
     require_success,
@@ -165,7 +165,7 @@ Siege = Annotated[
 ]
 
 
-@benchmark(minutes=9, quick={"rounds": 1, "times": Times(warm_up_s=1.0)})
+@Benchmark(minutes=9, quick={"rounds": 1, "times": Times(warm_up_s=1.0)})
 def measure(
     tell: TellShare, siege: Siege = False, rounds: Rounds = 20, times: Times = DEFAULT
 ) -> list[Figures[LookRow]]:

@@ -43,11 +43,11 @@ from reproductions.papers import FLUENT_PS
 
 from ..harness import (
     WARM_UP,
+    Benchmark,
     Columns,
     Figures,
     Rate,
     Rounds,
-    benchmark,
     in_turns,
     live,
     median_s,
@@ -146,7 +146,7 @@ Shards = Annotated[
 ]
 
 
-@benchmark(minutes=5, quick={"rounds": 1, "iterations": 2, "width": 32}, picture=picture)
+@Benchmark(minutes=5, quick={"rounds": 1, "iterations": 2, "width": 32}, picture=picture)
 def measure(
     tell: TellShare,
     rate: Rate = "1gbit",

@@ -32,22 +32,14 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from paceline.cli.console import read_whole
 from paceline.cli.numbers import whole_number_option
 from paceline.cli.progress_bar import TellShare
 from paceline.core.protocol.layout import ALIGNMENT_BYTES, ITEM_BYTES
 from paceline.errors import ConfigurationError, unknown_name
+from paceline.settings.checks import numbers
 
-from ..harness import (
-    Columns,
-    Figures,
-    Rounds,
-    SizesMb,
-    benchmark,
-    in_turns,
-    list_option,
-    names_option,
-    rounds_text,
-)
+from ..harness import Benchmark, Columns, Figures, Rounds, SizesMb, in_turns, list_option, rounds_text
 from . import plan
 from .plan import (
     FLOOR,
@@ -91,10 +83,24 @@ class TransportRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return Case(self.system, self.transport, self.mode)
 
 
-Workers = Annotated[Sequence[int], list_option("--workers", "N ...", "Numbers of workers.", whole=True)]
+Workers = Annotated[
+    Sequence[int],
+    list_option(
+        "--workers",
+        "N ...",
+        "Numbers of workers.",
+        lambda text: tuple(read_whole("workers", each) for each in numbers("workers", text)),
+    ),
+]
 Servers = Annotated[int, whole_number_option("--servers", least=1, help="Number of servers.")]
 Systems = Annotated[
-    Sequence[str], names_option("--systems", f"Systems to measure, any of: {', '.join(SYSTEMS)}.")
+    Sequence[str],
+    list_option(
+        "--systems",
+        "NAME ...",
+        f"Systems to measure, any of: {', '.join(SYSTEMS)}.",
+        lambda text: text.split(","),
+    ),
 ]
 
 
@@ -121,7 +127,7 @@ def _require_sound(
             )
 
 
-@benchmark(
+@Benchmark(
     minutes=11,
     quick={"sizes_mb": (0.004,), "workers": (2,), "rounds": 1, "updated_mb": (0.1,)},
     require=_require_sound,
