@@ -1,7 +1,7 @@
 """The harness: what a benchmark declares, and everything that is the same around a measurement.
 
-A benchmark is a function `measure(tell, ...)` with a `Benchmark` as its decorator. It returns its results as a list of
-`Figures`: rows, and the columns of the table that shows them. From this, the harness makes a command of `python -m
+A benchmark is a function `measure(tell, ...)` with a `Benchmark` as its decorator. It returns its results as a list
+of `Figures`: rows, and the columns of the table that shows them. From this, the harness makes a command of `python -m
 benchmarks`. The arguments of the function whose type names an option, such as `Rounds`, are the options of the
 command. Every command also has these:
 
