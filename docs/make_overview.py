@@ -68,14 +68,9 @@ class Waypoint(NamedTuple):
 
 
 WAY = (
-    Waypoint(
-        "worker",
-        "frontend/gradients.py",
-        "Gradients._accumulated",
-        "a gradient is complete: move it to the vector",
-    ),
     Waypoint("worker", "frontend/optimizer.py", "DistributedOptimizer.step", "the script calls step()"),
     Waypoint("worker", "frontend/training.py", "WorkerTraining.commit", "check weights and gradients"),
+    Waypoint("worker", "frontend/gradients.py", "Gradients.collect", "copy the gradients to the vector"),
     Waypoint("worker", "frontend/gradients.py", "Gradients.norm", "look for NaN and inf"),
     Waypoint(
         "worker", "runtime/worker_session.py", "WorkerSession.commit", "describe the push to each shard"

@@ -100,6 +100,27 @@ def fails_in_backward(script: Script) -> None:
         script.step(items)
 
 
+def fails_in_the_middle_of_backward(script: Script) -> None:
+    """Gradients of the layer are accumulated, and then a hook fails, before the last one."""
+
+    first = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    for number, items, x in script.batches():
+        script.optimizer.zero_grad()
+
+        def fail(gradient: torch.Tensor, number: int = number) -> None:
+            if is_bad(number):
+                raise RuntimeError
+
+        scaled = x * first
+        scaled.register_hook(fail)
+        try:
+            loss_of(script.model, scaled - x * (first - 1.0)).backward()
+        except RuntimeError:
+            assert any(parameter.grad is not None for parameter in script.model.parameters())
+            continue
+        script.step(items)
+
+
 def is_not_finite(script: Script) -> None:
     for number, items, x in script.batches():
         loss = loss_of(script.model, x) * (float("nan") if is_bad(number) else 1.0)
@@ -184,6 +205,7 @@ def is_in_a_closure(script: Script) -> None:
 SKIPS: list[Callable[[Script], None]] = [
     fails_in_forward,
     fails_in_backward,
+    fails_in_the_middle_of_backward,
     is_not_finite,
     is_refused_before_the_forward_pass,
     is_only_evaluated,

@@ -493,7 +493,7 @@ MUTATIONS = [
     Mutation(
         Weights,
         "mark_pulled",
-        "torch.autograd.graph.increment_version(self._parameters[index])",
+        "torch.autograd.graph.increment_version(pulled)",
         "pass",
         TOO_OLD,
     ),

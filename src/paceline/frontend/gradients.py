@@ -1,7 +1,10 @@
 """The gradients of a worker, stored in the stager's flat vectors.
 
-Autograd chooses the memory in which it accumulates a gradient, so each gradient is *adopted*: it is copied to its
-place in the flat vector, and this place becomes the parameter's `.grad`.
+Autograd chooses the memory in which it accumulates a gradient. A large gradient is *adopted* by a hook as soon as it
+has been accumulated: it is copied to its place in the flat vector while it is in the cache, and this place becomes
+the parameter's `.grad`, so that no other memory is needed. So are gradients that are sent or copied early. All others
+stay where they are until the step copies all of them in one call. Their hook only notes the parameter, and what has
+been noted is looked at when the backward pass ends.
 
 Gradients are checked for NaN and inf when they are committed, because until then a script may edit them, and such
 edits cannot be detected. The dot product of a vector with itself reveals NaN and inf 35 times faster than `isfinite`,
@@ -16,15 +19,14 @@ import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from weakref import ref
 
 import torch
 
 from ..core.protocol.layout import Layout, of_set
-from ..shard.vectors import Vectors, parameter_views, squared_norm
+from ..shard.vectors import parameter_views, squared_norm
 from .capturing import require_not_capturing
 from .hooks import Weakly, remove_after
-from .loss_scaling import Scales, scales_of
+from .loss_scaling import scales_of
 from .session import Session
 from .staging import Stager, is_at, move_into
 from .weights import move_to_device, shape_change_outside_step
@@ -33,6 +35,13 @@ __all__ = ["Gradients"]
 
 log = logging.getLogger("paceline.frontend.gradients")
 
+LARGE_BYTES = 256 * 1024
+"""Minimum size, in bytes, of a gradient that is adopted as soon as it has been accumulated."""
+
+
+current_graph_task_id = torch._C._current_graph_task_id
+queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
 
 class Gradients:
     """Moves the gradients of a model's trained parameters into flat vectors.
@@ -40,36 +49,64 @@ class Gradients:
     Args:
         layout: layout of the parameters in the flat vectors.
         parameters: the parameters, in the order of the layout.
+        members: for each parameter set, the indices of the parameters that its optimizer trains.
         stager: the stager, whose flat vectors for the gradients are filled with zeros.
-        pushed: the session's flat vectors for the gradients.
-        pushes_rows: see `Session.pushes_rows`.
-        computed: called with the index of a parameter when a gradient of it has been computed.
+        session: the session, whose flat vectors for the gradients are pushed. It is notified of each gradient if it
+            sends gradients early. If the script scales its losses, the step divides the gradients, so none is sent or
+            copied early.
+        computed: called with the `id` of parameters when gradients of them have been computed.
+        final: False if gradients are scaled in place before they are pushed, so that none is sent early.
     """
 
     def __init__(
         self,
         layout: Layout,
         parameters: Sequence[torch.Tensor],
+        members: Sequence[Sequence[int]],
         stager: Stager,
-        pushed: Vectors,
-        pushes_rows: Callable[[int], bool],
-        computed: Callable[[int], None],
+        session: Session,
+        computed: Callable[[Container[int]], None],
+        *,
+        final: bool,
     ) -> None:
         self._layout = layout
         self._parameters = parameters
+        self._members = members
         self._stager = stager
+        self._session = session
         self._vectors = stager.gradients
-        self._pushed = pushed
+        self._pushed = session.gradients
         self._views = parameter_views(layout, stager.gradients)
         # What becomes `.grad`: other tensors of the same memory, because a script may move them to other memory, as
         # `model.cpu()` does.
         self._lent = [view.detach() for view in self._views]
         self._written = [False] * len(self._views)  # True for each view that may contain nonzero values
-        # True for each parameter of which a gradient has been accumulated since the last push
-        self._accumulated_since_push = [False] * len(self._views)
-        self._pushes_rows = pushes_rows
+        self._sends_early = session.sends_early and final
+        self._early = stager.copies_early or self._sends_early
         self._computed = computed
         self._warned_of_sparse = False
+        self._adopted = {
+            index
+            for index, view in enumerate(self._views)
+            if self._early or not final or view.nbytes >= LARGE_BYTES
+        }
+        # the parameters of which a gradient has been accumulated since the last call of `computed`
+        self._noted: list[torch.Tensor] = []
+        self._note = note = _noting(self._noted, Weakly(self.computed))
+        # `id` of each parameter of which one has been accumulated between the last push and that call -> the gradient
+        # to which autograd adds the next one in place; None if it has a graph, because autograd then replaces it
+        self._since_push: dict[int, torch.Tensor | None] = {}
+        trained = {index for each in members for index in each if parameters[index].requires_grad}
+        accumulated = Weakly(self._accumulated)
+        remove_after(
+            session,
+            [
+                parameters[index].register_post_accumulate_grad_hook(
+                    partial(accumulated, index) if index in self._adopted else note
+                )
+                for index in sorted(trained)
+            ],
+        )
 
     def adopt(self, index: int) -> bool:
         """Move a parameter's gradient to the flat vector. If there is no gradient, write zeros and return False.
@@ -94,8 +131,8 @@ class Gradients:
             # It was computed with create_graph=True. The script may still use its graph, so it remains `.grad`.
             move_into(view, gradient.detach())
             return True
-        if gradient.is_sparse and not self._pushes_rows(index):
-            self._warn_of_sparse(index)
+        if gradient.is_sparse:
+            self._look_at_sparse(index)
         if gradient is self._lent[index] and is_at(gradient, view):
             return True
         move_into(view, gradient)
@@ -105,41 +142,61 @@ class Gradients:
             parameter.grad = self._lent[index]
         return True
 
-    def adopt_all(self, indices: Sequence[int]) -> bytes:
-        """Adopt the gradients of the parameters with these indices.
+    def collect(self, set_index: int) -> bytes:
+        """Copy the gradients of a parameter set to the flat vectors. Write zeros where there is none.
 
-        Return one byte per parameter of the layout: 1 if it is one of these and has a gradient, else 0.
+        Return one byte per parameter of the layout: 1 if it belongs to the set and has a gradient, else 0.
+
+        Raises:
+            WeightsChangedError: see `adopt`.
         """
         present = bytearray(len(self._parameters))
-        for index in indices:
-            present[index] = self.adopt(index)
+        views, gradients = [], []
+        for index in self._members[set_index]:
+            gradient, view = self._parameters[index].grad, self._views[index]
+            if (
+                index in self._adopted
+                or gradient is None
+                or gradient.is_sparse
+                or gradient.shape != view.shape
+            ):
+                present[index] = self.adopt(index)
+            else:
+                present[index] = self._written[index] = True
+                views.append(view)
+                gradients.append(gradient)
+        if views:
+            with torch.no_grad():
+                torch._foreach_copy_(views, gradients)
         return bytes(present)
 
-    def not_accumulated(self, indices: Sequence[int]) -> list[int]:
-        """Return those of these parameters of which no gradient has been accumulated since the last push."""
-        return [index for index in indices if not self._accumulated_since_push[index]]
+    def not_accumulated(self, set_index: int) -> list[int]:
+        """Return those parameters of a set of which no gradient has been accumulated since the last push."""
+        members, parameters, since_push = self._members[set_index], self._parameters, self._since_push
+        return [index for index in members if id(parameters[index]) not in since_push]
 
-    def adopt_as_accumulated(self, session: Session, indices: Container[int], *, final: bool) -> None:
-        """While the session exists, adopt each gradient as soon as autograd has accumulated it.
-
-        Args:
-            session: the session, which is notified of each gradient if it sends gradients early.
-            indices: the indices of the parameters whose gradients are adopted.
-            final: False if gradients are scaled before they are pushed. In this case the session is not notified.
-                If the script scales its losses, the step divides the gradients, so none is moved early.
-        """
-        accumulated = Weakly(self._accumulated)
-        owner, scales = ref(session), scales_of(session)
-        remove_after(
-            session,
-            [
-                parameter.register_post_accumulate_grad_hook(
-                    partial(accumulated, index, owner, scales, final)
-                )
-                for index, parameter in enumerate(self._parameters)
-                if index in indices and parameter.requires_grad
-            ],
-        )
+    def computed(self) -> None:
+        """Look at the gradients that have been accumulated since the last call, after each backward pass."""
+        noted = self._noted[:]
+        del self._noted[: len(noted)]
+        if not noted:
+            return
+        if not noted[0].is_cpu:
+            require_not_capturing("A gradient was computed")
+        gradients = [parameter.grad for parameter in noted]
+        latest = {
+            id(parameter): None if gradient is None or gradient.requires_grad else gradient
+            for parameter, gradient in zip(noted, gradients, strict=True)
+        }
+        self._computed(latest.keys())
+        before = self._since_push
+        # If it is another gradient, the script has dropped the one that was accumulated before, as zero_grad() does.
+        if before and any(
+            each is not None and before.get(key, each) is not each for key, each in latest.items()
+        ):
+            self._drop()
+        self._since_push |= latest
+        self._session.core.data.accumulate()
 
     @contextmanager
     def replaced_by(self, values: Mapping[int, torch.Tensor]) -> Iterator[None]:
@@ -181,42 +238,61 @@ class Gradients:
 
     def begin_next(self) -> None:
         """Record that the gradients that are accumulated from now on belong to the next push."""
-        self._accumulated_since_push = [False] * len(self._views)
+        self._noted.clear()
+        self._forget()
+
+    def _drop(self) -> None:
+        """Record that the script has dropped the gradients that were accumulated before this backward pass."""
+        self._session.core.data.drop()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._since_push.clear()
         self._stager.begin_next()
 
-    def _accumulated(
-        self, index: int, owner: ref[Session], scales: Scales, final: bool, parameter: torch.Tensor
-    ) -> None:
+    def _accumulated(self, index: int, parameter: torch.Tensor) -> None:
+        """Adopt a gradient that has been accumulated."""
         if not parameter.is_cpu:
             require_not_capturing("A gradient was computed")
-        self._computed(index)
+        self._note(parameter)
         gradient = parameter.grad
-        has_graph = gradient is not None and gradient.requires_grad
-        # Without create_graph=True, autograd adds to a gradient in place. So this is the first one, or a later one
-        # after the script has dropped what was accumulated before, as zero_grad() does.
-        is_first = gradient is not self._lent[index] and gradient is not None and not has_graph
-        if not has_graph:  # a gradient with a graph is copied at the step
-            self.adopt(index)
-        session = owner()
-        if session is None:
+        if gradient is None or gradient.requires_grad:  # a gradient with a graph is copied at the step
             return
-        if is_first and self._accumulated_since_push[index]:
-            session.core.data.drop()
-            self.begin_next()
-        self._accumulated_since_push[index] = True
-        session.core.data.accumulate()
-        if scales.used or has_graph:
-            return
-        arrived = self._stager.gradient_ready(index)
-        if final and session.sends_early:
-            for each in arrived:
-                session.gradient_ready(each)
+        # Early copies of a gradient that was dropped must be made again from here on.
+        if gradient is not self._lent[index] and id(parameter) in self._since_push:
+            self._drop()
+        self.adopt(index)
+        if self._early and not scales_of(self._session).used:
+            arrived = self._stager.gradient_ready(index)
+            if self._sends_early:
+                for each in arrived:
+                    self._session.gradient_ready(each)
 
-    def _warn_of_sparse(self, index: int) -> None:
-        if not self._warned_of_sparse:
+    def _look_at_sparse(self, index: int) -> None:
+        """Tell the session of a sparse gradient, and the user if it is converted."""
+        if not self._session.pushes_rows(index) and not self._warned_of_sparse:
             self._warned_of_sparse = True
             log.warning(
                 "the gradient of %r is sparse; it is converted to a dense gradient, with zeros in the missing rows. "
                 "Create the layer with sparse=False to avoid the conversion.",
                 self._layout.parameters[index].names[0],
             )
+
+
+def _noting(noted: list[torch.Tensor], computed: Callable[[], None]) -> Callable[[torch.Tensor], None]:
+    """Return a hook that notes parameters, and calls `computed` at the end of each backward pass that calls the hook.
+
+    If a backward pass fails, `computed` is called when the next one begins.
+    """
+    last = -1
+
+    def note(parameter: torch.Tensor) -> None:
+        nonlocal last
+        if (this := current_graph_task_id()) != last:
+            last = this
+            if noted:
+                computed()
+            queue_callback(computed)
+        noted.append(parameter)
+
+    return note

@@ -41,11 +41,13 @@ class Stager(Protocol):
 
     Attributes:
         weights: the flat vectors of which the parameters are views.
-        gradients: the flat vectors of which their gradients are views.
+        gradients: the flat vectors for their gradients.
+        copies_early: True if `gradient_ready` copies gradients.
     """
 
     weights: Vectors
     gradients: Vectors
+    copies_early: bool
 
     def follow(self, weights: Vectors) -> None:
         """Use these vectors as those of the session, which has moved its weights."""
@@ -106,6 +108,8 @@ def stager_of(layout: Layout, session: Session, device: torch.device) -> Stager:
 class Aliasing:
     """The stager of parameters that are views of the session's vectors."""
 
+    copies_early = False
+
     def __init__(self, session: Session) -> None:
         self._session = session
         self.weights = session.weights
@@ -159,6 +163,7 @@ class Copying:
         self.weights = _on_device(layout, device)
         self.gradients = _on_device(layout, device)
         self._early = EarlyCopies(self.gradients, self._sent, layout, queue) if queue.overlaps else None
+        self.copies_early = queue.overlaps
         self._session = session
         finalize(self, queue.register(list(self._sent.values()), only_read=False))
         self._unregister_weights: finalize[..., Copying] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -242,14 +243,12 @@ class WorkerTraining:
         self._gradients = Gradients(
             trained.spec.layout,
             parameters,
+            trained.members,
             self._stager,
-            session.gradients,
-            session.pushes_rows,
-            weights.note_gradient,
+            session,
+            weights.note_gradients,
+            final=all(each.scale_gradients is None for each in trained.sets),
         )
-        final = all(each.scale_gradients is None for each in trained.sets)
-        members = {index for each in trained.members for index in each}
-        self._gradients.adopt_as_accumulated(session, members, final=final)
         weights.mark()
         self._trained_ids = set(map(id, parameters))
         before_each_load(session, self._before_loading)
@@ -283,9 +282,10 @@ class WorkerTraining:
         Raises:
             UsageError: a parameter was added, removed or replaced.
         """
-        for index, (now, then) in enumerate(
-            zip_longest(parameters, self._trained.sets[set_index].parameters)
-        ):
+        known = self._trained.sets[set_index].parameters
+        if len(parameters) == len(known) and all(map(operator.is_, parameters, known)):
+            return
+        for index, (now, then) in enumerate(zip_longest(parameters, known)):
             if now is then or (may_grow and then is None):
                 continue
             change = (
@@ -304,7 +304,7 @@ class WorkerTraining:
         Raises:
             UsageError: the model has other parameters in the places of some.
         """
-        missing = self._gradients.not_accumulated(self._trained.members[set_index])
+        missing = self._gradients.not_accumulated(set_index)
         if missing == self._missing.get(set_index, []):
             return
         self._missing[set_index] = missing
@@ -332,7 +332,7 @@ class WorkerTraining:
     def _compute(self, closure: Callable[[], Any]) -> Any:
         def computed() -> Any:
             result = closure()
-            self._stager.await_gradients()
+            self._await_gradients()
             return result
 
         if not self._session.core.may_restart:
@@ -364,8 +364,12 @@ class WorkerTraining:
 
     def computed(self) -> None:
         """Tell the session that the gradients are already computed."""
-        self._stager.await_gradients()
+        self._await_gradients()
         self._session.hold_back(droppable=False)
+
+    def _await_gradients(self) -> None:
+        self._gradients.computed()  # a backward pass that has failed
+        self._stager.await_gradients()
 
     def commit(
         self,
@@ -398,7 +402,7 @@ class WorkerTraining:
         sets = len(self._trained.sets)
         selected = set_index if sets > 1 else None
         logged = metrics_of(session).settle(session, result=result, has_closure=has_closure, sets=sets)
-        present = self._gradients.adopt_all(self._trained.members[set_index])
+        present = self._gradients.collect(set_index)
         empty = leave_out_gradient
         if not empty:
             self._stager.deliver(selected)

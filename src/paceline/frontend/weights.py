@@ -19,7 +19,7 @@ weights at which it has computed the gradient explain the difference. The weight
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 
@@ -100,9 +100,9 @@ class Weights:
             indices: the parameters that were pulled; None for all parameters.
         """
         self._stager.weights_pulled(set_index)
-        for index in range(len(self._parameters)) if indices is None else indices:
-            # Tell autograd that the weights have changed, because it cannot detect that a pull has written to them.
-            torch.autograd.graph.increment_version(self._parameters[index])
+        pulled = self._parameters if indices is None else [self._parameters[index] for index in indices]
+        # Tell autograd that the weights have changed, because it cannot detect that a pull has written to them.
+        torch.autograd.graph.increment_version(pulled)
         self.mark()
 
     def mark(self) -> None:
@@ -129,12 +129,12 @@ class Weights:
         if unknown and not self._suspects() and not self._sample_differs():
             self._kept = self.copies()
 
-    def note_gradient(self, index: int) -> None:
-        """Note that a gradient of a parameter has been computed with its present values."""
-        parameter = self._parameters[index]
+    def note_gradients(self, ids: Container[int]) -> None:
+        """Note that gradients of the parameters with these `id` have been computed with the present values."""
         watches = self._subtracts or self._pulls <= WATCHED_PULLS
-        if watches or parameter._version != self._versions[index]:
-            self._used[index] = parameter.detach().clone()
+        for index in range(len(self._parameters)) if watches else self._suspects():
+            if id(self._parameters[index]) in ids:
+                self._used[index] = self._parameters[index].detach().clone()
 
     def require_unchanged(self, *, anywhere: bool = False) -> None:
         """Check that the weights are those of the last pull. Undo moves to other memory.
@@ -146,7 +146,7 @@ class Weights:
             WeightsChangedError: the values, the shape, the dtype or the device of a parameter were changed, or the
                 parameter was edited, and its earlier values are no longer known.
         """
-        moved = self._moved(anywhere=anywhere)
+        moved = [] if self._are_in_place() else self._moved(anywhere=anywhere)
         edited = self._stager.weights_edited()
         suspects = self._suspects()
         differs = edited or self._sample_differs()
@@ -161,6 +161,13 @@ class Weights:
             point_at([self._parameters[index] for index in moved], [self._views[index] for index in moved])
             self._restores = self._restores or bool(suspects or differs)
         self._mark()
+
+    def _are_in_place(self) -> bool:
+        """Return True if each parameter is at its place. This takes a tenth of the time of `_moved`."""
+        try:
+            return all(map(torch.Tensor.is_set_to, self._parameters, self._views))
+        except RuntimeError:  # a parameter is on a device, or has a format, that cannot be compared
+            return False
 
     def _moved(self, *, anywhere: bool) -> list[int]:
         """Return the parameters that are in other memory."""
@@ -323,8 +330,10 @@ class Weights:
 
     def _suspects(self) -> list[int]:
         """Return the parameters whose version counters have changed since the last pull."""
-        pairs = enumerate(zip(self._parameters, self._versions, strict=True))
-        return [index for index, (parameter, version) in pairs if parameter._version != version]
+        versions = [parameter._version for parameter in self._parameters]
+        if versions == self._versions:
+            return []
+        return [index for index, version in enumerate(versions) if version != self._versions[index]]
 
     def _sample_differs(self) -> bool:
         return not all(torch.equal(part, copy) for part, copy in self._samples)
