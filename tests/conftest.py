@@ -37,6 +37,7 @@ from paceline.trace.time_use import TimeUse, time_use
 from tests.support.garbage import spare_what_exists
 from tests.support.live import mark, require_whole_times
 from tests.support.quick import LONG_FILES, QUICK, forbid_processes, is_quick
+from tests.support.warm import WarmStarts
 
 __all__ = ["mark"]  # a fixture
 
@@ -83,6 +84,21 @@ def pytest_collection_finish() -> None:
     gc.enable()
     if QUICK:
         sys.addaudithook(forbid_processes)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def warm_starts() -> Iterator[WarmStarts]:
+    """Programs start warm; see `tests/support/warm.py`. With PACELINE_PLAIN_STARTS=1, all are executed."""
+    starts = WarmStarts(dict(os.environ))
+    starts.allowed = not os.environ.get("PACELINE_PLAIN_STARTS")
+    yield starts
+    starts.close()
+
+
+@pytest.fixture
+def plain_starts(warm_starts: WarmStarts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this test, all programs are executed."""
+    monkeypatch.setattr(warm_starts, "allowed", False)
 
 
 @pytest.fixture(autouse=True, scope="module")

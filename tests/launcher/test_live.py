@@ -287,6 +287,7 @@ def test_the_others_finish_when_a_worker_is_killed(tmp_path: Path) -> None:
     assert all(tensor.isfinite().all() for tensor in result.state_dict.values())
 
 
+@pytest.mark.usefixtures("plain_starts")
 def test_a_killed_server_ends_the_run_which_names_it(mark: str, tmp_path: Path) -> None:
     def kill() -> None:
         await_that((tmp_path / "progress-0").exists, "worker 0 trains")
@@ -325,6 +326,7 @@ def test_a_gradient_with_nan_stops_the_run_naming_worker_iteration_and_parameter
     assert "--on-nan skip" in caught.value.reason
 
 
+@pytest.mark.usefixtures("plain_starts")
 def test_a_script_that_raises_shows_its_own_traceback_once(mark: str, tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(
         """
@@ -394,6 +396,7 @@ def test_every_process_ends_when_the_launcher_is_killed(mark: str, tmp_path: Pat
     assert launcher.returncode == -signal.SIGKILL
 
 
+@pytest.mark.usefixtures("plain_starts")
 def test_ctrl_c_ends_every_process_and_exits_with_130(mark: str, tmp_path: Path) -> None:
     with endless_run(mark, tmp_path, workers=2) as launcher:
         launcher.send_signal(signal.SIGINT)

@@ -216,6 +216,7 @@ other.itself = other
 """
 
 
+@pytest.mark.usefixtures("plain_starts")
 def test_a_forked_process_ends_like_a_program(tmp_path: Path) -> None:
     Path("left.py").write_text(LEFT)
     Path("train.py").write_text(LEAVE)
@@ -243,6 +244,7 @@ def wait_for_ever(started: str) -> None:
     signal.pause()
 
 
+@pytest.mark.usefixtures("plain_starts")
 def test_a_run_whose_fork_server_is_killed_ends_and_leaves_nothing(mark: str, tmp_path: Path) -> None:
     started = tmp_path / "started"
 

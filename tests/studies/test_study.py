@@ -598,6 +598,7 @@ def by_command(
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("plain_starts")
 def test_a_study_that_was_killed_and_interrupted_ends_with_the_same_bytes(tmp_path: Path) -> None:
     description, out = tmp_path / "study.toml", tmp_path / "out"
     (tmp_path / "train.py").write_text(DISTURBED)

@@ -27,6 +27,8 @@ from paceline.checkpoints.directory import is_lineage, new_lineage
 from paceline.trace.measures import Measures
 from paceline.trace.time_use import TimeUse, time_shares
 
+from .warm import WarmStarts, hear_signals
+
 MARK = (
     "PACELINE_TEST_MARK"  # an environment variable by which a test recognises the processes that it started
 )
@@ -173,7 +175,7 @@ def sockets_under(folder: Path) -> list[Path]:
 
 
 @pytest.fixture
-def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_starts: WarmStarts) -> Iterator[str]:
     """Marks whatever a test starts; after it, no process, socket, shared memory, descriptor or thread is left."""
     mark = secrets.token_hex(8)
     # A directory of its own for temporary files, not below `tmp_path`: a `DataLoader` listens on a socket in there,
@@ -185,6 +187,7 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         monkeypatch.setenv("PYTHONPATH", str(Path(paceline.__file__).parents[1]))
         monkeypatch.chdir(tmp_path)
         monkeypatch.syspath_prepend(tmp_path)
+        warm_starts.begin()  # keeps a socket
         gc.collect()  # closes what earlier tests have left in cycles of references
         before = descriptors()
         threads = set(threading.enumerate())
@@ -214,12 +217,6 @@ def train() -> Callable[..., None]:
     return function
 
 
-def hear_signals() -> None:
-    """Hear Ctrl-C and hang-ups, also where the tests themselves run in the background, deaf to both."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
 def start_program(
     *arguments: str, stderr: int | IO[str] = subprocess.PIPE, prefix: Sequence[str] = ()
 ) -> subprocess.Popen[str]:
@@ -230,6 +227,8 @@ def start_program(
         stderr=stderr,
         text=True,
         preexec_fn=hear_signals,
+        # Without the width of our own terminal, which readline keeps in the environment of C.
+        env=dict(os.environ),
     )
 
 

@@ -11,6 +11,7 @@ import termios
 import time
 
 from tests.support.live import DEADLINE_S
+from tests.support.warm import take_terminal
 
 __all__ = ["Screen"]
 
@@ -24,18 +25,12 @@ class Screen:
         termios.tcsetwinsize(self.other, (20, columns))
         self.settings = termios.tcgetattr(self.other)
         self.program = subprocess.Popen(
-            # The program controls the terminal, so that keys send signals to it.
-            [
-                sys.executable,
-                "-c",
-                "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-                "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])",
-                *arguments,
-            ],
+            [sys.executable, *arguments],
             stdin=self.other,
             stdout=self.other,
             stderr=self.other,
             start_new_session=True,
+            preexec_fn=take_terminal,
             env=dict(
                 os.environ
             ),  # without the width of our own terminal, which readline keeps in the C environment
