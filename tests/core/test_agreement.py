@@ -419,7 +419,8 @@ def test_the_finding_is_shown_during_the_run_and_kept_in_the_summary(mark: str, 
     (tmp_path / "train.py").write_text(SCRIPT)
     ended = run_program("-m", "paceline", "run", "--workers", "2", "--run-dir", "run", "train.py")
     assert ended.returncode == 0, ended.stderr
-    [finding] = json.loads((tmp_path / "run" / "summary.json").read_text())["findings"]
-    assert "scheduler.step(paceline.reduce(loss))" in finding
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())["findings"]
+    # On a busy machine, there are others.
+    [finding] = [each for each in found if "scheduler.step(paceline.reduce(loss))" in each]
     told = " ".join((ended.stdout + ended.stderr).split())
     assert finding in told
