@@ -41,6 +41,7 @@ from paceline.shard.slice_optimizers import FusedOptimizer, TorchOptimizer, opti
 from paceline.wire.addresses import TRANSPORTS
 from paceline.wire.memory import MASTER, Region, StreamedInbox
 from tests.support.marks import chaos
+from tests.support.warm import WarmStarts
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -356,9 +357,10 @@ def test_a_run_that_needs_just_what_there_is_begins(
 
 @pytest.mark.processes
 def test_a_refused_run_of_processes_fails_with_the_sentence_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_starts: WarmStarts
 ) -> None:
     monkeypatch.setattr(coordinator_host, "available_bytes", lambda: 1_000_000)
+    warm_starts.begin()  # is a child
     before = children()
     with pytest.raises(RunFailedError, match=r"^the run failed: not enough memory: 2 workers over shm"):
         launch(training(), workers=2, servers=1, transport="shm", run_dir=tmp_path / "run", progress=False)
