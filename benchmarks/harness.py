@@ -373,6 +373,7 @@ def command_of(name: str, measure: Callable[..., list[Figures[Any]]]) -> Callabl
             return
         if picture is not None:
             _require_drawing(picture)
+        chosen = {key: value for key, value in given.items() if not (quick and key in declared.quick)}
         if quick:
             given = {**given, **declared.quick}
         declared.require(**given)
@@ -386,7 +387,7 @@ def command_of(name: str, measure: Callable[..., list[Figures[Any]]]) -> Callabl
             )
         with interruptible(NOTHING_LEFT), shown_progress(console) as tell:
             found = measure(tell, **given)
-        conditions = {"benchmark": name, "options": given, "quick": quick, "version": paceline.__version__}
+        conditions = {"benchmark": name, "options": chosen, "quick": quick, "version": paceline.__version__}
         conditions |= {"cores": os.cpu_count(), "busy_share": round(busy, 3)}
         _show(found, as_json=as_json, conditions=conditions, notes=declared.notes)
         if picture is not None and declared.picture is not None:

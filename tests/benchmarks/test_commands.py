@@ -69,7 +69,7 @@ NEEDS = {
     "accelerator": "" if torch.cuda.is_available() else "an accelerator",
     "ray-startup": "" if importlib.util.find_spec("ray") else "ray",
 }
-WITH_TESTS = {"transport", "sync", "zipline", "guard", "simulator", "coordinator"}
+WITH_TESTS = {"transport", "sync", "zipline", "simulator", "coordinator"}
 """Benchmarks that other tests of these files try in the same way."""
 
 
