@@ -21,18 +21,17 @@ CHECKOUT = ROOT.parents[1]
 CORES = {
     "Worker": (
         "core.worker",
-        {"runtime/worker_session.py", "sim/simulated_job.py", "testing/network.py", "testing/small_job.py"},
+        {"runtime/worker_session.py", "sim/simulated_job.py", "testing/small_job.py"},
     ),
     "Server": (
         "core.server",
-        {"runtime/server_host.py", "sim/simulated_job.py", "testing/network.py", "testing/small_job.py"},
+        {"runtime/server_host.py", "sim/simulated_job.py", "testing/small_job.py"},
     ),
     "Coordinator": (
         "core.coordinator",
         {
             "runtime/coordinator_host.py",
             "sim/simulated_job.py",
-            "testing/network.py",
             "testing/small_job.py",
             "trace/replay.py",
         },
@@ -47,8 +46,8 @@ CORES = {
     "IterationStarted": ("sync.events", {"core/coordinator.py"}),
     "SyncRequested": ("sync.events", {"core/coordinator.py"}),
 }
-"""The live host, the simulator, the replay, the network and the exhaustive search run the same cores; and each
-message becomes an event in one place. (`sync/model.py` tests a delayed pull again.)"""
+"""The live host, the simulator, the replay and the exhaustive search run the same cores; and each message becomes an
+event in one place. (`sync/model.py` tests a delayed pull again.) The network of the tests runs them, too."""
 
 BY_HAND = {"testing/legal_events.py", "testing/promises.py", "testing/scripts.py"}
 """These test a machine directly: they make events by hand, from no message, and host no core."""

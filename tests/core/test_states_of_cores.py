@@ -41,8 +41,8 @@ from paceline.sync.counts import Counts
 from paceline.sync.elastic_bsp import Planner
 from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 from paceline.sync.model import ShardMachine
-from paceline.testing.choosers import Random
-from paceline.testing.network import Network
+from tests.support.choosers import Random
+from tests.support.network import Network
 from tests.support.recorded_lives import Core, Life, recorded
 from tests.support.wrong_declarations import declare_as_history
 

@@ -12,9 +12,9 @@ from paceline.core.coordinator import Coordinator
 from paceline.core.protocol.requests import Peer, Request
 from paceline.sim import Cluster, LogNormal, Presence, simulate
 from paceline.sim.clockwork import Dataset
-from paceline.testing.choosers import Random
-from paceline.testing.network import Network
+from tests.support.choosers import Random
 from tests.support.marks import thorough
+from tests.support.network import Network
 
 SLOTS = 50
 JOINS = 1000

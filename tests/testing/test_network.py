@@ -27,9 +27,9 @@ from paceline.core.worker import Worker
 from paceline.errors import InternalError
 from paceline.sync.conditions import ConditionMachine
 from paceline.sync.notation import parse_shards
-from paceline.testing.choosers import Hostile, Random
-from paceline.testing.network import Chooser, Network
+from tests.support.choosers import Hostile, Random
 from tests.support.marks import thorough
+from tests.support.network import Chooser, Network
 
 SEEDS = int(os.environ.get("PACELINE_NETWORK", "10"))
 

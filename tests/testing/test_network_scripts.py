@@ -1,4 +1,4 @@
-"""Whole runs as scripts with golden output: `network_scripts/*.txt`, in the language of `testing.network_scripts`.
+"""Whole runs as scripts with golden output: `network_scripts/*.txt`, which `tests.support.network_scripts` plays.
 
 PACELINE_REWRITE_SCRIPTS=1 writes the current output into the files. Commit the difference only if you understand why
 each line of it has changed.
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.sync.shard_sync import ShardSync
-from paceline.testing.network_scripts import play_network
+from tests.support.network_scripts import play_network
 
 SCRIPTS = sorted(Path(__file__).with_name("network_scripts").glob("*.txt"))
 

@@ -17,10 +17,10 @@ import pytest
 
 from paceline.core.protocol.job_cut import JobCut
 from paceline.core.protocol.lease import positions
-from paceline.testing import network_processes
-from paceline.testing.choosers import Hostile, Random
-from paceline.testing.network import Network, Step
+from tests.support import network_processes
+from tests.support.choosers import Hostile, Random
 from tests.support.marks import thorough
+from tests.support.network import Network, Step
 from tests.testing.test_network import MODELS
 
 SEEDS = int(os.environ.get("PACELINE_NETWORK", "10"))

@@ -24,14 +24,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from ..core.coordinator import Coordinator
-from ..core.protocol.job_cut import JobCut
-from ..core.protocol.messages import Hello, Message
-from ..core.server import Server
-from ..core.worker import Worker
-from ..errors import ConfigurationError, InternalError, ProtocolError
-from ..sync.schedule import read_schedule
-from .network_processes import (
+from paceline.core.coordinator import Coordinator
+from paceline.core.protocol.job_cut import JobCut
+from paceline.core.protocol.messages import Hello, Message
+from paceline.core.server import Server
+from paceline.core.worker import Worker
+from paceline.errors import ConfigurationError, InternalError, ProtocolError
+from paceline.sync.schedule import read_schedule
+from tests.support.network_processes import (
     END,
     CoordinatorProcess,
     Medium,

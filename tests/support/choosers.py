@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from ..sync.ticks import TICKS_PER_S
-from .network import Network, Step
+from paceline.sync.ticks import TICKS_PER_S
+from tests.support.network import Network, Step
 
 __all__ = ["Hostile", "Random"]
 

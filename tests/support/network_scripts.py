@@ -1,6 +1,6 @@
 """Scripted tests of whole runs: texts with commands for a network, and the expected result of each command.
 
-The form is that of `scripts`. The names of processes are those of `network`.
+The form is that of `paceline.testing.scripts`. The names of processes are those of `network`.
 
     > network SYNC workers=N [servers=N] [shards=N] [most=N] [pause_below=N]      start with a new run
     > settle                       deliver all messages in the order in which they were sent; show what comes of it
@@ -27,8 +27,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .network import Network, describe
-from .scripts import rewritten
+from paceline.testing.scripts import rewritten
+from tests.support.network import Network, describe
 
 __all__ = ["play_network"]
 

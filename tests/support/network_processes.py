@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 
 from msgspec import structs
 
-from ..core.coordinator import Coordinator
-from ..core.protocol.host import Host
-from ..core.protocol.job_cut import JobCut
-from ..core.protocol.layout import Layout, Parameter
-from ..core.protocol.lease import Batch, Order
-from ..core.protocol.messages import (
+from paceline.core.coordinator import Coordinator
+from paceline.core.protocol.host import Host
+from paceline.core.protocol.job_cut import JobCut
+from paceline.core.protocol.layout import Layout, Parameter
+from paceline.core.protocol.lease import Batch, Order
+from paceline.core.protocol.messages import (
     Commit,
     CreateShards,
     ExtendShards,
@@ -31,8 +31,8 @@ from ..core.protocol.messages import (
     TakenOut,
     WorkerLost,
 )
-from ..core.protocol.model_spec import ModelSpec, OptimizerSpec
-from ..core.protocol.requests import (
+from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
+from paceline.core.protocol.requests import (
     COORDINATOR,
     AbandonCut,
     Abort,
@@ -52,11 +52,11 @@ from ..core.protocol.requests import (
     server_peer,
     worker_peer,
 )
-from ..core.server import Server
-from ..core.worker import Worker
-from ..errors import ConfigurationError, InternalError, TakenOutError
-from ..sync.notation import parse_shards
-from ..sync.translation import Standing
+from paceline.core.server import Server
+from paceline.core.worker import Worker
+from paceline.errors import ConfigurationError, InternalError, TakenOutError
+from paceline.sync.notation import parse_shards
+from paceline.sync.translation import Standing
 
 __all__ = [
     "END",
@@ -69,7 +69,6 @@ __all__ = [
     "Step",
     "WorkerProcess",
     "incarnation_of",
-    "name_of",
     "peer_of",
 ]
 
@@ -88,7 +87,7 @@ ORDER = Order(24, 2, False, "auto", "")
 """The order of an epoch: 24 positions in batches of 2."""
 
 
-def name_of(worker: int, incarnation: int) -> str:
+def _name_of(worker: int, incarnation: int) -> str:
     """Return the name of the process of a worker."""
     return f"w{worker}" + incarnation * "'"
 
@@ -410,7 +409,7 @@ class ServerProcess(Process):
                 self._extend()
             case WorkerLost(at_once=True):
                 name, connection = self._connected.get(message.worker, ("", ""))
-                if name == name_of(message.worker, message.incarnation):
+                if name == _name_of(message.worker, message.incarnation):
                     self.refuse(name, connection)
             case str():
                 self.network.end(self.name)
@@ -459,7 +458,7 @@ class WorkerProcess(Process):
     def __init__(
         self, network: Medium, index: int, incarnation: int, core: Worker, script: Sequence[str]
     ) -> None:
-        super().__init__(network, name_of(index, incarnation))
+        super().__init__(network, _name_of(index, incarnation))
         self.index = index
         self.core: Worker = core
         # number of the extension in force when it registers its model
