@@ -12,7 +12,7 @@ from paceline.core.protocol.layout import Layout, Parameter, ranges_of
 from paceline.errors import ProtocolError
 from paceline.runtime.rounded_inbox import RoundedInbox
 from paceline.shard.buffer_bytes import bytes_of
-from paceline.shard.rounding import Rounded, round_trip, whole
+from paceline.shard.rounding import Rounded, round_trip, whole_ranges
 
 NAN, INF = 0x7FC00000, 0x7F800000
 CORNERS = [
@@ -53,11 +53,13 @@ def test_values_arrive_as_the_nearest_bfloat16(values: list[int]) -> None:
     target = torch.empty_like(vector)
     sender, receiver = Rounded({"float32": vector}), Rounded({"float32": target})
     for there, data in zip(
-        receiver.memory(whole({"float32": target})), sender.round(whole({"float32": vector})), strict=True
+        receiver.memory(whole_ranges({"float32": target})),
+        sender.round(whole_ranges({"float32": vector})),
+        strict=True,
     ):
         assert data.nbytes == 2 * len(values)
         there[:] = data
-    receiver.widen(whole({"float32": target}))
+    receiver.widen(whole_ranges({"float32": target}))
     check(bits, target)
     np.testing.assert_array_equal(vector.numpy().view(np.uint32), bits)  # the sender's own values stay
 
@@ -84,7 +86,7 @@ def test_other_dtypes_are_not_rounded() -> None:
         "float32/1.2": torch.full((3,), 1 / 3),
     }
     rounding = Rounded(vectors)
-    sent = dict(zip(vectors, rounding.round(whole(vectors)), strict=True))
+    sent = dict(zip(vectors, rounding.round(whole_ranges(vectors)), strict=True))
     assert {name: data.nbytes for name, data in sent.items()} == {
         "float64": 24,
         "float16/1": 6,

@@ -33,7 +33,7 @@ __all__ = [
     "manifest_of",
     "read_manifest",
     "record_of",
-    "require_whole",
+    "require_intact",
 ]
 
 FORMAT = 2
@@ -193,7 +193,7 @@ def carries(path: Path, lineage: str) -> bool:
         return False
 
 
-def require_whole(folder: Path, manifest: Manifest, pace: Pace) -> None:
+def require_intact(folder: Path, manifest: Manifest, pace: Pace) -> None:
     """Check all files of a checkpoint, the quick checks first.
 
     Raises:

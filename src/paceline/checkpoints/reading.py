@@ -18,7 +18,7 @@ from ..errors import CheckpointError, first_line
 from ..shard.optimizer_state import slice_state
 from ..shard.vectors import Vectors, dtype_name, segment_views, torch_dtype
 from .directory import PARTIAL, identity_of, name_of, numbers_in, read_draft
-from .manifest import MANIFEST, Manifest, OptimizerRecord, read_manifest, require_whole
+from .manifest import MANIFEST, Manifest, OptimizerRecord, read_manifest, require_intact
 from .pace import Pace
 from .places import MODEL, PLACES, name_in_file, optimizer_file
 
@@ -49,7 +49,7 @@ class Checkpoint:
         self.path = path
         self.manifest: Manifest = read_manifest(path)
         if checked:
-            require_whole(path, self.manifest, pace or Pace())
+            require_intact(path, self.manifest, pace or Pace())
 
     def require_number(self, number: int) -> None:
         """Raise `CheckpointError` if the checkpoint has another number, because somebody has renamed it."""

@@ -31,7 +31,7 @@ RATE_S = 0.7  # time over which the first rates are averaged
 WATCH_INTERVAL_S = 1.0
 
 
-class Place(NamedTuple):
+class _Place(NamedTuple):
     """Where a run is found.
 
     Attributes:
@@ -94,7 +94,7 @@ def status(
             _watch(observer, state, place.notes)
 
 
-def _place(run: str | None, secret_file: Path | None) -> Place:
+def _place(run: str | None, secret_file: Path | None) -> _Place:
     """Return where the run is that the user names.
 
     Raises:
@@ -109,13 +109,13 @@ def _place(run: str | None, secret_file: Path | None) -> Place:
                 f"there is no directory {run!r}; name the directory of a run, such as runs/NAME, or the address of a "
                 "run that is served, such as 10.0.0.1:29600."
             )
-        return Place(address_of(run), secret_of(secret_file))
+        return _Place(address_of(run), secret_of(secret_file))
     run_dir = newest_run() if run is None else Path(run)
     found = run_in(run_dir)
     notes = [f"the run in {run_dir}"] if run is None else []
     notes += [f"dashboard: {found.dashboard}"] if found.dashboard else []
     notes += _last_resumption(run_dir)
-    return Place(found.address, found.token, run_dir, tuple(notes))
+    return _Place(found.address, found.token, run_dir, tuple(notes))
 
 
 def _last_resumption(run_dir: Path) -> list[str]:
@@ -128,7 +128,7 @@ def _last_resumption(run_dir: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _in_progress(place: Place) -> Iterator[None]:
+def _in_progress(place: _Place) -> Iterator[None]:
     """If the run ends in this context, say so, instead of naming the address of its coordinator.
 
     If nobody can see from here whether it has ended, say what is known.

@@ -82,7 +82,7 @@ WHOLE_UPDATE = Standing(1.0)
 """The standing of an update that uses its hyper-parameters as they are."""
 
 
-class Outcome(NamedTuple):
+class _Outcome(NamedTuple):
     """What follows from one event.
 
     Attributes:
@@ -222,7 +222,7 @@ class Shard:
                 event = msgspec.structs.replace(event, staleness=self._versions.missed(event.worker))
             if type(event) is PushReceived and not self._replays and self.sync.sync.needs_at_once:
                 event = msgspec.structs.replace(event, at_once=self.sync.at_once)
-            outcome = Outcome(self.sync.sync, [], [], [])
+            outcome = _Outcome(self.sync.sync, [], [], [])
             if self._cut is not None and drawn and drawn != self.drawn.last(event.worker):
                 self._cut_if_due(outcome.requests, asked=True)
             actions = self.sync.handle(event)
@@ -380,7 +380,7 @@ class Shard:
         answer = self._answer(worker, iteration, action.v_train, edits=edits)
         requests.append(Send(worker_peer(worker), answer))
 
-    def _apply_push(self, action: ApplyPush, outcome: Outcome) -> None:
+    def _apply_push(self, action: ApplyPush, outcome: _Outcome) -> None:
         key = action.worker, action.iteration
         if self._edits.pending and key in self._edits.pending:
             self._forget(key)
@@ -398,7 +398,7 @@ class Shard:
                 scale *= details.clip.factor
         outcome.requests.append(Apply(self.index, (key,), (scale,), standing))
 
-    def _apply_mean(self, action: ApplyMean, outcome: Outcome) -> None:
+    def _apply_mean(self, action: ApplyMean, outcome: _Outcome) -> None:
         """Apply the mean of the gradients, and then carry out the edits of the same round."""
         self._held.difference_update(action.pushes)
         pushes: tuple[Key, ...] = action.pushes
@@ -443,7 +443,7 @@ class Shard:
         """Return True if the hyper-parameters of this model's updates are translated."""
         return self.standing is not None and not model.scales_pushes
 
-    def _standing(self, pushes: Sequence[Key], outcome: Outcome) -> Standing | None:
+    def _standing(self, pushes: Sequence[Key], outcome: _Outcome) -> Standing | None:
         """Return the standing of an update; None to use its hyper-parameters as they are."""
         if self.standing is None:
             return None

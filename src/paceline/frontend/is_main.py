@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from ..core.protocol.messages import LONGEST_PATH, WorkingDirectory
 from .session import Session, current
 
-__all__ = ["is_here", "is_main", "update_main", "working_directory"]
+__all__ = ["has_directory", "is_main", "update_main", "working_directory"]
 
 
 def is_main() -> bool:
@@ -51,7 +51,7 @@ def working_directory() -> WorkingDirectory | None:
 
     Example:
         >>> here = working_directory()
-        >>> here is not None and is_here(here)
+        >>> here is not None and has_directory(here)
         True
     """
     try:
@@ -63,7 +63,7 @@ def working_directory() -> WorkingDirectory | None:
     return WorkingDirectory(path, number) if len(path) <= LONGEST_PATH else None
 
 
-def is_here(directory: WorkingDirectory) -> bool:
+def has_directory(directory: WorkingDirectory) -> bool:
     """Return True if this machine has a process's working directory, and no other directory in its place."""
     try:
         return os.path.isabs(directory.path) and _number_of(directory.path) == directory.number

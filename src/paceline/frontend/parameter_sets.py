@@ -40,7 +40,7 @@ from ..shard.optimizer_state import slice_state
 from ..shard.vectors import Vectors
 from .buffers import Buffers
 from .joint_model import JointModel
-from .trained_model import Place, describe_parameter, device_of, layout_of, require_trainable
+from .trained_model import Place, describe_parameter, layout_of, require_trainable, single_device_of
 
 __all__ = ["ParameterSet", "Trained"]
 
@@ -132,7 +132,7 @@ class Trained(NamedTuple):
             for set_index, each in enumerate(sets)
         )
         spec = ModelSpec(layout, first, buffers.specs, tuple(further), buffers.frozen)
-        return cls(sets, model, parameters, members, buffers, spec, device_of(model, parameters))
+        return cls(sets, model, parameters, members, buffers, spec, single_device_of(model, parameters))
 
     def replaced(self, indices: Sequence[int]) -> list[str]:
         """Return the names of those of these parameters in whose places the model has other ones to train."""

@@ -10,7 +10,7 @@ import torch
 from ..core.protocol.model_spec import BufferSpec
 from .of_session import OfSession
 
-__all__ = ["Place", "Resumption", "resumption_of"]
+__all__ = ["Place", "resumption_of"]
 
 
 class Place(NamedTuple):
@@ -25,7 +25,7 @@ class Place(NamedTuple):
     epoch: int
 
 
-class Resumption:
+class _Resumption:
     """What a script gets back in a worker of a resumed run.
 
     Attributes:
@@ -67,5 +67,5 @@ class Resumption:
         return state
 
 
-resumption_of = OfSession(lambda _: Resumption())
+resumption_of = OfSession(lambda _: _Resumption())
 """Returns what the script of a session's worker gets back."""

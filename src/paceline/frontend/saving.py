@@ -18,7 +18,7 @@ from ..core.protocol.messages import Warned
 from ..core.protocol.requests import COORDINATOR, Send
 from ..errors import UsageError
 from ..files import Unfinished
-from .is_main import is_here
+from .is_main import has_directory
 from .newcomer import hold_job_model
 from .of_session import OfSession
 from .session import Session, current
@@ -106,7 +106,7 @@ def _place_for_all(session: Session, path: str | os.PathLike[str], *, writes: bo
     if os.path.isabs(path) or there is None or core.directory is None or core.directory.path != os.getcwd():
         return own
     place = os.path.abspath(os.path.join(there.path, path))
-    known_here = is_here(there) and (not writes or os.path.isdir(os.path.dirname(place)))
+    known_here = has_directory(there) and (not writes or os.path.isdir(os.path.dirname(place)))
     return place if known_here else own
 
 

@@ -41,7 +41,7 @@ def tracked_states(session: Session) -> dict[str, object]:
     return {name: state_of(thing) for name, thing in tracked_of(session).objects.items()}
 
 
-class Source(NamedTuple):
+class _Source(NamedTuple):
     """Where states come from that are loaded into tracked objects, in words for an error.
 
     Attributes:
@@ -53,11 +53,11 @@ class Source(NamedTuple):
     remedy: str
 
 
-LATE = Source("this worker has joined late", "All workers must run the same script")
-RESUMED = Source("this run is resumed", "Resume it with the same script")
+LATE = _Source("this worker has joined late", "All workers must run the same script")
+RESUMED = _Source("this run is resumed", "Resume it with the same script")
 
 
-def load_states(session: Session, states: Mapping[str, Any], source: Source = LATE) -> None:
+def load_states(session: Session, states: Mapping[str, Any], source: _Source = LATE) -> None:
     """Load the states that the job has kept into the tracked objects, and later into those that are tracked later.
 
     Args:

@@ -17,11 +17,11 @@ from .joint_model import JointModel
 __all__ = [
     "Place",
     "describe_parameter",
-    "device_of",
     "find_model",
     "layout_of",
     "require_not_wrapped",
     "require_trainable",
+    "single_device_of",
 ]
 
 PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -168,7 +168,7 @@ def layout_of(model: JointModel, places: Sequence[Place], before: Sequence[Param
     return Layout.of(entries)
 
 
-def device_of(model: JointModel, parameters: Sequence[torch.Tensor]) -> torch.device:
+def single_device_of(model: JointModel, parameters: Sequence[torch.Tensor]) -> torch.device:
     """Return the device of all of these parameters.
 
     Raises:

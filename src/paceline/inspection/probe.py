@@ -101,7 +101,7 @@ class Probe:
         logging.getLogger("paceline").addHandler(handler)
         for name in ("clip_grad_norm_", "clip_grad_norm"):
             self._observe(
-                [torch.nn.utils, torch.nn.utils.clip_grad], name, lambda *a: ("clipped", name_of(a[0]))
+                [torch.nn.utils, torch.nn.utils.clip_grad], name, lambda *a: ("clipped", _name_of(a[0]))
             )
         for owner, name, label in (
             (torch, "manual_seed", "torch.manual_seed"),
@@ -367,7 +367,7 @@ def hyper_parameters_of(optimizer: torch.optim.Optimizer) -> str:
     return "; ".join(groups)
 
 
-def name_of(function: Any) -> str:
+def _name_of(function: Any) -> str:
     """Return the qualified name of a function."""
     return f"{function.__module__}.{function.__name__}"
 

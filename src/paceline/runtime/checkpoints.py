@@ -68,7 +68,7 @@ class Saved(msgspec.Struct, frozen=True):
     took_s: float
 
 
-class Answer(NamedTuple):
+class _Answer(NamedTuple):
     """What the thread of a checkpoint awaits from a server.
 
     Attributes:
@@ -140,7 +140,7 @@ class Checkpoints:
         self._unreserved: set[int] = set()  # servers that are still reserving memory
         self._cutting = False  # True while the job is being cut
         self._number = 0  # number of the checkpoint that is being written, or was written last
-        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._due_s = job.checkpoint_every_s
@@ -235,18 +235,18 @@ class Checkpoints:
     def written(self, server: int, message: CutWritten) -> None:
         """Handle a server's report that it has written its copies, or could not."""
         if message.number == self._number:
-            self._answers.put(Answer(message.fault, server, message.seen))
+            self._answers.put(_Answer(message.fault, server, message.seen))
 
     def arrived(self, message: CutPiece) -> None:
         """Handle a piece of a server's copy."""
         if message.number == self._number:
-            self._answers.put(Answer(piece=self._piece))
+            self._answers.put(_Answer(piece=self._piece))
 
     def server_gone(self, server: int) -> None:
         """Handle the loss of a server."""
         self._unreserved.clear()
         if self._thread is not None:
-            self._answers.put(Answer(f"server {server} was lost"))
+            self._answers.put(_Answer(f"server {server} was lost"))
             self._completion.put(Completion("the run has ended"))
 
     def complete(self, number: int, completion: Completion) -> None:
@@ -282,7 +282,7 @@ class Checkpoints:
     def close(self) -> None:
         """Give up a checkpoint that is being written."""
         self._closed.set()
-        self._answers.put(Answer("the run has ended"))
+        self._answers.put(_Answer("the run has ended"))
         self._completion.put(Completion("the run has ended"))
         if self._thread is not None:
             self._thread.join()
@@ -304,7 +304,7 @@ class Checkpoints:
         cut: JobCut,
         entries: Sequence[StateEntries],
         buffers: Sequence[bytearray],
-        answers: queue.SimpleQueue[Answer],
+        answers: queue.SimpleQueue[_Answer],
         completion: queue.SimpleQueue[Completion],
     ) -> None:
         began_s, at_s = time.monotonic(), self._job.now_s()
@@ -336,7 +336,7 @@ class Checkpoints:
         cut: JobCut,
         entries: Sequence[StateEntries],
         buffers: Sequence[bytearray],
-        answers: queue.SimpleQueue[Answer],
+        answers: queue.SimpleQueue[_Answer],
         completion: queue.SimpleQueue[Completion],
     ) -> Path:
         tensors = {
@@ -375,7 +375,7 @@ class Checkpoints:
         cut: JobCut,
         draft: Draft,
         entries: Sequence[StateEntries],
-        answers: queue.SimpleQueue[Answer],
+        answers: queue.SimpleQueue[_Answer],
         pace: Pace,
     ) -> None:
         """Let the servers write their copies, and write those of the servers that do not see the draft."""
@@ -413,7 +413,7 @@ class Checkpoints:
         return completed
 
 
-def _answer_of(number: int, answers: queue.SimpleQueue[Answer]) -> Answer:
+def _answer_of(number: int, answers: queue.SimpleQueue[_Answer]) -> _Answer:
     """Wait for an answer, and return it.
 
     Raises:

@@ -37,7 +37,7 @@ from ..wire.tls import Contexts
 from .spin import SPIN_S, fall_asleep, spin, wake_up
 from .strangers import Acceptor, Entrance, Strangers
 
-__all__ = ["Caller", "Host", "Hub"]
+__all__ = ["Caller", "Hub"]
 
 log = logging.getLogger("paceline.hub")
 
@@ -101,7 +101,7 @@ P = TypeVar("P", bound=Caller)
 P_contra = TypeVar("P_contra", bound=Caller, contravariant=True)
 
 
-class Host(Protocol[P_contra]):
+class _Host(Protocol[P_contra]):
     """The methods that a hub calls on its host. All methods except `gone` may raise `ProtocolError`."""
 
     def greeted(self, peer: P_contra, hello: Hello) -> None:
@@ -146,7 +146,7 @@ class Hub(Generic[P]):
         listener: Source,
         role: Role,
         make_peer: Callable[[Stream[Message]], P],
-        host: Host[P],
+        host: _Host[P],
         known: Contexts | None = None,
         target: int = COORDINATOR,
     ) -> None:

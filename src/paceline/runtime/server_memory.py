@@ -32,7 +32,7 @@ from ..errors import ProtocolError
 from ..shard.buffer_bytes import bytes_of, pack, packed_bytes, unpack
 from ..shard.groups import GroupsReader
 from ..shard.optimizer_state import require_plausible_state
-from ..shard.rounding import Rounded, whole
+from ..shard.rounding import Rounded, whole_ranges
 from ..shard.slots import BufferSlots
 from ..shard.store import Push, Store, Vectors
 from ..shard.vectors import tensors_over
@@ -360,9 +360,9 @@ class ServerMemory:
         if index not in self._rounded:
             self._rounded[index] = Rounded(weights), set()
         rounding, valid = self._rounded[index]
-        rounding.round(whole({vector: weights[vector] for vector in vectors if vector not in valid}))
+        rounding.round(whole_ranges({vector: weights[vector] for vector in vectors if vector not in valid}))
         valid.update(vectors)
-        return rounding.memory(whole({vector: weights[vector] for vector in vectors}))
+        return rounding.memory(whole_ranges({vector: weights[vector] for vector in vectors}))
 
     def snapshot(self, index: int) -> list[memoryview]:
         """Return the weights of a shard and, for shard 0, the pooled buffers of the model."""

@@ -187,7 +187,7 @@ def _is_sent(kind: type) -> bool:
 # -- the test -----------------------------------------------------------------------------------------------
 
 
-class Segment(NamedTuple):
+class _Segment(NamedTuple):
     """A part of one parameter: the elements from `start` to `stop`, flattened; or all of it in its own shape."""
 
     group: int
@@ -236,9 +236,9 @@ def _trial(
     return ""
 
 
-def _segments(group_count: int) -> tuple[list[Segment], list[list[Segment]]]:
+def _segments(group_count: int) -> tuple[list[_Segment], list[list[_Segment]]]:
     """Return all parameters of the test, as they are, and divided between two shards."""
-    whole = [Segment(group, index) for group in range(group_count) for index in range(len(SHAPES))]
+    whole = [_Segment(group, index) for group in range(group_count) for index in range(len(SHAPES))]
     first, second = [], []
     for segment in whole:
         count = torch.Size(SHAPES[segment.parameter]).numel()
@@ -266,12 +266,12 @@ Runnable = tuple[torch.optim.Optimizer, list[torch.Tensor]]
 """An optimizer, and its parameters in the order of its segments."""
 
 
-def _initial(segment: Segment, dtype: torch.dtype) -> torch.Tensor:
+def _initial(segment: _Segment, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(segment.parameter)
     return segment.of(torch.randn(SHAPES[segment.parameter], generator=generator, dtype=dtype))
 
 
-def _gradient(segment: Segment, step: int, dtype: torch.dtype) -> torch.Tensor | None:
+def _gradient(segment: _Segment, step: int, dtype: torch.dtype) -> torch.Tensor | None:
     if (step, segment.parameter) in WITHOUT_GRADIENT:
         return None
     generator = torch.Generator().manual_seed(1000 + 100 * step + segment.parameter)
@@ -285,7 +285,7 @@ def _twin(
     """Return a copy of the script's optimizer with other parameters and without state."""
     kind = type(optimizer)
     parameters = [
-        [_initial(Segment(group, index), dtype) for index in range(len(SHAPES))]
+        [_initial(_Segment(group, index), dtype) for index in range(len(SHAPES))]
         for group in range(len(groups))
     ]
     # A copy of an attribute refers to the small parameters wherever the attribute refers to the script's.
@@ -315,7 +315,7 @@ def _twin(
 def _server(
     kind: type[torch.optim.Optimizer],
     groups: Sequence[HyperParameters],
-    segments: Sequence[Segment],
+    segments: Sequence[_Segment],
     dtype: torch.dtype,
 ) -> Runnable:
     """Return an optimizer that is built as a server builds it."""
@@ -329,7 +329,7 @@ def _server(
 
 
 def _steps(
-    optimizers: Sequence[Runnable], parts: Sequence[Sequence[Segment]], dtype: torch.dtype
+    optimizers: Sequence[Runnable], parts: Sequence[Sequence[_Segment]], dtype: torch.dtype
 ) -> Iterator[list[torch.Tensor]]:
     """Yield the flattened parameters before the first step and after each step."""
     torch.manual_seed(0)

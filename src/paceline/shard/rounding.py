@@ -14,7 +14,7 @@ from ..core.protocol.layout import Range
 from .buffer_bytes import bytes_of
 from .vectors import Vectors
 
-__all__ = ["Rounded", "round_trip", "whole"]
+__all__ = ["Rounded", "round_trip", "whole_ranges"]
 
 
 class Rounded:
@@ -50,7 +50,7 @@ class Rounded:
                 self._vectors[name][start:stop].copy_(self._memory[name][start:stop])
 
 
-def whole(vectors: Vectors) -> list[Range]:
+def whole_ranges(vectors: Vectors) -> list[Range]:
     """Return the ranges that cover these vectors."""
     return [(name, 0, vector.numel()) for name, vector in vectors.items()]
 

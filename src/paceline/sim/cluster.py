@@ -16,7 +16,7 @@ from ..errors import ConfigurationError
 from ..sync.ticks import resolution
 from .cluster_file import in_words_of_file, read_bandwidth, read_file, read_preset
 from .racks import Pause, Uplink, require_workers
-from .recorded import read_run
+from .recorded import arguments_of_run
 from .times import Distribution, Recorded, Resampled, Scaled, Timed, Times, times_of
 from .worker_settings import Link, Outside, Presence
 
@@ -156,7 +156,7 @@ class Cluster:
             ConfigurationError: the directory does not contain a run, no worker has finished an iteration, or a
                 bandwidth is given for a run that has not recorded its sizes.
         """
-        return cls(**read_run(Path(run_dir), read_bandwidth(bandwidth)))
+        return cls(**arguments_of_run(Path(run_dir), read_bandwidth(bandwidth)))
 
     def with_(
         self,

@@ -40,16 +40,16 @@ from .times import Recorded
 from .transfers import Transfer, ends_of
 from .worker_settings import Link, Outside
 
-__all__ = ["compute_times", "read_run"]
+__all__ = ["arguments_of_run", "compute_times"]
 
 
 EMPTY, WARM_UP = 1.0, 2.0  # why the time of an iteration is not typical
 
 
-class Column:
+class _Column:
     """A number for each iteration of a worker. It takes eight bytes, because a run may have millions of iterations.
 
-    >>> column = Column()
+    >>> column = _Column()
     >>> column.put(2, 0.5)
     >>> column.get(1), column.get(2), column.get(7)
     (None, 0.5, None)
@@ -83,11 +83,11 @@ class Arrivals:
     """
 
     def __init__(self, shards: int) -> None:
-        self.arrived_s = [Column() for _ in range(shards)]
+        self.arrived_s = [_Column() for _ in range(shards)]
         self.finished_s: float | None = None
-        self.samples = Column()
-        self.atypical = Column()
-        self.released_s = [Column() for _ in range(shards)]
+        self.samples = _Column()
+        self.atypical = _Column()
+        self.released_s = [_Column() for _ in range(shards)]
 
 
 class Latencies:
@@ -185,7 +185,7 @@ class Sizes(NamedTuple):
     answers: tuple[int, ...]
 
 
-def read_run(run_dir: Path, bandwidth_bps: float) -> dict[str, Any]:
+def arguments_of_run(run_dir: Path, bandwidth_bps: float) -> dict[str, Any]:
     """Return the arguments of the cluster that describes the machines of a recorded run. See `Cluster.from_run`.
 
     Raises:

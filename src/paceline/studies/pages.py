@@ -13,7 +13,7 @@ from ..sync.schedule import read_schedule
 from .description import Study
 from .results import Row, StudyResult
 from .statistics import CONFIDENCE, Estimate
-from .tables import interval_text, keys_of, percent, value_text
+from .tables import interval_text, keys_of, value_text, whole_percent
 
 __all__ = ["summary_md"]
 
@@ -123,7 +123,7 @@ def _table(result: StudyResult, rows: Sequence[Row]) -> str:
                 f"{row.reached} of {len(row.outcomes)}",
                 interval_text(row.final) if row.lead is None else _starred(row.final, row.lead_p),
                 value_text(fmean(each.mean_staleness for each in row.outcomes.values())),
-                percent(fmean(each.time["waiting"] for each in row.outcomes.values())),
+                whole_percent(fmean(each.time["waiting"] for each in row.outcomes.values())),
             ]
         )
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -17,11 +17,10 @@ __all__ = [
     "curves_csv",
     "interval_text",
     "keys_of",
-    "number",
-    "percent",
     "runs_csv",
     "table_tex",
     "value_text",
+    "whole_percent",
 ]
 
 TIMES = ("computing", "loading", "waiting", "transfer", "wasted", "paused", "outside")
@@ -68,13 +67,13 @@ def _run(
         cell.seed,
         *(values.get(key, "") for key in keys),
         int(math.isfinite(reached[0])),
-        *(number(each) if math.isfinite(each) else "" for each in reached),
-        number(outcome.final),
-        *(number(getattr(outcome, unit)) for unit in UNITS),
+        *(_number(each) if math.isfinite(each) else "" for each in reached),
+        _number(outcome.final),
+        *(_number(getattr(outcome, unit)) for unit in UNITS),
         outcome.gradients,
-        number(outcome.mean_staleness),
+        _number(outcome.mean_staleness),
         max(outcome.staleness, default=0),
-        *(number(outcome.time.get(name, 0.0)) for name in TIMES),
+        *(_number(outcome.time.get(name, 0.0)) for name in TIMES),
         outcome.bytes_sent,
         outcome.restarts,
         " ".join(outcome.findings),
@@ -88,10 +87,10 @@ def curves_csv(result: StudyResult) -> str:
             row.cluster,
             row.contender.name,
             seed,
-            number(each.seconds),
+            _number(each.seconds),
             each.updates,
             each.samples,
-            number(each.value),
+            _number(each.value),
         ]
         for row in result.rows
         for seed, outcome in row.outcomes.items()
@@ -106,10 +105,10 @@ def keys_of(result: StudyResult) -> list[str]:
     return list(dict.fromkeys(key for point in points for key, _ in point))
 
 
-def number(value: float) -> str:
+def _number(value: float) -> str:
     """Return a number with up to seven significant digits.
 
-    >>> number(0.1 + 0.2), number(12345678.9), number(3)
+    >>> _number(0.1 + 0.2), _number(12345678.9), _number(3)
     ('0.3', '12345680', '3')
     """
     if isinstance(value, int):
@@ -146,7 +145,7 @@ def interval_text(estimate: Estimate) -> str:
     return f"{value_text(estimate.value)} [{value_text(estimate.low)}, {value_text(estimate.high)}]"
 
 
-def percent(share: float) -> str:
+def whole_percent(share: float) -> str:
     """Return a share as a percentage: "12 %"."""
     return f"{100 * share:.0f} %"
 
@@ -205,7 +204,7 @@ def _row_tex(row: Row, keys: Sequence[str], reference: str) -> str:
         f"{row.reached}/{len(row.outcomes)}",
         interval_text(row.final) + (_dagger(row.lead_p) if row.lead is not None else ""),
         value_text(_mean_staleness(row)),
-        percent(_share(row, "waiting")).replace("%", r"\%"),
+        whole_percent(_share(row, "waiting")).replace("%", r"\%"),
     ]
     return " & ".join(cells) + r" \\"
 

@@ -260,7 +260,7 @@ class ElasticShard(ShardMachine):
 
 
 @stateful(decides="iteration pushes last_ticks interval_ticks")
-class Pace:
+class _Pace:
     """The planner's record of one live worker."""
 
     def __init__(self, iteration: int) -> None:
@@ -291,7 +291,7 @@ class Planner(JobMachine):
 
     def __init__(self, lookahead: int) -> None:
         self._lookahead = lookahead
-        self._pace: dict[int, Pace] = {}  # live workers, in order of joining
+        self._pace: dict[int, _Pace] = {}  # live workers, in order of joining
         self._superstep = 0
         self._members: set[int] = set()  # members of this superstep
         self._begun = False  # True after the first push: from then on, new workers join the next superstep
@@ -328,7 +328,7 @@ class Planner(JobMachine):
         return self._proceed()
 
     def joined(self, event: WorkerJoined) -> list[AnyAction]:
-        self._pace[event.worker] = Pace(event.iteration)
+        self._pace[event.worker] = _Pace(event.iteration)
         if not self._begun:
             self._members.add(event.worker)
             self._unmonitored.add(event.worker)

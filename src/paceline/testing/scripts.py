@@ -77,7 +77,7 @@ def play(script: str) -> str:
         answer 0:0
     <BLANKLINE>
     """
-    return rewritten(script, Stage().perform)
+    return rewritten(script, _Stage().perform)
 
 
 def rewritten(script: str, perform: Callable[[str], list[str]]) -> str:
@@ -92,7 +92,7 @@ def rewritten(script: str, perform: Callable[[str], list[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-class Stage:
+class _Stage:
     """Executes the commands of one script, and stores its state machine and the current time."""
 
     def __init__(self) -> None:

@@ -25,7 +25,6 @@ __all__ = [
     "Call",
     "CoordinatorState",
     "Interned",
-    "Outcome",
     "Pool",
     "Renaming",
     "ServerState",
@@ -193,7 +192,7 @@ class Call(NamedTuple):
     clip: Clip | None = None
 
 
-class Outcome(NamedTuple):
+class _Outcome(NamedTuple):
     """The result of a call: the requests to the host, and the recorded entries."""
 
     requests: tuple[Request, ...]
@@ -232,13 +231,13 @@ class Interned(Generic[Core]):
         self._outlook = Outlook(without, MOST_WORKERS)
         self._cores: list[Core] = []
         self._number: dict[Hashable, int] = {}
-        self._next: dict[tuple[int, Call], tuple[int, Outcome]] = {}
+        self._next: dict[tuple[int, Call], tuple[int, _Outcome]] = {}
         self._came_from: list[tuple[int, Call] | None] = []
 
     def __getitem__(self, number: int) -> Core:
         return self._cores[number]
 
-    def after(self, number: int, call: Call) -> tuple[int, Outcome]:
+    def after(self, number: int, call: Call) -> tuple[int, _Outcome]:
         """Return the number of a core's state after a call, and the result of the call."""
         key = number, call
         if key not in self._next:
@@ -325,12 +324,12 @@ class Interned(Generic[Core]):
             known[number] = self.after(known[before[0]], call(before[1]))[0]
         return known[way[0] if way else number]
 
-    def _perform(self, core: Core, call: Call) -> Outcome:
+    def _perform(self, core: Core, call: Call) -> _Outcome:
         requests = tuple(_call(core, call))
         entries = self._tape.take()
         if not isinstance(core, Worker):
             core.validate()
-        return Outcome(requests, entries)
+        return _Outcome(requests, entries)
 
 
 def _call(core: Core, call: Call) -> Sequence[Request]:

@@ -54,7 +54,7 @@ from .clocks import Converter, MachineClock
 from .eras import Boundary, Era
 from .records import IterationRecord
 
-__all__ = ["SPAN_UNITS_PER_S", "Activity", "Happening", "Reason", "Span", "WorkerActivity"]
+__all__ = ["SPAN_UNITS_PER_S", "Activity", "Happening", "Reason", "WorkerActivity"]
 
 COMPUTING, TRANSFER, WAITING, WASTED, PAUSED, OUTSIDE, IDLE, LOADING = range(len(KINDS))
 
@@ -73,7 +73,7 @@ Reason = Literal["push", "timer", "change", "joined", "finished", "lost"]
 awaited worker joined, finished or was lost."""
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+class _Span(msgspec.Struct, frozen=True, array_like=True):
     """One iteration. All numbers but the worker indices are in units of 0.1 ms.
 
     Attributes:
@@ -158,7 +158,7 @@ class WorkerActivity(msgspec.Struct):
     open: dict[int, Exchange] = {}
 
 
-class ShardState(msgspec.Struct):
+class _ShardState(msgspec.Struct):
     """What is known about one shard."""
 
     now_s: float = 0.0
@@ -167,16 +167,16 @@ class ShardState(msgspec.Struct):
     asked: dict[int, float] = {}  # worker -> arrival of its pull, which is not answered yet
 
 
-class State(msgspec.Struct):
+class _State(msgspec.Struct):
     """The whole state of an `Activity`, from which it can be restored."""
 
-    shards: list[ShardState]
+    shards: list[_ShardState]
     ticks_per_s: int
     cells: Cells = msgspec.field(default_factory=Cells)
     workers: dict[int, WorkerActivity] = {}
     eras: dict[int, Era] = {}  # number of a change -> the era after it
     recorded: set[int] = set()
-    spans: list[Span] = []
+    spans: list[_Span] = []
     exact_from_s: float = 0.0
     barriers_s: list[float] = []
     progress: list[tuple[float, int, int]] = []
@@ -216,7 +216,7 @@ class Activity:
         ticks_per_s: int = TICKS_PER_S,
     ) -> None:
         eras = {0: Era(sync, 0.0, 0)}
-        state = State([ShardState() for _ in range(shards)], ticks_per_s, eras=eras, kinds=len(KINDS))
+        state = _State([_ShardState() for _ in range(shards)], ticks_per_s, eras=eras, kinds=len(KINDS))
         self._begin(state, clocks)
 
     @classmethod
@@ -227,7 +227,7 @@ class Activity:
             msgspec.DecodeError: the bytes are no such state.
         """
         activity = cls.__new__(cls)
-        found = msgspec.msgpack.decode(state, type=State, dec_hook=decoded)
+        found = msgspec.msgpack.decode(state, type=_State, dec_hook=decoded)
         if (missing := len(KINDS) - found.kinds) > 0:
             for row in found.cells.rows.values():
                 row.add_kinds(missing)
@@ -244,7 +244,7 @@ class Activity:
         parts |= {"happenings": list(self.happenings)}
         return msgspec.msgpack.encode(msgspec.structs.replace(self._state, **parts), enc_hook=encoded)
 
-    def _begin(self, state: State, clocks: Mapping[int, MachineClock] | None) -> None:
+    def _begin(self, state: _State, clocks: Mapping[int, MachineClock] | None) -> None:
         self._state = state
         self.converter = Converter(clocks or {}, strict=False, ticks_per_s=state.ticks_per_s)
         self.converter.bound_s = state.bound_s
@@ -436,7 +436,7 @@ class Activity:
             released - arrived,
             answered - released,
         )
-        self.spans.append(Span(worker, begun, lengths, exchange.awaited))
+        self.spans.append(_Span(worker, begun, lengths, exchange.awaited))
 
     def _spend(self, worker: int, own: WorkerActivity, kind: int, start_s: float, stop_s: float) -> None:
         if stop_s > start_s:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 else:  # these types have no parameters at run time
     Floats = Integers = array
 
-__all__ = ["KINDS", "NOBODY", "Cells", "Row", "decoded", "encoded"]
+__all__ = ["KINDS", "NOBODY", "Cells", "decoded", "encoded"]
 
 KINDS = ("computing", "transfer", "waiting", "wasted", "paused", "outside", "idle", "loading")
 """What a worker can spend its time on, as in `trace.time_use`. Absent workers do nothing.
@@ -43,7 +43,7 @@ MOST_BUCKETS = 4096
 MOST_CELLS = 2**19
 
 
-class Row(msgspec.Struct):
+class _Row(msgspec.Struct):
     """The cells of one worker.
 
     Attributes:
@@ -103,7 +103,7 @@ class Cells(msgspec.Struct):
     """
 
     width_s: float = FIRST_WIDTH_S
-    rows: dict[int, Row] = {}
+    rows: dict[int, _Row] = {}
     most_buckets: int = MOST_BUCKETS
 
     @property
@@ -111,11 +111,11 @@ class Cells(msgspec.Struct):
         """Number of buckets of the longest row."""
         return max((row.buckets for row in self.rows.values()), default=0)
 
-    def row(self, worker: int) -> Row:
+    def row(self, worker: int) -> _Row:
         """Return the cells of a worker, which may be new."""
         found = self.rows.get(worker)
         if found is None:
-            found = self.rows[worker] = Row()
+            found = self.rows[worker] = _Row()
             self.most_buckets = min(MOST_BUCKETS, max(1, MOST_CELLS // len(self.rows)))
             while self.buckets > self.most_buckets:
                 self._widen()
@@ -154,7 +154,7 @@ class Cells(msgspec.Struct):
 
     def shares(self, worker: int) -> str:
         """Return base64 of one byte per bucket and kind: the share of the bucket, from 0 to 255."""
-        row = self.rows.get(worker, Row())
+        row = self.rows.get(worker, _Row())
         used = np.zeros(self.buckets * KIND_COUNT, np.float32)
         used[: len(row.seconds)] = row.seconds
         scaled = np.rint(np.clip(used / self.width_s, 0.0, 1.0) * 255).astype(np.uint8)
@@ -162,7 +162,7 @@ class Cells(msgspec.Struct):
 
     def awaited(self, worker: int) -> str:
         """Return base64 of one little-endian int16 per bucket: the worker that was awaited longest; -1 for nobody."""
-        row = self.rows.get(worker, Row())
+        row = self.rows.get(worker, _Row())
         named = np.full(self.buckets, NOBODY, "<i2")
         named[: row.buckets] = row.awaited
         return base64.b64encode(named.tobytes()).decode()
@@ -170,11 +170,11 @@ class Cells(msgspec.Struct):
     def copy(self) -> Cells:
         """Return a copy that shares nothing with this object."""
         rows = {
-            worker: Row(row.seconds[:], row.awaited[:], row.votes[:]) for worker, row in self.rows.items()
+            worker: _Row(row.seconds[:], row.awaited[:], row.votes[:]) for worker, row in self.rows.items()
         }
         return Cells(self.width_s, rows, self.most_buckets)
 
-    def _place(self, row: Row, start_s: float, stop_s: float) -> tuple[int, int]:
+    def _place(self, row: _Row, start_s: float, stop_s: float) -> tuple[int, int]:
         """Return the first and the last bucket of a span. Widen the buckets until the span has its place."""
         while (buckets := math.ceil(stop_s / self.width_s)) > self.most_buckets:
             self._widen()

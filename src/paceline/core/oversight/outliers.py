@@ -36,7 +36,7 @@ from typing import NamedTuple
 from ...state import stateful
 from ..protocol.messages import Observation
 
-__all__ = ["Difference", "Outliers"]
+__all__ = ["Deviation", "Outliers"]
 
 WINDOW = 12
 """Number of the latest values of each worker with which those of others are compared."""
@@ -68,7 +68,7 @@ MOST = 5.0
 HUGE = 1e30  # stands for larger values, and for infinite ones
 
 
-class Difference(NamedTuple):
+class Deviation(NamedTuple):
     """How a worker differs from all others.
 
     Attributes:
@@ -100,15 +100,13 @@ class Outliers:
         self._losses.forget(worker)
         self._gradients.forget(worker)
 
-    def difference(self, worker: int) -> Difference | None:
+    def difference(self, worker: int) -> Deviation | None:
         """Return how the pushes of a worker differ from those of all others; None if they do not."""
         for values, name in ((self._losses, "its losses"), (self._gradients, "the norms of its gradients")):
             if values.stands_out(worker):
                 own, largest, other = values.compared(worker)
                 whose = "the others" if other is None else f"worker {other}"
-                return Difference(
-                    f"{name} are usually {own:.3g}, and at most {largest:.3g} at {whose}", other
-                )
+                return Deviation(f"{name} are usually {own:.3g}, and at most {largest:.3g} at {whose}", other)
         return None
 
 

@@ -102,7 +102,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         return f"epoch {self.epoch}: from {self.before} to {self.after}. {self.reason}{promise}"
 
 
-class Point(msgspec.Struct, frozen=True):
+class _Point(msgspec.Struct, frozen=True):
     """What shard 0 had applied at a time, in samples or in gradients."""
 
     applied: int
@@ -141,8 +141,8 @@ class Auto:
         self._order: Order | None = None
         self._epoch = 0
         self._per_push = (0, 0)  # numbers of pushes and of batches so far
-        self._latest: Point | None = None
-        self._since: Point | None = None  # the first point in this epoch
+        self._latest: _Point | None = None
+        self._since: _Point | None = None  # the first point in this epoch
         self._begun_at = 0  # applied until this epoch
         self._simulated_at = 0  # applied until the last simulation
         self._simulated_in = -1  # epoch of the last simulation
@@ -191,7 +191,7 @@ class Auto:
         self._clips = self._clips or message.clips
         self._per_push = message.pushes, message.batches
         applied = message.samples if self.has_epochs else message.pushes
-        self._latest = Point(applied, message.now_s)
+        self._latest = _Point(applied, message.now_s)
         self._since = self._since or self._latest
         if self._simulated_in == self._epoch or not self._has_seen_enough(len(live)):
             return None

@@ -50,7 +50,7 @@ from ..processes.interruption import Interruption
 from ..terminal.channels import Channels
 from ..terminal.output import print_sentence
 
-__all__ = ["POLL_INTERVAL_S", "Agent", "CutOffError", "listed"]
+__all__ = ["POLL_INTERVAL_S", "Agent", "CutOffError", "process_names"]
 
 NO_DEVICES: Mapping[int, Device] = {}
 POLL_INTERVAL_S = 0.05
@@ -249,14 +249,14 @@ class Agent:
                 incarnation,
                 self.devices.get(worker),
             )
-        print_sentence(self._console, f"joined as {listed('worker', workers)}")
+        print_sentence(self._console, f"joined as {process_names('worker', workers)}")
 
     def _leave(self) -> None:
         """Let the workers leave the run. If this machine has brought servers, the run loses them."""
         for process in self._engine.workers.values():
             process.signal(signal.SIGTERM)
         if self._engine.servers:
-            names = listed("server", self._engine.servers)
+            names = process_names("server", self._engine.servers)
             resumes = self._job.on_server_loss == "resume"
             goes_on = "goes on from its last checkpoint; if it has none, it " if resumes else ""
             print_sentence(
@@ -425,7 +425,7 @@ class Agent:
             self._stream.send(MachineJoined(self._job.version, 1, (self._asked,)))
 
 
-def listed(role: str, indices: Iterable[int]) -> str:
+def process_names(role: str, indices: Iterable[int]) -> str:
     """Return the names of processes, such as "workers 0, 1"."""
     names = list(map(str, indices))
     return f"{role}{'s' * (len(names) > 1)} {', '.join(names)}"

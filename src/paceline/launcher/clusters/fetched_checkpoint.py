@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...checkpoints.directory import origin_of
-from ...checkpoints.manifest import MANIFEST, read_manifest, require_whole
+from ...checkpoints.manifest import MANIFEST, read_manifest, require_intact
 from ...checkpoints.pace import REST, Pace
 from ...core.protocol.messages import CheckpointPiece, FetchCheckpoint, Message
 from ...errors import CheckpointError, ProtocolError
@@ -18,7 +18,7 @@ from ...wire.stream import Stream, no_payload
 __all__ = ["fetch_checkpoint"]
 
 
-class Piece(NamedTuple):
+class _Piece(NamedTuple):
     """A piece of a file, and what the coordinator says about the checkpoint."""
 
     about: CheckpointPiece
@@ -59,7 +59,7 @@ def fetch_checkpoint(stream: Stream[Message], space: Callable[[], str]) -> Path 
             with (folder / name).open("wb") as file:
                 for piece in _pieces(stream, name):
                     file.write(piece.data)
-        require_whole(folder, found, Pace())
+        require_intact(folder, found, Pace())
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint of the run cannot be copied to this machine: {error.strerror or error}"
@@ -67,7 +67,7 @@ def fetch_checkpoint(stream: Stream[Message], space: Callable[[], str]) -> Path 
     return folder
 
 
-def _pieces(stream: Stream[Message], name: str) -> Iterator[Piece]:
+def _pieces(stream: Stream[Message], name: str) -> Iterator[_Piece]:
     """Fetch a file, and yield its pieces. The last one is empty."""
     begin = 0
     while True:
@@ -84,7 +84,7 @@ def _pieces(stream: Stream[Message], name: str) -> Iterator[Piece]:
         stream.sink = no_payload
         if not isinstance(about, CheckpointPiece):
             raise ProtocolError(f"the coordinator sent {type(about).__name__}, expected CheckpointPiece")
-        yield Piece(about, data)
+        yield _Piece(about, data)
         if not data:
             return
         begin += len(data)

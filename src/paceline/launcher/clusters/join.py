@@ -50,7 +50,7 @@ from ..processes.orders import payload_of_server
 from ..processes.starting import Starter
 from ..terminal.channels import Channels, Streams
 from ..terminal.output import PlainScreen, print_sentence
-from .agent import POLL_INTERVAL_S, Agent, CutOffError, listed
+from .agent import POLL_INTERVAL_S, Agent, CutOffError, process_names
 from .fetched_checkpoint import fetch_checkpoint
 
 __all__ = ["Joined", "ServerOffer", "join"]
@@ -174,7 +174,7 @@ def join(
                 listener = None
                 if sock is not None:
                     listener = door.enter_context(Listener(sock, bytes.fromhex(job.mark)))
-                    names = listed("server", admitted.servers)
+                    names = process_names("server", admitted.servers)
                     print_sentence(console, f"brings {names}, reached at {listens_at}")
                 with starter or Starter([()] * (wanted + count)) as processes:
                     starter = None

@@ -137,7 +137,7 @@ def start_on_ray(
             ray.shutdown()
 
 
-class Place:
+class _Place:
     """A place for a program: an actor, which Ray has created or will create, and what has become of it.
 
     Args:
@@ -202,12 +202,12 @@ class RayRun:
         self._group = ray.util.placement_group(bundles, strategy="PACK")
         in_group = [self._options(bundle, index) for index, bundle in enumerate(bundles)]
         further = [self._options(resources)] * (job.workers - job.least)
-        self._server = Place("the place of the servers", in_group[0])
+        self._server = _Place("the place of the servers", in_group[0])
         self._workers = [
-            Place(f"place {index}", options) for index, options in enumerate([*in_group[1:], *further])
+            _Place(f"place {index}", options) for index, options in enumerate([*in_group[1:], *further])
         ]
         # answer of an actor that has been asked for -> the place, and what was asked
-        self._asked: dict[Any, tuple[Place, str]] = {}
+        self._asked: dict[Any, tuple[_Place, str]] = {}
         self._ends: list[Any] = []  # answers of the actors whose programs are ending
         self._coordinator = ""  # its address, once it is known
         self._joined = False  # True once a worker has joined
@@ -284,7 +284,7 @@ class RayRun:
             options["scheduling_strategy"] = strategy(self._group, placement_group_bundle_index=bundle)
         return options
 
-    def _request(self, place: Place) -> None:
+    def _request(self, place: _Place) -> None:
         place.actor = self._actor_class.options(**place.options).remote()
         if place is self._server:
             self._mark.touch()
@@ -297,11 +297,11 @@ class RayRun:
             if place.actor is None and not place.over and time.monotonic() >= place.due_s:
                 self._request(place)
 
-    def _ask(self, place: Place, method: str, *arguments: object) -> None:
+    def _ask(self, place: _Place, method: str, *arguments: object) -> None:
         """Call a method of the actor of a place. `_await_answers` handles the answer."""
         self._asked[getattr(place.actor, method).remote(*arguments)] = place, method
 
-    def _drop(self, place: Place, at_once: bool = False) -> None:
+    def _drop(self, place: _Place, at_once: bool = False) -> None:
         """Let the program and the actor of a place end, or withdraw the request if there is no actor yet."""
         self._asked = {answer: asked for answer, asked in self._asked.items() if asked[0] is not place}
         if place.node:
@@ -335,7 +335,7 @@ class RayRun:
             elif method == "hear":
                 self._handle(place, msgspec.msgpack.decode(value, type=Report))
 
-    def _begin(self, place: Place) -> None:
+    def _begin(self, place: _Place) -> None:
         """Send the order to an actor that has been created, if it can be carried out."""
         if place is self._server:
             self._mark.unlink(missing_ok=True)
@@ -357,7 +357,7 @@ class RayRun:
             place.actor.order.remote(msgspec.msgpack.encode(join), self._payload)
             self._ask(place, "hear")
 
-    def _handle(self, place: Place, report: Report) -> None:
+    def _handle(self, place: _Place, report: Report) -> None:
         if isinstance(report, Served):
             self._coordinator = report.address
             self._ask(place, "hear")
@@ -382,7 +382,7 @@ class RayRun:
         else:
             self._again(place, f"its worker {_HOW[report.how]}", report.words)
 
-    def _lost(self, place: Place, reason: str) -> None:
+    def _lost(self, place: _Place, reason: str) -> None:
         """An actor has died, or its program has ended without a report."""
         if place is self._server:
             self._go_on(RunFailedError("the run", f"{LOST}: {reason}"))
@@ -457,7 +457,7 @@ class RayRun:
     def _goes_on_from(self, path: str) -> bool:
         return self._job.resumed is not None and self._job.resumed.path == path
 
-    def _job_at(self, place: Place) -> Job:
+    def _job_at(self, place: _Place) -> Job:
         """Return the configuration of the run for the place that serves it.
 
         If its node does not see the run directory, what the run begins with is copied to this node.
@@ -478,7 +478,7 @@ class RayRun:
         copied = structs.replace(job.resumed, path=str(Path(place.folder, there)))
         return structs.replace(job, run_dir=place.folder, resumed=copied)
 
-    def _again(self, place: Place, what: str, reason: str) -> None:
+    def _again(self, place: _Place, what: str, reason: str) -> None:
         """Request a place again after a pause, unless this has been done too often or the run is ending."""
         self._drop(place)
         if place.over or self._ended is not None or self._failure is not None or self._interruption.asked:
@@ -556,7 +556,7 @@ class RayRun:
 
     # -- results ------------------------------------------------------------------------------------------
 
-    def _collect(self, place: Place) -> None:
+    def _collect(self, place: _Place) -> None:
         """Copy the files of a program that has ended to the run directory."""
         actor, get = place.actor, self._ray.get
         try:
@@ -606,7 +606,7 @@ class RayRun:
 _HOW = {"left": "has left", "lost": "was lost", "refused": "was refused"}
 
 
-def _placed(place: Place) -> bool:
+def _placed(place: _Place) -> bool:
     return place.node != "" or place.over
 
 

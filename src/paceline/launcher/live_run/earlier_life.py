@@ -28,7 +28,7 @@ QUIET = ("--devices", "--transport")
 """Options whose usual values depend on the machine, so that a change is not worth a word."""
 
 
-class Progress(NamedTuple):
+class _Progress(NamedTuple):
     """How far a job has come: updates, samples that updates include, and seconds, over all runs of the job."""
 
     updates: int
@@ -51,7 +51,7 @@ class Earlier(NamedTuple):
     checkpoint: str
     faults: tuple[str, ...]
     file: RunFile | None
-    progress: Progress | None
+    progress: _Progress | None
 
     def resumption(self, now: RunFile, why: str) -> Resumption:
         """Return the description of the interruption.
@@ -99,13 +99,13 @@ def make_room(job: Job) -> Earlier:
     return Earlier(cut, job.resumed.path, job.resumed.faults, file, _progress_in(folder, file))
 
 
-def _reached(cut: JobCut) -> Progress:
+def _reached(cut: JobCut) -> _Progress:
     """Return how far a job had come at a cut."""
     first = cut.shards[0]
-    return Progress(first.version, first.samples, cut.elapsed_s)
+    return _Progress(first.version, first.samples, cut.elapsed_s)
 
 
-def _progress_in(folder: Path, file: RunFile | None) -> Progress | None:
+def _progress_in(folder: Path, file: RunFile | None) -> _Progress | None:
     """Return how far a job had come when a run ended, from the traces of the run; None if they cannot be read."""
     before: Sequence[Resumption] = () if file is None else file.resumptions
     samples, elapsed_s = (before[-1].samples, before[-1].elapsed_s) if before else (0, 0.0)
@@ -117,4 +117,4 @@ def _progress_in(folder: Path, file: RunFile | None) -> Progress | None:
         log.info("the traces in %s cannot be read: %s", folder, error)
         return None
     end_s = max(shard.now for shard in digest.meter.state.shards) / TICKS_PER_S
-    return Progress(measures.updates, samples + measures.samples, elapsed_s + end_s)
+    return _Progress(measures.updates, samples + measures.samples, elapsed_s + end_s)

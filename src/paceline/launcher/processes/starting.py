@@ -236,7 +236,7 @@ class ForkServer:
         """The process id."""
         return self._process.pid
 
-    def fork(self, order: Order, descriptors: Descriptors) -> Started | Executed | None:
+    def fork(self, order: Order, descriptors: Descriptors) -> _Started | Executed | None:
         """Start a process, as soon as the fork server is ready. If it cannot fork, start a new program.
 
         Return None if the fork server has ended.
@@ -251,7 +251,7 @@ class ForkServer:
                     theirs.close()
                     started = await_start(report)
         if started is not None:
-            return Started(*started, report)
+            return _Started(*started, report)
         report.close()
         if self.await_end() != EXIT_THREADS:
             # Here its children write, too, so the log of the process says why it was not started.
@@ -320,7 +320,7 @@ class ForkedHere:
             return self._exit_code
 
 
-class Started:
+class _Started:
     """A process that a fork server has forked.
 
     Args:
@@ -369,7 +369,7 @@ class Forked:
         self._server = server
         self._order = order
         self._descriptors = descriptors
-        self._process: Started | Executed | None = None
+        self._process: _Started | Executed | None = None
 
     @property
     def id(self) -> int:
