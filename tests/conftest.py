@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import importlib
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from paceline.core.data.loader_ledger import PositionCounts
 from paceline.core.metrics.history import MetricHistory
 from paceline.frontend import session as sessions
 from paceline.plugins import loading
+from paceline.rehearsal import process_pool
 from paceline.runtime.coordinator_host import CoordinatorHost
 from paceline.runtime.job import Assignment
 from paceline.runtime.job_options import make_job
@@ -82,6 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     spare_what_exists()
     gc.enable()
+    gc.set_threshold(20_000, 20, 20)  # tests make many objects that live as long as they run, and few cycles
     if QUICK:
         sys.addaudithook(forbid_processes)
 
@@ -126,6 +130,27 @@ def no_imports_of_other_tests(
 def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulations run in this process, as on a machine with one core: other processes import everything first."""
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
+
+
+class Copy(ForkProcess):
+    """A copy of this process, which has none of its descriptors but the connection to it."""
+
+    def run(self) -> None:
+        own: int = vars(self)["_args"][0].fileno()
+        os.closerange(3, own)
+        os.closerange(own + 1, os.sysconf("SC_OPEN_MAX"))
+        super().run()
+
+
+class Copies(ForkContext):
+    Process = Copy
+
+
+@pytest.fixture
+def copied_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of a pool are copies of this one, because new ones would first import torch for two seconds."""
+    importlib.import_module("torch._dynamo")  # what the first optimizer of each process imports
+    monkeypatch.setattr(process_pool, "CONTEXT", Copies())
 
 
 @pytest.fixture

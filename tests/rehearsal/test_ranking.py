@@ -225,7 +225,8 @@ def test_with_data_models_are_advised_by_samples_per_second_and_balanced_batches
 ) -> None:
     cluster = Cluster(compute_s=[1.0, 1.0, 1.0, 3.0])
     data = Dataset(samples=1600, batch_size=16, epochs=20)
-    report = advise(saved_with_data(tmp_path, cluster, "bsp", data, "equal"))
+    syncs = ("bsp", "ssp:staleness=3", "asp")
+    report = advise(saved_with_data(tmp_path, cluster, "bsp", data, "equal"), syncs)
     assert report.data == Dataset(samples=1600, batch_size=16, epochs=20)
     assert report.simulated_gradients_per_s == pytest.approx(report.measured_gradients_per_s, rel=0.02)
     assert (report.advice[0].sync, report.advice[0].batch) == ("bsp", "balanced")
@@ -260,7 +261,7 @@ def test_a_run_with_joint_batches_is_advised_with_joint_batches(tmp_path: Path) 
     run_dir = saved_with_data(tmp_path, cluster, "bsp", data, "equal")
     found = Cluster.from_run(run_dir)
     assert [found.compute(worker).typical_s for worker in range(4)] == pytest.approx([1, 1, 1, 3], rel=0.05)
-    report = advise(run_dir)
+    report = advise(run_dir, ("bsp", "asp"))
     assert report.data == data
     assert report.simulated_gradients_per_s == pytest.approx(report.measured_gradients_per_s, rel=0.02)
     assert (report.advice[0].sync, report.advice[0].batch) == ("bsp", "balanced")
@@ -561,6 +562,7 @@ print("worker", paceline.worker_index())
 """
 
 
+@pytest.mark.usefixtures("copied_pools")
 def test_simulate_trains_a_script_under_each_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -627,6 +629,7 @@ def test_without_matplotlib_every_comparison_prints_its_table_and_says_what_to_i
     assert {path.name for path in Path("out").iterdir()} == saved.keys()
 
 
+@pytest.mark.usefixtures("copied_pools")
 def test_a_script_without_losses_is_refused_at_its_first_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -642,6 +645,7 @@ def test_a_script_without_losses_is_refused_at_its_first_steps(
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("copied_pools")
 def test_a_script_that_distributes_its_data_is_compared_in_samples_per_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -662,6 +666,7 @@ def test_a_script_that_distributes_its_data_is_compared_in_samples_per_second(
     assert asp["samples_per_s"] == pytest.approx(8 * (3 + 1 / 3), rel=0.1)
 
 
+@pytest.mark.usefixtures("copied_pools")
 def test_a_script_that_fails_is_shown_with_its_own_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -281,6 +281,7 @@ class SmallJob:
         self._server_pool: Pool[ServerState] = Pool()
         self._coordinator_pool: Pool[CoordinatorState] = Pool()
         self._server_after: dict[tuple[ServerState, Call], tuple[ServerState, tuple[Send, ...]]] = {}
+        self._delivered: dict[tuple[ServerState, int, int], tuple[ServerState, tuple[Send, ...]]] = {}
         self._sent: dict[tuple[ServerState, int, Message], ServerState] = {}
         self._labels: dict[tuple[ServerState, int], list[tuple[str, int, Timer | None]]] = {}
         self._quiet: dict[int, bool] = {}
@@ -858,15 +859,20 @@ class SmallJob:
     # -- at a server --------------------------------------------------------------------------------------
 
     def _deliver_to_server(self, state: State, w: int, index: int) -> State:
-        at = state.servers[index]
+        key = state.servers[index], w, self.now_ticks
+        if key not in self._delivered:
+            self._delivered[key] = self._server_receives(state.servers[index], w, index)
+        return self._with_sent(state, index, *self._delivered[key])
+
+    def _server_receives(self, at: ServerState, w: int, index: int) -> tuple[ServerState, tuple[Send, ...]]:
+        """Return the state of a server that has received a worker's next message, and the messages that it sends."""
         message, rest = at.queues[w][0], at.queues[w][1:]
         at = self._server_pool(at._replace(queues=put(at.queues, w, rest)))
-        state = state._replace(servers=put(state.servers, index, at))
-        if isinstance(message, Hello):
-            if w not in self._servers[at.core].expected or self._servers[at.core].is_fenced(w):
-                return state  # the server has been told that the worker is lost, and refuses it
-            return self._at_server(state, index, Call("connected", w, now_ticks=self.now_ticks))
-        return self._at_server(state, index, Call("handle", w, message, self.now_ticks))
+        if not isinstance(message, Hello):
+            return self._server_takes(at, index, Call("handle", w, message, self.now_ticks))
+        if w not in self._servers[at.core].expected or self._servers[at.core].is_fenced(w):
+            return at, ()  # the server has been told that the worker is lost, and refuses it
+        return self._server_takes(at, index, Call("connected", w, now_ticks=self.now_ticks))
 
     def _deliver_reply(self, state: State, index: int) -> State:
         at = state.servers[index]
@@ -891,17 +897,26 @@ class SmallJob:
         return self._at_server(state, index, Call("fire", message=timer, now_ticks=self.now_ticks))
 
     def _at_server(self, state: State, index: int, call: Call) -> State:
-        key = state.servers[index], call
-        if key not in self._server_after:
-            self._server_after[key] = self._server_takes(state.servers[index], index, call)
-        at, sent = self._server_after[key]
-        state = state._replace(servers=put(state.servers, index, at))
+        return self._with_sent(state, index, *self._server_takes(state.servers[index], index, call))
+
+    def _with_sent(self, state: State, index: int, at: ServerState, sent: tuple[Send, ...]) -> State:
+        """Return the state of the job after a server has sent some messages."""
+        servers = put(state.servers, index, at)
+        state = State(state.workers, servers, state.coordinator, state.losses, state.requested)
+        if not sent:
+            return state
         host = _FromServer(self, state, index)
         host.carry_out(sent)
         return host.state
 
     def _server_takes(self, at: ServerState, index: int, call: Call) -> tuple[ServerState, tuple[Send, ...]]:
         """Return the state of a server after a call, and the messages that it sends."""
+        key = at, call
+        if key not in self._server_after:
+            self._server_after[key] = self._server_calls(at, index, call)
+        return self._server_after[key]
+
+    def _server_calls(self, at: ServerState, index: int, call: Call) -> tuple[ServerState, tuple[Send, ...]]:
         core, outcome = self._servers.after(at.core, call)
         at = at._replace(core=core)
         [shard] = self._servers[core].shards.values()

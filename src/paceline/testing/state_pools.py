@@ -6,7 +6,7 @@ import io
 import pickle
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from types import BuiltinFunctionType, FunctionType
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -230,6 +230,7 @@ class Interned(Generic[Core]):
         self._tape = tape
         self._outlook = Outlook(without, MOST_WORKERS)
         self._cores: list[Core] = []
+        self._written: dict[int, _Written] = {}  # of the cores that were copied
         self._number: dict[Hashable, int] = {}
         self._next: dict[tuple[int, Call], tuple[int, _Outcome]] = {}
         self._came_from: list[tuple[int, Call] | None] = []
@@ -241,7 +242,9 @@ class Interned(Generic[Core]):
         """Return the number of a core's state after a call, and the result of the call."""
         key = number, call
         if key not in self._next:
-            core = _copied(self._cores[number])
+            if number not in self._written:
+                self._written[number] = _Written(self._cores[number])
+            core: Core = self._written[number].copy()
             outcome = self._perform(core, call)
             self._next[key] = self.add(core, key), outcome
         return self._next[key]
@@ -517,13 +520,29 @@ class _Reader(pickle.Unpickler):
         return self._shared[number]
 
 
+class _Written:
+    """A core as bytes, from which copies are read.
+
+    Args:
+        core: the core, which is not changed any more.
+    """
+
+    def __init__(self, core: object) -> None:
+        file = io.BytesIO()
+        self._shared: list[object] = []
+        _Writer(file, self._shared).dump(core)
+        self._bytes = file.getvalue()
+
+    def copy(self) -> Any:
+        """Return a copy of the core."""
+        copied = _Reader(io.BytesIO(self._bytes), self._shared).load()
+        if isinstance(copied, Server):
+            for shard in copied.shards.values():
+                shard.sync.bind_again()
+        return copied
+
+
 def _copied(core: Core) -> Core:
     """Return a copy of a core."""
-    written, shared = io.BytesIO(), list[object]()
-    _Writer(written, shared).dump(core)
-    written.seek(0)
-    copied: Core = _Reader(written, shared).load()
-    if isinstance(copied, Server):
-        for shard in copied.shards.values():
-            shard.sync.bind_again()
+    copied: Core = _Written(core).copy()
     return copied
