@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -19,8 +21,12 @@ NOISE = 0.3
 REGULARIZATION = 0.01
 
 
+@cache
 def noisy_ratings() -> tuple[Tensor, Tensor]:
-    """Return the ratings of all items by all users, and an order in which they are observed. Both are flat."""
+    """Return the ratings of all items by all users, and an order in which they are observed. Both are flat.
+
+    All problems share them, and none changes them.
+    """
     generator = torch.Generator().manual_seed(0)
     users = torch.randn(USERS, RANK, generator=generator)
     items = torch.randn(ITEMS, RANK, generator=generator)

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.core.protocol.model_spec import HyperParameters
-from paceline.demo.digits import load
+from paceline.demo import digits as demo
 
 from .problems import Data, Orders, Weights, sgd
 from .schedules import Batch
 
 __all__ = ["DigitsCNN", "DigitsMLP"]
+
+
+@cache
+def digits() -> demo.Digits:
+    """Return the images and labels, which all problems share, and none changes."""
+    return demo.load()
+
+
+@cache
+def unfolded() -> tuple[Tensor, Tensor]:
+    """Return the columns of the training images (images, 9, 64), and of those with which a network is tested."""
+    images, tested = digits().train_images, digits().test_images
+    tested = torch.cat([images[:STATISTICS], tested])
+    return functional.unfold(images, 3, padding=1), functional.unfold(tested, 3, padding=1)
 
 
 class Digits:
@@ -28,9 +43,8 @@ class Digits:
     epochs = 10
 
     def __init__(self) -> None:
-        digits = load()
-        self.images, self.labels = digits.train_images, digits.train_labels
-        self.test_images, self.test_labels = digits.test_images, digits.test_labels
+        self.images, self.labels = digits().train_images, digits().train_labels
+        self.test_images, self.test_labels = digits().test_images, digits().test_labels
         self.samples = len(self.labels)
         self._orders = Orders(self.samples)
 
@@ -97,9 +111,7 @@ class DigitsCNN(Digits):
 
     def __init__(self) -> None:
         super().__init__()
-        self._columns = functional.unfold(self.images, 3, padding=1)  # (images, 9, 64)
-        tested = torch.cat([self.images[:STATISTICS], self.test_images])
-        self._tested = functional.unfold(tested, 3, padding=1)
+        self._columns, self._tested = unfolded()
 
     def settings(self, rate: float, progress: float) -> HyperParameters:
         """Return the hyper-parameters of SGD."""

@@ -15,7 +15,6 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -25,7 +24,7 @@ from ..plugins import imported_modules, load_models
 
 __all__ = ["Ended", "ProcessPool", "TellCount", "on_all_cores"]
 
-CONTEXT: BaseContext = multiprocessing.get_context("spawn")
+CONTEXT = multiprocessing.get_context("spawn")
 """How processes start: as new ones, which have nothing of what this process has changed since it has started."""
 
 Task = TypeVar("Task")
@@ -168,7 +167,7 @@ class _Worker:
 
     def __init__(self, begin: tuple[Any, ...]) -> None:
         self.connection, theirs = multiprocessing.Pipe()
-        self.process: BaseProcess = CONTEXT.Process(target=_serve, args=(theirs, *begin))  # type: ignore[attr-defined]
+        self.process: BaseProcess = CONTEXT.Process(target=_serve, args=(theirs, *begin))
         # A new process inherits the mask, so Ctrl-C does not end it while it starts.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:

@@ -281,7 +281,6 @@ class SmallJob:
         self._server_pool: Pool[ServerState] = Pool()
         self._coordinator_pool: Pool[CoordinatorState] = Pool()
         self._server_after: dict[tuple[ServerState, Call], tuple[ServerState, tuple[Send, ...]]] = {}
-        self._delivered: dict[tuple[ServerState, int, int], tuple[ServerState, tuple[Send, ...]]] = {}
         self._sent: dict[tuple[ServerState, int, Message], ServerState] = {}
         self._labels: dict[tuple[ServerState, int], list[tuple[str, int, Timer | None]]] = {}
         self._quiet: dict[int, bool] = {}
@@ -859,20 +858,7 @@ class SmallJob:
     # -- at a server --------------------------------------------------------------------------------------
 
     def _deliver_to_server(self, state: State, w: int, index: int) -> State:
-        key = state.servers[index], w, self.now_ticks
-        if key not in self._delivered:
-            self._delivered[key] = self._server_receives(state.servers[index], w, index)
-        return self._with_sent(state, index, *self._delivered[key])
-
-    def _server_receives(self, at: ServerState, w: int, index: int) -> tuple[ServerState, tuple[Send, ...]]:
-        """Return the state of a server that has received a worker's next message, and the messages that it sends."""
-        message, rest = at.queues[w][0], at.queues[w][1:]
-        at = self._server_pool(at._replace(queues=put(at.queues, w, rest)))
-        if not isinstance(message, Hello):
-            return self._server_takes(at, index, Call("handle", w, message, self.now_ticks))
-        if w not in self._servers[at.core].expected or self._servers[at.core].is_fenced(w):
-            return at, ()  # the server has been told that the worker is lost, and refuses it
-        return self._server_takes(at, index, Call("connected", w, now_ticks=self.now_ticks))
+        return self._at_server(state, index, Call("deliver", w, now_ticks=self.now_ticks))
 
     def _deliver_reply(self, state: State, index: int) -> State:
         at = state.servers[index]
@@ -897,7 +883,10 @@ class SmallJob:
         return self._at_server(state, index, Call("fire", message=timer, now_ticks=self.now_ticks))
 
     def _at_server(self, state: State, index: int, call: Call) -> State:
-        return self._with_sent(state, index, *self._server_takes(state.servers[index], index, call))
+        key = state.servers[index], call
+        if key not in self._server_after:
+            self._server_after[key] = self._server_takes(key[0], index, call)
+        return self._with_sent(state, index, *self._server_after[key])
 
     def _with_sent(self, state: State, index: int, at: ServerState, sent: tuple[Send, ...]) -> State:
         """Return the state of the job after a server has sent some messages."""
@@ -910,13 +899,20 @@ class SmallJob:
         return host.state
 
     def _server_takes(self, at: ServerState, index: int, call: Call) -> tuple[ServerState, tuple[Send, ...]]:
-        """Return the state of a server after a call, and the messages that it sends."""
-        key = at, call
-        if key not in self._server_after:
-            self._server_after[key] = self._server_calls(at, index, call)
-        return self._server_after[key]
+        """Return the state of a server after a call, and the messages that it sends.
 
-    def _server_calls(self, at: ServerState, index: int, call: Call) -> tuple[ServerState, tuple[Send, ...]]:
+        The call "deliver" stands for the one that a worker's next message causes.
+        """
+        if call.method == "deliver":
+            w = call.worker
+            message, *rest = at.queues[w]
+            at = at._replace(queues=put(at.queues, w, tuple(rest)))
+            call = call._replace(method="handle", message=message)
+            if isinstance(message, Hello):
+                if w not in self._servers[at.core].expected or self._servers[at.core].is_fenced(w):
+                    # The server has been told that the worker is lost, and refuses it.
+                    return self._server_pool(at), ()
+                call = call._replace(method="connected", message=None)
         core, outcome = self._servers.after(at.core, call)
         at = at._replace(core=core)
         [shard] = self._servers[core].shards.values()

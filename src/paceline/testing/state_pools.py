@@ -244,7 +244,7 @@ class Interned(Generic[Core]):
         if key not in self._next:
             if number not in self._written:
                 self._written[number] = _Written(self._cores[number])
-            core: Core = self._written[number].copy()
+            core = self._written[number].copy()
             outcome = self._perform(core, call)
             self._next[key] = self.add(core, key), outcome
         return self._next[key]
@@ -273,7 +273,7 @@ class Interned(Generic[Core]):
         while todo:
             number, core = todo.pop()
             for call in calls.get(number, []):
-                after = _copied(core)
+                after = _Written(core).copy()
                 if difference := self._difference(after, number, call):
                     return difference
                 if (whole := snapshot(after)) not in known:
@@ -540,9 +540,3 @@ class _Written:
             for shard in copied.shards.values():
                 shard.sync.bind_again()
         return copied
-
-
-def _copied(core: Core) -> Core:
-    """Return a copy of a core."""
-    copied: Core = _Written(core).copy()
-    return copied
