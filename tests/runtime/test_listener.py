@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -268,7 +269,7 @@ def test_a_run_is_announced_when_its_listener_knows_the_coordinator(
             job,
             [],
             b"",
-            [],
+            sys.path,
             console=Console(quiet=True),
             placement=Placement("127.0.0.1", (HostMachine("127.0.0.1"),), ()),
             listening=lambda address, job: announced.append(known.copy()),
