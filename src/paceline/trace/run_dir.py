@@ -73,7 +73,8 @@ def set_aside(run_dir: Path, name: str, stays: Collection[str]) -> Path:
         folder.mkdir(parents=True)
         for path in sorted(run_dir.iterdir()):
             if path.name not in (BEFORE, *stays):
-                path.rename(folder / path.name)
+                with contextlib.suppress(FileNotFoundError):  # a probe of the lock, which is gone again
+                    path.rename(folder / path.name)
     except OSError as error:
         raise ConfigurationError(
             f"the run directory {run_dir} cannot be written: {error.strerror}. Free space there, or allow writing."
