@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ import pytest
 from paceline.errors import ConfigurationError
 from paceline.runtime import run_lock
 from paceline.runtime.process_states import RunningProcess
-from paceline.runtime.run_lock import Holder, RunLock, await_free, is_held, life_of, newest_lock
+from paceline.runtime.run_lock import Holder, RunLock, await_free, is_held, is_lock, life_of, newest_lock
+from paceline.trace.run_dir import set_aside
 from tests.support.emulated import why_not_emulated
 from tests.support.live import await_that
 
@@ -233,3 +235,27 @@ def test_a_process_in_another_namespace_is_judged_by_its_heartbeats(
     program.kill()  # nothing is left of the namespace
     with RunLock.take(tmp_path, tell=words.append):
         assert words[-1].startswith("No sign of life of process 1")
+
+
+def test_no_file_of_the_lock_is_moved_with_those_of_an_earlier_run(tmp_path: Path) -> None:
+    """The heartbeats of whoever moves them create files that are gone again at once."""
+    of_the_lock = [".lock-1", ".lock-2", ".lock-2.0a1b"]
+    for name in of_the_lock:
+        (tmp_path / name).touch()
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.is_set():
+            run_lock._refresh(tmp_path)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        for number in range(300):
+            (tmp_path / "trace-shard-0.jsonl").touch()
+            folder = set_aside(tmp_path, str(number), stays=is_lock)
+            assert os.listdir(folder) == ["trace-shard-0.jsonl"]
+    finally:
+        ended.set()
+        thread.join()
+    assert sorted(os.listdir(tmp_path)) == sorted([*of_the_lock, "before"])

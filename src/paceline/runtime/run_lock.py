@@ -56,7 +56,8 @@ log = logging.getLogger("paceline.run")
 Life = Literal["alive", "dead", "unseen"]
 """What is known of a process: "unseen" if it is on another machine, or in a process namespace that is not ours."""
 
-NAME = re.compile(r"\.lock-(\d+)")
+LOCK = ".lock-"
+NAME = re.compile(rf"{re.escape(LOCK)}(\d+)")
 PROBE = ".clock-"
 
 HEARTBEAT_S = 5.0
@@ -150,8 +151,8 @@ class _Lock(NamedTuple):
 
 
 def is_lock(name: str) -> bool:
-    """Return True if a file with this name in a run directory belongs to its lock."""
-    return NAME.fullmatch(name) is not None
+    """Return True if a file with this name in a run directory belongs to its lock. The file may be gone at once."""
+    return name.startswith((LOCK, PROBE))
 
 
 def newest_lock(run_dir: Path) -> int:
@@ -476,7 +477,7 @@ def _locks(run_dir: Path) -> list[_Lock]:
         names = os.listdir(run_dir)
     except FileNotFoundError:
         return []
-    found = [_read(run_dir / name) for name in names if is_lock(name)]
+    found = [_read(run_dir / name) for name in names if NAME.fullmatch(name)]
     return sorted((each for each in found if each.path.exists()), key=lambda each: -each.number)
 
 

@@ -7,7 +7,7 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -50,13 +50,13 @@ def _has_ended(summary: Path) -> bool:
     return ended.get("ended") not in ("failed", "interrupted") or measured
 
 
-def set_aside(run_dir: Path, name: str, stays: Collection[str]) -> Path:
+def set_aside(run_dir: Path, name: str, stays: Callable[[str], bool]) -> Path:
     """Move what a run has written to its directory into a new folder in it, because the run begins again there.
 
     Args:
         run_dir: the directory of the run.
         name: name of the folder in `before`. A number is added if there is such a folder.
-        stays: names of files and folders that stay.
+        stays: returns True if the file or the folder with a name stays.
 
     Returns:
         The folder.
@@ -72,9 +72,8 @@ def set_aside(run_dir: Path, name: str, stays: Collection[str]) -> Path:
     try:
         folder.mkdir(parents=True)
         for path in sorted(run_dir.iterdir()):
-            if path.name not in (BEFORE, *stays):
-                with contextlib.suppress(FileNotFoundError):  # a probe of the lock, which is gone again
-                    path.rename(folder / path.name)
+            if path.name != BEFORE and not stays(path.name):
+                path.rename(folder / path.name)
     except OSError as error:
         raise ConfigurationError(
             f"the run directory {run_dir} cannot be written: {error.strerror}. Free space there, or allow writing."

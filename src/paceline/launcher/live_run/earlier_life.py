@@ -94,8 +94,12 @@ def make_room(job: Job) -> Earlier:
         file = read_run_file(run_dir)
     except (OSError, MsgspecError):
         file = None
-    locks = [each.name for each in run_dir.iterdir() if is_lock(each.name)]
-    folder = set_aside(run_dir, Path(job.resumed.path).name, (CHECKPOINTS, NAME, SOURCE, SECRET, *locks))
+    folder = set_aside(
+        run_dir,
+        Path(job.resumed.path).name,
+        # This process writes and removes files of the lock meanwhile.
+        stays=lambda name: name in (CHECKPOINTS, NAME, SOURCE, SECRET) or is_lock(name),
+    )
     return Earlier(cut, job.resumed.path, job.resumed.faults, file, _progress_in(folder, file))
 
 
