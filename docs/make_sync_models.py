@@ -10,16 +10,11 @@ import sys
 import textwrap
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-
-from paceline.report.canvas import new_figure, save
-from paceline.report.colors_of_time import COMPUTING, TRANSFER, WAITING, WASTED
+from paceline.report.canvas import save
 from paceline.report.models import Page, flowing, pages
-from paceline.sim import Cluster, SimResult, Uniform, simulate
+from paceline.report.timelines import activity_of, timeline_picture
+from paceline.sim import Cluster, Uniform, simulate
 from paceline.sync import Conditions
-from paceline.trace.activity import SPAN_UNITS_PER_S, Activity
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))  # `docs` is not installed
@@ -32,7 +27,6 @@ PICTURES = HERE / "pictures"
 UNTIL_S = 20.0
 LATENCY_S = 0.02
 SLOW_S = 3.0
-BAR_HEIGHT = 0.78
 CLUSTER = Cluster(
     compute_s=[Uniform(low=0.9 * mean_s, high=1.1 * mean_s) for mean_s in (1.0, 1.0, 1.0, SLOW_S)],
     latency_s=LATENCY_S,
@@ -177,63 +171,7 @@ def draw(sync: str, path: Path) -> None:
     """Simulate one model and save its timeline."""
     model = Conditions(pull=lambda state: state.gap <= 2) if sync == "conditions" else sync
     result = simulate(CLUSTER, model, iterations=None, until_s=2 * UNTIL_S, record=True)
-    figure = new_figure(11.0, 1.95)
-    draw_timeline(figure.subplots(), activity_of(result))
-    save(figure, path)
-
-
-def activity_of(result: SimResult) -> Activity:
-    """Return what the workers of a simulation did."""
-    shards = [trace for trace in result.trace if trace.header.host == "shard"]
-    activity = Activity(len(shards), ticks_per_s=shards[0].header.ticks_per_s)
-    for worker in range(len(result.records)):
-        activity.expect_records(worker)
-    for index, shard in enumerate(shards):
-        recorder = activity.at_shard(index)
-        for entry in shard.entries:
-            recorder.record(entry)
-    for worker, records in enumerate(result.records):
-        for record in records:
-            activity.record(worker, record)
-    return activity
-
-
-def draw_timeline(axes: Axes, activity: Activity) -> None:
-    """Draw the first seconds: one row of bars per worker (worker 0 on top), and one line per barrier."""
-    kinds = (WASTED, COMPUTING, TRANSFER, WAITING, TRANSFER)  # the parts of a span, in their order
-    for span in activity.spans:
-        begun_s = span.begun / SPAN_UNITS_PER_S
-        for color, length in zip(kinds, span.lengths, strict=True):
-            length_s = length / SPAN_UNITS_PER_S
-            edge = "white" if color == COMPUTING else "none"  # separates the iterations
-            place = (span.worker - BAR_HEIGHT / 2, BAR_HEIGHT)
-            axes.broken_barh([(begun_s, length_s)], place, facecolor=color, edgecolor=edge, linewidth=0.4)
-            begun_s += length_s
-    workers = len(activity.workers)
-    axes.vlines(list(activity.barriers_s), -0.5, workers - 0.5, color="black", linewidth=1.3)
-    axes.set_xlim(0.0, UNTIL_S)
-    axes.set_ylim(workers - 0.5, -0.5)
-    axes.set_yticks(range(workers), [f"worker {index}" for index in range(workers)])
-    axes.tick_params(axis="y", length=0, labelsize=8)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.set_xlabel("seconds")
-    labels = {
-        COMPUTING: "computing, one bar per iteration",
-        TRANSFER: "transferring data",
-        WASTED: "aborted or lost computations",
-        WAITING: "waiting",
-    }
-    barrier = Line2D([], [], color="black", linewidth=1.3, label="barrier")
-    axes.legend(
-        handles=[*(Patch(facecolor=color, label=label) for color, label in labels.items()), barrier],
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        ncols=len(labels) + 1,
-        frameon=False,
-        fontsize=8.5,
-        borderaxespad=0.2,
-    )
+    save(timeline_picture(activity_of(result.records, result.trace), UNTIL_S), path)
 
 
 def wrapped(text: str, indent: str = "") -> str:

@@ -391,7 +391,7 @@ def test_simulate_prints_a_ranking_and_leaves_figures_and_pictures(
     names = ["asp", "bsp, balanced batches", "ssp: staleness=3", "bsp  "]
     assert [table.index(name) for name in names] == sorted(table.index(name) for name in names)
     assert advised.startswith("Recommended: bsp with balanced batches: 2.")
-    assert {path.name for path in out.iterdir()} == {"ranking.json", "ranking.png"}
+    assert {path.name for path in out.iterdir()} == {"ranking.json", "ranking.png", "timelines.png"}
     found = json.loads((out / "ranking.json").read_text())
     assert found["rows"][0]["sync"] == "asp"
     assert advised.startswith(found["recommendation"]["text"])
@@ -593,9 +593,9 @@ def test_simulate_trains_a_script_under_each_model(
 @pytest.mark.parametrize(
     ("options", "saved"),
     [
-        (["--sync", "bsp,asp"], {"ranking.json": "ranking.png was"}),
+        (["--sync", "bsp,asp"], {"ranking.json": "ranking.png and timelines.png were"}),
         *chaos(
-            (["--sync", "bsp", "--samples", "400"], {"ranking.json": "ranking.png was"}),
+            (["--sync", "bsp", "--samples", "400"], {"ranking.json": "ranking.png and timelines.png were"}),
             (["--sync", "elastic-bsp", "--sweep", "lookahead=5,10"], {"sweep.json": "sweep.png was"}),
             (
                 ["--sync", "bsp", "--script", "train.py 6"],

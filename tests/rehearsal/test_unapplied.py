@@ -198,6 +198,7 @@ def test_a_comparison_marks_them_and_goes_on(
     assert [row["front"] for row in found["rows"]] == [True, True, True, False, False]
     assert "failing" not in found["recommendation"]["text"]
     assert Path("out", "ranking.png").exists()
+    assert Path("out", "timelines.png").exists()
 
 
 @pytest.mark.usefixtures("failing")

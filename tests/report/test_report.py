@@ -9,6 +9,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
 from rich.console import Console
@@ -21,7 +23,8 @@ from paceline.report.colors_of_time import COMPUTING, TRANSFER, WAITING, WASTED
 from paceline.report.ranking_table import ranking_picture
 from paceline.report.results_table import TrialOutcome, comparison_table, medians
 from paceline.report.summary import summary_rows
-from paceline.sim import Cluster, Uniform
+from paceline.report.timelines import activity_of, timelines_picture
+from paceline.sim import Cluster, Uniform, simulate
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 BSP_CURVE = Curve("bsp", (0.0, 1.0, 2.0, 3.0), (0.1, 0.7, 0.95, 0.96), 3.0)
@@ -247,17 +250,21 @@ def test_each_color_has_one_meaning_and_no_labels_overlap(workers: int) -> None:
     cluster = Cluster(compute_s=[Uniform(low=0.8, high=1.2)] * (workers - 1) + [3.0], latency_s=0.05)
     rows = rank(cluster, EVERY_MODEL, iterations=20)
     ranking = ranking_picture("A cluster", "a long note " * 30, rows)
+    result = simulate(cluster, "spec-sync", 10, record=True)
+    activity = activity_of(result.records, result.trace)
+    timelines = timelines_picture({"spec-sync": activity}, 20.0, 20.0)
     meanings: dict[str, set[str]] = {}
-    ranking.draw_without_rendering()
-    for axes in ranking.axes:
-        legend = axes.get_legend()
-        if legend is not None:
-            words = [text.get_text() for text in legend.get_texts()]
-            for patch, meaning in zip(legend.get_patches(), words, strict=True):
-                meanings.setdefault(to_hex(patch.get_facecolor()).upper(), set()).add(meaning)
-        for texts in (axes.texts, axes.get_yticklabels(), axes.get_xticklabels()):
-            boxes = [text.get_window_extent() for text in texts if text.get_text()]
-            assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    for figure in (ranking, timelines):
+        figure.draw_without_rendering()
+        for axes in figure.axes:
+            legend = axes.get_legend()
+            if legend is not None:
+                words = [text.get_text().partition(",")[0] for text in legend.get_texts()]
+                for patch, meaning in zip(legend.get_patches(), words, strict=False):  # the barrier is a line
+                    meanings.setdefault(to_hex(patch.get_facecolor()).upper(), set()).add(meaning)
+            for texts in (axes.texts, axes.get_yticklabels(), axes.get_xticklabels()):
+                boxes = [text.get_window_extent() for text in texts if text.get_text()]
+                assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
     assert meanings == {
         COMPUTING: {"computing"},
         TRANSFER: {"transferring data"},
@@ -269,6 +276,56 @@ def test_each_color_has_one_meaning_and_no_labels_overlap(workers: int) -> None:
     boxes = [text.get_window_extent() for text in (note, ranking.axes[0].title)]
     assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
     assert all(box.width < ranking.bbox.width for box in boxes)
+
+
+def bars_in(axes: Axes) -> dict[str, list[tuple[float, float, int]]]:
+    """Return the beginning, the end and the row of each bar, by its color."""
+    found: dict[str, list[tuple[float, float, int]]] = {}
+    for collection in axes.collections:
+        if isinstance(collection, PolyCollection):
+            color = to_hex(np.asarray(collection.get_facecolor(), dtype=float)[0]).upper()
+            for path in collection.get_paths():
+                box = path.get_extents()
+                place = round(float(box.x0), 4), round(float(box.x1), 4), round(float(box.y0 + box.y1) / 2)
+                found.setdefault(color, []).append(place)
+    return found
+
+
+def test_a_timeline_has_bars_where_workers_computed_and_waited_and_a_line_at_each_barrier() -> None:
+    """Worker 0 computes for 1 s and worker 1 for 2 s. A message takes 0.1 s. What begins after 5 s is left out."""
+    result = simulate(Cluster(compute_s=[1.0, 2.0], latency_s=0.1), "bsp", 4, record=True)
+    activity = activity_of(result.records, result.trace)
+    figure = timelines_picture({"bsp": activity, "again": activity}, until_s=5.0, whole_s=699.0)
+    axes, below = figure.axes
+    bars = bars_in(axes)
+    assert bars[COMPUTING] == [(b, e, w) for b, e, w in bars[COMPUTING] if b < 5.0]
+    assert sorted(bars[COMPUTING]) == [
+        (0.0, 1.0, 0),
+        (0.0, 2.0, 1),
+        (2.2, 3.2, 0),
+        (2.2, 4.2, 1),
+        (4.4, 5.4, 0),
+        (4.4, 6.4, 1),
+    ]
+    assert sorted(bars[WAITING]) == [(1.1, 2.1, 0), (3.3, 4.3, 0)]
+    assert sorted(bars[TRANSFER])[:3] == [(1.0, 1.1, 0), (2.0, 2.1, 1), (2.1, 2.2, 0)]
+    assert WASTED not in bars
+    [barriers] = [each for each in axes.collections if isinstance(each, LineCollection)]
+    assert [round(float(segment[0][0]), 4) for segment in barriers.get_segments()] == [2.1, 4.3]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["worker 0", "worker 1"]
+    assert [each.get_title(loc="left") for each in figure.axes] == ["bsp", "again"]
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text().partition(",")[0] for text in legend.get_texts()] == [
+        "computing",
+        "transferring data",
+        "aborted or lost computations",
+        "waiting",
+        "barrier",
+    ]
+    assert below.get_xlabel() == "virtual seconds since training began: the first 5 of 699 s"
+    whole = timelines_picture({"bsp": activity}, until_s=0.5, whole_s=0.5)
+    assert whole.axes[0].get_xlabel() == "virtual seconds since training began"
 
 
 def test_missing_matplotlib_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

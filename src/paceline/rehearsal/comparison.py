@@ -14,7 +14,8 @@ from ..files import write_json
 from ..launcher.terminal.output import print_sentence
 from ..report.canvas import can_draw, no_picture, save
 from ..report.ranking_table import ranking_picture, ranking_table, sweep_picture
-from ..sim import Cluster, Dataset
+from ..report.timelines import activity_of, timelines_picture
+from ..sim import Cluster, Dataset, simulate
 from ..trace.findings import how_to_check
 from .clusters import NO_CHANGES, Changes, describe, describe_data
 from .process_pool import TellCount
@@ -37,6 +38,8 @@ NO_RECOMMENDATION = (
     'No model is recommended, because there are no results for bsp without "!", to compare with.'
 )
 STAR = "*: no model is better in speed or staleness without being worse in the other"
+MOST_DRAWN = 16  # timelines are drawn for clusters with at most this many workers
+SHOWN_ITERATIONS = 12  # length of the timelines, in iterations of the slowest worker
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -91,10 +94,10 @@ def compare(
     console: Console,
     tell: TellCount,
 ) -> Comparison:
-    """Rank sync models. Print a table and a recommendation, and save the results as JSON and as a picture.
+    """Rank sync models. Print a table and a recommendation, and save the results as JSON and as pictures.
 
-    Without matplotlib, a sentence says that the picture is left out. `source` is the argument of the command that
-    describes the cluster, and `changes` are its options that change it.
+    The pictures are the ranking and timelines. Without matplotlib, a sentence says that they are left out. `source`
+    is the argument of the command that describes the cluster, and `changes` are its options that change it.
     """
     simulated = _Simulated(cluster, iterations, seed, shards, wire, data, tell)
     rows = simulated.ranked(syncs)
@@ -109,11 +112,25 @@ def compare(
     show_faults(rows, console)
     show_recommendation(comparison.recommendation, console)
     write_json(out / "ranking.json", comparison)
-    if can_draw():
-        drawn = [row for row in rows if not row.failure]
-        save(ranking_picture(cluster.name, note, drawn), out / "ranking.png")
-    else:
-        print_sentence(console, no_picture("ranking.png"))
+    drawn = ["ranking.png", *(["timelines.png"] if cluster.workers <= MOST_DRAWN else [])]
+    if not can_draw():
+        print_sentence(console, no_picture(*drawn))
+        return comparison
+    rows = [row for row in rows if not row.failure]
+    save(ranking_picture(cluster.name, note, rows), out / "ranking.png")
+    if cluster.workers <= MOST_DRAWN:
+        slowest_s = max(cluster.compute(worker).typical_s for worker in range(cluster.workers))
+        whole_s = max(row.until_s for row in rows)
+        shown_s = min(SHOWN_ITERATIONS * (slowest_s or 1.0), whole_s)
+        timelines = {}
+        for sync in (sync for sync in syncs if sync in {row.sync for row in rows}):
+            result = simulate(
+                cluster, sync, None, seed, until_s=2 * shown_s, shards=shards, wire=wire, record=True
+            )
+            if any(result.records):  # there is no timeline if no worker has finished an iteration
+                timelines[sync] = activity_of(result.records, result.trace)
+        if timelines:
+            save(timelines_picture(timelines, shown_s, whole_s), out / "timelines.png")
     return comparison
 
 

@@ -43,13 +43,13 @@ def can_draw() -> bool:
     return True
 
 
-def no_picture(name: str) -> str:
-    """Return a sentence that says which picture was left out without matplotlib, and how to get it.
+def no_picture(*names: str) -> str:
+    """Return a sentence that says which pictures were left out without matplotlib, and how to get them.
 
-    >>> no_picture("ranking.png").partition(":")[0]
-    'ranking.png was not drawn'
+    >>> no_picture("ranking.png", "timelines.png").partition(":")[0]
+    'ranking.png and timelines.png were not drawn'
     """
-    return f"{name} was not drawn: {NO_MATPLOTLIB}"
+    return f"{' and '.join(names)} {'were' if len(names) > 1 else 'was'} not drawn: {NO_MATPLOTLIB}"
 
 
 def new_figure(width_inches: float, height_inches: float) -> Figure:
