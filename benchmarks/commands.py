@@ -18,6 +18,7 @@ BENCHMARKS = {
     "transport": "transport",
     "overlap": "overlap.measurement",
     "links": "links",
+    "step": "step",
     "sync": "sync",
     "zipline": "zipline",
     "simulator": "simulator",

@@ -23,6 +23,7 @@ OPTIONS = {
     "transport": {"--sizes", "--workers", "--servers", "--rounds", "--systems"},
     "overlap": {"--rate", "--rounds", "--iterations", "--shards", "--picture"},
     "links": {"--rate", "--sizes", "--rounds", "--wire"},
+    "step": {"--rounds"},
     "sync": set[str](),
     "zipline": {"--rounds"},
     "simulator": set[str](),
