@@ -93,7 +93,7 @@ class Caller:
 
     def __str__(self) -> str:
         if not self.role:
-            return "a connection that has not sent the run's token"
+            return "an unknown connection"
         return f"{self.role} {self.index}"
 
 
