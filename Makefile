@@ -59,21 +59,21 @@ check-models: $(READY)  ## check every interleaving of 3 workers, 2 shards and 4
 	PACELINE_CHECK_MODELS=1 $(BIN)/python -m pytest -s tests/zipline/test_methods.py tests/sync/test_properties.py tests/sync/test_exhaustive.py tests/sync/test_exhaustive_search.py
 
 stress: $(READY)  ## test 100,000 pulls during concurrent pushes on each transport, 10,000 scripts on the double of an accelerator, a million small steps, and the directory of a run of a million iterations; keep workers on a loaded machine for ten minutes (about an hour and a half)
-	PACELINE_STRESS=1 $(BIN)/python -m pytest -s tests/runtime/test_stress.py
-	PACELINE_STAGING_EXAMPLES=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/frontend/test_staging.py
-	PACELINE_STRESS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m chaos tests/launcher/test_patience.py
+	PACELINE_STRESS=1 $(BIN)/python -m pytest -s tests/run/test_stress.py
+	PACELINE_STAGING_EXAMPLES=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/train/test_staging.py
+	PACELINE_STRESS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m chaos tests/start/test_patience.py
 
 chaos: $(READY)  ## test 50 runs in which a random process receives a random signal, 60 faults on emulated machines (root), and other ways in which runs end (about an hour)
 	PACELINE_KILLS=$${PACELINE_CHAOS:-4} PACELINE_CHAOS=$${PACELINE_CHAOS:-50} $(BIN)/python -m pytest -s -m chaos
 
 fuzz: $(READY)  ## send 500,000 mutated frames to hosts in the same process and 50,000 over sockets, with a valid token (about 9 minutes; FUZZ=n for fewer)
-	PACELINE_FUZZ=$(FUZZ) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/runtime/test_fuzz.py
+	PACELINE_FUZZ=$(FUZZ) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/run/test_fuzz.py
 
 siege: $(READY)  ## during a run with few file descriptors, open 10,000 connections that reset immediately, and hold 2,000 open; try to get into a served run (about 5 minutes)
-	PACELINE_SIEGE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m 'not chaos' tests/launcher/test_siege.py tests/launcher/test_door.py
+	PACELINE_SIEGE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m 'not chaos' tests/start/test_siege.py tests/start/test_door.py
 
 clusters: $(READY)  ## train the demo in network namespaces, with torchrun and on Slurm, and compare the accuracy with one machine (root; 3 minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m chaos tests/launcher/test_clusters.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m chaos tests/start/test_clusters.py
 
 $(PORTING)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PORTING)
@@ -82,7 +82,7 @@ $(PORTING)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 porting: $(PORTING)/.ready  ## create .venv-porting with Hugging Face, Lightning and Jupyter, and run the scripts in docs/porting.md (2 minutes after the installation)
-	OMP_NUM_THREADS=1 $(PORTING)/bin/python -m pytest -p no:cacheprovider -m 'not chaos' tests/frontend/test_porting.py
+	OMP_NUM_THREADS=1 $(PORTING)/bin/python -m pytest -p no:cacheprovider -m 'not chaos' tests/train/test_porting.py
 
 $(SCHEDULERS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SCHEDULERS)
@@ -91,7 +91,7 @@ $(SCHEDULERS)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 ray: $(SCHEDULERS)/.ready  ## create .venv-schedulers with Ray and Kubernetes' schemas, and test runs and studies on Ray clusters and the manifests (10 minutes after the installation)
-	OMP_NUM_THREADS=1 $(SCHEDULERS)/bin/python -m pytest -p no:cacheprovider tests/launcher/test_ray.py tests/launcher/test_kubernetes.py tests/studies/test_work.py
+	OMP_NUM_THREADS=1 $(SCHEDULERS)/bin/python -m pytest -p no:cacheprovider tests/start/test_ray.py tests/start/test_kubernetes.py tests/lab/test_work.py
 
 # Debian's packages: chromium npm
 $(LOOK)/.ready: pyproject.toml constraints.txt
@@ -102,7 +102,7 @@ $(LOOK)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 look: $(LOOK)/.ready  ## create .venv-look with playwright and axe-core, and look at the report page in Chromium: themes, widths, keyboard, accessibility (needs chromium and npm; 4 minutes after the installation)
-	PACELINE_LOOK=1 OMP_NUM_THREADS=1 $(LOOK)/bin/python -m pytest -s -p no:cacheprovider tests/report/test_page_in_browser.py tests/outlets/test_live_page_in_browser.py
+	PACELINE_LOOK=1 OMP_NUM_THREADS=1 $(LOOK)/bin/python -m pytest -s -p no:cacheprovider tests/look/test_page_in_browser.py tests/look/test_live_page_in_browser.py
 
 # Debian's packages for the device "vulkan" without a graphics card: mesa-vulkan-drivers libvulkan1
 $(ACCELERATOR)/.ready: pyproject.toml constraints.txt

@@ -25,7 +25,7 @@ import typer
 from torch import nn
 
 import paceline
-from paceline.cli.progress_bar import TellShare
+from paceline.cli.console import TellShare
 
 from .harness import Benchmark, Columns, Figures, Rounds, in_turns, live
 

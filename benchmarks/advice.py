@@ -21,14 +21,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.cli.progress_bar import TellShare
-from paceline.core.protocol.lease import BatchSizing
-from paceline.frontend.data import distribute
-from paceline.frontend.epochs import epochs
-from paceline.frontend.is_main import is_main
-from paceline.frontend.optimizer import DistributedOptimizer
-from paceline.frontend.session import worker_index
-from paceline.rehearsal.advice import advise
+from paceline.cli.console import TellShare
+from paceline.core.lease import BatchSizing
+from paceline.lab.advice import advise
+from paceline.train.collectives import is_main
+from paceline.train.data import distribute
+from paceline.train.epochs import epochs
+from paceline.train.optimizer import DistributedOptimizer
+from paceline.train.session import worker_index
 
 from .harness import Benchmark, Columns, Figures, Rounds, in_turns, live, marked
 

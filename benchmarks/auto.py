@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from paceline.cli.progress_bar import TellShare
-from paceline.core.sync.auto import RELAXED
-from paceline.rehearsal.process_pool import on_all_cores
+from paceline.cli.console import TellShare
+from paceline.core.auto import RELAXED
+from paceline.lab.pool import on_all_cores
 from paceline.sim import Cluster, Dataset, Link, LogNormal, Occasional, Recorded, Uniform, simulate
 from paceline.sim.times import Times
-from paceline.sync.effects import backup_quorum
+from paceline.sync.model import backup_quorum
 
 from .harness import Benchmark, Columns, Figures
 

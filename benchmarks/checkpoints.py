@@ -18,8 +18,8 @@ import msgspec
 import torch
 
 import paceline
-from paceline.checkpoints.directory import numbers_in
-from paceline.cli.progress_bar import TellShare
+from paceline.checkpoints.manifest import numbers_in
+from paceline.cli.console import TellShare
 
 from .harness import Benchmark, Columns, Figures, Rounds, SizesMb, goal_text, in_turns, live
 

@@ -19,17 +19,16 @@ import msgspec
 import torch
 
 from paceline import __version__
-from paceline.cli.progress_bar import TellShare
-from paceline.core.protocol.layout import Layout, Parameter
-from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
+from paceline.cli.console import TellShare
+from paceline.core.layout import Layout, ModelSpec, OptimizerSpec, Parameter
 from paceline.errors import ConfigurationError
-from paceline.runtime.coordinator_host import CoordinatorHost
-from paceline.runtime.job_options import make_job
-from paceline.runtime.listener import Listener
+from paceline.run.coordinator import CoordinatorHost
+from paceline.run.job_options import make_job
+from paceline.run.listener import Listener
 from paceline.shard.optimizers import read_groups
-from paceline.wire.passing import PassedSockets, Source
+from paceline.wire.memory import PassedSockets, PushSource
 from paceline.wire.preface import COORDINATOR
-from paceline.wire.secret import new_secret
+from paceline.wire.secure import new_secret
 
 from .crowd import Crowd, CrowdReport, Place, allow_descriptors, load_of
 from .harness import Benchmark, Columns, Figures, marked
@@ -120,7 +119,7 @@ def _measure(
             job, workers=workers, least=workers, secure=secure, token=new_secret(), version=__version__
         )
         sock, address = CoordinatorHost.listen_for(job)
-        source: Source = sock
+        source: PushSource = sock
         if secure:
             listener = stack.enter_context(Listener(sock, bytes.fromhex(job.mark)))
             source = PassedSockets(listener.receiver(COORDINATOR))

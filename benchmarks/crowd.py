@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from paceline.core.machines.heartbeats import Heartbeats
-from paceline.core.protocol.host import Host
-from paceline.core.protocol.messages import (
+from paceline.core.layout import ModelSpec
+from paceline.core.liveness import Heartbeats
+from paceline.core.messages import (
     EntryRequested,
     HeartbeatAnswered,
     Hello,
@@ -38,10 +38,10 @@ from paceline.core.protocol.messages import (
     TakenOut,
     first_phase,
 )
-from paceline.core.protocol.model_spec import ModelSpec
-from paceline.core.protocol.requests import (
+from paceline.core.requests import (
     COORDINATOR,
     Abort,
+    Host,
     Peer,
     Proceed,
     Request,
@@ -52,11 +52,11 @@ from paceline.core.protocol.requests import (
 from paceline.core.server import Server
 from paceline.core.worker import Worker
 from paceline.errors import ConfigurationError
-from paceline.sim.shard_stores import NullStore
+from paceline.sim.simulate import NullStore
 from paceline.sync.schedule import read_schedule
-from paceline.wire.addresses import connect
+from paceline.wire.secure import contexts
 from paceline.wire.stream import Stream
-from paceline.wire.tls import contexts
+from paceline.wire.transports import connect
 
 TIMEOUT_S = 60.0
 SPARE_DESCRIPTORS = 100

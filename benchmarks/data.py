@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.cli.progress_bar import TellShare
-from paceline.core.protocol.requests import Request
-from paceline.frontend.data import distribute
-from paceline.frontend.optimizer import DistributedOptimizer
-from paceline.frontend.session import Session, current
+from paceline.cli.console import TellShare
+from paceline.core.requests import Request
+from paceline.train.data import distribute
+from paceline.train.optimizer import DistributedOptimizer
+from paceline.train.session import Session, current
 
 from .data_requests import SECONDS, RequestsRow, ask_core, ask_floor, ask_host
 from .harness import Benchmark, Columns, Figures, live, marked

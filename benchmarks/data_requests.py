@@ -21,17 +21,16 @@ from typing import Any
 import msgspec
 
 from paceline.core.coordinator import Coordinator
-from paceline.core.data.data_feed import DataFeed
-from paceline.core.protocol.lease import Lease, Order
-from paceline.core.protocol.messages import DataGranted, Hello, Message, Phase, first_phase
-from paceline.core.protocol.requests import Request, Send, worker_peer
-from paceline.runtime.coordinator_host import CoordinatorHost
-from paceline.runtime.job_options import make_job
+from paceline.core.data_feed import DataFeed
+from paceline.core.lease import DataOrder, Lease
+from paceline.core.messages import DataGranted, Hello, Message, Phase, first_phase
+from paceline.core.requests import Request, Send, worker_peer
+from paceline.run.coordinator import CoordinatorHost
+from paceline.run.job_options import make_job
 from paceline.sync.schedule import read_schedule
 from paceline.sync.ticks import in_ticks
-from paceline.wire.addresses import connect
 from paceline.wire.stream import BUFFER_BYTES, MAGIC, PREFIX, Stream, decoder
-from paceline.wire.unix import UNIX
+from paceline.wire.transports import UNIX, connect
 
 from .crowd import allow_descriptors, load_of
 
@@ -40,7 +39,7 @@ ROUNDS = 5
 SECONDS = 5.0
 GREETING_TIMEOUT_S = 60.0
 # The epoch is so long that it does not end during the measurement.
-ORDER = Order(2**50, 16, True, "dynamic", "0123456789abcdef")
+ORDER = DataOrder(2**50, 16, True, "dynamic", "0123456789abcdef")
 NAME = "train.py:35#0"
 
 

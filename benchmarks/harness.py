@@ -38,15 +38,13 @@ from rich.console import Console
 from rich.table import Table
 
 import paceline
-from paceline.cli.console import interruptible
-from paceline.cli.numbers import whole_number_option
-from paceline.cli.options import AsJson
-from paceline.cli.progress_bar import TellShare, shown_progress
+from paceline.cli.console import TellShare, interruptible, shown_progress
+from paceline.cli.options import AsJson, whole_number_option
 from paceline.errors import ConfigurationError, RunFailedError
-from paceline.frontend.session import worker_index
-from paceline.launcher.launch import launch
-from paceline.launcher.live_run.run_results import RunResult
 from paceline.settings.checks import numbers
+from paceline.start.launch import launch
+from paceline.start.results import RunResult
+from paceline.train.session import worker_index
 
 from .overlap.namespaces import rate_bps
 
@@ -391,7 +389,7 @@ def command_of(name: str, measure: Callable[..., list[Figures[Any]]]) -> Callabl
         conditions |= {"cores": os.cpu_count(), "busy_share": round(busy, 3)}
         _show(found, as_json=as_json, conditions=conditions, notes=declared.notes)
         if picture is not None and declared.picture is not None:
-            from paceline.report.canvas import save
+            from paceline.look.timelines import save
 
             save(declared.picture(found), picture)
 
@@ -450,7 +448,7 @@ def _time_text(minutes: float) -> str:
 
 def _require_drawing(path: Path) -> None:
     """Raise `ConfigurationError` now, before anything starts, if a picture cannot be saved."""
-    from paceline.report.canvas import new_figure
+    from paceline.look.timelines import new_figure
 
     new_figure(1.0, 1.0)
     if not path.parent.is_dir():

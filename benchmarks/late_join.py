@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
-from paceline.cli.progress_bar import TellShare
+from paceline.cli.console import TellShare
 from paceline.errors import RunFailedError
 
 from .harness import Benchmark, Columns, Figures, goal_text, program

@@ -35,18 +35,18 @@ import typer
 from msgspec import structs
 from rich.console import Console
 
-from paceline.cli.progress_bar import TellShare
-from paceline.core.protocol.wire_format import WireFormat
+from paceline.cli.console import TellShare
+from paceline.core.layout import WireFormat
 from paceline.errors import ConfigurationError
-from paceline.frontend.optimizer import DistributedOptimizer
-from paceline.frontend.session import worker_index
-from paceline.launcher.live_run.local import HostMachine, Placement
-from paceline.launcher.live_run.run import start
-from paceline.runtime.job_options import make_job
+from paceline.run.job_options import make_job
+from paceline.start.local import HostMachine, ProcessPlacement
+from paceline.start.run import start
 from paceline.sync.actions import AnswerPull
 from paceline.sync.ticks import TICKS_PER_S
-from paceline.trace.records import read_records
-from paceline.wire.secret import new_secret
+from paceline.trace.recording import read_records
+from paceline.train.optimizer import DistributedOptimizer
+from paceline.train.session import worker_index
+from paceline.wire.secure import new_secret
 
 from .harness import (
     WARM_UP,
@@ -175,7 +175,7 @@ def measure(
         def run(case: tuple[float, bool] | None) -> tuple[float, ...]:
             if case is None:
                 return _iperf_bps(worker, server), _iperf_bps(server, worker)
-            placement = Placement(machines.host, (server,), (worker,))
+            placement = ProcessPlacement(machines.host, (server,), (worker,))
             return (_communication_s(placement, *case, iterations),)
 
         found = in_turns(tell, rounds, cases, run)
@@ -262,7 +262,7 @@ def _iperf_bps(sender: HostMachine, receiver: HostMachine) -> float:
     return float(json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"])
 
 
-def _communication_s(placement: Placement, size_mb: float, tls: bool, iterations: int) -> float:
+def _communication_s(placement: ProcessPlacement, size_mb: float, tls: bool, iterations: int) -> float:
     with tempfile.TemporaryDirectory() as out:
         settings: dict[str, Any] = {
             "workers": 1,
@@ -306,7 +306,7 @@ def _delays_ms(machines: Network, iterations: int) -> tuple[float, float]:
     """Return, for both shards, the median time from the beginning of an iteration until the shard answers."""
     with tempfile.TemporaryDirectory() as out:
         worker, *servers = machines.machines
-        placement = Placement(machines.host, tuple(servers), (worker,))
+        placement = ProcessPlacement(machines.host, tuple(servers), (worker,))
         result, _ = live(
             train,
             DELAYED_MB,

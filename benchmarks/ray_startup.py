@@ -13,9 +13,9 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from paceline.cli.progress_bar import TellShare
+from paceline.cli.console import TellShare
 from paceline.errors import ConfigurationError
-from paceline.launcher.clusters.ray_run import import_ray
+from paceline.start.ray import import_ray
 
 from .harness import Benchmark, Columns, Figures, goal_text, program, require_success
 

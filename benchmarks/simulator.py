@@ -23,9 +23,9 @@ import msgspec
 import torch
 from torch import nn
 
-from paceline.cli.progress_bar import TellShare
-from paceline.frontend.optimizer import DistributedOptimizer
+from paceline.cli.console import TellShare
 from paceline.sim import Cluster, Uniform, simulate
+from paceline.train.optimizer import DistributedOptimizer
 
 from .harness import Benchmark, Columns, Figures, live, marked
 

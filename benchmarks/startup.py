@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from paceline.cli.progress_bar import TellShare
+from paceline.cli.console import TellShare
 from paceline.errors import RunFailedError
 
 from .harness import Benchmark, Columns, Figures, goal_text, in_turns, program, require_success

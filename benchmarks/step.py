@@ -19,8 +19,8 @@ import torch
 from torch import distributed, nn
 
 import paceline
-from paceline.cli.progress_bar import TellShare
-from paceline.runtime import worker_links
+from paceline.cli.console import TellShare
+from paceline.run import worker_links
 
 from .harness import Benchmark, Columns, Figures, Rounds, goal_text, in_turns, live
 

@@ -10,8 +10,8 @@ from statistics import median
 
 import msgspec
 
-from paceline.cli.progress_bar import TellShare
-from paceline.core.sync.shard_sync import ShardSync
+from paceline.cli.console import TellShare
+from paceline.core.shard import ShardSync
 from paceline.sync import Conditions, PullState, SyncModel, parse
 from paceline.sync.actions import AnswerPull, SetTimer
 from paceline.sync.events import AnyEvent, PullRequested, PushReceived, TimerFired, WorkerJoined

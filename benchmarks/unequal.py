@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.cli.progress_bar import TellShare
-from paceline.core.protocol.lease import BatchSizing
-from paceline.frontend.data import distribute
-from paceline.frontend.optimizer import DistributedOptimizer
+from paceline.cli.console import TellShare
+from paceline.core.lease import BatchSizing
 from paceline.sim import Cluster, simulate
+from paceline.train.data import distribute
+from paceline.train.optimizer import DistributedOptimizer
 
 from .harness import Benchmark, Columns, Figures, live, marked
 

@@ -26,12 +26,12 @@ import msgspec
 import torch
 from torch import nn
 
-from paceline.cli.numbers import number_option
-from paceline.cli.progress_bar import TellShare
+from paceline.cli.console import TellShare
+from paceline.cli.options import number_option
 from paceline.errors import ConfigurationError
-from paceline.frontend.optimizer import DistributedOptimizer
-from paceline.frontend.session import worker_index
 from paceline.sim import Cluster, simulate
+from paceline.train.optimizer import DistributedOptimizer
+from paceline.train.session import worker_index
 
 from .harness import Benchmark, Columns, Figures, Rate, Rounds, live, marked, rounds_text, spread
 from .overlap.namespaces import NetworkLink, network, rate_bps

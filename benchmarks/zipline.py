@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.cli.progress_bar import TellShare
+from paceline.cli.console import TellShare
 from paceline.zipline import METHODS, LastInterval, Solution, generate_pushes, solve, solve_periodic
 from reproductions.papers import ELASTIC_BSP, QuotedTable
 

@@ -18,8 +18,15 @@ from typing import NamedTuple
 import numpy as np
 
 from docs.on_accelerators import table
-from paceline.studies.curves import crossing
-from paceline.studies.statistics import Difference, Time, compare, difference, holm, ratio_of_times
+from paceline.studies.statistics import (
+    Difference,
+    Time,
+    compare_samples,
+    crossing,
+    difference,
+    holm,
+    ratio_of_times,
+)
 from reproductions.evidence.study import Cell
 from reproductions.evidence.verdicts import BASELINE, Comparison, Key
 from reproductions.same_accuracy.plan import FACTORS
@@ -297,7 +304,7 @@ def of_digits(cells: Sequence[Cell], found: Mapping[Key, Comparison]) -> list[st
     runs = runs_of("evidence-digits")
     ours = {(cell.place, cell.contender): cell.found["fixed"][TARGET] for cell in cells}
     seeds = len(next(iter(runs.values())))
-    quotients = {key: compare(_seconds(own), ours[key].values[:seeds]) for key, own in runs.items()}
+    quotients = {key: compare_samples(_seconds(own), ours[key].values[:seeds]) for key, own in runs.items()}
     lines: list[str] = []
     for cluster in dict.fromkeys(cluster for cluster, _ in runs):
         rows = []

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
 
-from paceline.core.protocol.messages import ROWS, Row, phases, row_phases
+from paceline.core.messages import ROWS, MessageRow, phases, row_phases
 
 HERE = Path(__file__).parent
 TARGET = HERE / "messages.md"
@@ -33,14 +33,14 @@ message at an arrow begins the next phase.
 
 A process closes a connection on which it receives a message that the tables do not allow in this direction and
 phase, and says in its log what was expected. The tables say what a process may send by what it is and by what it has
-sent. The order of iterations is checked in `core/protocol/order.py`, and who takes part in the run in
-`core/machines/members.py`. "Any" phase means any except *greeting* and *left*.
+sent. The order of iterations is checked in `core/order.py`, and who takes part in the run in
+`core/members.py`. "Any" phase means any except *greeting* and *left*.
 
 In the tables, "core" means that the receiving process passes the message to its core, which decides what follows (see
 [the design](design.md#the-cores)). A message for the "host" concerns only the receiving process itself: its
 connections, its memory, or the machine.
 
-**To add a message**, write its class in a module of `core/protocol/messages/`, with one decorator `@sent(...)` for
+**To add a message**, write its class in a module of `core/messages/`, with one decorator `@sent(...)` for
 each row of the table. Then let a core send it, and another one handle it, in its method `handle`. The decoders, what
 is accepted, the fuzzers' examples and this page (`make docs`) follow from the class.
 """
@@ -56,7 +56,7 @@ def directions() -> list[tuple[str, str]]:
     return sorted({(row.sender, row.receiver) for row in ROWS})
 
 
-def rows_of(sender: str, receiver: str) -> list[Row]:
+def rows_of(sender: str, receiver: str) -> list[MessageRow]:
     """Return the rows of a direction, those of its first phases first."""
     names = phases(sender, receiver)
     rows = [row for row in ROWS if (row.sender, row.receiver) == (sender, receiver)]
@@ -72,7 +72,7 @@ def section(sender: str, receiver: str) -> Iterator[str]:
     yield "|---|---|---|" + ("---|" if several else "")
     for row in rows_of(sender, receiver):
         module = row.message.__module__.rpartition(".")[2]
-        name = f"[`{row.message.__name__}`](../src/paceline/core/protocol/messages/{module}.py)"
+        name = f"[`{row.message.__name__}`](../src/paceline/core/messages/{module}.py)"
         cells = [name, meaning(row), "core" if row.forwarded else "host"]
         if several:
             cells.append(when(row))
@@ -85,12 +85,12 @@ def named(role: str) -> str:
     return f"{'the' if role == 'coordinator' else 'an' if role[0] in 'aeiou' else 'a'} {role}"
 
 
-def meaning(row: Row) -> str:
+def meaning(row: MessageRow) -> str:
     """Return the first paragraph of the docstring of a message."""
     return " ".join((row.message.__doc__ or "").partition("\n\n")[0].split()).replace("|", "\\|")
 
 
-def when(row: Row) -> str:
+def when(row: MessageRow) -> str:
     """Return the phases in which a message may be sent, and the one that it begins."""
     during = ", ".join(row.during) or "any"
     return during + (f"; begins *{row.then}*" if row.then else "")

@@ -1,8 +1,7 @@
 """Draw the two pictures of `docs/overview.md` from the code: `python docs/make_overview.py`.
 
-- The rooms: the packages of Paceline in the order in which they may import from each other, each with the number of
-  its lines and the first sentence of its docstring. A line joins a room to those that it imports from, unless these
-  are also reached through a third room.
+- The folders: each after those from which it imports, with the number of its lines and the first sentence of its
+  docstring. A line joins a folder to those from which it imports, unless these are also reached through a third one.
 - The way of a push: a training step is traced in the live hosts of a worker and a server, each on a thread, and the
   picture shows the functions in `WAY`, in the order in which they were called.
 
@@ -27,23 +26,22 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.frontend.session import install
-from paceline.runtime.coordinator_host import CoordinatorHost
-from paceline.runtime.job import Assignment
-from paceline.runtime.job_options import make_job
-from paceline.runtime.server_host import ServerHost
-from paceline.runtime.worker_session import WorkerSession
+from paceline.run.coordinator import CoordinatorHost
+from paceline.run.job import Assignment
+from paceline.run.job_options import make_job
+from paceline.run.server import ServerHost
+from paceline.run.worker import WorkerSession
+from paceline.train.session import install
 
 ROOT = Path(paceline.__file__).parent
 PICTURES = Path(__file__).parent / "pictures"
 
 sys.path.insert(0, str(ROOT.parent.parent))  # `tests` is not installed
 
-from tests.test_rooms import PURE as PURE_ROOMS  # noqa: E402
-from tests.test_rooms import ROOMS, imports  # noqa: E402
+from tests.test_rooms import PURE as PURE_FOLDERS  # noqa: E402
+from tests.test_rooms import declared, in_order  # noqa: E402
 
-COMMON = {"errors", "state"}
-"""Rooms that nearly all others import from. No lines are drawn to them."""
+FOLDERS = in_order()
 
 FONT = 'font-family="DejaVu Sans, Helvetica, Arial, sans-serif"'
 INK, PALE, PURE, LIVE, OTHER = "#1f2933", "#7b8794", "#dcebf7", "#fbe6d4", "#eef0f2"
@@ -68,20 +66,18 @@ class Waypoint(NamedTuple):
 
 
 WAY = (
-    Waypoint("worker", "frontend/optimizer.py", "DistributedOptimizer.step", "the script calls step()"),
-    Waypoint("worker", "frontend/training.py", "WorkerTraining.commit", "check weights and gradients"),
-    Waypoint("worker", "frontend/gradients.py", "Gradients.collect", "copy the gradients to the vector"),
-    Waypoint("worker", "frontend/gradients.py", "Gradients.norm", "look for NaN and inf"),
-    Waypoint(
-        "worker", "runtime/worker_session.py", "WorkerSession.commit", "describe the push to each shard"
-    ),
+    Waypoint("worker", "train/optimizer.py", "DistributedOptimizer.step", "the script calls step()"),
+    Waypoint("worker", "train/training.py", "WorkerTraining.commit", "check weights and gradients"),
+    Waypoint("worker", "train/gradients.py", "Gradients.collect", "copy the gradients to the vector"),
+    Waypoint("worker", "train/gradients.py", "Gradients.norm", "look for NaN and inf"),
+    Waypoint("worker", "run/worker.py", "WorkerSession.commit", "describe the push to each shard"),
     Waypoint("worker", "core/worker.py", "Worker.push", "decide: which messages, with which flags"),
-    Waypoint("worker", "core/protocol/host.py", "Host.carry_out", "carry out what the core requests"),
+    Waypoint("worker", "core/requests.py", "Host.carry_out", "carry out what the core requests"),
     Waypoint("worker", "wire/stream.py", "Stream.send", "frame and send the commit"),
     Waypoint("server", "wire/stream.py", "Stream.receive", "receive the commit and its gradients"),
-    Waypoint("server", "runtime/server_host.py", "ServerHost.received", "read what the push contains"),
+    Waypoint("server", "run/server.py", "ServerHost.received", "read what the push contains"),
     Waypoint("server", "core/server.py", "Server.handle", "decide: the commit is a push and a pull"),
-    Waypoint("server", "core/sync/shard_sync.py", "ShardSync.handle", "check the order of events"),
+    Waypoint("server", "core/shard.py", "ShardSync.handle", "check the order of events"),
     Waypoint(
         "server",
         "sync/conditions.py",
@@ -89,95 +85,79 @@ WAY = (
         "decide: apply, hold or drop; answer or wait",
     ),
     Waypoint("server", "core/shard.py", "Shard._record", "record event and actions in the trace"),
-    Waypoint("server", "core/protocol/host.py", "Host.carry_out", "carry out what the core requests"),
+    Waypoint("server", "core/requests.py", "Host.carry_out", "carry out what the core requests"),
     Waypoint("server", "shard/store.py", "Store.apply", "update the weights of the slice"),
     Waypoint("server", "wire/stream.py", "Stream.send", "send the answer with the new weights"),
     Waypoint("worker", "wire/stream.py", "Stream.receive", "receive the weights into the vector"),
     Waypoint("worker", "core/worker.py", "Worker.handle", "decide: has the last shard answered?"),
-    Waypoint("worker", "frontend/weights.py", "Weights.mark_pulled", "tell autograd; step() returns"),
+    Waypoint("worker", "train/weights.py", "Weights.mark_pulled", "tell autograd; step() returns"),
 )
 """The way of a push under `bsp`, over sockets, on the CPU."""
 
 
-# -- the rooms ----------------------------------------------------------------------------------------------
-
-
-def files_of(room: str) -> list[Path]:
-    """Return the files of a room, which is a module or a package."""
-    module = ROOT / f"{room}.py"
-    return [module] if module.exists() else sorted((ROOT / room).rglob("*.py"))
-
-
-def rooms_imported(file: Path) -> set[str]:
-    """Return the rooms from which a file imports."""
-    names = [name.split(".") for _, name in imports(file)]
-    return {parts[1] for parts in names if parts[0] == "paceline" and len(parts) > 1}
-
-
-def imports_between() -> dict[str, set[str]]:
-    """Return, for each room, the rooms above it from which it imports, without those in `COMMON`."""
-    return {
-        room: set(ROOMS[:index]) & set().union(*map(rooms_imported, files_of(room))) - COMMON
-        for index, room in enumerate(ROOMS)
-    }
+# -- the folders --------------------------------------------------------------------------------------------
 
 
 def reduced(imports: Mapping[str, set[str]]) -> dict[str, set[str]]:
-    """Leave out each import of a room that is reached through another one."""
+    """Leave out each import of a folder that is reached through another one."""
 
-    def reached(room: str) -> set[str]:
-        return set().union(*({other} | reached(other) for other in imports[room]))
+    def reached(folder: str) -> set[str]:
+        return set().union(*({other} | reached(other) for other in imports[folder]))
 
     return {
-        room: {other for other in others if not any(other in reached(third) for third in others - {other})}
-        for room, others in imports.items()
+        folder: {other for other in others if not any(other in reached(third) for third in others - {other})}
+        for folder, others in imports.items()
     }
 
 
-def summary(room: str) -> str:
-    """Return the first sentence of a room's docstring."""
-    file = ROOT / room / "__init__.py"
-    text = ast.get_docstring(ast.parse((file if file.exists() else ROOT / f"{room}.py").read_text())) or ""
+def summary(folder: str) -> str:
+    """Return the first sentence of a folder's docstring."""
+    text = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text())) or ""
     return " ".join(text.split("\n\n")[0].split()).split(". ")[0].replace("`", "").rstrip(".")
 
 
-def lines_of(room: str) -> str:
-    """Return the number of lines of a room, in thousands."""
-    thousands = round(sum(len(file.read_text().splitlines()) for file in files_of(room)) / 1000)
+def lines_of(folder: str) -> str:
+    """Return the number of lines of a folder, in thousands."""
+    thousands = round(
+        sum(len(file.read_text().splitlines()) for file in (ROOT / folder).rglob("*.py")) / 1000
+    )
     return f"{thousands},000" if thousands else "< 500"
 
 
-def draw_rooms() -> str:
-    """Return the picture of the rooms, as SVG."""
+def draw_folders() -> str:
+    """Return the picture of the folders, as SVG."""
     height, left, width = 40, 250, 1000
-    middle = {room: 30 + index * height + height // 2 for index, room in enumerate(ROOMS)}
+    middle = {folder: 30 + index * height + height // 2 for index, folder in enumerate(FOLDERS)}
     parts = []
-    for room, others in reduced(imports_between()).items():
+    for folder, others in reduced({folder: declared(folder) & {*FOLDERS} for folder in FOLDERS}).items():
         for other in sorted(others):
-            low, high = middle[room], middle[other]
+            low, high = middle[folder], middle[other]
             reach = left - 14 - min(210, (low - high) * 0.36)
             parts.append(
                 f'<path d="M {left} {low} C {reach:.0f} {low}, {reach:.0f} {high}, {left} {high}" fill="none" '
                 f'stroke="{PALE}" stroke-width="1.2"/>'
             )
             parts.append(f'<circle cx="{left}" cy="{high}" r="3" fill="{PALE}"/>')
-    for room in ROOMS:
-        y = middle[room] - height // 2 + 4
-        fill = PURE if room in PURE_ROOMS else OTHER
+    for folder in FOLDERS:
+        y = middle[folder] - height // 2 + 4
+        fill = PURE if folder in PURE_FOLDERS else OTHER
         parts.append(
             f'<rect x="{left}" y="{y}" width="{width - left - 10}" height="{height - 8}" rx="5" fill="{fill}"/>'
         )
-        parts.append(text(left + 12, middle[room] + 5, room, weight="bold", size=14))
+        parts.append(text(left + 12, middle[folder] + 5, folder, weight="bold", size=14))
         parts.append(
             text(
-                left + 118, middle[room] + 5, textwrap.shorten(summary(room), 86, placeholder=" ..."), size=12
+                left + 118,
+                middle[folder] + 5,
+                textwrap.shorten(summary(folder), 86, placeholder=" ..."),
+                size=12,
             )
         )
-        parts.append(text(width - 22, middle[room] + 5, lines_of(room), size=12, anchor="end", fill=PALE))
-    parts.append(text(left + 12, 20, "room", size=12, fill=PALE))
+        parts.append(text(width - 22, middle[folder] + 5, lines_of(folder), size=12, anchor="end", fill=PALE))
+    parts.append(text(left + 12, 20, "folder", size=12, fill=PALE))
     parts.append(text(left + 118, 20, "blue: pure, no clock, socket or tensor", size=12, fill=PALE))
     parts.append(text(width - 22, 20, "lines", size=12, anchor="end", fill=PALE))
-    return picture(width, 30 + len(ROOMS) * height + 10, parts)
+    return picture(width, 30 + len(FOLDERS) * height + 10, parts)
 
 
 # -- the way of a push --------------------------------------------------------------------------------------
@@ -271,7 +251,7 @@ def draw_way() -> str:
     ]
     for index, waypoint in enumerate(WAY):
         x, y = lanes[waypoint.process], 36 + index * height
-        pure = waypoint.place.split("/")[0] in PURE_ROOMS
+        pure = waypoint.place.split("/")[0] in PURE_FOLDERS
         if index and (before := WAY[index - 1]).process != waypoint.process:
             start = lanes[before.process] + box / 2
             parts.append(
@@ -324,7 +304,7 @@ def picture(width: int, height: int, parts: Sequence[str]) -> str:
 
 def main() -> None:
     """Draw the pictures, or compare them with the code."""
-    drawn = {PICTURES / "overview-rooms.svg": draw_rooms(), PICTURES / "overview-push.svg": draw_way()}
+    drawn = {PICTURES / "overview-rooms.svg": draw_folders(), PICTURES / "overview-push.svg": draw_way()}
     if "--check" in sys.argv[1:]:
         sys.exit(any(path.read_text() != content for path, content in drawn.items()))
     for path, content in drawn.items():

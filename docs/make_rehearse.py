@@ -9,10 +9,9 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from paceline.rehearsal.clusters import load_cluster
-from paceline.rehearsal.comparison import compare, explore
-from paceline.rehearsal.ranking import EVERY_MODEL
-from paceline.rehearsal.script_training import train_and_compare
+from paceline.lab.clusters import load_cluster
+from paceline.lab.comparison import compare, explore_models, train_and_compare
+from paceline.lab.ranking import EVERY_MODEL
 
 HERE = Path(__file__).parent
 PICTURES = HERE / "pictures"
@@ -42,7 +41,7 @@ def main() -> int:
             console=console,
             tell=quiet,
         )
-        explore(
+        explore_models(
             cluster,
             ["elastic-bsp"],
             "lookahead",

@@ -10,9 +10,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-from paceline.report.canvas import save
-from paceline.report.models import Page, flowing, pages
-from paceline.report.timelines import activity_of, timeline_picture
+from paceline.look.models import Page, flowing, pages
+from paceline.look.timelines import activity_of, save, timeline_picture
 from paceline.sim import Cluster, Uniform, simulate
 from paceline.sync import Conditions
 

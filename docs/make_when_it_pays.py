@@ -424,7 +424,7 @@ def text() -> str:
 
 def draw(page: Page) -> None:
     """Draw the ratios of all contenders at all places, for three sizes of the batches."""
-    from paceline.report.canvas import new_figure, save
+    from paceline.look.timelines import new_figure, save
 
     names = [contender for contender in CONTENDERS if contender != BASELINE]
     figure = new_figure(16.0, 6.4)

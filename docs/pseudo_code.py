@@ -55,7 +55,7 @@ ALGORITHMS: dict[str, list[Line]] = {
             "The paper adds 1/N of it (`push_scale=1/n`, where n is the largest number of workers that were present "
             "at once). The default hands the whole gradient to the optimizer.",
         ),
-        Line("15", "count the push", "sync.counts:Counts.pushed"),
+        Line("15", "count the push", "sync.model:Counts.pushed"),
         Line(
             "16-22",
             "if the push condition holds, answer what is filed under the round, and begin the next one",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from paceline.cli.progress_bar import TellShare
+from paceline.cli.console import TellShare
 from paceline.sim import Cluster, simulate
 from paceline.sync.actions import Plan, PublishPlan
 from paceline.sync.events import IterationFinished
@@ -69,7 +69,7 @@ def table_1(options: Options, tell: TellShare) -> Made:
         rows[method] = list(zip(quoted, ours, strict=True))
 
     def draw() -> Figure:
-        from paceline.report.canvas import COLOURS, DASHES, new_figure
+        from paceline.look.timelines import COLOURS, DASHES, new_figure
 
         figure = new_figure(11.0, 4.4)
         for axes, sizes, found, name in zip(
@@ -155,7 +155,7 @@ def table_2(options: Options, tell: TellShare) -> Made:
         tables.append(beside(f"{PAPER}, Table 2: {name}", rows, columns))
 
     def draw() -> Figure:
-        from paceline.report.canvas import COLOURS, new_figure
+        from paceline.look.timelines import COLOURS, new_figure
 
         figure = new_figure(11.0, 3.6)
         workers, lookahead = 10, 15
@@ -256,7 +256,7 @@ def figure_3(options: Options, tell: TellShare) -> Made:
     }
 
     def draw() -> Figure:
-        from paceline.report.canvas import COLOURS, new_figure
+        from paceline.look.timelines import COLOURS, new_figure
 
         figure = new_figure(11.0, 3.8)
         axes = figure.subplots()
@@ -329,7 +329,7 @@ def figure_5(options: Options, tell: TellShare) -> Made:
         shown.append((at_s, plan, known, max(arrived)))
 
     def draw() -> Figure:
-        from paceline.report.canvas import COLOURS, new_figure
+        from paceline.look.timelines import COLOURS, new_figure
 
         figure = new_figure(11.5, 5.6)
         end_s = max(barrier_s for *_, barrier_s in shown) + 1
@@ -420,7 +420,7 @@ def figure_8(options: Options, tell: TellShare) -> Made:
     }
 
     def draw() -> Figure:
-        from paceline.report.canvas import COLOURS, new_figure
+        from paceline.look.timelines import COLOURS, new_figure
 
         figure = new_figure(11.5, 4.2)
         left, right = figure.subplots(1, 2, width_ratios=(2, 3))
@@ -494,7 +494,7 @@ def figure_9(options: Options, tell: TellShare) -> Made:
     }
 
     def draw() -> Figure:
-        from paceline.report.canvas import COLOURS, new_figure
+        from paceline.look.timelines import COLOURS, new_figure
 
         figure = new_figure(11.0, 5.4)
         axes = figure.subplots()

@@ -13,9 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli.progress_bar import TellShare
+from paceline.cli.console import TellShare
 from paceline.errors import ConfigurationError, unknown_name
-from paceline.report.canvas import save
+from paceline.look.timelines import save
 
 from . import barriers, claims, elastic_bsp, fluent_ps, spec_sync, zipline
 from .exhibit import Exhibit, Made, Options

@@ -17,11 +17,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from paceline.demo.digits import load
-from paceline.demo.settings import Problem, Setting
-from paceline.demo.trial import run_trial
-from paceline.report.results_table import TrialOutcome
-from paceline.runtime.job_options import make_job
+from paceline.lab.demo import DemoSetting, Problem, load, run_trial
+from paceline.look.tables import TrialOutcome
+from paceline.run.job_options import make_job
 
 __all__ = ["ABORT_RATES", "ABORT_TIMES_S", "Search", "cherry_pick"]
 
@@ -45,7 +43,7 @@ class Search(msgspec.Struct, frozen=True):
 
 
 def cherry_pick(
-    setting: Setting,
+    setting: DemoSetting,
     *,
     console: Console,
     run_dir: Path | None = None,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paceline.cli.progress_bar import TellShare
-from paceline.rehearsal.ranking import Task, run_tasks
+from paceline.cli.console import TellShare
+from paceline.lab.ranking import Task, run_tasks
 from paceline.sim import Cluster, LogNormal, Occasional, Times, Uniform
 
 from .curves import draw_curves
@@ -107,7 +107,7 @@ def elastic_bsp(options: Options, tell: TellShare) -> Made:
     factor = ratio(own_best["BSP"], own_best["ElasticBSP, R=15"])
 
     def draw() -> Figure:
-        from paceline.report.canvas import COLOURS, new_figure
+        from paceline.look.timelines import COLOURS, new_figure
 
         figure = new_figure(8.0, 4.0)
         axes = figure.subplots()
@@ -204,7 +204,7 @@ def pssp(options: Options, tell: TellShare) -> Made:
         ]
 
     def draw() -> Figure:
-        from paceline.report.canvas import COLOURS, new_figure
+        from paceline.look.timelines import COLOURS, new_figure
 
         figure = new_figure(10.0, 4.0)
         axes = figure.subplots()
@@ -305,7 +305,7 @@ def _runs(
 
 
 def _accuracies(title: str, outcomes: Sequence[TrainingOutcome]) -> Figure:
-    from paceline.report.canvas import new_figure
+    from paceline.look.timelines import new_figure
 
     figure = new_figure(10.0, 4.6)
     draw_curves(figure.subplots(), outcomes, title, variants=2)

@@ -10,13 +10,10 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from paceline.cli.console import interruptible, run_app
-from paceline.cli.numbers import whole_number_option
-from paceline.cli.options import Out, RunDir
-from paceline.cli.output_folder import new_folder
-from paceline.cli.progress_bar import shown_progress
+from paceline.cli.console import interruptible, new_folder, run_app, shown_progress
+from paceline.cli.options import Out, RunDir, whole_number_option
 from paceline.errors import ConfigurationError
-from paceline.report.canvas import NO_MATPLOTLIB, can_draw
+from paceline.look.timelines import NO_MATPLOTLIB, can_draw
 
 __all__ = ["app", "main"]
 
@@ -283,7 +280,7 @@ def cherry_pick(run_dir: RunDir = None) -> None:
 
     Takes about 4 minutes.
     """
-    from paceline.demo.settings import EVERY_SETTING
+    from paceline.lab.demo import EVERY_SETTING
     from paceline.trace.run_dir import require_usable
 
     from .cherry_pick import cherry_pick as search

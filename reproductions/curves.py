@@ -35,7 +35,7 @@ def draw_curves(
         along: function that returns the position of each evaluation on the x axis.
         along_name: label of the x axis.
     """
-    from paceline.report.canvas import COLOURS, DASHES
+    from paceline.look.timelines import COLOURS, DASHES
 
     labels = list(dict.fromkeys(outcome.run.label for outcome in outcomes))
     target = outcomes[0].run.target

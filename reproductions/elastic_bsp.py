@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from paceline.cli.progress_bar import TellShare
+from paceline.cli.console import TellShare
 from paceline.sim import Cluster, Occasional, Uniform, simulate
 from paceline.sync.actions import PublishPlan
 from paceline.zipline import solve_periodic
@@ -365,7 +365,7 @@ def _plain(outcome: TrainingOutcome) -> dict[str, object]:
 
 
 def _draw(panels: Mapping[str, Sequence[TrainingOutcome]]) -> Figure:
-    from paceline.report.canvas import new_figure
+    from paceline.look.timelines import new_figure
 
     figure = new_figure(6.0 * len(panels), 4.8)
     for axes, (title, found) in zip(

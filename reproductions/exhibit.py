@@ -11,7 +11,7 @@ import msgspec
 from rich import box
 from rich.table import Table
 
-from paceline.cli.progress_bar import TellShare
+from paceline.cli.console import TellShare
 
 from .papers import Quote
 

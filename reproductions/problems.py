@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from paceline.demo.digits import DigitsNet, load
 from paceline.errors import unknown_name
+from paceline.lab.demo import DigitsNet, load
 
 from .datasets import Images, read_cifar_10, read_cifar_100, read_imagenet
 from .networks import alexnet_cifar, c3f2_net, resnet_cifar, resnet_imagenet, vgg_16

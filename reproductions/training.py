@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from paceline.core.protocol.lease import BatchSizing
+from paceline.core.lease import BatchSizing
 from paceline.errors import ConfigurationError
-from paceline.frontend.data import distribute
-from paceline.frontend.optimizer import DistributedOptimizer
-from paceline.rehearsal.process_pool import TellCount, on_all_cores
-from paceline.shard.snapshot import WeightsSnapshot
+from paceline.lab.pool import TellCount, on_all_cores
+from paceline.shard.store import WeightsSnapshot
 from paceline.sim import Cluster, simulate
+from paceline.train.data import distribute
+from paceline.train.optimizer import DistributedOptimizer
 
 from .datasets import Images
 from .problems import DIGITS, Problem, accuracy, mean_loss, size

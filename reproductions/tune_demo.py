@@ -16,10 +16,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from paceline.demo.digits import load
-from paceline.demo.settings import Problem, Setting
-from paceline.demo.trial import run_trial
 from paceline.errors import ConfigurationError
+from paceline.lab.demo import DemoSetting, Problem, load, run_trial
 
 from .grid_search import Measure, Point, Score, learning_rate, search
 from .result_file import append_results, read_results
@@ -50,7 +48,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     problem: Problem
-    setting: Setting
+    setting: DemoSetting
     seed: int
     time_to_target_s: float | None
     final_accuracy: float
@@ -75,7 +73,7 @@ class Journal:
 
     def __init__(self, path: Path, problem: Problem) -> None:
         self._path = path
-        self._done: dict[tuple[Setting, int], Measured] = {}
+        self._done: dict[tuple[DemoSetting, int], Measured] = {}
         for record in read_results(path, Measured):
             if record.problem != problem:
                 raise ConfigurationError(
@@ -87,7 +85,7 @@ class Journal:
     def __len__(self) -> int:
         return len(self._done)
 
-    def get(self, setting: Setting, seed: int) -> Measured | None:
+    def get(self, setting: DemoSetting, seed: int) -> Measured | None:
         """Return the stored measurement of a setting with a seed, or None."""
         return self._done.get((setting, seed))
 
@@ -104,7 +102,7 @@ def tune(
     seeds: Sequence[int] = (0, 1, 2),
     starts: Mapping[str, Mapping[float, int]] = STARTS,
     problem: Problem | None = None,
-) -> list[Setting]:
+) -> list[DemoSetting]:
     """For each sync model, find the setting with the smallest median time to the target.
 
     If times are equal, the higher final accuracy wins. The search takes about 25 runs of half a minute for each sync
@@ -176,8 +174,8 @@ def _measure(sync: str, problem: Problem, journal: Journal, run_dir: Path, conso
     return measure
 
 
-def _setting(sync: str, point: Point) -> Setting:
-    return Setting(sync, learning_rate(point.step), point.momentum)
+def _setting(sync: str, point: Point) -> DemoSetting:
+    return DemoSetting(sync, learning_rate(point.step), point.momentum)
 
 
 def _words(score: Score) -> str:

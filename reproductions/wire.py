@@ -20,11 +20,11 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import paceline
-from paceline.cli.progress_bar import TellShare
-from paceline.core.protocol.wire_format import WireFormat
+from paceline.cli.console import TellShare
+from paceline.core.layout import WireFormat
 from paceline.errors import ConfigurationError
-from paceline.shard.snapshot import WeightsSnapshot
-from paceline.studies.statistics import Ratio, compare
+from paceline.shard.store import WeightsSnapshot
+from paceline.studies.statistics import Ratio, compare_samples
 
 from .evidence.images import DigitImages
 from .evidence.language import ByteTransformer
@@ -110,7 +110,7 @@ class WireResult(msgspec.Struct, frozen=True):
     @property
     def ratio(self) -> Ratio:
         """The ratio of the iterations to the target, with its interval."""
-        return compare(self.rounded, self.exact)
+        return compare_samples(self.rounded, self.exact)
 
     @property
     def verdict(self) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.zipline import NAIVE_SHAPE, TABLE_4_SHAPES, Cell, figures_of, measure_cells
-from paceline.cli.progress_bar import TellShare
+from paceline.cli.console import TellShare
 from paceline.zipline import (
     LastInterval,
     Solution,
@@ -121,7 +121,7 @@ def _three_ways(times: Floats, seed: int) -> dict[str, Solution]:
 
 
 def _draw_barriers(times: Floats, chosen: Mapping[str, Solution]) -> Figure:
-    from paceline.report.canvas import COLOURS, new_figure
+    from paceline.look.timelines import COLOURS, new_figure
 
     figure = new_figure(11.0, 4.2)
     axes = figure.subplots()
@@ -155,7 +155,7 @@ def _candidates(number: str, workers: int, lookahead: int, paper: Mapping[str, Q
     rows = {label: (paper.get(label), f"{values[SEED]:,.0f}", values) for label, values in ours.items()}
 
     def draw() -> Figure:
-        from paceline.report.canvas import COLOURS, new_figure
+        from paceline.look.timelines import COLOURS, new_figure
 
         figure = new_figure(11.0, 3.8)
         axes, spread = figure.subplots(1, 2, width_ratios=(3, 1))
@@ -286,7 +286,7 @@ MARKERS = "os^vDPX"  # there are more methods than colors
 
 
 def _draw_times(cells: Sequence[Cell]) -> Figure:
-    from paceline.report.canvas import COLOURS, DASHES, new_figure
+    from paceline.look.timelines import COLOURS, DASHES, new_figure
 
     figure = new_figure(9.0, 4.6)
     axes = figure.subplots()

@@ -22,21 +22,21 @@ import pytest
 import torch
 from hypothesis import settings
 
-from paceline.core.data.loader_ledger import PositionCounts
-from paceline.core.metrics.history import MetricHistory
-from paceline.frontend import session as sessions
-from paceline.plugins import loading
-from paceline.rehearsal import process_pool
-from paceline.runtime.coordinator_host import CoordinatorHost
-from paceline.runtime.job import Assignment
-from paceline.runtime.job_options import make_job
-from paceline.runtime.server_host import ServerHost
-from paceline.runtime.worker_session import WorkerSession
+from paceline.core.loader_ledger import PositionCounts
+from paceline.core.metrics import MetricHistory
+from paceline.lab import pool as process_pool
+from paceline.run.coordinator import CoordinatorHost
+from paceline.run.job import Assignment
+from paceline.run.job_options import make_job
+from paceline.run.server import ServerHost
+from paceline.run.worker import WorkerSession
 from paceline.sync import MODELS, parse
+from paceline.sync import plugins as loading
 from paceline.sync.ticks import TICKS_PER_S
+from paceline.trace.activity_cells import TimeUse, time_use
 from paceline.trace.measures import meter_of
 from paceline.trace.recording import Trace, read_run
-from paceline.trace.time_use import TimeUse, time_use
+from paceline.train import session as sessions
 from tests.support.garbage import spare_what_exists
 from tests.support.live import mark, require_whole_times
 from tests.support.quick import LONG_FILES, QUICK, forbid_processes, is_quick
@@ -50,8 +50,8 @@ settings.load_profile("paceline")
 CONFIG = tempfile.TemporaryDirectory(prefix="paceline-config-")
 
 collect_ignore_glob = [
-    "inspection/checked_scripts/*",
-    "frontend/ported_scripts/*",
+    "lab/checked_scripts/*",
+    "train/ported_scripts/*",
     "support/failing_models.py",
 ]  # used by tests of their own
 

@@ -9,19 +9,19 @@ from pathlib import Path
 import paceline
 
 SOURCE = Path(paceline.__file__).parent
-STAGER = "frontend/staging.py"
+STAGER = "train/weights.py"
 
 OTHER_TENSORS = {
-    "frontend/buffers.py": "notices changes of buffers by their address and version, and reads no memory",
-    "frontend/device_queue.py": "locks memory of the host, which a driver knows by its address",
-    "frontend/generator_states.py": "writes the state of NumPy's generator, which is in the memory of the host",
-    "frontend/saving.py": "recognizes tensors that share memory by their address, and reads no memory",
-    "launcher/processes/program.py": "writes the title of the process",
+    "train/job_model.py": "notices changes of buffers by their address and version, and reads no memory",
+    "train/device.py": "locks memory of the host, which a driver knows by its address",
+    "train/generator_states.py": "writes the state of NumPy's generator, which is in the memory of the host",
+    "train/collectives.py": "recognizes tensors that share memory by their address, and reads no memory",
+    "start/processes/program.py": "writes the title of the process",
 }
 """Files that use addresses of other memory than that of weights and gradients, and why they may."""
 
 FLOAT64_ON_THE_HOST = {
-    "frontend/collectives.py": "numbers that have been copied to the host before",
+    "train/collectives.py": "numbers that have been copied to the host before",
 }
 """Files of the front end that make float64 of tensors that are on the host, and why they are there."""
 
@@ -48,7 +48,7 @@ def lines_with_float64(file: Path) -> list[str]:
 
 
 def test_nothing_that_may_be_on_a_device_becomes_float64() -> None:
-    files = [*(SOURCE / "frontend").rglob("*.py"), SOURCE / "shard" / "lars.py"]
+    files = [*(SOURCE / "train").rglob("*.py"), SOURCE / "shard" / "lars.py"]
     found = {str(file.relative_to(SOURCE)): lines for file in files if (lines := lines_with_float64(file))}
     assert set(found) == set(FLOAT64_ON_THE_HOST)
     assert all(".cpu()" in line or "torch.tensor(" in line for lines in found.values() for line in lines)
@@ -56,6 +56,6 @@ def test_nothing_that_may_be_on_a_device_becomes_float64() -> None:
 
 def test_what_they_call_with_tensors_on_a_device_looks_where_these_are() -> None:
     """`l2_norm` makes float64 of tensors on the CPU only, `digest` copies tensors to the host before."""
-    norm, _, hashed = lines_with_float64(SOURCE / "shard" / "vectors.py")
+    norm, _, hashed, _ = lines_with_float64(SOURCE / "shard" / "vectors.py")
     assert "if tensor.is_cpu" in norm
     assert ".cpu().to(torch.float64)" in hashed

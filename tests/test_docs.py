@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.report.models import LABELS, describe
+from paceline.look.models import LABELS, describe
 from paceline.sync import MODELS
 
 ROOT = Path(__file__).parent.parent

@@ -10,16 +10,15 @@ import pytest
 import torch
 
 import paceline
-from paceline.core.protocol.messages import TracePart
-from paceline.core.protocol.placement import round_robin
+from paceline.core.layout import round_robin
+from paceline.core.messages import TracePart
 from paceline.errors import UsageError
 from paceline.files import SYNC_BYTES, PatientWriter, Unfinished, write_json
-from paceline.launcher.live_run.run_results import save_weights, write_summary
-from paceline.runtime import best_effort
-from paceline.runtime.segmented import SegmentedFile
-from paceline.runtime.traces import PART_BYTES, TraceFiles
-from paceline.shard.snapshot import WeightsSnapshot
-from paceline.wire.secret import new_secret, write_secret
+from paceline.run import traces as best_effort
+from paceline.run.traces import PART_BYTES, SegmentedFile, TraceFiles
+from paceline.shard.store import WeightsSnapshot
+from paceline.start.results import save_weights, write_summary
+from paceline.wire.secure import new_secret, write_secret
 from tests.conftest import RunOnThreads
 from tests.support.small_disk import fill, small_disk
 
@@ -69,7 +68,7 @@ def save_secret(folder: Path) -> None:
 
 
 def save_picture(folder: Path) -> None:
-    from paceline.report.canvas import new_figure, save
+    from paceline.look.timelines import new_figure, save
 
     figure = new_figure(20.0, 20.0)
     figure.text(0.5, 0.5, "a picture")

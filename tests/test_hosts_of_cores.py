@@ -11,8 +11,7 @@ from typing import get_args
 import pytest
 
 import paceline
-from paceline.core.protocol.host import METHODS
-from paceline.core.protocol.requests import Request, Send
+from paceline.core.requests import METHODS, Request, Send
 
 ROOT = Path(paceline.__file__).parent
 CHECKOUT = ROOT.parents[1]
@@ -21,24 +20,24 @@ CHECKOUT = ROOT.parents[1]
 CORES = {
     "Worker": (
         "core.worker",
-        {"runtime/worker_session.py", "sim/simulated_job.py", "testing/small_job.py"},
+        {"run/worker.py", "sim/simulated_job.py", "testing/small_job.py"},
     ),
     "Server": (
         "core.server",
-        {"runtime/server_host.py", "sim/simulated_job.py", "testing/small_job.py"},
+        {"run/server.py", "sim/simulated_job.py", "testing/small_job.py"},
     ),
     "Coordinator": (
         "core.coordinator",
         {
-            "runtime/coordinator_host.py",
+            "run/coordinator.py",
             "sim/simulated_job.py",
             "testing/small_job.py",
             "trace/replay.py",
         },
     ),
-    "Shard": ("core.shard", {"core/server.py", "trace/replay.py", "trace/redecide.py"}),
-    "ShardSync": ("core.sync.shard_sync", {"core/shard.py", "testing/small_job.py"}),
-    "JobSync": ("core.sync.job_sync", {"core/coordinator.py"}),
+    "Shard": ("core.shard", {"core/server.py", "trace/replay.py"}),
+    "ShardSync": ("core.shard", {"testing/small_job.py"}),
+    "JobSync": ("core.job_sync", {"core/coordinator.py"}),
     "PushReceived": ("sync.events", {"core/server.py"}),
     "PullRequested": ("sync.events", {"core/server.py", "sync/model.py"}),
     "PullRepeated": ("sync.events", {"core/server.py"}),
@@ -49,7 +48,7 @@ CORES = {
 """The live host, the simulator, the replay and the exhaustive search run the same cores; and each message becomes an
 event in one place. (`sync/model.py` tests a delayed pull again.) The network of the tests runs them, too."""
 
-BY_HAND = {"testing/legal_events.py", "testing/promises.py", "testing/scripts.py"}
+BY_HAND = {"testing/promises.py", "testing/scripts.py"}
 """These test a machine directly: they make events by hand, from no message, and host no core."""
 
 
@@ -101,14 +100,14 @@ def test_only_these_files_construct(name: str) -> None:
 REQUESTS = {kind.__name__ for kind in get_args(Request)}
 
 ALLOWED = {
-    "src/paceline": {"core/protocol/host.py", "core/sync/clipped_means.py", "testing/state_pools.py"},
+    "src/paceline": {"core/requests.py", "core/shard.py", "testing/state_pools.py"},
     "tests": {"sim/test_clocks_apart.py", "sync/test_exhaustive_search.py"},
     "benchmarks": set[str](),
     "reproductions": set[str](),
 }
 """Folder -> the host, and files that carry out no request.
 
-`core/sync/clipped_means.py` holds back some requests of a shard. `testing/state_pools.py` renames the worker of a
+`core/shard.py` holds back some requests of a shard. `testing/state_pools.py` renames the worker of a
 timer. The tests replace timers and messages that a core has requested, before its host carries them out.
 """
 

@@ -217,7 +217,7 @@ def test_what_the_programs_on_a_page_import_is_there(page: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "fault"),
     [
-        ("from paceline.launcher import progress\n", ["paceline.launcher.progress"]),
+        ("from paceline.start import progress\n", ["paceline.start.progress"]),
         ("from paceline.core.no_such import Core\n", ["paceline.core.no_such"]),
         ("import paceline\npaceline.no_such()\n", ["paceline.no_such"]),
         ("from paceline.cli import console\nconsole.no_such\n", ["paceline.cli.console.no_such"]),

@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent
             "core/test_guard.py",
             "sim/test_sim.py",
             "trace/test_trace.py",
-            "report/test_reading.py",
+            "look/test_reading.py",
             "test_quick.py",
         ),
     ],
@@ -33,10 +33,10 @@ def test_pure_code_is_tested_quickly(name: str) -> None:
     "name",
     [
         "sync/test_exhaustive.py",
-        "launcher/test_live.py",
-        "frontend/test_optim.py",
-        "launcher/test_cut_off.py",
-        "frontend/test_staging.py",
+        "start/test_live.py",
+        "train/test_optim.py",
+        "start/test_cut_off.py",
+        "train/test_staging.py",
     ],
 )
 def test_what_trains_connects_or_takes_long_is_left_out(name: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paceline.launcher.processes import program
+from paceline.start.processes import program
 from tests.support.live import DEADLINE_S, await_that, processes, run_program, start_program
 from tests.support.warm import WarmStarts
 

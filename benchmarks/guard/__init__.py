@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.cli.progress_bar import TellShare
+from paceline.cli.console import TellShare
 
 from ..harness import Benchmark, Columns, Figures, marked
 from .cost import MOST_US, Cost, measure_cost

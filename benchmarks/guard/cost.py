@@ -10,8 +10,8 @@ from itertools import count
 import msgspec
 import torch
 
-from paceline.core.oversight.guard import Guard
-from paceline.core.protocol.messages import Message, Observation, Phase, PushesObserved, first_phase
+from paceline.core.guard import Guard
+from paceline.core.messages import Message, Observation, Phase, PushesObserved, first_phase
 from paceline.shard.vectors import sampled_norm
 from paceline.wire.stream import Stream
 

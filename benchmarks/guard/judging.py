@@ -79,7 +79,7 @@ def judge(scenario: Scenario, seed: int, hyperparameters: str = "raw") -> Judged
     listener, log = _Listener(), logging.getLogger("paceline.sim")
     propagates, log.propagate = log.propagate, False
     log.addHandler(listener)
-    training = logging.getLogger("paceline.frontend.training")  # names each gradient with NaN
+    training = logging.getLogger("paceline.train.training")  # names each gradient with NaN
     level = training.level
     training.setLevel(logging.ERROR)
     try:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from paceline.demo.digits import CLASSES, load
+from paceline.lab.demo import CLASSES, load
 
 CONTEXT = 8  # number of characters from which the next one is predicted
 USERS, ITEMS, RANK = 60, 40, 4

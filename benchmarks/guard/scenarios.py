@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 import paceline
-from paceline.frontend.session import current
 from paceline.sim import Cluster
+from paceline.train.session import current
 
 from .problems import PROBLEMS, Batch
 

@@ -26,9 +26,9 @@ from typing import Annotated
 import msgspec
 import typer
 
-from paceline.cli.progress_bar import TellShare
+from paceline.cli.console import TellShare
 from paceline.errors import RunFailedError
-from paceline.outlets.wanted import open_outlets
+from paceline.look.show_process import open_outlets
 
 from ..harness import (
     Benchmark,

@@ -32,13 +32,12 @@ import msgspec
 import torch
 from torch import nn
 
-from paceline.cli.numbers import whole_number_option
-from paceline.cli.progress_bar import TellShare
-from paceline.core.protocol.layout import Layout, Parameter
-from paceline.frontend.optimizer import DistributedOptimizer
-from paceline.frontend.session import worker_index
-from paceline.trace.recording import Trace
-from paceline.trace.records import IterationRecord, read_records
+from paceline.cli.console import TellShare
+from paceline.cli.options import whole_number_option
+from paceline.core.layout import Layout, Parameter
+from paceline.trace.recording import IterationRecord, Trace, read_records
+from paceline.train.optimizer import DistributedOptimizer
+from paceline.train.session import worker_index
 from reproductions.papers import FLUENT_PS
 
 from ..harness import (

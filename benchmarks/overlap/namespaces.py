@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.errors import ConfigurationError
-from paceline.launcher.live_run.local import HostMachine, Placement
+from paceline.start.local import HostMachine, ProcessPlacement
 
 __all__ = ["Network", "NetworkLink", "network", "rate_bps", "why_not"]
 
@@ -79,9 +79,9 @@ class Network(msgspec.Struct, frozen=True):
     machines: tuple[HostMachine, ...]
     delayed: bool
 
-    def placement(self, servers: int) -> Placement:
+    def placement(self, servers: int) -> ProcessPlacement:
         """Return a placement with so many servers on the first machines, and a worker on each of the others."""
-        return Placement(self.host, self.machines[:servers], self.machines[servers:])
+        return ProcessPlacement(self.host, self.machines[:servers], self.machines[servers:])
 
 
 def rate_bps(rate: str) -> float:

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paceline.report.canvas import new_figure
+from paceline.look.timelines import new_figure
 from paceline.sync.actions import AnswerPull
 from paceline.sync.events import PushReceived
-from paceline.trace.recording import Trace
-from paceline.trace.records import IterationRecord
+from paceline.trace.recording import IterationRecord, Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -32,10 +32,9 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from paceline.cli.console import read_whole
-from paceline.cli.numbers import whole_number_option
-from paceline.cli.progress_bar import TellShare
-from paceline.core.protocol.layout import ALIGNMENT_BYTES, ITEM_BYTES
+from paceline.cli.console import TellShare, read_whole
+from paceline.cli.options import whole_number_option
+from paceline.core.layout import ALIGNMENT_BYTES, ITEM_BYTES
 from paceline.errors import ConfigurationError, unknown_name
 from paceline.settings.checks import numbers
 

@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import nn
 
-from paceline.core.protocol.layout import ITEM_BYTES
+from paceline.core.layout import ITEM_BYTES
 
 from ..harness import WARM_UP
 

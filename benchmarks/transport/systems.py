@@ -18,17 +18,16 @@ from tempfile import TemporaryDirectory
 import msgspec
 import torch
 
-from paceline.core.protocol.host import Host
-from paceline.core.protocol.layout import Layout, Parameter
-from paceline.core.protocol.model_spec import OptimizerSpec
+from paceline.core.layout import Layout, OptimizerSpec, Parameter
+from paceline.core.requests import Host
 from paceline.core.shard import Shard
 from paceline.errors import DeadlineError, RunFailedError
-from paceline.frontend.optimizer import DistributedOptimizer
-from paceline.frontend.session import set_sync, worker_index
 from paceline.shard.optimizers import read_groups, require_elementwise
 from paceline.shard.store import Push, Store
 from paceline.sync import ASP
 from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
+from paceline.train.optimizer import DistributedOptimizer
+from paceline.train.session import set_sync, worker_index
 
 from ..harness import WARM_UP, live, median_s, publish, times_s
 from .plan import LR, OPTIMIZERS, Flat, Times, Turn, elements, lengths

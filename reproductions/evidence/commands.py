@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from paceline.cli.progress_bar import shown_progress
+from paceline.cli.console import shown_progress
 from paceline.errors import unknown_name
 
 from .on_networks import STUDIES

@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch.func import vmap
 
-from paceline.studies.curves import crossing
+from paceline.studies.statistics import crossing
 
 from ..grid_search import Point
 from . import batched

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from paceline.core.protocol.lease import BatchSizing
+from paceline.core.lease import BatchSizing
 from paceline.sim import Cluster
-from paceline.studies.generators import Equal, Generator, Jitter, Pauses, SlowLinks, Steady
+from paceline.studies.description import Equal, Generator, Jitter, SlowLinks, Steady, StudyPauses
 
 __all__ = ["CONTENDERS", "PLACES", "Contender", "Place", "Variant"]
 
@@ -48,7 +48,7 @@ KINDS: dict[str, Callable[[int], Generator]] = {
     "steady 2x": lambda n: Steady(workers=n, slower=2.0),
     "steady 4x": lambda n: Steady(workers=n, slower=4.0),
     "jitter": lambda n: Jitter(workers=n),
-    "pauses": lambda n: Pauses(workers=n),
+    "pauses": lambda n: StudyPauses(workers=n),
     "slow links": lambda n: SlowLinks(workers=n),
     "equal": lambda n: Equal(workers=n),
 }

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from paceline.studies.work import Tell, in_this_process, work_off
+from paceline.lab.pool import Tell, in_this_process, work_off
 
 from ..grid_search import Point
 from ..result_file import append_results, read_results

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from paceline.studies.statistics import Ratio, compare, holm, mean_ranks
+from paceline.studies.statistics import Ratio, compare_samples, holm, mean_ranks
 
 from .places import CONTENDERS, PLACES
 from .study import Cell
@@ -93,7 +93,7 @@ def comparisons(
                     if contender != baseline and contender in results:
                         ours = results[contender]
                         key = Key(place, contender, size, measure)
-                        ratios[key] = compare(ours, base), _never(ours), _never(base)
+                        ratios[key] = compare_samples(ours, base), _never(ours), _never(base)
     significant = holm({key: ratio.p for key, (ratio, _, _) in ratios.items()})
     return {
         key: Comparison(ratio, key in significant, never, baseline_never)
@@ -119,7 +119,7 @@ def close_to_best(results: dict[str, list[float]], factor: float = CLOSE) -> lis
     best = min(results, key=lambda contender: _log_mean(results[contender]))
     if _log_mean(results[best]) == math.inf:
         return []
-    near = [c for c in results if c != best and compare(results[c], results[best]).high <= factor]
+    near = [c for c in results if c != best and compare_samples(results[c], results[best]).high <= factor]
     return [best, *sorted(near, key=lambda contender: _log_mean(results[contender]))]
 
 
@@ -140,7 +140,7 @@ def check_inequality(
                 for contender in less.keys() & more.keys():
                     count += 1
                     key = Key(f"{workers} workers", contender, size, measure)
-                    ratios[key] = compare(more[contender], less[contender])
+                    ratios[key] = compare_samples(more[contender], less[contender])
     significant = holm({key: ratio.p for key, ratio in ratios.items()})
     helped = [(key, ratio) for key, ratio in ratios.items() if key in significant and ratio.high < 1]
     return count, sorted(helped, key=lambda item: item[1].ratio)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paceline.cli.progress_bar import TellShare
+from paceline.cli.console import TellShare
 from paceline.sim import Cluster
 
 from ..curves import draw_curves
@@ -99,7 +99,7 @@ def compare(
     ]
 
     def draw() -> Figure:
-        from paceline.report.canvas import new_figure
+        from paceline.look.timelines import new_figure
 
         figure = new_figure(11.0, 4.4)
         for axes, found, title in zip(
@@ -197,7 +197,7 @@ def figure_8(options: Options, tell: TellShare) -> Made:
     columns = ["s, all", f"s to {TARGET.value:.0%}", "final", "staleness\n(updates)\nmean"]
 
     def draw() -> Figure:
-        from paceline.report.canvas import new_figure
+        from paceline.look.timelines import new_figure
 
         figure = new_figure(8.0, 4.4)
         draw_curves(figure.subplots(), outcomes, "FluentPS, Fig. 8: SSP(2), 32 workers")

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from paceline.cli.progress_bar import TellShare
-from paceline.rehearsal.ranking import Task, run_tasks
+from paceline.cli.console import TellShare
+from paceline.lab.ranking import Task, run_tasks
 from paceline.sim import Cluster
 
 from ..exhibit import Exhibit, Made, Options, beside, less
@@ -70,7 +70,7 @@ def figure_9(options: Options, tell: TellShare) -> Made:
     quoted = FLUENT_PS.numbers
 
     def draw() -> Figure:
-        from paceline.report.canvas import COLOURS, new_figure
+        from paceline.look.timelines import COLOURS, new_figure
 
         figure = new_figure(9.5, 4.4)
         axes = figure.subplots()
@@ -189,7 +189,7 @@ def table_4(options: Options, tell: TellShare) -> Made:
         )
 
     def draw() -> Figure:
-        from paceline.report.canvas import COLOURS, new_figure
+        from paceline.look.timelines import COLOURS, new_figure
 
         figure = new_figure(11.0, 4.2)
         for axes, name in zip(figure.subplots(1, 2), TABLE_4, strict=True):

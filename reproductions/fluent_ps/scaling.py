@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.cli.progress_bar import TellShare
+from paceline.cli.console import TellShare
 from paceline.sim import Cluster
 
 from ..curves import draw_curves
@@ -76,7 +76,7 @@ def figure_1(options: Options, tell: TellShare) -> Made:
     }
 
     def draw() -> Figure:
-        from paceline.report.canvas import new_figure
+        from paceline.look.timelines import new_figure
 
         figure = new_figure(8.0, 4.4)
         draw_curves(
@@ -122,7 +122,7 @@ def figure_7(options: Options, tell: TellShare) -> Made:
     }
 
     def draw() -> Figure:
-        from paceline.report.canvas import COLOURS, new_figure
+        from paceline.look.timelines import COLOURS, new_figure
 
         figure = new_figure(8.0, 4.4)
         axes = figure.subplots()

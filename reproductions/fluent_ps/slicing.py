@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paceline.cli.progress_bar import TellShare
-from paceline.core.protocol.layout import Layout, Parameter, ShardSlice
+from paceline.cli.console import TellShare
+from paceline.core.layout import Layout, Parameter, ShardSlice
 from paceline.sim import Cluster, Uniform
 from paceline.sim.simulate import simulate
 
@@ -115,7 +115,7 @@ def figure_6(options: Options, tell: TellShare) -> Made:
     columns = [*(f"{n} workers, ms" for n in counts), "saved, at most"]
 
     def draw() -> Figure:
-        from paceline.report.canvas import COLOURS, new_figure
+        from paceline.look.timelines import COLOURS, new_figure
 
         figure = new_figure(9.0, 4.4)
         axes = figure.subplots()

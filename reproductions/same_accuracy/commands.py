@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from paceline.cli.progress_bar import shown_progress
+from paceline.cli.console import shown_progress
 from paceline.errors import unknown_name
 
 from .plan import Scope

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.core.protocol.model_spec import HyperParameters
-from paceline.demo import digits as demo
+from paceline.core.layout import HyperParameters
+from paceline.lab import demo
 
 from .problems import Data, Orders, Weights, sgd
 from .schedules import Batch

@@ -20,11 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.core.protocol.host import Host
-from paceline.core.protocol.layout import Layout, Parameter
-from paceline.core.protocol.messages import Message
-from paceline.core.protocol.model_spec import HyperParameters, OptimizerSpec
-from paceline.core.protocol.requests import Apply, Discard, Peer, Preserve, Timer
+from paceline.core.layout import HyperParameters, Layout, OptimizerSpec, Parameter
+from paceline.core.messages import Message
+from paceline.core.requests import Apply, Discard, Host, Peer, Preserve, Timer
 from paceline.core.shard import Shard
 from paceline.shard.store import Push, Store
 from paceline.sync.events import PushReceived

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.protocol.model_spec import HyperParameters
-from paceline.plugins.optimizer_sources import OptimizerSources, name_of
-from paceline.shard.foreign import register_elementwise, use_sources
+from paceline.core.layout import HyperParameters
+from paceline.shard.foreign import OptimizerSources, class_name, register_elementwise, use_sources
 from paceline.shard.optimizers import ELEMENTWISE, read_groups
 
 from .digits import DigitsMLP
@@ -63,7 +62,7 @@ class OtherOptimizer(DigitsMLP):
             parameters, lr=rate, **settings
         )
         made = type(self._new([nn.Parameter(torch.zeros(1))], 0.1))
-        self.optimizer = made.__name__ if made in ELEMENTWISE.values() else name_of(made)
+        self.optimizer = made.__name__ if made in ELEMENTWISE.values() else class_name(made)
         if ":" in self.optimizer:
             use_sources(OptimizerSources(packages=(made.__module__,)))
 

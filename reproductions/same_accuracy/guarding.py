@@ -1,4 +1,4 @@
-"""The guard of each run of an ensemble, as in a real run (see `paceline.core.oversight.guard`).
+"""The guard of each run of an ensemble, as in a real run (see `paceline.core.guard`).
 
 In a real run, workers report their observations to the coordinator, and its orders reach the shards a little later.
 Here, an order is in force at once.
@@ -13,8 +13,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from paceline.core.oversight.guard import Guard, Verdict
-from paceline.core.protocol.messages import Observation
+from paceline.core.guard import Guard, GuardVerdict
+from paceline.core.messages import Observation
 from paceline.sync.schedule import read_schedule
 from paceline.sync.translation import Standing
 
@@ -92,6 +92,6 @@ class Guards:
         return standing if factor == 1 else msgspec.structs.replace(standing, temper=factor)
 
 
-def _warns(verdict: Verdict) -> bool:
+def _warns(verdict: GuardVerdict) -> bool:
     """Return True if a verdict is about the training, and not about one of the workers."""
     return not verdict.words.startswith("Worker ")

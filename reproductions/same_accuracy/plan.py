@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from paceline.errors import ConfigurationError, unknown_name
 from paceline.sim import Cluster
-from paceline.studies.generators import Generator, Jitter, Pauses, Steady
+from paceline.studies.description import Generator, Jitter, Steady, StudyPauses
 
 from .digits import DigitsCNN, DigitsMLP
 from .families import FAMILIES
@@ -42,7 +42,7 @@ WORKERS = (4, 16, 40)
 CLUSTERS: dict[str, Callable[[int], Generator]] = {
     "steady 3x": lambda n: Steady(workers=n, slower=3.0),
     "jitter": lambda n: Jitter(workers=n),
-    "pauses": lambda n: Pauses(workers=n),
+    "pauses": lambda n: StudyPauses(workers=n),
 }
 """The clusters by name and number of workers. A usual gradient takes 1 s."""
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from paceline.core.protocol.model_spec import HyperParameters
+from paceline.core.layout import HyperParameters
 from paceline.shard.optimizers import read_groups
 
 from .schedules import Batch, Epochs

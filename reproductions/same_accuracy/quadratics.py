@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.core.protocol.model_spec import HyperParameters
+from paceline.core.layout import HyperParameters
 
 from .problems import Data, Weights, sgd
 from .schedules import Batch

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.core.protocol.model_spec import HyperParameters
+from paceline.core.layout import HyperParameters
 
 from ..evidence.factors import ITEMS, USERS, noisy_ratings
 from .problems import Data, Orders, Weights, sgd

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.frontend.data import distribute
-from paceline.frontend.optimizer import DistributedOptimizer
-from paceline.frontend.session import current
 from paceline.sim import Cluster, simulate
 from paceline.sync.events import RecordedEvent
-from paceline.trace.unapplied import missing_updates
+from paceline.trace.measures import missing_updates
+from paceline.train.data import distribute
+from paceline.train.optimizer import DistributedOptimizer
+from paceline.train.session import current
 
 __all__ = ["Batch", "Epochs", "Schedule", "record"]
 

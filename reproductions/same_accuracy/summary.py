@@ -13,8 +13,7 @@ from rich import box
 from rich.table import Table
 from scipy import stats
 
-from paceline.studies.curves import crossing
-from paceline.studies.statistics import CONFIDENCE
+from paceline.studies.statistics import CONFIDENCE, crossing
 
 from .families import FAMILIES
 from .plan import CLUSTERS, FACTORS, MODELS, PROBLEMS

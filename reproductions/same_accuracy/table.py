@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
-from paceline.studies.work import Tell, in_processes, in_this_process, work_off
+from paceline.lab.pool import Tell, in_processes, in_this_process, work_off
 
 from ..result_file import append_results, read_results
 from .ensemble import Setting, train

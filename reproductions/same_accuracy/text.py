@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.core.protocol.model_spec import HyperParameters
+from paceline.core.layout import HyperParameters
 
 from ..evidence.language import library_text
 from .digits import cross_entropies

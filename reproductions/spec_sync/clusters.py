@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paceline.cli.progress_bar import TellShare
+from paceline.cli.console import TellShare
 from paceline.sim import Cluster
 
 from ..curves import draw_curves
@@ -49,7 +49,7 @@ def figure_10(options: Options, tell: TellShare) -> Made:
     columns = [text for name in clusters for text in (f"s,\n{name}", f"speed-up\nover ASP,\n{name}")]
 
     def draw() -> Figure:
-        from paceline.report.canvas import new_figure
+        from paceline.look.timelines import new_figure
 
         figure = new_figure(11.0, 4.4)
         for axes, (name, outcomes) in zip(figure.subplots(1, 2), found.items(), strict=True):
@@ -93,7 +93,7 @@ def figure_11(options: Options, tell: TellShare) -> Made:
     columns = ["s, ASP", "s, SpecSync", "speed-up", "loss of SpecSync\nat the same time"]
 
     def draw() -> Figure:
-        from paceline.report.canvas import COLOURS, new_figure
+        from paceline.look.timelines import COLOURS, new_figure
 
         figure = new_figure(9.0, 3.8)
         names = [str(size) for size in SIZES]

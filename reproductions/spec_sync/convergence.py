@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paceline.cli.progress_bar import TellShare
+from paceline.cli.console import TellShare
 from paceline.sim import Cluster
 
 from ..curves import draw_curves
@@ -54,7 +54,7 @@ def grid_of(workload: Workload, options: Options) -> list[Setting]:
 
 
 def _curves(title: str, outcomes: Sequence[TrainingOutcome]) -> Figure:
-    from paceline.report.canvas import new_figure
+    from paceline.look.timelines import new_figure
 
     figure = new_figure(9.0, 4.4)
     draw_curves(figure.subplots(), outcomes, title)
@@ -218,7 +218,7 @@ def figure_9(options: Options, tell: TellShare) -> Made:
         ]
 
     def draw() -> Figure:
-        from paceline.report.canvas import new_figure
+        from paceline.look.timelines import new_figure
 
         figure = new_figure(9.0, 4.4)
         draw_curves(
@@ -271,7 +271,7 @@ def table_2(options: Options, tell: TellShare) -> Made:
     columns = ["trials of\nABORT_TIME", "trials of\nABORT_RATE", "hours\neach", "hours\nin total"]
 
     def draw() -> Figure:
-        from paceline.report.canvas import COLOURS, new_figure
+        from paceline.look.timelines import COLOURS, new_figure
 
         figure = new_figure(8.0, 3.8)
         axes = figure.subplots()

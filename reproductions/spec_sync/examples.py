@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paceline.cli.progress_bar import TellShare
+from paceline.cli.console import TellShare
 from paceline.sim import Cluster, simulate
 from paceline.sync.actions import AnswerPull
 from paceline.sync.events import PullRepeated, PushReceived
@@ -83,7 +83,7 @@ def figures_2_4_and_6(options: Options, tell: TellShare) -> Made:
         ]
 
     def draw() -> Figure:
-        from paceline.report.canvas import COLOURS, new_figure
+        from paceline.look.timelines import COLOURS, new_figure
 
         figure = new_figure(9.0, 7.5)
         for axes, (label, done) in zip(

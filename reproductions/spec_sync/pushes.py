@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from paceline.cli.progress_bar import TellShare
+from paceline.cli.console import TellShare
 from paceline.sim import Cluster, simulate
 from paceline.sync.actions import AnswerPull
 from paceline.sync.events import PullRepeated, PushReceived
@@ -71,7 +71,7 @@ def figure_3(options: Options, tell: TellShare) -> Made:
     rows["within 2 s, median"] = [(SPEC_SYNC.numbers["pushes-within-2-s"], f"{first_two:.0f}")]
 
     def draw() -> Figure:
-        from paceline.report.canvas import COLOURS, new_figure
+        from paceline.look.timelines import COLOURS, new_figure
 
         figure = new_figure(9.0, 4.0)
         axes = figure.subplots()

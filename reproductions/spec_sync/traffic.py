@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.cli.progress_bar import TellShare
+from paceline.cli.console import TellShare
 from paceline.sim import Cluster, simulate
 from paceline.sync.actions import AnswerPull
 from paceline.sync.events import PushReceived
@@ -72,7 +72,7 @@ def figures_12_and_13(options: Options, tell: TellShare) -> Made:
     columns = [*KINDS, "bytes per s,\nOriginal = 1", "iterations\nrestarted"]
 
     def draw() -> Figure:
-        from paceline.report.canvas import COLOURS, new_figure
+        from paceline.look.timelines import COLOURS, new_figure
 
         figure = new_figure(10.0, 4.0)
         left, right = figure.subplots(1, 2)
@@ -131,7 +131,7 @@ def figures_12_and_13_of_others(options: Options, tell: TellShare) -> Made:
     ]
 
     def draw() -> Figure:
-        from paceline.report.canvas import COLOURS, DASHES, new_figure
+        from paceline.look.timelines import COLOURS, DASHES, new_figure
 
         figure = new_figure(12.0, 4.0)
         *curves, right = figure.subplots(1, 3)

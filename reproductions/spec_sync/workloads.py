@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import nn
 
-from paceline.cli.progress_bar import TellShare
+from paceline.cli.console import TellShare
 from paceline.sim import Cluster, Link, Uniform, simulate
 
 from ..exhibit import Exhibit, Made, Options, beside
@@ -154,7 +154,7 @@ def table_1(options: Options, tell: TellShare) -> Made:
     columns = ["million\nparameters", "training\nset", "s per\niteration"]
 
     def draw() -> Figure:
-        from paceline.report.canvas import COLOURS, new_figure
+        from paceline.look.timelines import COLOURS, new_figure
 
         figure = new_figure(7.0, 3.6)
         axes = figure.subplots()

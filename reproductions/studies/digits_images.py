@@ -19,7 +19,7 @@ import paceline
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # `reproductions` is not installed
 
-from paceline.frontend.session import current
+from paceline.train.session import current
 from reproductions.evidence.images import BATCH, DigitImages
 from reproductions.same_accuracy.problems import Orders
 

@@ -8,34 +8,34 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+VERSION = __version__ = "0.1.0"
 
 _HOMES = {
     "Cluster": "sim",
-    "DistributedOptimizer": "frontend.optimizer",
+    "DistributedOptimizer": "train.optimizer",
     "LARS": "shard.lars",
-    "RunResult": "launcher.launch",
+    "RunResult": "start.launch",
     "SimResult": "sim",
-    "barrier": "frontend.collectives",
-    "checkpoint": "frontend.saving",
-    "device": "frontend.device",
-    "distribute": "frontend.data",
-    "epochs": "frontend.epochs",
-    "evaluating": "frontend.evaluating",
-    "is_main": "frontend.is_main",
-    "launch": "launcher.launch",
-    "log": "frontend.metrics",
-    "partition": "frontend.partition",
-    "prepare": "frontend.prepare",
-    "reduce": "frontend.collectives",
+    "barrier": "train.collectives",
+    "checkpoint": "train.collectives",
+    "device": "train.device",
+    "distribute": "train.data",
+    "epochs": "train.epochs",
+    "evaluating": "train.collectives",
+    "is_main": "train.collectives",
+    "launch": "start.launch",
+    "log": "train.metrics",
+    "partition": "train.partition",
+    "prepare": "train.prepare",
+    "reduce": "train.collectives",
     "register_elementwise": "shard.foreign",
-    "save": "frontend.saving",
-    "set_sync": "frontend.session",
+    "save": "train.collectives",
+    "set_sync": "train.session",
     "simulate": "sim",
     "study": "studies.study",
-    "track": "frontend.tracking",
-    "worker_count": "frontend.session",
-    "worker_index": "frontend.session",
+    "track": "train.tracking",
+    "worker_count": "train.session",
+    "worker_index": "train.session",
 }
 
 __all__ = [
@@ -72,24 +72,22 @@ __all__ = [
 
 if TYPE_CHECKING:
     from . import errors, sim, sync, zipline
-    from .frontend.collectives import barrier, reduce
-    from .frontend.data import distribute
-    from .frontend.device import device
-    from .frontend.epochs import epochs
-    from .frontend.evaluating import evaluating
-    from .frontend.is_main import is_main
-    from .frontend.metrics import log
-    from .frontend.optimizer import DistributedOptimizer
-    from .frontend.partition import partition
-    from .frontend.prepare import prepare
-    from .frontend.saving import checkpoint, save
-    from .frontend.session import set_sync, worker_count, worker_index
-    from .frontend.tracking import track
-    from .launcher.launch import RunResult, launch
     from .shard.foreign import register_elementwise
     from .shard.lars import LARS
     from .sim import Cluster, SimResult, simulate
+    from .start.launch import launch
+    from .start.results import RunResult
     from .studies.study import study
+    from .train.collectives import barrier, checkpoint, evaluating, is_main, reduce, save
+    from .train.data import distribute
+    from .train.device import device
+    from .train.epochs import epochs
+    from .train.metrics import log
+    from .train.optimizer import DistributedOptimizer
+    from .train.partition import partition
+    from .train.prepare import prepare
+    from .train.session import set_sync, worker_count, worker_index
+    from .train.tracking import track
 
 
 def __getattr__(name: str) -> Any:

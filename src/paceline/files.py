@@ -22,8 +22,6 @@ from typing import IO
 
 import msgspec
 
-__all__ = ["PatientWriter", "Unfinished", "open_regular", "read_regular", "write_json"]
-
 SYNC_BYTES = 16 * 2**20  # number of bytes after which a patient writer waits for the disk
 
 

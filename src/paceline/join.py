@@ -5,16 +5,13 @@ Importing this module has no side effects.
 
 from __future__ import annotations
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the command line in a process that torchrun has started."""
     import typer
 
     from .cli.console import run_app
-    from .cli.run_command import RunCommand
-    from .cli.scheduler_join import TORCHRUN, scheduled_join
+    from .cli.run import TORCHRUN, RunCommand, scheduled_join
 
     app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
     app.command(

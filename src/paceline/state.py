@@ -36,23 +36,6 @@ import msgspec
 
 from .errors import InternalError
 
-__all__ = [
-    "DECLARED",
-    "Declaration",
-    "Field",
-    "Mark",
-    "Outlook",
-    "Part",
-    "Subject",
-    "fields_of",
-    "own_names",
-    "parts",
-    "restore",
-    "snapshot",
-    "stateful",
-    "undeclared",
-]
-
 Kind = TypeVar("Kind", bound=type)
 
 Mark = Literal["decides", "history", "fixed"]
@@ -233,7 +216,7 @@ def _is_generator(thing: object) -> bool:
 # -- snapshots --------------------------------------------------------------------------------------------
 
 
-class Part(msgspec.Struct, frozen=True):
+class StatePart(msgspec.Struct, frozen=True):
     """The state of a core or of one of its parts.
 
     Attributes:
@@ -312,7 +295,7 @@ def _hashable(struct: msgspec.Struct) -> Hashable:
     return struct
 
 
-def snapshot(core: object) -> Part:
+def snapshot(core: object) -> StatePart:
     """Return the state of a core, which must not be handling an event: an immutable, hashable and printable value.
 
     Raises:
@@ -327,12 +310,12 @@ class _Taker:
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}  # id of a part -> its number
 
-    def part(self, thing: object) -> Part:
+    def part(self, thing: object) -> StatePart:
         number = self._numbers[id(thing)] = len(self._numbers)
         fields = [
             (field.name, self._value(value)) for field, value in fields_of(thing) if field.mark != "fixed"
         ]
-        return Part(type(thing), number, tuple(fields))
+        return StatePart(type(thing), number, tuple(fields))
 
     def _value(self, value: Any) -> Hashable:
         kind: type = type(value)
@@ -360,7 +343,7 @@ class _Taker:
         return self.part(value)
 
 
-def restore(core: object, state: Part) -> None:
+def restore(core: object, state: StatePart) -> None:
     """Give a core the state of a snapshot.
 
     Args:
@@ -376,7 +359,7 @@ class _Restorer:
     def __init__(self) -> None:
         self._parts: dict[int, object] = {}  # number of a part -> the part
 
-    def fill(self, thing: object, state: Part) -> None:
+    def fill(self, thing: object, state: StatePart) -> None:
         """Set the fields of an object. Those that it has already keep their identity: others may refer to them."""
         if type(thing) is not state.kind:
             raise InternalError(f"a {type(thing).__name__} cannot have the state of a {state.kind.__name__}")
@@ -389,7 +372,7 @@ class _Restorer:
             setattr(thing, name, self._value(value, getattr(thing, name, None), maker))
 
     def _value(self, value: Any, present: Any = None, maker: Callable[..., object] | None = None) -> Any:
-        if isinstance(value, Part):
+        if isinstance(value, StatePart):
             return self._part(value, present if maker is None else maker())
         if isinstance(value, Items):
             return self._items(value, present, maker)
@@ -403,7 +386,7 @@ class _Restorer:
             return frozenset(map(self._value, value))
         return value
 
-    def _part(self, state: Part, present: object) -> object:
+    def _part(self, state: StatePart, present: object) -> object:
         thing = present if type(present) is state.kind else object.__new__(state.kind)
         self.fill(thing, state)
         return thing

@@ -24,8 +24,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["SIGNATURE", "is_own", "is_signed", "key_file", "printable", "signature_of"]
-
 log = logging.getLogger("paceline.run")
 
 SIGNATURE = "signature"

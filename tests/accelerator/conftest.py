@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from paceline.sim.strand import Strand
+from paceline.sim.virtual_training import PausableThread
 
 NEEDS = {
     "vulkan": "It needs a Vulkan driver: Debian's packages mesa-vulkan-drivers and libvulkan1 compute on the CPU"
@@ -45,12 +45,12 @@ def sanitized_strands() -> Iterator[None]:
         return
     from torch.cuda._sanitizer import cuda_sanitizer
 
-    run = Strand._run
+    run = PausableThread._run
 
-    def run_sanitized(strand: Strand, function: Callable[[], object]) -> None:
+    def run_sanitized(strand: PausableThread, function: Callable[[], object]) -> None:
         with cuda_sanitizer.dispatch:
             run(strand, function)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Strand, "_run", run_sanitized)
+        patch.setattr(PausableThread, "_run", run_sanitized)
         yield

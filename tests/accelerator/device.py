@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from paceline import worker_count, worker_index
-from paceline.frontend import early_copies, staging
 from paceline.sim import Cluster, SimResult, simulate
+from paceline.train import device as early_copies
+from paceline.train import weights as staging
 
 __all__ = [
     "DEVICE",

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline import DistributedOptimizer, worker_index
-from paceline.frontend.generator_states import GeneratorStates
-from paceline.frontend.session import current
-from paceline.frontend.training import training_of
 from paceline.sim import Presence, SimResult, simulate
+from paceline.train.generator_states import GeneratorStates
+from paceline.train.session import current
+from paceline.train.training import training_of
 
 from .device import (
     DEVICE,

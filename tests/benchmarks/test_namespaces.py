@@ -15,7 +15,7 @@ import pytest
 from benchmarks.overlap import namespaces
 from benchmarks.overlap.namespaces import NetworkLink, network, rate_bps, why_not
 from paceline.errors import ConfigurationError
-from paceline.launcher.live_run.local import HostMachine
+from paceline.start.local import HostMachine
 
 pytestmark = pytest.mark.usefixtures("machines_alone")
 needs_machines = pytest.mark.skipif(bool(why_not()), reason=f"creating network namespaces needs {why_not()}")
@@ -146,14 +146,14 @@ def test_no_process_of_a_run_outlives_a_launcher_that_is_killed(tmp_path: Path) 
     program = f"""
 import os, time
 import paceline
-from paceline.launcher.live_run.local import Placement
+from paceline.start.local import ProcessPlacement
 from benchmarks.overlap.namespaces import NetworkLink as Link, network
 def train():
     open(f"{tmp_path}/{{os.getpid()}}", "w").close()
     time.sleep(1000)
 with network(2, Link()) as machines:
     server, worker = machines.machines
-    placement = Placement(machines.host, (server,), (worker,))
+    placement = ProcessPlacement(machines.host, (server,), (worker,))
     paceline.launch(train, workers=1, servers=1, transport="tcp", run_dir="{tmp_path}/run", placement=placement)
 """
     with subprocess.Popen([sys.executable, "-c", program]) as launcher:

@@ -33,13 +33,13 @@ from benchmarks.overlap.picture import (
     draw_exchange,
     exchange_of,
 )
+from paceline.core.requests import Entry
 from paceline.errors import ConfigurationError
-from paceline.report.canvas import new_figure
+from paceline.look.timelines import new_figure
 from paceline.sync.actions import AnswerPull, ApplyMean, HoldPush
 from paceline.sync.events import PullRequested, PushReceived
 from paceline.sync.ticks import in_ticks
-from paceline.trace.recording import Entry, Header, Trace
-from paceline.trace.records import IterationRecord
+from paceline.trace.recording import Header, IterationRecord, Trace
 
 needs_machines = pytest.mark.skipif(bool(why_not()), reason=f"creating network namespaces needs {why_not()}")
 

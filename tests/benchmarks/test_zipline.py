@@ -28,7 +28,7 @@ from benchmarks.zipline import (
     plain_sort,
     success_share,
 )
-from paceline.cli.progress_bar import shown_progress
+from paceline.cli.console import shown_progress
 from paceline.zipline import METHODS, bsp_barrier, solve
 
 PAPER_METHODS = ["zipline", "zipline-opt", "zipline-opt-bs", "full-grid-scan", "grid-scan"]

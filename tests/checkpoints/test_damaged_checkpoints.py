@@ -14,17 +14,24 @@ import msgspec
 import pytest
 import torch
 
-from paceline.checkpoints.directory import DRAFT, DraftMark, numbers_in
-from paceline.checkpoints.manifest import FORMAT, FileRecord, files_in, read_manifest, record_of
-from paceline.checkpoints.pace import Pace
-from paceline.checkpoints.reading import Checkpoint, Found, newest_whole
-from paceline.checkpoints.shard_writing import ShardWriter, shard_content
-from paceline.checkpoints.writing import Draft
+from paceline.checkpoints.manifest import (
+    DRAFT,
+    FORMAT,
+    DraftMark,
+    FileRecord,
+    Pace,
+    files_in,
+    numbers_in,
+    read_manifest,
+    record_of,
+)
+from paceline.checkpoints.reading import Checkpoint, NewestCheckpoint, newest_whole
+from paceline.checkpoints.writing import Draft, ShardWriter, shard_content
 from paceline.core.coordinator import Coordinator
-from paceline.core.protocol.job_cut import EpochCut, JobCut, LoaderCut, WorkerTimes
-from paceline.core.protocol.lease import Lease, Order
+from paceline.core.job_cut import EpochCut, JobCut, LoaderCut, WorkerTimes
+from paceline.core.lease import DataOrder, Lease
 from paceline.errors import CheckpointError
-from paceline.runtime.resuming import require_meaningful
+from paceline.run.resuming import require_meaningful
 from paceline.sync.schedule import read_schedule
 from tests.support.sharded import LINEAGE, Net, Shards, model_of
 from tests.support.small_disk import fill, small_disk
@@ -35,7 +42,7 @@ FILES = [
 ]
 
 
-ORDER = Order(100, 8, False, "dynamic", "digest")
+ORDER = DataOrder(100, 8, False, "dynamic", "digest")
 LOADER = LoaderCut(
     name="loader",
     opened=2,
@@ -75,7 +82,7 @@ def directory(two: Path, tmp_path: Path) -> Path:
     return shutil.copytree(two, tmp_path / LINEAGE)
 
 
-def the_first_is_used(found: Found) -> str:
+def the_first_is_used(found: NewestCheckpoint) -> str:
     """Check that the first of two checkpoints is used. Return why the second one is not."""
     assert found.checkpoint is not None
     assert found.checkpoint.manifest.number == 1
@@ -139,7 +146,7 @@ def test_without_a_whole_checkpoint_there_is_none(directory: Path, tmp_path: Pat
     found = newest_whole(directory)
     assert found.checkpoint is None
     assert len(found.faults) == 2
-    assert newest_whole(tmp_path / "nowhere") == Found(None, ())
+    assert newest_whole(tmp_path / "nowhere") == NewestCheckpoint(None, ())
 
 
 def test_only_the_newest_checkpoints_are_kept(directory: Path) -> None:

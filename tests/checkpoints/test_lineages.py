@@ -16,17 +16,22 @@ import torch
 from msgspec import structs
 
 from paceline.checkpoints.buckets import lineages_at, newest_from, upload
-from paceline.checkpoints.directory import is_lineage, lineages_in, new_lineage, numbers_in, origin_of
-from paceline.checkpoints.manifest import MANIFEST, read_manifest
+from paceline.checkpoints.manifest import (
+    MANIFEST,
+    is_lineage,
+    lineages_in,
+    new_lineage,
+    numbers_in,
+    origin_of,
+    read_manifest,
+)
 from paceline.checkpoints.reading import Checkpoint, newest_whole
-from paceline.checkpoints.shard_writing import ShardWriter, shard_content
-from paceline.checkpoints.writing import Draft
+from paceline.checkpoints.writing import Draft, ShardWriter, shard_content
 from paceline.errors import CheckpointError, ConfigurationError
-from paceline.report.run_file import RunFile, read_run_file, write_run_file
-from paceline.report.run_report import Setting
-from paceline.runtime.job import Resumed
-from paceline.runtime.job_options import make_job
-from paceline.runtime.resuming import earlier_run, fetch_run, find_resumed, has_finished
+from paceline.run.job import ResumedFrom
+from paceline.run.job_options import make_job
+from paceline.run.resuming import earlier_run, fetch_run, find_resumed, has_finished
+from paceline.trace.report import ReportedSetting, RunFile, read_run_file, write_run_file
 from tests.support.sharded import LINEAGE, Net, Shards, model_of
 
 OTHER = "paceline-fedcba9876543210"
@@ -232,7 +237,7 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed_and_never_removed(
     for number in (1, 2, 3):
         without_identity(shards.write(tmp_path / "new", number), elsewhere)
     (elsewhere / "4711001").mkdir()  # of a Slurm job
-    settings = (Setting("--checkpoint-dir", named),) if named else ()
+    settings = (ReportedSetting("--checkpoint-dir", named),) if named else ()
     write_run_file(run_file(settings=settings), run_dir)
     job = make_job(workers=1, resume=run_dir, dry_run=True)
     assert job.resumed is not None
@@ -262,7 +267,7 @@ def test_two_runs_in_one_directory_each_go_on_from_their_own(shards: Shards, tmp
     foreign_to(shared)
     for name, lineage, number in (("one", LINEAGE, 2), ("two", "paceline-00000000000000aa", 9)):
         shards.write(shared, number, lineage=lineage)
-        settings = (Setting("--checkpoint-dir", str(shared)),)
+        settings = (ReportedSetting("--checkpoint-dir", str(shared)),)
         (tmp_path / name).mkdir()
         write_run_file(
             run_file(settings=settings, lineage=lineage, run_dir=str(tmp_path / name)), tmp_path / name
@@ -270,7 +275,7 @@ def test_two_runs_in_one_directory_each_go_on_from_their_own(shards: Shards, tmp
         job = make_job(workers=1, resume=tmp_path / name, dry_run=True)
         assert (job.lineage, job.resumed) == (
             lineage,
-            Resumed(str(shared / lineage / f"{number:06d}"), highest=number, lock=0),
+            ResumedFrom(str(shared / lineage / f"{number:06d}"), highest=number, lock=0),
         )
     shutil.rmtree(shared / LINEAGE)
     with pytest.raises(ConfigurationError, match=f"no whole checkpoint in {shared / LINEAGE}"):
@@ -314,7 +319,7 @@ def test_a_run_file_with_another_identity_than_ours_is_refused(identity: str, ru
 
 def described(lineage: str, url: str) -> dict[str, bytes]:
     command = f"paceline run --checkpoint-dir {url} train.py"
-    settings = (Setting("--checkpoint-dir", url),)
+    settings = (ReportedSetting("--checkpoint-dir", url),)
     return {"run.json": msgspec.json.encode(run_file(lineage=lineage, command=command, settings=settings))}
 
 

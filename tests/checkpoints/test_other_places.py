@@ -21,14 +21,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from paceline.checkpoints.buckets import newest_from, upload
-from paceline.checkpoints.directory import DRAFT
 from paceline.checkpoints.export import export_distributed
+from paceline.checkpoints.manifest import DRAFT
 from paceline.errors import CheckpointError, ConfigurationError
-from paceline.report.run_file import RunFile
-from paceline.report.run_report import Setting
-from paceline.runtime.job import Resumed
-from paceline.runtime.job_options import make_job
-from paceline.runtime.resuming import find_resumed
+from paceline.run.job import ResumedFrom
+from paceline.run.job_options import make_job
+from paceline.run.resuming import find_resumed
+from paceline.trace.report import ReportedSetting, RunFile
 from tests.support.sharded import LINEAGE, Shards, model_of
 
 
@@ -194,7 +193,7 @@ def test_a_run_is_resumed_from_the_bucket_if_its_copy_is_newer(url: str, tmp_pat
         begun_at="",
         command="",
         folder="",
-        settings=(Setting("--checkpoint-dir", url),),
+        settings=(ReportedSetting("--checkpoint-dir", url),),
         lineage=LINEAGE,
         sync="bsp",
         workers=1,
@@ -211,6 +210,6 @@ def test_a_run_is_resumed_from_the_bucket_if_its_copy_is_newer(url: str, tmp_pat
     shards.write(usual, 3)
     assert find_resumed(earlier, tmp_path, None, trust=True).number == 3  # from here
     shutil.rmtree(usual)
-    assert find_resumed(earlier, tmp_path, None, trust=True) == Resumed(
+    assert find_resumed(earlier, tmp_path, None, trust=True) == ResumedFrom(
         str(usual / LINEAGE / "000002"), highest=2, lock=0
     )

@@ -12,9 +12,9 @@ from torch import nn
 
 import paceline
 from paceline.checkpoints.reading import Checkpoint
-from paceline.core.protocol.layout import Layout, Parameter
+from paceline.core.layout import Layout, Parameter
 from paceline.errors import CheckpointError
-from paceline.frontend.tracked import hyper_parameters
+from paceline.train.worker_state import hyper_parameters
 from tests.support.sharded import LINEAGE, Net, Shards, model_of
 
 

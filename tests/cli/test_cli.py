@@ -149,7 +149,7 @@ def test_every_console_prints_text_as_it_is() -> None:
     """A console that looks for the names of styles in brackets would take the extras and users' names for them."""
     source = Path(paceline.__file__).parent
     makers = [path for path in source.rglob("*.py") if re.search(r"\bConsole\(", path.read_text())]
-    assert makers == [source / "launcher" / "terminal" / "output.py"]
+    assert makers == [source / "start" / "terminal.py"]
 
 
 NOT_PYTHON = {

@@ -16,13 +16,12 @@ from typer.testing import CliRunner, Result
 from paceline.checkpoints.buckets import upload
 from paceline.cli import app, resumable
 from paceline.errors import ConfigurationError
-from paceline.report.run_file import RunFile, read_run_file, write_run_file
-from paceline.report.run_report import Setting
-from paceline.runtime.job import CHECKPOINTS, Resumed
-from paceline.runtime.job_options import make_job
-from paceline.runtime.resuming import can_resume, described, keep_source
+from paceline.run.job import CHECKPOINTS, ResumedFrom
+from paceline.run.job_options import make_job
+from paceline.run.resuming import can_resume, described, keep_source
+from paceline.trace.report import ReportedSetting, RunFile, read_run_file, write_run_file
 from paceline.trust import signature_of
-from paceline.wire.secret import write_secret
+from paceline.wire.secure import write_secret
 from tests.support.sharded import LINEAGE, Net, Shards, model_of
 
 RUN = Path("run")
@@ -41,7 +40,7 @@ def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         begun_at="2026-01-01T00:00:00+00:00",
         command="paceline run --workers 3 --servers 1 train.py --epochs 10",
         folder=str(tmp_path),
-        settings=(Setting("--checkpoint-every", "1min", True),),
+        settings=(ReportedSetting("--checkpoint-every", "1min", True),),
         sync="bsp",
         workers=3,
         servers=1,
@@ -114,7 +113,7 @@ def bucket(tmp_path: Path) -> str:
     url = f"file://{tmp_path}/bucket/trial"
     file = read_run_file(RUN)
     assert file is not None
-    write_run_file(msgspec.structs.replace(file, settings=(Setting("--checkpoint-dir", url),)), RUN)
+    write_run_file(msgspec.structs.replace(file, settings=(ReportedSetting("--checkpoint-dir", url),)), RUN)
     write_checkpoint(2)
     upload(RUN / CHECKPOINTS / LINEAGE / "000002", url)
     shutil.rmtree(RUN)
@@ -136,7 +135,7 @@ def test_a_bucket_suffices_to_resume_a_run(bucket: str) -> None:
     assert Path("elsewhere", "run.json").exists()
     job = make_job(workers=1, resume=bucket, run_dir="third", dry_run=True)
     path = str(Path("third", CHECKPOINTS, LINEAGE, "000002").absolute())
-    assert job.resumed == Resumed(path, lock=0)
+    assert job.resumed == ResumedFrom(path, lock=0)
     assert (job.run_dir, job.checkpoint_dir, job.seed) == (str(Path("third").absolute()), bucket, 7)
 
 
@@ -263,7 +262,7 @@ def test_a_condition_is_an_import_and_nothing_hides_in_a_message(another_user: N
 def test_the_place_of_the_checkpoints_is_the_users_choice_in_python_too(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     (RUN / CHECKPOINTS).rename(elsewhere)
-    rewrite(settings=(Setting("--checkpoint-dir", str(elsewhere)),))
+    rewrite(settings=(ReportedSetting("--checkpoint-dir", str(elsewhere)),))
     assert make_job(workers=1, resume=RUN, dry_run=True).checkpoint_dir == str(elsewhere)
     content = json.loads((RUN / "run.json").read_text())
     (RUN / "run.json").write_text(json.dumps({**content, "signature": ""}))

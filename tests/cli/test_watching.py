@@ -132,7 +132,7 @@ def test_a_run_whose_launcher_is_killed_was_cut_off(script: str) -> None:
 @pytest.mark.thorough
 def test_in_a_pipe_the_progress_is_a_line_in_words(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("main.py").write_text(
-        "from paceline.launcher.terminal import run_display\nrun_display.PLAIN_INTERVAL_S = 0.5\n"
+        "from paceline.start import display\ndisplay.PLAIN_INTERVAL_S = 0.5\n"
         "from paceline.cli import main\nmain()\n"
     )
     with start_program("main.py", "run", *OPTIONS, script) as program:

@@ -28,8 +28,8 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.core.oversight.agreement import MARKED_STEPS, Agreement
-from paceline.core.protocol.messages import HyperParametersReported
+from paceline.core.agreement import MARKED_STEPS, Agreement
+from paceline.core.messages import HyperParametersReported
 from paceline.errors import ProtocolError
 from paceline.sim import Cluster, Presence, SimResult, simulate
 from tests.support.live import run_program

@@ -11,29 +11,29 @@ import msgspec
 import pytest
 
 from benchmarks.auto import SHARE, SLOWER, Row, clusters, judge, reached
-from paceline.core.protocol.lease import Order
-from paceline.core.protocol.messages import Observation, PacesObserved
-from paceline.core.protocol.requests import Situation
-from paceline.core.sync import auto as rules
-from paceline.core.sync.auto import Auto, Prospect
-from paceline.core.sync.paces import REPORTED_CYCLES, PaceMeter
+from paceline.core import auto as rules
+from paceline.core.auto import Auto, Prospect
+from paceline.core.lease import DataOrder
+from paceline.core.messages import Observation, PacesObserved
+from paceline.core.paces import REPORTED_CYCLES, PaceMeter
+from paceline.core.requests import Situation
 from paceline.core.worker import Worker
 from paceline.errors import ConfigurationError
-from paceline.frontend.session import set_sync
-from paceline.launcher.processes.rehearsal import Rehearsals
-from paceline.rehearsal.ranking import rank
-from paceline.runtime.job_options import make_job
+from paceline.lab.ranking import rank
+from paceline.run.job_options import make_job
 from paceline.sim import Cluster, Dataset, Link, LogNormal, Outside, Presence, simulate
-from paceline.sim.prospects import cluster_of, prospects
+from paceline.sim.simulate import cluster_of, prospects
+from paceline.start.beside import Rehearsals
 from paceline.sync import parse
 from paceline.sync.actions import PublishChange
 from paceline.sync.events import SyncRequested
 from paceline.sync.schedule import read_schedule
 from paceline.trace import read_run, replay
+from paceline.train.session import set_sync
 from tests.support.live import run_program
 from tests.support.marks import thorough
 
-ORDER = Order(1000, 10, False, "auto", "", balanced=True)
+ORDER = DataOrder(1000, 10, False, "auto", "", balanced=True)
 DATA = Dataset(samples=32 * 4 * 30, batch_size=32, epochs=8)
 JITTER = Cluster(compute_s=[LogNormal(median=1.0, sigma=0.5)] * 4)
 

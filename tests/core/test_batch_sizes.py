@@ -10,15 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.data.batch_sizes import (
-    STEPS,
-    BatchSizes,
-    BatchTime,
-    divide_in_proportion,
-    in_steps,
-    step_of,
-)
-from paceline.core.protocol.lease import divide_evenly
+from paceline.core.batch_sizes import STEPS, BatchSizes, BatchTime, divide_in_proportion, in_steps, step_of
+from paceline.core.lease import divide_evenly
 from tests.support.marks import thorough
 
 BATCH = 16  # usual size of a worker's batch

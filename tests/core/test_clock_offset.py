@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.machines.clock_offset import ClockEstimate, OffsetBounds
-from paceline.core.protocol.messages import ClockOffset
+from paceline.core.liveness import ClockEstimate, OffsetBounds
+from paceline.core.messages import ClockOffset
 from paceline.errors import ConfigurationError
 from paceline.sync.events import PullRequested
 from paceline.sync.ticks import TICKS_PER_S, in_ticks

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from paceline.core import loader_ledger
 from paceline.core.coordinator import Coordinator
-from paceline.core.data import loader_ledger
-from paceline.core.data.data_feed import DataFeed
-from paceline.core.data.data_ledger import DataLedger
-from paceline.core.protocol.job_cut import LoaderCut, WorkerTimes
-from paceline.core.protocol.lease import Batch, Lease, Order, single, split_rest
-from paceline.core.protocol.messages import DataGranted, DataRequested, WorkerFinished
-from paceline.core.protocol.requests import Request, Send, server_peer, worker_peer
+from paceline.core.data_feed import DataFeed
+from paceline.core.data_ledger import DataLedger
+from paceline.core.job_cut import LoaderCut, WorkerTimes
+from paceline.core.lease import Batch, DataOrder, Lease, single, split_rest
+from paceline.core.messages import DataGranted, DataRequested, WorkerFinished
+from paceline.core.requests import Request, Send, server_peer, worker_peer
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.sync.schedule import read_schedule
 
@@ -73,11 +73,11 @@ class Job:
             life.feed.handle(DataGranted(0, message.epoch, grant.leases, grant.last))
             self.ledger.validate()
 
-    def begin(self, life: Life, epoch: int, order: Order) -> None:
+    def begin(self, life: Life, epoch: int, order: DataOrder) -> None:
         life.epoch = epoch
         self.carry(life, life.feed.begin(0, "loader", epoch, order))
 
-    def take(self, life: Life, order: Order, real_size: int) -> Batch | None:
+    def take(self, life: Life, order: DataOrder, real_size: int) -> Batch | None:
         """Take a batch as a sampler does; None at the end of the epoch."""
         while True:
             batch = life.feed.take(0)
@@ -111,7 +111,7 @@ class Job:
         self.ledger.validate()
 
 
-def batches_of_each(job: Job, epoch: int, order: Order, size: int) -> dict[int, list[tuple[int, ...]]]:
+def batches_of_each(job: Job, epoch: int, order: DataOrder, size: int) -> dict[int, list[tuple[int, ...]]]:
     """Let one worker after another take its part of an epoch; return (epoch, start, size) of its batches."""
     taken: dict[int, list[tuple[int, ...]]] = {}
     for life in job.lives.values():
@@ -123,7 +123,7 @@ def batches_of_each(job: Job, epoch: int, order: Order, size: int) -> dict[int, 
 
 
 def test_an_epoch_is_used_once_and_all_workers_end_it_within_one_batch_of_each_other() -> None:
-    order = Order(4003, 4, False, "dynamic", "")
+    order = DataOrder(4003, 4, False, "dynamic", "")
     for slowest in (1.0, 3.0, 10.0):
         job = Job([1.0, 1.0, 1.0, slowest])
         ends: dict[int, float] = {}
@@ -148,14 +148,14 @@ def test_an_epoch_is_used_once_and_all_workers_end_it_within_one_batch_of_each_o
 
 
 def test_a_static_split_gives_every_worker_its_part_of_each_joint_batch() -> None:
-    order = Order(37, 4, False, "auto", "")
+    order = DataOrder(37, 4, False, "auto", "")
     job = Job([1.0, 1.0, 1.0], lockstep=True)
     assert batches_of_each(job, 0, order, 37) == {
         0: [(0, 0, 4), (0, 12, 4), (0, 24, 4)],
         1: [(0, 4, 4), (0, 16, 4), (0, 28, 4)],
         2: [(0, 8, 4), (0, 20, 4), (0, 32, 4)],
     }  # the last position is left out, because it cannot be divided among three workers
-    order = Order(41, 4, False, "auto", "")
+    order = DataOrder(41, 4, False, "auto", "")
     taken = batches_of_each(job, 1, order, 41)
     assert [batches[-1] for batches in taken.values()] == [(1, 36, 2), (1, 38, 2), (1, 40, 1)]
     assert job.ledger.counts()["loader"].left_out == 1
@@ -173,7 +173,7 @@ def test_in_random_lives_every_position_is_used_once_or_torn_or_returned(seed: i
     balanced = sized and draw.random() < 0.5
     most = batch * draw.randint(1, 3) if draw.random() < 0.3 else None
     joint = sized and seed % 3 == 0
-    order = Order(size if sized else None, batch, draw.random() < 0.3, split, "", balanced, most, joint)  # type: ignore[arg-type]
+    order = DataOrder(size if sized else None, batch, draw.random() < 0.3, split, "", balanced, most, joint)  # type: ignore[arg-type]
     job = Job([draw.uniform(1, 4) for _ in range(draw.randint(1, 5))], lockstep=lockstep)
     used, torn = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     epochs, newcomer = 3, 10
@@ -285,7 +285,7 @@ def test_in_random_runs_that_resume_each_other_every_position_is_used_once(seed:
     while not over:
         batch = draw.randint(1, 7)
         joint = sized and seed % 3 == 0
-        order = Order(size if sized else None, batch, drop_last, split, "", balanced, joint=joint)  # type: ignore[arg-type]
+        order = DataOrder(size if sized else None, batch, drop_last, split, "", balanced, joint=joint)  # type: ignore[arg-type]
         speeds = [draw.uniform(1, 4) for _ in range(draw.randint(1, 5))]
         job = Job(speeds, lockstep=draw.random() < 0.5, resumed=cut)
         job.ledger.validate()
@@ -341,7 +341,7 @@ def test_in_random_runs_that_resume_each_other_every_position_is_used_once(seed:
 
 
 def test_workers_that_resume_in_lockstep_go_on_with_the_very_batches() -> None:
-    order = Order(41, 4, False, "auto", "")
+    order = DataOrder(41, 4, False, "auto", "")
     job = Job([1.0, 1.0, 1.0], lockstep=True)
     whole = batches_of_each(job, 0, order, 41)
     again = Job([1.0, 1.0, 1.0], lockstep=True)
@@ -363,7 +363,7 @@ def test_workers_that_resume_in_lockstep_go_on_with_the_very_batches() -> None:
 
 
 def test_epochs_before_the_rest_of_an_earlier_run_have_no_data() -> None:
-    order = Order(24, 4, False, "dynamic", "")
+    order = DataOrder(24, 4, False, "dynamic", "")
     job = Job([1.0, 2.0])
     for epoch in range(2):
         batches_of_each(job, epoch, order, 24)
@@ -386,11 +386,11 @@ def test_epochs_before_the_rest_of_an_earlier_run_have_no_data() -> None:
 
 def test_another_order_does_not_continue_an_epoch() -> None:
     job = Job([1.0])
-    job.begin(job.lives[0], 0, Order(10, 2, False, "auto", "a"))
+    job.begin(job.lives[0], 0, DataOrder(10, 2, False, "auto", "a"))
     cut = job.ledger.cut({})
     for order, difference in (
-        (Order(9, 2, False, "auto", "a"), "it has 9 items instead of 10"),
-        (Order(10, 2, False, "auto", "b"), "its order is different"),
+        (DataOrder(9, 2, False, "auto", "a"), "it has 9 items instead of 10"),
+        (DataOrder(10, 2, False, "auto", "b"), "its order is different"),
     ):
         resumed = Job([1.0], resumed=cut)
         with pytest.raises(
@@ -408,7 +408,7 @@ def leases_kept(job: Job) -> int:
 def test_the_ledger_of_a_script_that_never_pushes_stays_small_and_a_late_push_is_counted_exactly() -> None:
     draw = random.Random(0)
     epochs, size = 5, 60_001
-    order = Order(size, 3, False, "dynamic", "")
+    order = DataOrder(size, 3, False, "dynamic", "")
     job = Job([1.0, 1.7])
     first, second = job.lives.values()
     sizes: dict[int, list[int]] = {0: [], 1: []}  # worker -> sizes of the batches that it has drawn
@@ -442,23 +442,23 @@ def test_the_ledger_of_a_script_that_never_pushes_stays_small_and_a_late_push_is
 
 def test_orders_that_differ_are_refused() -> None:
     job = Job([1.0, 1.0])
-    job.begin(job.lives[0], 0, Order(10, 2, False, "auto", "a"))
+    job.begin(job.lives[0], 0, DataOrder(10, 2, False, "auto", "a"))
     with pytest.raises(ConfigurationError, match="worker 1's loader differs from worker 0's: its order"):
-        job.begin(job.lives[1], 0, Order(10, 2, False, "auto", "b"))
+        job.begin(job.lives[1], 0, DataOrder(10, 2, False, "auto", "b"))
     with pytest.raises(ConfigurationError, match="it has 9 items instead of 10"):
-        job.begin(job.lives[1], 0, Order(9, 2, False, "auto", "a"))
+        job.begin(job.lives[1], 0, DataOrder(9, 2, False, "auto", "a"))
     with pytest.raises(ConfigurationError, match="its drop_last is True instead of False"):
-        job.begin(job.lives[1], 0, Order(10, 2, True, "auto", "a"))
-    job.begin(job.lives[1], 0, Order(10, 3, False, "auto", "a"))
+        job.begin(job.lives[1], 0, DataOrder(10, 2, True, "auto", "a"))
+    job.begin(job.lives[1], 0, DataOrder(10, 3, False, "auto", "a"))
     lockstep = Job([1.0, 1.0], lockstep=True)
-    lockstep.begin(lockstep.lives[0], 0, Order(10, 2, False, "auto", "a"))
+    lockstep.begin(lockstep.lives[0], 0, DataOrder(10, 2, False, "auto", "a"))
     with pytest.raises(ConfigurationError, match="its batch size is 3 instead of 2"):
-        lockstep.begin(lockstep.lives[1], 0, Order(10, 3, False, "auto", "a"))
+        lockstep.begin(lockstep.lives[1], 0, DataOrder(10, 3, False, "auto", "a"))
 
 
 def test_an_earlier_epoch_is_refused() -> None:
     job = Job([1.0])
-    order = Order(10, 2, False, "auto", "a")
+    order = DataOrder(10, 2, False, "auto", "a")
     job.begin(job.lives[0], 1, order)
     with pytest.raises(ProtocolError, match="requests data of epoch 0, after data of epoch 1"):
         job.begin(job.lives[0], 0, order)
@@ -480,7 +480,7 @@ def test_a_request_that_contradicts_an_earlier_one_is_refused(second: dict[str, 
         "loader": 0,
         "name": "a",
         "epoch": 0,
-        "order": Order(100, 2, False, "dynamic", ""),
+        "order": DataOrder(100, 2, False, "dynamic", ""),
         "drawn": 2,
         "committed": 2,
         "now_s": 0.0,
@@ -502,7 +502,7 @@ def test_a_refused_request_opens_no_account() -> None:
             0,
             "a",
             0,
-            Order(100, 2, False, "dynamic", ""),
+            DataOrder(100, 2, False, "dynamic", ""),
             drawn=1,
             committed=2,
             now_s=0.0,
@@ -524,7 +524,7 @@ class Office:
             self.core.connected(server_peer(0), 0)
 
     def request(self, worker: int, epoch: int, size: int) -> DataGranted:
-        request = DataRequested(0, "a", epoch, Order(size, 4, False, "dynamic", ""), 0, 0)
+        request = DataRequested(0, "a", epoch, DataOrder(size, 4, False, "dynamic", ""), 0, 0)
         [answer] = self.core.handle(worker_peer(worker), request, 0)
         assert isinstance(answer, Send)
         assert isinstance(answer.message, DataGranted)
@@ -557,7 +557,7 @@ def test_a_worker_that_was_lost_without_data_may_begin_again() -> None:
 
 
 def test_an_epoch_of_astronomic_size_is_returned_and_dealt_without_listing_it() -> None:
-    order = Order(10**10, 4, False, "static", "")
+    order = DataOrder(10**10, 4, False, "static", "")
     job = Job([1.0, 1.0, 1.0])
     for life in list(job.lives.values()):
         job.begin(life, 0, order)
@@ -572,7 +572,7 @@ def test_an_epoch_of_astronomic_size_is_returned_and_dealt_without_listing_it() 
 
 
 def test_the_end_of_an_order_may_be_found_in_a_returned_batch_of_an_epoch_that_has_ended() -> None:
-    order = Order(None, 5, True, "dynamic", "")
+    order = DataOrder(None, 5, True, "dynamic", "")
     job = Job([1.0, 1.0])
     first, second = job.lives.values()
     job.begin(first, 0, order)
@@ -595,9 +595,9 @@ def test_the_end_of_an_order_may_be_found_in_a_returned_batch_of_an_epoch_that_h
 
 def test_returned_batches_that_are_too_small_for_a_worker_are_left_out_at_once() -> None:
     job = Job([1.0, 1.0])
-    job.begin(job.lives[0], 0, Order(10**10, 2, True, "static", ""))
+    job.begin(job.lives[0], 0, DataOrder(10**10, 2, True, "static", ""))
     job.leave(job.lives[0], (0, 0), early=True)
-    job.begin(job.lives[1], 1, Order(10**10, 4, True, "dynamic", ""))
+    job.begin(job.lives[1], 1, DataOrder(10**10, 4, True, "dynamic", ""))
     counts = job.ledger.counts()["loader"]
     assert (counts.returned, counts.left_out, counts.leased) == (0, 5 * 10**9, 4)
 
@@ -605,7 +605,7 @@ def test_returned_batches_that_are_too_small_for_a_worker_are_left_out_at_once()
 @pytest.mark.parametrize("size", range(60, 76))
 def test_no_balanced_batch_is_smaller_than_the_minimum(size: int) -> None:
     """Not even the last batch of an epoch, or what is left of a batch that another worker has returned."""
-    order = Order(size, 5, False, "dynamic", "", balanced=True)
+    order = DataOrder(size, 5, False, "dynamic", "", balanced=True)
     job = Job([1.0, 1.0, 1.0])
     for life in job.lives.values():
         life.feed.least = 2
@@ -640,7 +640,7 @@ def test_balanced_batches_follow_the_speeds_and_keep_the_joint_batch(
     devices: tuple[int, ...], expected: list[int], lockstep: bool
 ) -> None:
     """On devices, sizes come in steps, which are 2 here. The others take what remains of the joint batch."""
-    order = Order(64 * 100, 16, False, "auto", "", balanced=True)
+    order = DataOrder(64 * 100, 16, False, "auto", "", balanced=True)
     job = Job([1.0, 1.0, 1.0, 3.0], lockstep=lockstep)
     for device in devices:
         job.lives[device].feed.accelerated = True
@@ -678,7 +678,7 @@ def test_balanced_batches_follow_the_speeds_and_keep_the_joint_batch(
 
 def test_new_shares_hold_for_rounds_that_no_worker_has_taken() -> None:
     """A sampler that takes many batches in advance receives the same joint batches as the others."""
-    order = Order(48 * 30, 16, True, "static", "", balanced=True, most=24)
+    order = DataOrder(48 * 30, 16, True, "static", "", balanced=True, most=24)
     job = Job([1.0, 2.0, 4.0])
     lives = list(job.lives.values())
     for life in lives:
@@ -706,7 +706,7 @@ def test_new_shares_hold_for_rounds_that_no_worker_has_taken() -> None:
 @pytest.mark.parametrize("accelerated", [False, True])
 def test_the_time_of_an_accelerators_warm_up_does_not_count_for_the_sizes(accelerated: bool) -> None:
     """The first iteration with each size takes a hundred times as long, because the device compiles its programs."""
-    order = Order(48 * 40, 16, True, "static", "", balanced=True)
+    order = DataOrder(48 * 40, 16, True, "static", "", balanced=True)
     job = Job([1.0, 1.0, 1.0])
     device = job.lives[0]
     device.feed.accelerated = accelerated
@@ -742,7 +742,7 @@ def test_the_time_of_an_accelerators_warm_up_does_not_count_for_the_sizes(accele
 
 def test_the_sizes_do_not_depend_on_the_order_in_which_workers_ask() -> None:
     """Small differences between the workers' speeds do not change the sizes, whichever worker asks first."""
-    order = Order(192 * 50, 64, False, "static", "", balanced=True)
+    order = DataOrder(192 * 50, 64, False, "static", "", balanced=True)
     job = Job([1.0, 1.0, 1.04])
     draw = random.Random(0)
     for life in job.lives.values():
@@ -756,7 +756,7 @@ def test_the_sizes_do_not_depend_on_the_order_in_which_workers_ask() -> None:
 
 
 def test_a_lost_workers_share_of_later_rounds_goes_to_the_others() -> None:
-    order = Order(48 * 20, 16, False, "static", "", balanced=True)
+    order = DataOrder(48 * 20, 16, False, "static", "", balanced=True)
     job = Job([1.0, 1.0, 1.0])
     lives = list(job.lives.values())
     for life in lives:
@@ -778,7 +778,7 @@ def test_a_lost_workers_share_of_later_rounds_goes_to_the_others() -> None:
 
 @pytest.mark.parametrize("lockstep", [True, False])
 def test_a_resumed_job_begins_with_balanced_batches(lockstep: bool) -> None:
-    order = Order(160, 8, False, "auto", "", balanced=True)
+    order = DataOrder(160, 8, False, "auto", "", balanced=True)
     times = tuple(WorkerTimes(worker, 0.0, ((8, seconds),) * 4) for worker, seconds in ((0, 1.0), (1, 3.0)))
     ledger = loader_ledger.LoaderLedger(LoaderCut(name="data", times=times))
     assert ledger.cut("data").times == times
@@ -790,12 +790,12 @@ def test_a_resumed_job_begins_with_balanced_batches(lockstep: bool) -> None:
 
 def test_an_order_of_unknown_size_cannot_be_balanced() -> None:
     with pytest.raises(ValueError, match="cannot be balanced"):
-        Order(None, 16, False, "auto", "", balanced=True)
+        DataOrder(None, 16, False, "auto", "", balanced=True)
 
 
 def test_what_a_lost_worker_returned_is_dealt_in_the_steps_of_accelerators() -> None:
     """With equal parts, 64 positions for three workers would be 22, 21 and 21: sizes that no device has seen."""
-    order = Order(256 * 8, 64, False, "static", "", balanced=True)
+    order = DataOrder(256 * 8, 64, False, "static", "", balanced=True)
     job = Job([1.0, 1.0, 1.0, 1.0])
     for life in job.lives.values():
         life.feed.accelerated = life.index < 2
@@ -815,7 +815,7 @@ def test_what_a_lost_worker_returned_is_dealt_in_the_steps_of_accelerators() -> 
 # -- joint batches of a given size ------------------------------------------------------------------------
 
 
-def rounds_of(job: Job, epoch: int, order: Order) -> list[list[tuple[int, int]]]:
+def rounds_of(job: Job, epoch: int, order: DataOrder) -> list[list[tuple[int, int]]]:
     """Let all workers use an epoch in turn; return (start, size) of their parts of each joint batch."""
     for life in job.lives.values():
         job.begin(life, epoch, order)
@@ -843,7 +843,7 @@ def rounds_of(job: Job, epoch: int, order: Order) -> list[list[tuple[int, int]]]
 @pytest.mark.parametrize("batch", [7, 10, 16])
 def test_the_joint_batches_are_those_of_one_process(batch: int, workers: int, drop_last: bool) -> None:
     for size in (1, 13, 50, 96):
-        order = Order(size, batch, drop_last, "auto", "", joint=True)
+        order = DataOrder(size, batch, drop_last, "auto", "", joint=True)
         rounds = rounds_of(Job([1.0] * workers, lockstep=True), 0, order)
         alone = [range(start, min(start + batch, size)) for start in range(0, size, batch)]
         alone = [each for each in alone if len(each) == batch or not drop_last]
@@ -855,7 +855,7 @@ def test_the_joint_batches_are_those_of_one_process(batch: int, workers: int, dr
 
 
 def test_no_part_is_smaller_than_the_minimum_unless_it_is_empty() -> None:
-    order = Order(33, 10, False, "auto", "", joint=True)
+    order = DataOrder(33, 10, False, "auto", "", joint=True)
     job = Job([1.0, 1.0, 1.0], lockstep=True)
     for life in job.lives.values():
         life.feed.least = 2
@@ -863,7 +863,7 @@ def test_no_part_is_smaller_than_the_minimum_unless_it_is_empty() -> None:
 
 
 def test_balanced_parts_of_joint_batches_follow_the_speeds() -> None:
-    order = Order(32 * 40, 32, False, "auto", "", balanced=True, joint=True)
+    order = DataOrder(32 * 40, 32, False, "auto", "", balanced=True, joint=True)
     job = Job([1.0, 1.0, 3.0], lockstep=True)
     for life in job.lives.values():
         job.begin(life, 0, order)
@@ -884,7 +884,7 @@ def test_balanced_parts_of_joint_batches_follow_the_speeds() -> None:
 def test_joint_batches_are_divided_anew_when_workers_join_and_are_lost() -> None:
     """Every position is used once in its own epoch, unless all of its workers are lost."""
     size = 12 * 30
-    order = Order(size, 12, False, "auto", "", joint=True)
+    order = DataOrder(size, 12, False, "auto", "", joint=True)
     job = Job([1.0, 1.0], lockstep=True)
     for life in job.lives.values():
         job.begin(life, 0, order)
@@ -914,7 +914,7 @@ def test_joint_batches_are_divided_anew_when_workers_join_and_are_lost() -> None
 
 def test_a_worker_that_does_not_ask_has_no_part_in_further_joint_batches() -> None:
     """For example, its script evaluates after each epoch. It does not fall behind by the whole evaluation."""
-    order = Order(12 * 400, 12, False, "auto", "", joint=True)
+    order = DataOrder(12 * 400, 12, False, "auto", "", joint=True)
     job = Job([1.0, 1.0, 1.0], lockstep=True)
     idle, *others = job.lives.values()
     for life in job.lives.values():
@@ -939,11 +939,11 @@ def test_a_worker_that_does_not_ask_has_no_part_in_further_joint_batches() -> No
 
 def test_the_joint_batches_of_an_order_of_unknown_size_cannot_be_divided() -> None:
     with pytest.raises(ValueError, match="cannot be divided"):
-        Order(None, 16, False, "auto", "", joint=True)
+        DataOrder(None, 16, False, "auto", "", joint=True)
 
 
 def test_a_resumed_job_with_other_workers_has_the_same_joint_batches() -> None:
-    order = Order(50, 8, False, "auto", "", joint=True)
+    order = DataOrder(50, 8, False, "auto", "", joint=True)
     job = Job([1.0, 1.0], lockstep=True)
     for life in job.lives.values():
         job.begin(life, 0, order)
@@ -958,10 +958,10 @@ def test_a_resumed_job_with_other_workers_has_the_same_joint_batches() -> None:
 
 
 def test_on_demand_a_worker_has_its_part_of_the_joint_batch() -> None:
-    order = Order(96, 16, False, "dynamic", "", joint=True)
+    order = DataOrder(96, 16, False, "dynamic", "", joint=True)
     taken = batches_of_each(Job([1.0, 1.0, 1.0]), 0, order, 96)
     assert {size for _, _, size in taken[0]} == {6}
-    order = Order(100, 16, True, "dynamic", "", joint=True)
+    order = DataOrder(100, 16, True, "dynamic", "", joint=True)
     job = Job([1.0, 1.0, 1.0])
     taken = batches_of_each(job, 0, order, 100)
     assert sum(size for batches in taken.values() for _, _, size in batches) == 96

@@ -19,27 +19,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from paceline.core.changes.extension import Extension
+from paceline.core import messages
 from paceline.core.coordinator import Coordinator
-from paceline.core.protocol import messages
-from paceline.core.protocol.host import Host
-from paceline.core.protocol.layout import Layout, Parameter
-from paceline.core.protocol.messages import Answer, ExtensionReady, Message, Ready, Status
-from paceline.core.protocol.model_spec import BufferSpec, ModelSpec, OptimizerSpec, require_extension
-from paceline.core.protocol.requests import (
-    COORDINATOR,
-    Peer,
-    Proceed,
-    Request,
-    Send,
-    server_peer,
-    worker_peer,
-)
+from paceline.core.layout import BufferSpec, Layout, ModelSpec, OptimizerSpec, Parameter, require_extension
+from paceline.core.messages import Answer, ExtensionReady, Message, Ready, Status
+from paceline.core.reconfiguration import Extension
+from paceline.core.requests import COORDINATOR, Host, Peer, Proceed, Request, Send, server_peer, worker_peer
 from paceline.core.server import Server
 from paceline.core.worker import Worker
 from paceline.errors import ProtocolError
 from paceline.sync import ASP
-from paceline.sync.schedule import Schedule, Step
+from paceline.sync.schedule import Schedule, ScheduleStep
 
 SERVERS = 2
 SGD = OptimizerSpec("SGD", ({"lr": 0.1},), (0,))
@@ -53,7 +43,7 @@ MODELS = [MODEL, EXTENDED, LAST]
 
 
 class Memory:
-    """What a server's memory contains: see `paceline.runtime.server_memory`.
+    """What a server's memory contains: see `paceline.run.server_memory`.
 
     Attributes:
         origins: for each extension in force, the worker whose initial weights the server has stored.
@@ -76,7 +66,7 @@ class Job:
     """A run whose workers have begun to train, and are about to propose an extended model."""
 
     def __init__(self, workers: int, losses: int, extensions: int = 1, *, late_losses: bool = False) -> None:
-        schedule = Schedule((Step((ASP(),)),))
+        schedule = Schedule((ScheduleStep((ASP(),)),))
         self.losses = losses
         self.extensions = extensions
         self.late_losses = (

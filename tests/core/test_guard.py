@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterable
 import msgspec
 import pytest
 
-from paceline.core.oversight.good_weights import GoodWeights
-from paceline.core.oversight.guard import (
+from paceline.core.guard import (
     AGAIN,
     CONFIRMED,
     MOST_NAN,
     NAMED_NAN,
     RESTORED,
+    GoodWeights,
     Guard,
     GuardMode,
-    Verdict,
+    GuardVerdict,
     guard_mode,
 )
-from paceline.core.protocol.job_cut import GuardCut
-from paceline.core.protocol.messages import Observation
+from paceline.core.job_cut import GuardCut
+from paceline.core.messages import Observation
 from paceline.errors import ConfigurationError
 
 CALM = Observation(0, loss=1.0, gradient=1.0, weights=5.0)
@@ -40,21 +40,21 @@ class Run:
     ) -> None:
         self.guard = Guard(mode, skips_nan=skips_nan)
         self.present = list(range(workers))
-        self.verdicts: list[Verdict] = []
+        self.verdicts: list[GuardVerdict] = []
         self.updates = 0
         self._sync = sync
 
     def follow(self, sync: str) -> None:
         self._sync = sync
 
-    def push(self, worker: int, seen: Observation) -> list[Verdict]:
+    def push(self, worker: int, seen: Observation) -> list[GuardVerdict]:
         verdicts = self.guard.take(
             worker, seen, present=self.present, sync=self._sync, lockstep=self._sync == "bsp"
         )
         self.verdicts += verdicts
         return verdicts
 
-    def train(self, losses: Iterable[float | None], **other: float) -> list[Verdict]:
+    def train(self, losses: Iterable[float | None], **other: float) -> list[GuardVerdict]:
         """Push these losses, with noise of a few percent. Return what the guard has said meanwhile."""
         before = len(self.verdicts)
         for loss in losses:

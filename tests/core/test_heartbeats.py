@@ -7,9 +7,8 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from paceline.core.machines.heartbeats import Heartbeats, answer
-from paceline.core.machines.liveness import Liveness, Verdict
-from paceline.core.protocol.messages import MOST_PROCESSES, Heartbeat, HeartbeatAnswered, ProcessState
+from paceline.core.liveness import Heartbeats, Liveness, Removal, answer
+from paceline.core.messages import MOST_PROCESSES, Heartbeat, HeartbeatAnswered, ProcessState
 from paceline.sync.ticks import TICKS_PER_S, in_ticks
 
 LOOK_TICKS = TICKS_PER_S // 10
@@ -22,7 +21,7 @@ def states_of(machine: int, state: str = "running") -> list[ProcessState]:
 
 def verdicts(
     clock: Callable[[int], int], stops_s: float | None, silent_s: float | None
-) -> list[tuple[int, Verdict]]:
+) -> list[tuple[int, Removal]]:
     """Let two agents send heartbeats for 30 s; return the verdicts with their times on the coordinator's clock.
 
     The clock of machine 2 shows `clock(t)` at the time t. Its worker is stopped, or its link swallows everything.

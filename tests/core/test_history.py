@@ -1,4 +1,4 @@
-"""Merging metrics over workers and over the progress of a job (`core/metrics/history.py`), and the file with them."""
+"""Merging metrics over workers and over the progress of a job (`core/metrics.py`), and the file with them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from paceline.core.metrics.history import (
-    MOST_BUCKETS,
-    MOST_METRICS,
-    History,
-    Metric,
-    MetricHistory,
-    MetricPoint,
-)
-from paceline.trace.metrics_file import METRICS_FILE, read_metrics, write_metrics
+from paceline.core.metrics import MOST_BUCKETS, MOST_METRICS, History, Metric, MetricHistory, MetricPoint
+from paceline.trace.run_dir import METRICS_FILE, read_metrics, write_metrics
 
 
 def note(history: History, value: float, samples: int, **changes: Any) -> bool:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from paceline.core.changes.cut import Giving
-from paceline.core.protocol.job_cut import EpochCut, JobCut, LoaderCut, LoopCut, ShardState
-from paceline.core.protocol.layout import Layout, Parameter
-from paceline.core.protocol.lease import Lease, Order
-from paceline.core.protocol.messages import LoopLimits, LoopPosition
-from paceline.core.protocol.model_spec import HyperParameters, ModelSpec, OptimizerSpec
+from paceline.core.job_cut import EpochCut, JobCut, LoaderCut, LoopCut
+from paceline.core.layout import HyperParameters, Layout, ModelSpec, OptimizerSpec, Parameter
+from paceline.core.lease import DataOrder, Lease
+from paceline.core.messages import LoopLimits, LoopPosition, ShardState
+from paceline.core.reconfiguration import StateCollection
 
 LAYOUT = Layout.of([Parameter(("weight",), (4, 5), "float32"), Parameter(("bias", "b"), (5,), "float64")])
 MODEL = ModelSpec(
@@ -17,7 +16,7 @@ MODEL = ModelSpec(
     OptimizerSpec("Adam", ({"lr": 0.1, "betas": (0.9, 0.999), "foreach": None, "amsgrad": False},), (0, 0)),
     (),
 )
-ORDER = Order(100, 4, False, "auto", "digest")
+ORDER = DataOrder(100, 4, False, "auto", "digest")
 
 CUT = JobCut(
     number=3,
@@ -95,14 +94,14 @@ def at_epoch(epoch: int) -> LoopCut:
     return LoopCut(position=LoopPosition(0, epoch), begun=0)
 
 
-def giving_of(labels: dict[int, int], main: int = 0) -> Giving:
-    giving = Giving(7)
+def giving_of(labels: dict[int, int], main: int = 0) -> StateCollection:
+    giving = StateCollection(7)
     giving.begin(labels, main, at_epoch(9))
     return giving
 
 
 def test_a_cut_is_complete_with_the_earliest_state_of_each_worker_after_its_last_push() -> None:
-    giving = Giving(7)
+    giving = StateCollection(7)
     giving.give(0, 3, at_epoch(1))  # an answer has told of the cut before all shards were cut
     assert giving.completed is None
     giving.begin({0: 4, 1: 2}, 0, at_epoch(9))

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from paceline.core.coordinator import Coordinator
-from paceline.core.data.data_feed import DataFeed
-from paceline.core.protocol.lease import Lease, Order
-from paceline.core.protocol.messages import (
+from paceline.core.data_feed import DataFeed
+from paceline.core.lease import DataOrder, Lease
+from paceline.core.messages import (
     DataGranted,
     EntryRequested,
     EpochReached,
@@ -22,12 +22,18 @@ from paceline.core.protocol.messages import (
     Waits,
     WorkerFinished,
 )
-from paceline.core.protocol.requests import server_peer, worker_peer
-from paceline.core.status.awaited import Awaited, Looks, still_waiting
-from paceline.core.status.job_progress import JobProgress, ProgressMeter
-from paceline.core.status.job_status import Observed, job_status
+from paceline.core.requests import server_peer, worker_peer
+from paceline.core.status import (
+    Awaited,
+    JobProgress,
+    Observed,
+    ProgressMeter,
+    WaitSamples,
+    job_status,
+    still_waiting,
+)
 from paceline.sync import ASP
-from paceline.sync.schedule import Schedule, Step
+from paceline.sync.schedule import Schedule, ScheduleStep
 from paceline.sync.ticks import TICKS_PER_S
 
 WORKERS = 4
@@ -35,7 +41,7 @@ WORKERS = 4
 
 @pytest.fixture
 def core() -> Coordinator:
-    return Coordinator(Schedule((Step((ASP(),)),)), workers=WORKERS, servers=1, shards=1)
+    return Coordinator(Schedule((ScheduleStep((ASP(),)),)), workers=WORKERS, servers=1, shards=1)
 
 
 def begin(core: Coordinator, limits: LoopLimits, loop: int = 0, second: float = 0.0) -> None:
@@ -211,7 +217,7 @@ def test_a_worker_knows_its_epoch_and_the_part_that_it_has_drawn() -> None:
     feed = DataFeed()
     assert place(feed) == (None, None)
     for loader, size in ((0, 8), (1, 4)):
-        feed.begin(loader, str(loader), 0, Order(size, 2, False, "dynamic", ""))
+        feed.begin(loader, str(loader), 0, DataOrder(size, 2, False, "dynamic", ""))
         feed.handle(DataGranted(loader, 0, (Lease(0, 0, 2, 2, 2),), False))
     feed.draw(0, 2, 2, part=0.25)
     assert place(feed) == (None, None)  # it may be a loader to evaluate the model
@@ -223,7 +229,7 @@ def test_a_worker_knows_its_epoch_and_the_part_that_it_has_drawn() -> None:
     feed.draw(0, 2, 2, part=0.5)  # a batch that another worker has returned
     feed.push()
     assert place(feed) == (0, 0.75)
-    feed.begin(0, "0", 1, Order(8, 2, False, "dynamic", ""))
+    feed.begin(0, "0", 1, DataOrder(8, 2, False, "dynamic", ""))
     assert place(feed) == (1, 0.0)
 
 
@@ -232,7 +238,7 @@ def test_in_a_loop_over_epochs_its_number_counts_instead_of_that_of_the_pass() -
     feed.enter(0, LoopLimits(epochs=5))
     assert place(feed) == (0, None)
     feed.handle(LoopEntered(LoopPosition(0, 3)))
-    feed.begin(0, "0", 7, Order(8, 2, False, "dynamic", ""))
+    feed.begin(0, "0", 7, DataOrder(8, 2, False, "dynamic", ""))
     feed.draw(0, 2, 2, part=0.25)
     feed.push()
     assert place(feed) == (3, 0.25)
@@ -242,7 +248,7 @@ def test_in_a_loop_over_epochs_its_number_counts_instead_of_that_of_the_pass() -
 
 def test_an_order_of_unknown_size_has_no_parts() -> None:
     feed = DataFeed()
-    feed.begin(0, "0", 0, Order(None, 2, False, "dynamic", ""))
+    feed.begin(0, "0", 0, DataOrder(None, 2, False, "dynamic", ""))
     feed.draw(0, 2, 2)
     feed.push()
     assert place(feed) == (0, None)
@@ -265,7 +271,7 @@ def training(core: Coordinator) -> Coordinator:
 
 
 def look(core: Coordinator, *waiting: tuple[int, ...]) -> Awaited:
-    looks = Looks(TICKS_PER_S)
+    looks = WaitSamples(TICKS_PER_S)
     for second, workers in enumerate(waiting):
         waits(core, 7, *workers)
         looks.look(core, second * TICKS_PER_S)
@@ -288,7 +294,7 @@ def test_the_first_worker_at_the_end_of_a_round_does_not_make_the_others_slow(tr
 
 def test_a_single_look_says_nothing_and_old_ones_are_forgotten(training: Coordinator) -> None:
     assert look(training, (0, 1, 2)) == Awaited()
-    looks = Looks(TICKS_PER_S)
+    looks = WaitSamples(TICKS_PER_S)
     waits(training, 7, 0, 1, 2)
     for second in range(3):
         looks.look(training, second * TICKS_PER_S)
@@ -297,7 +303,7 @@ def test_a_single_look_says_nothing_and_old_ones_are_forgotten(training: Coordin
 
 
 def test_looks_before_training_begins_do_not_count(core: Coordinator) -> None:
-    looks = Looks(TICKS_PER_S)
+    looks = WaitSamples(TICKS_PER_S)
     waits(core, 0, 0, 1, 2)
     for _ in range(3):
         looks.look(core, 0)

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from paceline.core import messages
 from paceline.core.coordinator import Coordinator
-from paceline.core.protocol import messages
-from paceline.core.protocol.layout import Layout, Parameter
-from paceline.core.protocol.messages import (
+from paceline.core.layout import Layout, ModelSpec, OptimizerSpec, Parameter
+from paceline.core.messages import (
     Commit,
     Contributed,
     CreateShards,
@@ -22,11 +22,9 @@ from paceline.core.protocol.messages import (
     Status,
     Waits,
 )
-from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
-from paceline.core.protocol.requests import COORDINATOR, server_peer, worker_peer
+from paceline.core.requests import COORDINATOR, server_peer, worker_peer
 from paceline.core.server import Server
-from paceline.core.status.awaited import waiting_for
-from paceline.core.status.job_status import (
+from paceline.core.status import (
     JobStatus,
     LinkStatus,
     MachineStatus,
@@ -34,10 +32,11 @@ from paceline.core.status.job_status import (
     StateTimes,
     WorkerStatus,
     job_status,
+    waiting_for,
 )
-from paceline.report.status_tables import StatusView
+from paceline.look.status import StatusView
 from paceline.sync import BSP
-from paceline.sync.schedule import Schedule, Step
+from paceline.sync.schedule import Schedule, ScheduleStep
 
 MODEL = ModelSpec(
     Layout.of([Parameter(("a",), (40,), "float32")]), OptimizerSpec("SGD", ({"lr": 0.1},), (0,)), ()
@@ -62,7 +61,7 @@ def server() -> Server:
 @pytest.fixture
 def core(server: Server) -> Coordinator:
     """The coordinator of the same run, which has asked the server who waits."""
-    core = Coordinator(Schedule((Step((BSP(),)),)), workers=3, servers=1, shards=1)
+    core = Coordinator(Schedule((ScheduleStep((BSP(),)),)), workers=3, servers=1, shards=1)
     core.connected(server_peer(0), 0)
     for worker in WORKERS:
         core.connected(worker_peer(worker), 0)
@@ -134,7 +133,7 @@ def test_a_worker_in_a_barrier_waits_for_those_that_have_not_reached_it(core: Co
 
 
 def test_workers_that_have_not_begun_have_rows() -> None:
-    core = Coordinator(Schedule((Step((BSP(),)),)), workers=3, servers=1, shards=1)
+    core = Coordinator(Schedule((ScheduleStep((BSP(),)),)), workers=3, servers=1, shards=1)
     core.connected(worker_peer(0), 0)
     rows = job_status(core, seen(connected={0})).workers
     assert [row.state for row in rows] == ["before its first forward pass", "starting", "starting"]

@@ -6,12 +6,11 @@ import math
 
 import pytest
 
-from paceline.core.changes.joining import Join
+from paceline.core import messages
 from paceline.core.coordinator import Coordinator
-from paceline.core.protocol import messages
-from paceline.core.protocol.layout import Layout, ShardSlice
-from paceline.core.protocol.lease import Order, positions
-from paceline.core.protocol.messages import (
+from paceline.core.layout import Layout, ModelSpec, OptimizerSpec, ShardSlice
+from paceline.core.lease import DataOrder, positions
+from paceline.core.messages import (
     ChangePublished,
     Contributed,
     JoinOffered,
@@ -24,17 +23,17 @@ from paceline.core.protocol.messages import (
     SyncRequested,
     WorkerWelcomed,
 )
-from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
-from paceline.core.protocol.requests import COORDINATOR, Apply, Peer, Request, Send, server_peer, worker_peer
+from paceline.core.reconfiguration import Join
+from paceline.core.requests import COORDINATOR, Apply, Peer, Request, Send, server_peer, worker_peer
 from paceline.core.server import Server
-from paceline.core.sync.shard_sync import ShardSync
+from paceline.core.shard import ShardSync
 from paceline.errors import ConfigurationError, ProtocolError
-from paceline.rehearsal.ranking import EVERY_MODEL
+from paceline.lab.ranking import EVERY_MODEL
 from paceline.sim import Cluster, LogNormal, Presence, simulate
 from paceline.sync import Conditions, PullState, parse
 from paceline.sync.actions import AnswerPull, ApplyMean
 from paceline.sync.events import PullRequested, WorkerJoined
-from paceline.sync.schedule import Schedule, Step
+from paceline.sync.schedule import Schedule, ScheduleStep
 
 MODEL = ModelSpec(Layout((), (), {}), OptimizerSpec("", (), ()), ())
 OTHER_MODEL = ModelSpec(Layout((), (), {}), OptimizerSpec("SGD", (), ()), ())
@@ -164,7 +163,7 @@ class Run:
     """A coordinator whose run is in progress, with one server that answers when `serve` is called."""
 
     def __init__(self, workers: int = 2, most: int = 4) -> None:
-        schedule = Schedule((Step((parse("asp"),)),))
+        schedule = Schedule((ScheduleStep((parse("asp"),)),))
         self.core = Coordinator(schedule, workers=most, servers=1, shards=1, late=range(workers, most))
         self.core.connected(server_peer(0), 0)
         for worker in range(workers):
@@ -260,9 +259,9 @@ def test_an_index_is_used_again_by_the_next_incarnation() -> None:
 
 
 def test_the_first_epoch_is_split_when_enough_workers_have_joined() -> None:
-    schedule = Schedule((Step((parse("bsp"),)),))
+    schedule = Schedule((ScheduleStep((parse("bsp"),)),))
     core = Coordinator(schedule, workers=3, servers=1, shards=1, late=range(3), least=2)
-    ask = messages.DataRequested(0, "loader", 0, Order(24, 4, False, "auto", ""), 0, 0)
+    ask = messages.DataRequested(0, "loader", 0, DataOrder(24, 4, False, "auto", ""), 0, 0)
     core.invite(1)
     core.connected(worker_peer(0), 0)
     assert core.handle(worker_peer(0), ask, 0) == []
@@ -278,9 +277,9 @@ def test_the_first_epoch_is_split_when_enough_workers_have_joined() -> None:
 
 
 def test_a_worker_that_leaves_before_the_run_begins_receives_no_data() -> None:
-    schedule = Schedule((Step((parse("bsp"),)),))
+    schedule = Schedule((ScheduleStep((parse("bsp"),)),))
     core = Coordinator(schedule, workers=3, servers=1, shards=1, late=range(3), least=2)
-    ask = messages.DataRequested(0, "loader", 0, Order(24, 4, False, "auto", ""), 0, 0)
+    ask = messages.DataRequested(0, "loader", 0, DataOrder(24, 4, False, "auto", ""), 0, 0)
     core.invite(1)
     core.connected(worker_peer(0), 0)
     core.handle(worker_peer(0), ask, 0)

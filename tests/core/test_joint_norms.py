@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from paceline.core.protocol.layout import Layout
-from paceline.core.protocol.messages import (
+from paceline.core.joint_batch import JointNorms, clip_factor
+from paceline.core.layout import Layout, ModelSpec, OptimizerSpec, round_robin
+from paceline.core.messages import (
     Answer,
     Commit,
     CreateShards,
@@ -18,20 +19,9 @@ from paceline.core.protocol.messages import (
     MeanMissing,
     Message,
 )
-from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
-from paceline.core.protocol.placement import round_robin
-from paceline.core.protocol.requests import (
-    COORDINATOR,
-    Apply,
-    Measure,
-    Request,
-    Send,
-    server_peer,
-    worker_peer,
-)
+from paceline.core.requests import COORDINATOR, Apply, Measure, Request, Send, server_peer, worker_peer
 from paceline.core.server import Server
 from paceline.core.shard import Shard
-from paceline.core.sync.joint_norms import JointNorms, clip_factor
 from paceline.errors import InvalidEventError, ProtocolError
 from paceline.sync import BSP, ElasticBSP, SyncModel, events
 from paceline.sync.events import Clip, PullRequested, PushReceived, Stop, WorkerJoined, WorkerLost

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.core.protocol.layout import ALIGNMENT_BYTES, ITEM_BYTES, Layout, Parameter, ShardSlice
+from paceline.core.layout import ALIGNMENT_BYTES, ITEM_BYTES, Layout, Parameter, ShardSlice
 from paceline.errors import ConfigurationError
 
 # A busy machine is no failure.

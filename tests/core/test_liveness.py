@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from paceline.core.machines.liveness import HEARTBEAT_S, LOOK_S, SILENCE_S, Liveness, Verdict
-from paceline.core.protocol.messages import ProcessState
+from paceline.core.liveness import HEARTBEAT_S, LOOK_S, SILENCE_S, Liveness, Removal
+from paceline.core.messages import ProcessState
 from paceline.sync.ticks import TICKS_PER_S, in_ticks
 
 PERIOD_TICKS = in_ticks(HEARTBEAT_S)
@@ -72,7 +72,7 @@ def cluster(*machines: int) -> Liveness:
 
 def proceed(
     liveness: Liveness, machines: Iterable[int], start_s: float, end_s: float
-) -> list[tuple[float, Verdict]]:
+) -> list[tuple[float, Removal]]:
     """Let machines send regular heartbeats; return the verdicts, with their times in seconds."""
     found = []
     for tenths in range(round(start_s * 10), round(end_s * 10)):
@@ -123,7 +123,7 @@ def test_a_silent_machine_is_named_once_and_the_others_continue() -> None:
     liveness = cluster(1, 2)
     assert proceed(liveness, [1, 2], 0.5, 60) == []
     reason = "no heartbeat of machine 10.0.0.2 for 4.9 s, although one is due every 0.5 s"
-    assert proceed(liveness, [1], 60, 120) == [(64.4, Verdict(2, None, reason))]
+    assert proceed(liveness, [1], 60, 120) == [(64.4, Removal(2, None, reason))]
 
 
 def test_heartbeats_of_a_machine_that_was_taken_out_count_only_when_it_has_joined_again() -> None:
@@ -161,7 +161,7 @@ def test_a_pause_of_the_coordinator_does_not_depend_on_what_it_handles_first(pau
         assert liveness.silences(now_ticks)["10.0.0.1"] <= PERIOD_TICKS
 
 
-def stop(liveness: Liveness, iteration_ticks: int, state: str = "stopped") -> list[tuple[float, Verdict]]:
+def stop(liveness: Liveness, iteration_ticks: int, state: str = "stopped") -> list[tuple[float, Removal]]:
     """Stop worker 2 after 60 s; return the verdicts of the next minute, with the seconds since then."""
     for worker in (1, 2):
         for _ in range(20):

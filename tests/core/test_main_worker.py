@@ -13,14 +13,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.core.coordinator import Coordinator
-from paceline.core.machines.main_worker import NOBODY
-from paceline.core.protocol.layout import Layout
-from paceline.core.protocol.messages import MainChosen, MainRequested, Ready, Register, WorkerFinished
-from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
-from paceline.core.protocol.requests import Request, Send, server_peer, worker_peer
+from paceline.core.layout import Layout, ModelSpec, OptimizerSpec
+from paceline.core.members import NOBODY
+from paceline.core.messages import MainChosen, MainRequested, Ready, Register, WorkerFinished
+from paceline.core.requests import Request, Send, server_peer, worker_peer
 from paceline.sim import Cluster, Presence, simulate
 from paceline.sync import parse
-from paceline.sync.schedule import Schedule, Step
+from paceline.sync.schedule import Schedule, ScheduleStep
 from tests.support.live import await_that, mark, run_program
 from tests.support.marks import chaos
 from tests.support.served import Served, output
@@ -35,7 +34,7 @@ MODEL = ModelSpec(Layout((), (), {}), OptimizerSpec("", (), ()), ())
 
 def begun(workers: int = 3, *, absent: tuple[int, ...] = (), pause_below: int = 0) -> Coordinator:
     """Return a coordinator whose run is in progress with all workers that are not absent."""
-    schedule = Schedule((Step((parse("asp"),)),))
+    schedule = Schedule((ScheduleStep((parse("asp"),)),))
     core = Coordinator(schedule, workers=workers, servers=1, shards=1, late=absent, pause_below=pause_below)
     core.connected(server_peer(0), 0)
     first = [worker for worker in range(workers) if worker not in absent]
@@ -94,7 +93,9 @@ def test_if_nobody_is_left_the_next_worker_to_join_becomes_the_main_worker() -> 
 
 
 def test_if_nobody_is_left_before_training_begins_it_is_worker_0_again() -> None:
-    core = Coordinator(Schedule((Step((parse("asp"),)),)), workers=2, servers=1, shards=1, late=(0, 1))
+    core = Coordinator(
+        Schedule((ScheduleStep((parse("asp"),)),)), workers=2, servers=1, shards=1, late=(0, 1)
+    )
     core.invite(1)
     core.connected(worker_peer(0), 0)
     core.disconnected(worker_peer(0), 0)

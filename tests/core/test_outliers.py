@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss, normalize
 
-from paceline.core.oversight.guard import Guard, Verdict
-from paceline.core.protocol.messages import Observation
+from paceline.core.guard import Guard, GuardVerdict
+from paceline.core.messages import Observation
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -201,7 +201,7 @@ def train(
     return pushes
 
 
-def judge(pushes: Sequence[Push], workers: int) -> list[tuple[int, Verdict]]:
+def judge(pushes: Sequence[Push], workers: int) -> list[tuple[int, GuardVerdict]]:
     """Return what a guard says of the workers, with the number of the push at which it does."""
     guard, said = Guard("tell"), []
     for number, push in enumerate(pushes):

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import paceline
-from paceline.core.protocol.placement import round_robin
+from paceline.core.layout import round_robin
 
 ROOT = Path(paceline.__file__).parent
 
@@ -25,8 +25,8 @@ def test_only_the_placement_computes_the_server_of_a_shard() -> None:
     found = [
         f"{file.relative_to(ROOT)}:{number}"
         for file in sorted(ROOT.rglob("*.py"))
-        if file.name != "placement.py"
+        if file.name != "layout.py"
         for number, line in enumerate(file.read_text().splitlines(), start=1)
         if remainder.search(line)
     ]
-    assert not found, f"{found} compute the server of a shard, which only core/protocol/placement.py may do"
+    assert not found, f"{found} compute the server of a shard, which only core/layout.py may do"

@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -14,15 +15,15 @@ import msgspec
 import pytest
 
 import paceline
-from paceline.core.protocol import messages
-from paceline.core.protocol.messages import (
+from paceline.core import messages
+from paceline.core.messages import (
     ROWS,
     FetchSnapshot,
     Hello,
     Message,
+    MessageRow,
     Phase,
     Role,
-    Row,
     Status,
     expected,
     first_phase,
@@ -32,10 +33,9 @@ from paceline.core.protocol.messages import (
     sent,
 )
 from paceline.errors import ProtocolError
-from paceline.runtime.hub import Caller, Hub
-from paceline.wire.addresses import connect
+from paceline.run.hub import Caller, Hub
 from paceline.wire.stream import Stream, decoder
-from paceline.wire.unix import UNIX
+from paceline.wire.transports import UNIX, connect
 from tests.support.made_messages import example, kinds
 
 ROOT = Path(paceline.__file__).parent
@@ -50,7 +50,7 @@ PHASES = [
 
 def id_of(value: object) -> str | None:
     match value:
-        case Row():
+        case MessageRow():
             return f"{value.message.__name__}-{value.sender}-{value.receiver}"
         case Phase():
             return "-".join(value)
@@ -101,7 +101,7 @@ def test_exactly_what_is_expected_in_a_phase_is_decoded(phase: Phase) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=id_of)
-def test_a_row_names_phases_of_its_direction(row: Row) -> None:
+def test_a_row_names_phases_of_its_direction(row: MessageRow) -> None:
     known = phases(row.sender, row.receiver)
     assert {*row_phases(row), row.then or known[0]} <= set(known)
 
@@ -119,7 +119,7 @@ def pair(phase: Phase) -> Iterator[tuple[Stream[Any], Stream[Any]]]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=id_of)
-def test_a_message_begins_the_phase_that_its_row_names(row: Row) -> None:
+def test_a_message_begins_the_phase_that_its_row_names(row: MessageRow) -> None:
     for name in row_phases(row):
         with pair(Phase(row.sender, row.receiver, name)) as (sender, receiver):
             sender.send(example(row.message))
@@ -248,17 +248,19 @@ class House:
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Row]]:
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[MessageRow]]:
     """The table, which a test may change."""
     rows = [*ROWS]
-    monkeypatch.setattr(messages.protocol_table, "ROWS", rows)
+    monkeypatch.setattr(messages.table, "ROWS", rows)
     expected.cache_clear()
     yield rows
     monkeypatch.undo()
     expected.cache_clear()
 
 
-def test_a_new_message_needs_only_its_class(table: list[Row], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_message_needs_only_its_class(
+    table: list[MessageRow], caplog: pytest.LogCaptureFixture
+) -> None:
     @sent("worker", to="server", during="training")
     class Toy(Message, frozen=True, tag=True):
         """A worker tells a server a number."""
@@ -275,48 +277,35 @@ def test_a_new_message_needs_only_its_class(table: list[Row], caplog: pytest.Log
 
 ROLES = {
     "core/worker.py": "worker",
-    "core/data/data_feed.py": "worker",
-    "core/metrics/unsent_metrics.py": "worker",
-    "frontend": "worker",
-    "runtime/worker_session.py": "worker",
-    "runtime/worker_links.py": "worker",
-    "runtime/worker_memory.py": "worker",
-    "runtime/worker_status.py": "worker",
-    "runtime/fetches.py": "worker",
-    "runtime/initial_model.py": "worker",
-    "runtime/outbox.py": "worker",
+    "core/data_feed.py": "worker",
+    "core/metrics.py:UnsentMetrics": "worker",
+    "train": "worker",
+    "run/worker.py": "worker",
+    "run/worker_links.py": "worker",
+    "run/readers.py:Fetches": "worker",
+    "run/readers.py:Reader Assembly read_states": "reader",
+    "run/readers.py:Observer": "observer",
     "core/server.py": "server",
     "core/shard.py": "server",
-    "core/sync/clipped_means.py": "server",
-    "core/sync/paces.py": "server",
-    "core/protocol/requests.py": "server",
-    "runtime/server_host.py": "server",
-    "runtime/frozen_values.py": "server",
-    "runtime/shard_copies.py": "server",
+    "core/paces.py:PaceMeter": "server",
+    "core/paces.py:PullBarrier": "coordinator",
+    "core/requests.py": "server",
+    "run/server.py": "server",
+    "run/checkpointing.py:ShardCopies _write": "server",
+    "run/checkpointing.py:Checkpoints": "coordinator",
     "core/coordinator.py": "coordinator",
-    "core/sync/turns.py": "coordinator",
-    "core/machines/quorum.py": "coordinator",
-    "core/machines/losses.py": "coordinator",
-    "core/changes/joining.py": "coordinator",
-    "core/changes/cut.py": "coordinator",
-    "core/changes/extension.py": "coordinator",
-    "core/changes/reconfiguration.py": "coordinator",
-    "core/sync/joint_norms.py": "coordinator",
-    "core/sync/joint_calls.py": "coordinator",
-    "core/data/loop_positions.py": "coordinator",
-    "core/oversight/oversight.py": "coordinator",
-    "core/machines/heartbeats.py": "coordinator agent",
+    "core/members.py": "coordinator",
+    "core/reconfiguration.py": "coordinator",
+    "core/joint_batch.py": "coordinator",
+    "core/data_ledger.py": "coordinator",
+    "core/agreement.py": "coordinator",
+    "core/liveness.py": "coordinator agent",
     "wire/stream.py": "worker server",
-    "runtime/checkpoints.py": "coordinator",
-    "runtime/coordinator_host.py": "coordinator",
-    "runtime/agents.py": "coordinator",
-    "runtime/reader.py": "reader",
-    "launcher/clusters/fetched_checkpoint.py": "agent",
-    "launcher/clusters/agent.py": "agent",
-    "launcher/clusters/join.py": "agent",
-    "runtime/observer.py": "observer",
+    "run/coordinator.py": "coordinator",
+    "run/agents.py": "coordinator",
+    "start/join.py": "agent",
 }
-"""File or folder -> the roles whose messages it makes or tells apart."""
+"""File or folder, or definitions in a file -> the roles whose messages it makes or tells apart."""
 
 
 class Use(NamedTuple):
@@ -342,8 +331,11 @@ OTHER_USES = {
 }
 
 
-def uses(file: Path, roles: Sequence[str]) -> Iterator[Use]:
-    """Yield what a file does with messages: it makes them, or tells them apart by their classes."""
+def uses(file: Path, roles: Sequence[str], names: str = "") -> Iterator[Use]:
+    """Yield what a file, or only these definitions in it, does with messages.
+
+    It makes messages, or tells them apart by their classes.
+    """
     tree = ast.parse(file.read_text())
     known: dict[str, str] = {}  # the name in this file -> the name of the class
     for node in ast.walk(tree):
@@ -353,8 +345,10 @@ def uses(file: Path, roles: Sequence[str]) -> Iterator[Use]:
                 known |= {alias.asname or alias.name: alias.name for alias in node.names}
             elif any(alias.name == "messages" for alias in node.names):
                 known |= {f"messages.{name}": name for name in vars(messages)}
+    parts = [node for node in tree.body if getattr(node, "name", "") in names.split()] if names else [tree]
+    assert len(parts) == len(names.split() or [file]), f"{file.name} defines not all of {names}"
     found: list[ast.AST]
-    for node in ast.walk(tree):
+    for node in chain.from_iterable(map(ast.walk, parts)):
         match node:
             case ast.MatchClass(cls=kind):
                 found, sends = [kind], False
@@ -381,13 +375,14 @@ def uses(file: Path, roles: Sequence[str]) -> Iterator[Use]:
 def all_uses() -> set[Use]:
     found: set[Use] = set()
     for place, roles in ROLES.items():
-        files = [ROOT / place] if place.endswith(".py") else [*(ROOT / place).rglob("*.py")]
+        path, _, names = place.partition(":")
+        files = [ROOT / path] if path.endswith(".py") else [*(ROOT / path).rglob("*.py")]
         for file in files:
-            found.update(uses(file, roles.split()))
+            found.update(uses(file, roles.split(), names))
     return {use for use in found if use.name in {kind.__name__ for kind in kinds()}} - OTHER_USES
 
 
-def contradictions(rows: Sequence[Row]) -> list[object]:
+def contradictions(rows: Sequence[MessageRow]) -> list[object]:
     """Return what the code does and no row says, and the rows with whose messages it does nothing."""
     sent_by = {(row.message.__name__, row.sender): row for row in rows}
     sent_to = {(row.message.__name__, row.receiver): row for row in rows}
@@ -406,12 +401,12 @@ def test_the_code_sends_and_receives_what_the_rows_say() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=id_of)
-def test_no_row_can_be_left_out(row: Row) -> None:
+def test_no_row_can_be_left_out(row: MessageRow) -> None:
     assert contradictions([each for each in ROWS if each is not row])
 
 
 CORES = {
-    "worker": ["core/worker.py", "core/data/data_feed.py"],
+    "worker": ["core/worker.py", "core/data_feed.py"],
     "server": ["core/server.py"],
     "coordinator": ["core/coordinator.py"],
 }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.changes.reconfiguration import WAITS_FOR, Reconfigurations
-from paceline.core.machines.members import Members
-from paceline.core.protocol.layout import Layout
-from paceline.core.protocol.messages import (
+from paceline.core.job_sync import JobSync
+from paceline.core.layout import Layout, ModelSpec, OptimizerSpec, round_robin
+from paceline.core.members import Members
+from paceline.core.messages import (
     Answer,
     ChangePublished,
     ExtensionReady,
@@ -17,10 +17,8 @@ from paceline.core.protocol.messages import (
     SyncRequested,
     WorkerWelcomed,
 )
-from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
-from paceline.core.protocol.placement import round_robin
-from paceline.core.protocol.requests import Send
-from paceline.core.sync.job_sync import JobSync
+from paceline.core.reconfiguration import WAITS_FOR, Reconfigurations
+from paceline.core.requests import Send
 from paceline.core.worker import Worker
 from paceline.errors import ProtocolError
 from paceline.sync import events

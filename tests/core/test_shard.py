@@ -9,15 +9,14 @@ from typing import ClassVar
 import pytest
 import torch
 
-from paceline.core.protocol.host import Host
-from paceline.core.protocol.layout import Layout, Parameter
-from paceline.core.protocol.messages import Answer
-from paceline.core.protocol.model_spec import HyperParameters, OptimizerSpec
-from paceline.core.protocol.requests import Peer
+from paceline.core.layout import HyperParameters, Layout, OptimizerSpec, Parameter
+from paceline.core.messages import Answer
+from paceline.core.requests import Host, Peer
 from paceline.core.shard import Shard
 from paceline.errors import InvalidEventError, ProtocolError
 from paceline.shard.optimizers import ELEMENTWISE, read_groups, require_elementwise
-from paceline.shard.store import Push, Store, Vectors
+from paceline.shard.store import Push, Store
+from paceline.shard.vectors import Vectors
 from paceline.sync import ASP, BSP, SSP, Conditions, ElasticBSP, PullState, PushState, SyncModel
 from paceline.sync.events import (
     AnyEvent,

@@ -1,4 +1,4 @@
-"""Tests of the standing of each update, by which hyper-parameters are translated (`core/sync/standing.py`)."""
+"""Tests of the standing of each update, by which hyper-parameters are translated (`core/joint_batch.py`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from paceline.core.protocol.requests import Apply, Timer
+from paceline.core.joint_batch import RAMP, WINDOW
+from paceline.core.requests import Apply, Timer
 from paceline.core.shard import Shard
-from paceline.core.sync.standing import RAMP, WINDOW
 from paceline.errors import InvalidEventError
 from paceline.sync import SyncModel, parse
 from paceline.sync.events import (

@@ -20,16 +20,13 @@ from torch import nn
 
 import paceline
 from paceline.core.coordinator import Coordinator
-from paceline.core.data.loader_ledger import LoaderLedger
-from paceline.core.machines.losses import Losses
-from paceline.core.machines.members import Members
-from paceline.core.protocol.messages import Message
-from paceline.core.protocol.order import Order, Reporter
+from paceline.core.job_sync import JobSync
+from paceline.core.loader_ledger import LoaderLedger
+from paceline.core.members import Losses, Members
+from paceline.core.messages import Message
+from paceline.core.order import Order, Reporter
 from paceline.core.server import Server
-from paceline.core.shard import Shard
-from paceline.core.sync.job_sync import JobSync
-from paceline.core.sync.shard_sync import ShardSync
-from paceline.core.sync.versions import Versions
+from paceline.core.shard import Shard, ShardSync, Versions
 from paceline.core.worker import Worker
 from paceline.errors import InternalError
 from paceline.sim import Cluster, Dataset, Presence, simulate
@@ -37,10 +34,9 @@ from paceline.state import DECLARED, Outlook, fields_of, parts, restore, snapsho
 from paceline.sync import BSP, Conditions, PullState, SyncModel
 from paceline.sync.actions import AnswerPull, AnyAction, ApplyPush
 from paceline.sync.conditions import ConditionMachine
-from paceline.sync.counts import Counts
 from paceline.sync.elastic_bsp import Planner
 from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
-from paceline.sync.model import ShardMachine
+from paceline.sync.model import Counts, ShardMachine
 from tests.support.choosers import Random
 from tests.support.network import Network
 from tests.support.recorded_lives import Core, Life, recorded
@@ -212,7 +208,7 @@ def go_on(life: Life, core: Core, number: int) -> None:
 
 def declared_classes() -> set[type]:
     """The classes of the package that declare their fields."""
-    rooms = ("paceline.core.", "paceline.sync.", "paceline.plugins.")
+    rooms = ("paceline.core.", "paceline.sync.", "paceline.sync.plugins.")
     return {kind for kind in DECLARED if kind.__module__.startswith(rooms)}
 
 

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli import app
-from paceline.report.run_reading import read_report
+from paceline.look.run_reading import read_report
 from paceline.trace.recording import Trace, read_run
 from paceline.trace.replay import replay
 from tests.support.live import run_program

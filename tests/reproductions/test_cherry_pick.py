@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from paceline.demo.settings import Setting
 from paceline.errors import ConfigurationError
+from paceline.lab.demo import DemoSetting
 from paceline.sync import SpecSync, parse
 from reproductions import cherry_pick
 from tests.support.fake_trials import FakeTrials
@@ -21,7 +21,7 @@ def test_cherry_picking_tries_the_whole_grid_and_says_what_it_cost(
     fake = FakeTrials()
     monkeypatch.setattr(cherry_pick, "run_trial", fake)
     text = io.StringIO()
-    setting = Setting("spec-sync:base=ssp:staleness=2", 0.1, 0.0)
+    setting = DemoSetting("spec-sync:base=ssp:staleness=2", 0.1, 0.0)
     found = cherry_pick.cherry_pick(
         setting,
         console=Console(file=text, width=100),
@@ -42,7 +42,7 @@ def test_cherry_picking_tries_the_whole_grid_and_says_what_it_cost(
 def test_cherry_picking_refuses_an_impossible_point_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="abort_rate is -1"):
         cherry_pick.cherry_pick(
-            Setting("spec-sync", 0.1, 0.0),
+            DemoSetting("spec-sync", 0.1, 0.0),
             console=Console(file=io.StringIO()),
             run_dir=tmp_path / "picked",
             abort_rates=(-1.0,),

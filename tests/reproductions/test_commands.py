@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from paceline.demo.settings import Setting
+from paceline.lab.demo import DemoSetting
 from reproductions import cherry_pick, tune_demo
 from reproductions.commands import main
 
@@ -83,7 +83,7 @@ def test_the_searches_take_a_run_directory(tmp_path: Path, monkeypatch: pytest.M
     def tune(*, console: Console, run_dir: Path | None) -> None:
         called.append(("tune", run_dir))
 
-    def pick(setting: Setting, *, console: Console, run_dir: Path | None) -> None:
+    def pick(setting: DemoSetting, *, console: Console, run_dir: Path | None) -> None:
         called.append((setting.sync, run_dir))
 
     monkeypatch.setattr(tune_demo, "tune", tune)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import paceline
 from paceline.errors import ConfigurationError
 from paceline.sim import Cluster, SimResult, simulate
-from paceline.studies.statistics import compare
+from paceline.studies.statistics import compare_samples
 from reproductions.evidence.batched import Setting, Weights, train
 from reproductions.evidence.commands import run_study
 from reproductions.evidence.on_networks import STUDIES
@@ -170,7 +170,7 @@ def test_a_study_is_resumed_cell_by_cell(tmp_path: Path) -> None:
     found = asp.found["0.1 each"]["time to 0.3"]
     assert len(found.results) == len(EVALUATION_SEEDS) == 16
     assert found.tried >= 48
-    assert not compare(found.values, bsp.found["0.1 each"]["time to 0.3"].values).tie
+    assert not compare_samples(found.values, bsp.found["0.1 each"]["time to 0.3"].values).tie
     assert set(EVALUATION_SEEDS).isdisjoint(TUNING_SEEDS)
 
 

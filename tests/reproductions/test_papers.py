@@ -248,7 +248,7 @@ SENTENCES: list[tuple[str, str]] = [
         f"takes {SPEC_SYNC.tables['table1-iteration'].cell('CIFAR-10', 'iteration time')} s per iteration",
     ),
     (
-        "src/paceline/zipline/grid_scan.py",
+        "src/paceline/zipline/searches.py",
         f"a success rate of {ELASTIC_BSP.tables['table3-success'].cell('full-grid-scan', 'success rate')} for",
     ),
 ]

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.sim import Cluster, simulate
-from paceline.studies.cells import Cell, run_cell
-from paceline.studies.description import Budget, Study, read_file
-from paceline.studies.plan import task_of
+from paceline.studies.cells import Cell, run_cell, task_of
+from paceline.studies.description import Budget, Study, read_study_file
 from reproductions.evidence.on_networks import STUDIES
 from reproductions.same_accuracy.digits import DigitsMLP
 from reproductions.same_accuracy.plan import FACTORS, MODELS, SEEDS, cluster_of
@@ -21,7 +20,7 @@ ROOT = Path(__file__).parents[2] / "reproductions"
 
 
 def study(name: str) -> Study:
-    return read_file(ROOT / "studies" / f"{name}.toml")
+    return read_study_file(ROOT / "studies" / f"{name}.toml")
 
 
 def unnamed(cluster: Cluster) -> Cluster:

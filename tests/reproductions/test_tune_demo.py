@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from paceline.demo.settings import SETTINGS, Problem, Setting
 from paceline.errors import ConfigurationError
+from paceline.lab.demo import SETTINGS, DemoSetting, Problem
 from reproductions import tune_demo
 from reproductions.grid_search import Point, Score, learning_rate, search
 from reproductions.tune_demo import STARTS, Journal, Measured, tune
@@ -104,7 +104,7 @@ def test_tuning_goes_on_where_it_stopped(tmp_path: Path, fake_trials: FakeTrials
     console = Console(file=io.StringIO(), width=100)
     starts = {"bsp": {0.0: 0, 0.9: -2}, "asp": {0.0: 0}}
     best = tune(console=console, run_dir=tmp_path, starts=starts)
-    assert best == [Setting("bsp", 0.2, 0.0), Setting("asp", 0.2, 0.0)]
+    assert best == [DemoSetting("bsp", 0.2, 0.0), DemoSetting("asp", 0.2, 0.0)]
     lines = (tmp_path / "tuning.jsonl").read_bytes().splitlines()
     assert len(lines) == fake_trials.count
     assert not list(tmp_path.glob("run-*"))  # the directories of the runs are removed
@@ -129,13 +129,13 @@ def test_journal_of_another_problem_is_refused(tmp_path: Path) -> None:
     journal = Journal(path, Problem())
     record = Measured(
         problem=Problem(),
-        setting=Setting("bsp", 0.1, 0.0),
+        setting=DemoSetting("bsp", 0.1, 0.0),
         seed=0,
         time_to_target_s=None,
         final_accuracy=0.5,
     )
     journal.add(record)
-    assert Journal(path, Problem()).get(Setting("bsp", 0.1, 0.0), 0) == record
+    assert Journal(path, Problem()).get(DemoSetting("bsp", 0.1, 0.0), 0) == record
     with pytest.raises(ConfigurationError, match="another training task"):
         Journal(path, Problem(target_accuracy=0.9))
 

@@ -17,17 +17,16 @@ import typer
 from typer.testing import CliRunner
 
 import paceline
-from paceline.cli.run_command import run
-from paceline.cli.setting_options import takes_settings
+from paceline.cli.options import takes_settings
+from paceline.cli.run import run
 from paceline.errors import ConfigurationError
-from paceline.launcher.live_run.run_description import description_of
-from paceline.runtime import job_options
-from paceline.runtime.job import Job, decode_job, encode_job
+from paceline.run import job_options
+from paceline.run.job import Job, decode_job, encode_job
 from paceline.settings import SETTINGS, Setting, checked, table
-from paceline.settings.arguments import shows_settings
-from paceline.settings.checks import whole
-from paceline.settings.setting import RUN
+from paceline.settings.checks import RUN, whole
+from paceline.settings.table import shows_settings
 from paceline.sim import simulate
+from paceline.start.results import description_of
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -170,7 +169,7 @@ NEW_ROW = """
 SCRIPT = """
 import torch
 import paceline
-from paceline.frontend.session import current
+from paceline.train.session import current
 
 model = torch.nn.Linear(1, 1)
 optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -186,7 +185,7 @@ def test_a_setting_that_is_added_in_two_places_of_the_source_reaches_a_worker(tm
     shutil.copytree(Path(paceline.__file__).parent, source)
     for file, before, added in (
         ("settings/table.py", "\n\nTYPES: ", NEW_ROW),
-        ("runtime/job.py", "\n    def __repr__", "    newest: int\n"),
+        ("run/job.py", "\n    def __repr__", "    newest: int\n"),
     ):
         head, found, rest = (source / file).read_text().partition(before)
         assert found

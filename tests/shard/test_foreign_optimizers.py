@@ -12,15 +12,19 @@ from torch import nn
 
 import paceline
 from paceline import Cluster
-from paceline.core.protocol.layout import Layout, Parameter
-from paceline.core.protocol.model_spec import OptimizerSpec
+from paceline.core.layout import Layout, OptimizerSpec, Parameter
 from paceline.errors import ConfigurationError, UsageError
-from paceline.frontend.session import install
-from paceline.plugins.optimizer_sources import OptimizerSources, definition, imported_packages, name_of
 from paceline.shard import foreign
-from paceline.shard.optimizer_state import join_state, slice_state
-from paceline.shard.optimizers import make_optimizer, read_groups, require_elementwise
+from paceline.shard.foreign import OptimizerSources, class_name, definition, imported_packages
+from paceline.shard.optimizers import (
+    join_state,
+    make_optimizer,
+    read_groups,
+    require_elementwise,
+    slice_state,
+)
 from paceline.shard.slice_optimizers import optimizer_of_slice
+from paceline.train.session import install
 from tests.support.live import run_program
 
 
@@ -184,7 +188,7 @@ def test_a_class_that_passes_the_test_is_accepted(case: str) -> None:
     optimizer = ACCEPTED[case]()
     before = [p.clone() for group in optimizer.param_groups for p in group["params"]]
     generator = torch.get_rng_state()
-    assert require_elementwise(optimizer) == name_of(type(optimizer))
+    assert require_elementwise(optimizer) == class_name(type(optimizer))
     after = [p for group in optimizer.param_groups for p in group["params"]]
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, after, strict=True))
     assert not optimizer.state
@@ -234,7 +238,7 @@ def test_a_scheduler_on_the_optimizer_is_not_called_by_the_test() -> None:
 
 def test_a_registered_class_need_not_give_the_same_on_slices() -> None:
     paceline.register_elementwise(Centered)
-    assert require_elementwise(Centered(parameters())) == name_of(Centered)
+    assert require_elementwise(Centered(parameters())) == class_name(Centered)
     paceline.register_elementwise(Hidden)
     with pytest.raises(ConfigurationError, match="built from its hyper-parameters"):
         require_elementwise(Hidden(parameters(), power=3))  # this cannot be vouched for
@@ -449,7 +453,7 @@ def test_classes_of_a_notebook_are_sent_when_a_function_is_launched(monkeypatch:
     sources = foreign.loaded_optimizers(["extra"])
     assert "extra" in sources.packages
     assert __name__ in sources.packages
-    kind: Any = sources.load(name_of(Local))
+    kind: Any = sources.load(class_name(Local))
     weight = nn.Parameter(torch.zeros(2))
     weight.grad = torch.ones(2)
     kind([weight], lr=0.5).step()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.core.protocol.model_spec import HyperParameters, OptimizerSpec
+from paceline.core.layout import HyperParameters, OptimizerSpec
 from paceline.errors import ConfigurationError
 from paceline.shard.optimizers import ELEMENTWISE, make_optimizer, read_groups, require_elementwise
 

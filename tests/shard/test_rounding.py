@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.protocol.layout import Layout, Parameter, ranges_of
+from paceline.core.layout import Layout, Parameter, ranges_of
 from paceline.errors import ProtocolError
-from paceline.runtime.rounded_inbox import RoundedInbox
-from paceline.shard.buffer_bytes import bytes_of
+from paceline.run.server_memory import RoundedInbox
 from paceline.shard.rounding import Rounded, round_trip, whole_ranges
+from paceline.shard.vectors import bytes_of
 
 NAN, INF = 0x7FC00000, 0x7F800000
 CORNERS = [

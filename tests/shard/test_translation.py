@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.core.protocol.layout import Layout, Parameter
-from paceline.core.protocol.model_spec import OptimizerSpec
+from paceline.core.layout import Layout, OptimizerSpec, Parameter
 from paceline.shard.optimizers import ELEMENTWISE, read_groups
 from paceline.shard.slice_optimizers import FusedOptimizer, TorchOptimizer, optimizer_of_slice
 from paceline.sync.translation import FAMILIES, WHOLE, Fraction, Standing, translate

@@ -10,7 +10,7 @@ import pytest
 
 import paceline.sim.simulated_job
 from paceline.core.coordinator import Coordinator
-from paceline.core.protocol.requests import Request, Timer
+from paceline.core.requests import Request, Timer
 from paceline.core.server import Server
 from paceline.sim import Cluster, LogNormal, SimResult, Uniform, simulate
 from paceline.sync.ticks import TICKS_PER_S, in_ticks

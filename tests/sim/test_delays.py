@@ -12,8 +12,7 @@ from scipy import stats
 from paceline import Cluster, simulate
 from paceline.errors import ConfigurationError
 from paceline.sim import LogNormal, Pareto, Pause, Recorded, Resampled, Times, Uniform, Uplink, read_delays
-from paceline.sim.racks import Pauses, prolonged_s
-from paceline.sim.times import Timed, times_of
+from paceline.sim.times import Pauses, Timed, prolonged_s, times_of
 
 GIGABIT = 1e9
 DRAWS = 4000

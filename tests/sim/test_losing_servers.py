@@ -9,9 +9,8 @@ import pytest
 from paceline.errors import RunFailedError
 from paceline.sim import Cluster
 from paceline.sim.clockwork import Clockwork
-from paceline.sim.recorder import Recorders
-from paceline.sim.shard_stores import NullStore
-from paceline.sim.simulate import NOTHING_TRAINED
+from paceline.sim.result import Recorders
+from paceline.sim.simulate import NOTHING_TRAINED, NullStore
 from paceline.sim.simulated_job import VirtualJob
 from paceline.sync.schedule import read_schedule
 

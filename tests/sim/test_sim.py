@@ -29,16 +29,16 @@ from paceline.sim import (
     SimResult,
     Times,
     Uniform,
-    recorder,
     simulate,
 )
+from paceline.sim import result as recorder
 from paceline.sim.kernel import MESSAGE, TIMER, Kernel
 from paceline.sync import Conditions, PullState
 from paceline.sync.actions import ApplyMean, ApplyPush, DropPush, PublishPlan, ReportFault
 from paceline.sync.events import PullRepeated, PullRequested, PushReceived, WorkerJoined, WorkerLost
 from paceline.sync.ticks import in_ticks
 from paceline.trace import Trace, read_run, replay
-from paceline.trace.records import read_records
+from paceline.trace.recording import read_records
 
 MODELS = [
     "bsp",

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from paceline.core.protocol.lease import BATCH_SIZINGS
+from paceline.core.lease import BATCH_SIZINGS
 from paceline.errors import ConfigurationError
-from paceline.rehearsal.clusters import describe_data
-from paceline.rehearsal.ranking import rank
+from paceline.lab.clusters import describe_data
+from paceline.lab.ranking import rank
 from paceline.sim import Cluster, Dataset, LogNormal, Occasional, Presence, Recorded, Uniform, simulate
 
 UNEQUAL = Cluster(compute_s=[0.05, 0.05, 0.05, 0.15])

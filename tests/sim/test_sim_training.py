@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.core.protocol.lease import Split
+from paceline.core.lease import Split
 from paceline.errors import ConfigurationError, NonFiniteGradientError, RunFailedError
-from paceline.frontend.session import current
 from paceline.sim import Cluster, Presence, SimResult, Uniform, simulate
 from paceline.sim.virtual_training import VirtualSession
 from paceline.trace import replay
+from paceline.train.session import current
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads

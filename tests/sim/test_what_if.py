@@ -11,10 +11,10 @@ import pytest
 
 from paceline import Cluster, simulate
 from paceline.errors import ConfigurationError
-from paceline.rehearsal.advice import advise
-from paceline.rehearsal.clusters import NO_CHANGES, Changes, describe, load_cluster
+from paceline.lab.advice import advise
+from paceline.lab.clusters import NO_CHANGES, Changes, describe, load_cluster
 from paceline.sim import Link, Recorded, Resampled, Uniform
-from paceline.sim.transfers import Transfer, ends_of
+from paceline.sim.network import Transfer, ends_of
 
 GIGABIT = 1e9
 MEGABYTE = 1_000_000

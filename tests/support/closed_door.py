@@ -8,18 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from paceline.core.protocol.messages import Hello, Message, WorkerFinished, first_phase
+from paceline.core.messages import Hello, Message, WorkerFinished, first_phase
 from paceline.errors import PacelineError
-from paceline.runtime.hub import Caller, Hub
-from paceline.runtime.listener import Listener
-from paceline.wire.addresses import connect
-from paceline.wire.passing import PassedSockets
+from paceline.run.hub import Caller, Hub
+from paceline.run.listener import Listener
+from paceline.wire.memory import PassedSockets
 from paceline.wire.preface import ANY_RUN, COORDINATOR
-from paceline.wire.secret import new_secret
-from paceline.wire.secure import SecureSocket
+from paceline.wire.secure import SecureSocket, contexts, new_secret
 from paceline.wire.stream import Stream
-from paceline.wire.tcp import TCP
-from paceline.wire.tls import contexts
+from paceline.wire.transports import TCP, connect
 
 __all__ = ["House", "relay"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from paceline.core.data.data_ledger import DataLedger
-from paceline.core.protocol.messages import DataGranted, DataRequested
-from paceline.core.protocol.requests import Request, Send
+from paceline.core.data_ledger import DataLedger
+from paceline.core.messages import DataGranted, DataRequested
+from paceline.core.requests import Request, Send
 
 __all__ = ["granted"]
 

@@ -17,15 +17,17 @@ import pytest
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from paceline.frontend import early_copies, staging, training
-from paceline.frontend.staging import Copying, Stager
 from paceline.shard.vectors import bits
+from paceline.train import device as early_copies
+from paceline.train import training
+from paceline.train import weights as staging
+from paceline.train.weights import Copying, Stager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from paceline.core.protocol.layout import Layout
-    from paceline.frontend.session import Session
+    from paceline.core.layout import Layout
+    from paceline.train.session import Session
 
 __all__ = ["DelayedQueue", "on_the_double"]
 

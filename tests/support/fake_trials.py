@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from paceline.demo.digits import Digits
-from paceline.demo.settings import Problem, Setting
-from paceline.demo.trial import Trial
-from paceline.report.accuracy import Curve
-from paceline.report.results_table import TrialOutcome
+from paceline.lab.demo import DemoSetting, Digits, Problem, Trial
+from paceline.look.summary import Curve
+from paceline.look.tables import TrialOutcome
 
 
 class FakeTrials:
@@ -22,7 +20,7 @@ class FakeTrials:
         self,
         digits: Digits,
         problem: Problem,
-        setting: Setting,
+        setting: DemoSetting,
         seed: int,
         *,
         run_dir: Path,

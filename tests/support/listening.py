@@ -7,7 +7,7 @@ import gc
 import socket
 from typing import Any
 
-from paceline.wire.unix import UnixListener
+from paceline.wire.transports import UnixListener
 
 __all__ = ["place_of"]
 

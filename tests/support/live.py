@@ -23,9 +23,9 @@ import pytest
 from safetensors.torch import load_file
 
 import paceline
-from paceline.checkpoints.directory import is_lineage, new_lineage
+from paceline.checkpoints.manifest import is_lineage, new_lineage
+from paceline.trace.activity_cells import TimeUse, time_shares
 from paceline.trace.measures import Measures
-from paceline.trace.time_use import TimeUse, time_shares
 
 from .warm import WarmStarts, hear_signals
 
@@ -45,7 +45,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.checkpoints.directory import is_lineage, new_lineage
+from paceline.checkpoints.manifest import is_lineage, new_lineage
 
 
 class Tied(nn.Module):

@@ -15,10 +15,7 @@ from typing import Any, cast
 import msgspec
 from msgspec import inspect
 
-from paceline.core.protocol.messages import (
-    ROWS,
-    Message,
-)
+from paceline.core.messages import ROWS, Message
 
 __all__ = ["Known", "edited", "example", "flip", "kinds"]
 

@@ -13,16 +13,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.metrics.history import Metric, MetricPoint
-from paceline.core.status.job_status import JobStatus, LinkStatus, MachineStatus, WorkerStatus
-from paceline.report.run_report import (
-    KINDS,
+from paceline.core.metrics import Metric, MetricPoint
+from paceline.core.status import JobStatus, LinkStatus, MachineStatus, WorkerStatus
+from paceline.trace.activity_cells import KINDS
+from paceline.trace.report import (
     Cause,
     LinkTotal,
     Mark,
     ModelInForce,
+    ReportedSetting,
     RunReport,
-    Setting,
     Spans,
     TimelineReport,
     WaitingFor,
@@ -99,11 +99,11 @@ def made_report(
         duration_s=duration_s,
         headline=f"{workers} workers trained {iterations} iterations in {duration_s:.0f} s.",
         settings=(
-            Setting("--sync", sync),
-            Setting("--workers", str(workers)),
-            Setting("--seed", str(seed), default=seed == 1),
-            Setting("--servers", "1", default=True),
-            Setting("--batch", "equal", default=True),
+            ReportedSetting("--sync", sync),
+            ReportedSetting("--workers", str(workers)),
+            ReportedSetting("--seed", str(seed), default=seed == 1),
+            ReportedSetting("--servers", "1", default=True),
+            ReportedSetting("--batch", "equal", default=True),
         ),
         command=f"paceline run --workers {workers} --sync {sync} train.py --epochs 3 --data 'a folder/digits'",
         figures={
@@ -348,7 +348,7 @@ def failed() -> RunReport:
         failure=f"worker 1 failed: {MARKUP}\n  line 2 of the traceback",
         headline=MARKUP,
         causes=(Cause(MARKUP, 1.0, 0.2, (MARKUP,)),),
-        settings=(Setting(MARKUP, MARKUP), Setting("--a", MARKUP, default=True)),
+        settings=(ReportedSetting(MARKUP, MARKUP), ReportedSetting("--a", MARKUP, default=True)),
         command=MARKUP,
         emulated=MARKUP,
         figures={MARKUP: MARKUP},
@@ -391,7 +391,9 @@ def extremes() -> RunReport:
         state="interrupted",
         failure="a line of the traceback\n" * 500,
         command="paceline run " + "--option value " * 300,
-        settings=tuple(Setting(f"--setting-{i}", "v" * 30 * i, default=i % 2 == 0) for i in range(20)),
+        settings=tuple(
+            ReportedSetting(f"--setting-{i}", "v" * 30 * i, default=i % 2 == 0) for i in range(20)
+        ),
         metrics=(*metrics, *(losses(f"more {i}", made.duration_s, 90, seed=i) for i in range(8))),
         models=tuple(
             msgspec.structs.replace(

@@ -25,8 +25,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 from paceline.core.coordinator import Coordinator
-from paceline.core.protocol.job_cut import JobCut
-from paceline.core.protocol.messages import Hello, Message
+from paceline.core.job_cut import JobCut
+from paceline.core.messages import Hello, Message
 from paceline.core.server import Server
 from paceline.core.worker import Worker
 from paceline.errors import ConfigurationError, InternalError, ProtocolError

@@ -1,6 +1,6 @@
 """The processes of a `Network`: what the hosts of the cores do in a live run, as far as the protocol depends on it.
 
-Each process is a `core.protocol.host.Host`. A server has no tensors, but remembers which pushes it has received, and
+Each process is a `core.requests.Host`. A server has no tensors, but remembers which pushes it has received, and
 whose initial weights. A worker has no script, but a list of what to do next.
 """
 
@@ -13,11 +13,10 @@ from typing import Any, ClassVar
 from msgspec import structs
 
 from paceline.core.coordinator import Coordinator
-from paceline.core.protocol.host import Host
-from paceline.core.protocol.job_cut import JobCut
-from paceline.core.protocol.layout import Layout, Parameter
-from paceline.core.protocol.lease import Batch, Order
-from paceline.core.protocol.messages import (
+from paceline.core.job_cut import JobCut
+from paceline.core.layout import Layout, ModelSpec, OptimizerSpec, Parameter
+from paceline.core.lease import Batch, DataOrder
+from paceline.core.messages import (
     Commit,
     CreateShards,
     ExtendShards,
@@ -31,8 +30,7 @@ from paceline.core.protocol.messages import (
     TakenOut,
     WorkerLost,
 )
-from paceline.core.protocol.model_spec import ModelSpec, OptimizerSpec
-from paceline.core.protocol.requests import (
+from paceline.core.requests import (
     COORDINATOR,
     AbandonCut,
     Abort,
@@ -41,6 +39,7 @@ from paceline.core.protocol.requests import (
     Discard,
     EndWithout,
     Fail,
+    Host,
     Peer,
     Proceed,
     Request,
@@ -83,7 +82,7 @@ PARAMETERS = [Parameter((name,), (40,), "float32", index, index) for index, name
 MODELS = [ModelSpec(Layout.of(PARAMETERS[: n + 1]), SGD, (), (SGD,) * n) for n in range(len(PARAMETERS))]
 """The model after each number of extensions."""
 
-ORDER = Order(24, 2, False, "auto", "")
+ORDER = DataOrder(24, 2, False, "auto", "")
 """The order of an epoch: 24 positions in batches of 2."""
 
 

@@ -74,7 +74,7 @@ IMPURE = re.compile(
         | tests\.support(?:\.|\s+import\s+)(?:
             live | served | shown | emulated | scheduled | listening | closed_door | screens | slurm
         )
-        | paceline\.(?:shard|wire|frontend|runtime|outlets|launcher|inspection|demo|rehearsal|cli)
+        | paceline\.(?:shard|wire|train|run|start|cli|lab(?!\.studies)|look\.(?:show_process|dashboard|http))
     )\b
     | \brun_on_threads\b
     """,

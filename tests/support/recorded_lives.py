@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from paceline.core.coordinator import Coordinator
-from paceline.core.data.data_feed import DataFeed
-from paceline.core.data.drawn import DrawnBatch
-from paceline.core.oversight.guard import Guard
-from paceline.core.protocol.messages import Message
+from paceline.core.data_feed import DataFeed
+from paceline.core.guard import Guard
+from paceline.core.lease import DrawnBatch
+from paceline.core.messages import Message
 from paceline.core.server import Server
 from paceline.core.worker import Worker
 

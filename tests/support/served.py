@@ -12,7 +12,7 @@ from typing import IO
 
 import pytest
 
-from paceline.wire.secret import new_secret, write_secret
+from paceline.wire.secure import new_secret, write_secret
 
 from .live import await_that, start_program
 

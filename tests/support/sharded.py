@@ -9,16 +9,14 @@ import msgspec
 import torch
 from torch import nn
 
-from paceline.checkpoints.directory import is_lineage
+from paceline.checkpoints.manifest import is_lineage
 from paceline.checkpoints.places import Settings
 from paceline.checkpoints.reading import Checkpoint
-from paceline.checkpoints.shard_writing import ShardWriter, shard_content
-from paceline.checkpoints.writing import Draft
-from paceline.core.protocol.job_cut import JobCut, ShardState
-from paceline.core.protocol.layout import Layout, Parameter
-from paceline.core.protocol.model_spec import BufferSpec, ModelSpec, OptimizerSpec
-from paceline.shard.optimizers import read_groups, require_elementwise
-from paceline.shard.states import encode_states
+from paceline.checkpoints.writing import Draft, ShardWriter, shard_content
+from paceline.core.job_cut import JobCut
+from paceline.core.layout import BufferSpec, Layout, ModelSpec, OptimizerSpec, Parameter
+from paceline.core.messages import ShardState
+from paceline.shard.optimizers import encode_states, read_groups, require_elementwise
 from paceline.shard.store import Push, Store
 from paceline.shard.vectors import dtype_name, parameter_views, sliced, torch_dtype
 

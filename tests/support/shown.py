@@ -42,9 +42,9 @@ for epoch in paceline.epochs(100_000):
 # The process that shows the run has a low priority, so beside other tests it may take long to end.
 PROGRAM = f"""
 from paceline.cli import main
-from paceline.launcher.processes import outlets
+from paceline.start import beside
 
-outlets.END_TIMEOUT_S = {DEADLINE_S}
+beside.END_TIMEOUT_S = {DEADLINE_S}
 main()
 """
 

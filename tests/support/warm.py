@@ -9,7 +9,7 @@ A forked program is like an executed one, except for this:
 - The modules that it would import are imported already. Code that is given with `-c` often looks at these, so it is
   executed.
 - All forked programs hash strings with the same seed, and have `sys.flags.safe_path`.
-- It ends as a process of a run does (see `paceline.launcher.processes.leaving`).
+- It ends as a process of a run does (see `paceline.start.processes.orders`).
 - It has a warm server of its own, a child, for the programs that it starts in turn. One is the fork server of a run.
 
 The warm server clones itself with `CLONE_PARENT`. So the program is a child of the process that has asked for it,
@@ -44,9 +44,9 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
-from paceline.launcher.processes import program
-from paceline.launcher.processes.fork_server import thread_count
-from paceline.launcher.processes.leaving import leave
+from paceline.start.processes import program
+from paceline.start.processes.fork_server import thread_count
+from paceline.start.processes.orders import leave
 
 __all__ = ["WarmStarts", "hear_signals", "take_terminal"]
 
@@ -54,15 +54,15 @@ IMPORTED = (
     "numpy.random",
     "torch.distributed.run",
     "paceline.cli",
-    "paceline.frontend.epochs",
-    "paceline.frontend.evaluating",
-    "paceline.frontend.prepare",
+    "paceline.train.epochs",
+    "paceline.train.collectives",
+    "paceline.train.prepare",
     "paceline.join",
-    "paceline.launcher.clusters.join",
-    "paceline.launcher.clusters.scheduled",
-    "paceline.launcher.launch",
-    "paceline.launcher.processes.child",
-    "paceline.report.run_report",
+    "paceline.start.join",
+    "paceline.start.schedulers",
+    "paceline.start.launch",
+    "paceline.start.processes.child",
+    "paceline.trace.report",
 )
 
 READ_AT_START = re.compile(
@@ -94,6 +94,9 @@ PR_GET_TID_ADDRESS = 40
 ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
 """The signals with which a user or a scheduler asks a whole process group for something."""
 
+HEARD = (signal.SIGINT, signal.SIGHUP)
+"""The signals that `hear_signals` lets a program hear."""
+
 
 class Program(NamedTuple):
     """A program of Python that is to be started.
@@ -105,6 +108,7 @@ class Program(NamedTuple):
         session: True if the program begins a session.
         terminal: True if the terminal that is its standard input controls it.
         group: the process group that it enters; 0 for a new one, and -1 for that of its parent.
+        ignored: the signals that it ignores, because its parent does, as under `nohup`.
     """
 
     words: list[str]
@@ -113,6 +117,7 @@ class Program(NamedTuple):
     session: bool
     terminal: bool
     group: int
+    ignored: list[signal.Signals]
 
     @property
     def options(self) -> list[str]:
@@ -170,8 +175,8 @@ def at_start(environment: Mapping[str, str]) -> dict[str, str]:
 
 def hear_signals() -> None:
     """Hear Ctrl-C and hang-ups, also where the tests themselves run in the background, deaf to both."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    for number in HEARD:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def take_terminal() -> None:
@@ -285,7 +290,11 @@ class WarmStarts:
             words = [os.fsdecode(word) for word in args[1:]]
             terminal = preexec_fn is take_terminal
             group = -1 if group is None else group
-            wanted = Program(words, os.path.abspath(cwd or ""), environment, session, terminal, group)
+            heard = HEARD if preexec_fn is hear_signals else ()
+            ignored = [n for n in ASKED if signal.getsignal(n) == signal.SIG_IGN and n not in heard]
+            wanted = Program(
+                words, os.path.abspath(cwd or ""), environment, session, terminal, group, ignored
+            )
             given = pipes[0], pipes[3], pipes[5]
             streams = [own if stream == -1 else stream for own, stream in enumerate(given)]
             server = self.begin() if wanted.suits(self._environment) else None
@@ -402,7 +411,7 @@ def become(
     os.environ.update(wanted.environment)
     show("\0".join([sys.executable, *wanted.words]), 45)
     show("\0".join(f"{name}={value}" for name, value in wanted.environment.items()), 47)
-    for number in ASKED:
+    for number in {*ASKED} - {*wanted.ignored}:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     open_streams(bool(wanted.environment.get("PYTHONUNBUFFERED")) or "-u" in wanted.options)
     np.random.seed()

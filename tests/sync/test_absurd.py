@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from paceline.core.sync.shard_sync import ShardSync
+from paceline.core.shard import ShardSync
 from paceline.errors import InvalidEventError
 from paceline.sync import parse
 from paceline.sync.events import Change, PullRequested, PushReceived, Stop, WorkerJoined

@@ -9,7 +9,7 @@ import pytest
 from paceline.sim import Cluster, simulate
 from paceline.sim.times import LogNormal
 from paceline.sync import parse
-from paceline.sync.effects import Samples, effect_of, samples_words
+from paceline.sync.model import Samples, effect_of, samples_words
 from paceline.sync.notation import parse_shards
 
 FRESH = ["bsp", "drop-stragglers:quorum=3", "rennala:batch=3"]

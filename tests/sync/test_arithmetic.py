@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.sync.arithmetic import exp, log, normal_quantile
+from paceline.sync.conditions import exp, log, normal_quantile
 
 
 @given(st.floats(-700.0, 700.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.sync import ASP
 from paceline.sync.actions import AnswerPull, ApplyPush, DropPush
 from paceline.sync.events import WorkerLost
-from paceline.testing.checked_shard import CheckedShard
+from paceline.testing.promises import CheckedShard
 
 
 def joined(workers: int) -> CheckedShard:

@@ -8,7 +8,7 @@ from paceline.sync import BSP
 from paceline.sync.actions import AnswerPull, ApplyMean, DropPush, HoldPush
 from paceline.sync.events import PullRequested, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
 from paceline.sync.ticks import in_ticks
-from paceline.testing.checked_shard import CheckedShard
+from paceline.testing.promises import CheckedShard
 
 
 def joined(*workers: int) -> CheckedShard:

@@ -7,19 +7,11 @@ from typing import Literal
 
 import pytest
 
-from paceline.core.sync.job_sync import JobSync
-from paceline.core.sync.shard_sync import ShardSync
+from paceline.core.job_sync import JobSync
+from paceline.core.shard import ShardSync
 from paceline.errors import InternalError, InvalidEventError
 from paceline.state import snapshot
-from paceline.sync import (
-    ASP,
-    BSP,
-    SSP,
-    DropStragglers,
-    ElasticBSP,
-    NaiveWaiting,
-    SyncModel,
-)
+from paceline.sync import ASP, BSP, SSP, DropStragglers, ElasticBSP, NaiveWaiting, SyncModel
 from paceline.sync.actions import (
     AnswerPull,
     AnyAction,
@@ -48,7 +40,7 @@ from paceline.sync.events import (
     WorkerLost,
 )
 from paceline.sync.ticks import in_ticks
-from paceline.testing.checked_shard import CheckedShard
+from paceline.testing.promises import CheckedShard
 
 
 def begin(sync: SyncModel, workers: int, shard: int = 0) -> CheckedShard:

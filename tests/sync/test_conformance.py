@@ -10,8 +10,8 @@ from typing import cast
 
 import pytest
 
-from paceline.core.sync.job_sync import JobSync
-from paceline.core.sync.shard_sync import ShardSync
+from paceline.core.job_sync import JobSync
+from paceline.core.shard import ShardSync
 from paceline.errors import InternalError, InvalidEventError
 from paceline.state import snapshot
 from paceline.sync import (
@@ -50,7 +50,7 @@ from paceline.sync.events import (
     WorkerLost,
 )
 from paceline.testing import PROMISES
-from paceline.testing.checked_shard import CheckedShard
+from paceline.testing.promises import CheckedShard
 
 
 def within_one(state: PullState) -> bool:

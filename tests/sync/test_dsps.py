@@ -9,11 +9,11 @@ import pytest
 
 from paceline.sync import DSPS
 from paceline.sync.actions import AnswerPull
+from paceline.sync.conditions import Intervals
 from paceline.sync.dsps import AdaptiveMachine
 from paceline.sync.events import PushReceived, WorkerJoined
-from paceline.sync.intervals import Intervals
 from paceline.sync.ticks import in_ticks
-from paceline.testing.checked_shard import CheckedShard
+from paceline.testing.promises import CheckedShard
 
 
 def bounds(sync: DSPS, compute_s: Sequence[float], pushes: int) -> list[int]:

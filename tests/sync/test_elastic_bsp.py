@@ -15,15 +15,9 @@ from paceline.sync.actions import (
     Plan,
     PublishPlan,
 )
-from paceline.sync.events import (
-    IterationFinished,
-    Stop,
-    WorkerFinished,
-    WorkerJoined,
-    WorkerLost,
-)
+from paceline.sync.events import IterationFinished, Stop, WorkerFinished, WorkerJoined, WorkerLost
 from paceline.sync.ticks import in_ticks
-from paceline.testing.checked_shard import CheckedShard
+from paceline.testing.promises import CheckedShard
 
 # -- at a shard -------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from paceline.core.machines.losses import Loss
+from paceline.core.members import WorkerLoss
 from paceline.sync import (
     ASP,
     BSP,
@@ -44,7 +44,7 @@ from paceline.sync.dsps import AdaptiveMachine
 from paceline.sync.dssp import SpendingMachine
 from paceline.sync.spec_sync import Speculation, Speculator
 from paceline.testing.admission import Admission, more_ahead_than
-from paceline.testing.search import explore, survey
+from paceline.testing.checking import explore, survey
 from paceline.testing.small_job import SmallJob
 from tests.support.marks import thorough
 
@@ -315,7 +315,7 @@ def test_no_interleaving_of_a_join_and_a_change_of_model_deadlocks(
 def test_the_search_finds_a_held_push_that_is_kept_though_a_shard_has_not_received_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Loss, "kept", 1_000)
+    monkeypatch.setattr(WorkerLoss, "kept", 1_000)
     with pytest.raises(AssertionError, match="shards have averaged different pushes"):
         explore(cluster_of(name, workers=2, losses=1, shards=2, iterations=1 if name == "bsp" else 3))
 

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from paceline.core.changes.edits import Edits
-from paceline.core.protocol.messages import Answer, Commit, IterationFinished, Message, PlanPublished
-from paceline.core.protocol.requests import Request, Send
-from paceline.core.sync.joint_norms import JointNorms
-from paceline.core.sync.shard_sync import ShardSync
+from paceline.core.joint_batch import JointNorms
+from paceline.core.messages import Answer, Commit, IterationFinished, Message, PlanPublished
+from paceline.core.reconfiguration import Edits
+from paceline.core.requests import Request, Send
+from paceline.core.shard import ShardSync
 from paceline.core.worker import Worker
 from paceline.sync import (
     ASP,
@@ -34,16 +34,10 @@ from paceline.sync import (
 )
 from paceline.sync.actions import AnswerPull, AnyAction, HoldPush
 from paceline.sync.conditions import ConditionMachine
-from paceline.sync.events import (
-    AnyEvent,
-    PushReceived,
-    Stop,
-    WorkerFinished,
-    WorkerLost,
-)
+from paceline.sync.events import AnyEvent, PushReceived, Stop, WorkerFinished, WorkerLost
 from paceline.sync.spec_sync import Speculator
 from paceline.testing.admission import STOPPED, Admission, ShardView, more_ahead_than
-from paceline.testing.search import explore
+from paceline.testing.checking import explore
 from paceline.testing.small_job import SmallJob
 from paceline.testing.state_pools import Call, State, Step
 from tests.support.marks import thorough

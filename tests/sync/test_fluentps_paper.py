@@ -19,7 +19,7 @@ from paceline.sync import ASP, BSP, PSSP, SSP, SyncModel
 from paceline.sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, HoldPush
 from paceline.sync.conditions import ConditionMachine
 from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
-from paceline.testing.checked_shard import CheckedShard
+from paceline.testing.promises import CheckedShard
 
 PullCondition = Callable[[int, int], bool]
 """(progress, V_train) -> answer the pull now."""

@@ -7,7 +7,7 @@ import math
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.core.sync.shard_sync import ShardSync
+from paceline.core.shard import ShardSync
 from paceline.sync import (
     ASP,
     BSP,
@@ -23,7 +23,7 @@ from paceline.sync import (
 )
 from paceline.sync.actions import AnswerPull, AnyAction
 from paceline.sync.events import Change, WorkerJoined
-from paceline.testing.checked_shard import CheckedShard
+from paceline.testing.promises import CheckedShard
 
 # A busy machine is no failure.
 patiently = settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])

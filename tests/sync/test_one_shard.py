@@ -12,7 +12,7 @@ from fractions import Fraction
 
 import pytest
 
-from paceline.core.protocol.messages import RestartOrdered
+from paceline.core.messages import RestartOrdered
 from paceline.core.worker import Worker
 from paceline.errors import ConfigurationError
 from paceline.sim import Cluster, SimResult, simulate
@@ -31,7 +31,7 @@ from paceline.sync.notation import require_shards
 from paceline.sync.ringmaster import Filter
 from paceline.sync.schedule import read_schedule
 from paceline.testing import check
-from paceline.testing.search import explore
+from paceline.testing.checking import explore
 from paceline.testing.small_job import SmallJob
 from paceline.trace import replay
 from tests.support.marks import thorough

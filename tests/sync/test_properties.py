@@ -28,8 +28,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from paceline.core.sync.job_sync import JobSync
-from paceline.core.sync.shard_sync import ShardSync
+from paceline.core.job_sync import JobSync
+from paceline.core.shard import ShardSync
 from paceline.errors import InvalidEventError
 from paceline.sync import (
     ASP,
@@ -75,8 +75,7 @@ from paceline.sync.events import (
     WorkerLost,
 )
 from paceline.sync.notation import parse_shards
-from paceline.testing.checked_shard import CheckedShard
-from paceline.testing.oracle import Events, Oracle
+from paceline.testing.promises import CheckedShard, Events, Oracle
 
 LARGE = bool(os.environ.get("PACELINE_CHECK_MODELS"))
 

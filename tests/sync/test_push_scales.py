@@ -17,21 +17,14 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.core.protocol.messages import CutAgreed, CutTaken, ShardState
-from paceline.core.protocol.requests import Send
+from paceline.core.messages import CutAgreed, CutTaken, ShardState
+from paceline.core.requests import Send
 from paceline.core.shard import Shard
 from paceline.sim import Cluster, SimResult, simulate
 from paceline.sync import ASP, SSP, SyncModel
 from paceline.sync.actions import ApplyPush
 from paceline.sync.conditions import PUSH_SCALES
-from paceline.sync.events import (
-    Change,
-    PullRequested,
-    PushReceived,
-    WorkerFinished,
-    WorkerJoined,
-    WorkerLost,
-)
+from paceline.sync.events import Change, PullRequested, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
 from paceline.sync.notation import parse
 from paceline.trace import replay
 from paceline.trace.recording import Header, Memory

@@ -22,7 +22,7 @@ from paceline.sync import (
     SyncModel,
 )
 from paceline.sync.notation import notation, parse_shards, require_shards
-from paceline.sync.schedule import Schedule, Step, read_schedule
+from paceline.sync.schedule import Schedule, ScheduleStep, read_schedule
 
 MODELS: list[SyncModel] = [
     BSP(),
@@ -40,7 +40,7 @@ MODELS: list[SyncModel] = [
 
 @pytest.mark.parametrize("sync", MODELS, ids=str)
 def test_a_model_is_the_whole_schedule(sync: SyncModel) -> None:
-    schedule = Schedule((Step((sync,)),))
+    schedule = Schedule((ScheduleStep((sync,)),))
     assert read_schedule(sync) == read_schedule(str(sync)) == read_schedule([sync]) == schedule
     assert read_schedule(schedule) is schedule
     assert schedule.first == (sync,)
@@ -61,9 +61,9 @@ def test_one_model_is_every_shards() -> None:
 def test_steps_are_read_with_when_they_begin() -> None:
     schedule = read_schedule("bsp@0,ssp:staleness=1,execution=lazy@100,asp|bsp@epoch:5")
     assert schedule.steps == (
-        Step((BSP(),), 0),
-        Step((SSP(staleness=1, execution="lazy"),), 100),
-        Step((ASP(), BSP()), None, 5),
+        ScheduleStep((BSP(),), 0),
+        ScheduleStep((SSP(staleness=1, execution="lazy"),), 100),
+        ScheduleStep((ASP(), BSP()), None, 5),
     )
     assert [step.sync for step in schedule.steps] == ["bsp", "ssp:staleness=1,execution=lazy", "asp|bsp"]
 
@@ -71,7 +71,7 @@ def test_steps_are_read_with_when_they_begin() -> None:
 def test_a_model_with_a_base_is_read_in_a_step() -> None:
     text = "spec-sync:base=ssp,staleness=4,abort_time_s=1,abort_rate=0.5@0,asp@10"
     sync = SpecSync(base=SSP(staleness=4), abort_time_s=1.0, abort_rate=0.5)
-    assert read_schedule(text).steps == (Step((sync,)), Step((ASP(),), 10))
+    assert read_schedule(text).steps == (ScheduleStep((sync,)), ScheduleStep((ASP(),), 10))
 
 
 def test_a_single_step_at_the_beginning_is_no_change() -> None:
@@ -96,7 +96,9 @@ def test_whatever_is_written_reads_back(steps: list[tuple[list[SyncModel], bool]
     made = []
     for index, (models, epoch) in enumerate(steps):
         several = tuple(models) if len(set(models)) > 1 else (models[0],)
-        made.append(Step(several, None, 10 * index) if epoch and index else Step(several, 10 * index))
+        made.append(
+            ScheduleStep(several, None, 10 * index) if epoch and index else ScheduleStep(several, 10 * index)
+        )
     schedule = Schedule(tuple(made))
     assert read_schedule(str(schedule)) == schedule
 

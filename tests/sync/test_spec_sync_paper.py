@@ -13,7 +13,7 @@ from fractions import Fraction
 
 import pytest
 
-from paceline.core.sync.shard_sync import ShardSync
+from paceline.core.shard import ShardSync
 from paceline.sync import ASP, SSP, NaiveWaiting, SpecSync, SyncModel
 from paceline.sync.actions import AnswerPull, AnyAction, ApplyPush, RestartWorker, SetTimer
 from paceline.sync.events import (

@@ -12,7 +12,7 @@ from paceline.errors import ConfigurationError
 from paceline.sync import SSP
 from paceline.sync.actions import AnswerPull, AnyAction, ApplyPush, DropPush
 from paceline.sync.events import PullRequested, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
-from paceline.testing.checked_shard import CheckedShard
+from paceline.testing.promises import CheckedShard
 from paceline.trace import Header, Memory
 
 

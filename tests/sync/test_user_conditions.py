@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.core.sync.shard_sync import ShardSync
+from paceline.core.shard import ShardSync
 from paceline.errors import ConfigurationError
-from paceline.plugins.user_conditions import local_conditions, require_named
 from paceline.sync import (
     ASP,
     BSP,
@@ -36,8 +35,9 @@ from paceline.sync.actions import (
     SetTimer,
 )
 from paceline.sync.events import Change, PullRequested, WorkerFenced, WorkerLost
+from paceline.sync.plugins import local_conditions, require_named
 from paceline.sync.ticks import in_ticks
-from paceline.testing.checked_shard import CheckedShard
+from paceline.testing.promises import CheckedShard
 
 HERE = __name__
 
@@ -117,7 +117,7 @@ def test_a_pull_condition_that_raises_is_reported_with_the_users_own_traceback()
     assert fault.reason == f"the pull condition {HERE}:raises raised ZeroDivisionError: of all things"
     assert "in raises\n" in fault.traceback
     assert 'raise ZeroDivisionError("of all things")' in fault.traceback
-    assert "plugins/user_conditions.py" not in fault.traceback.replace(__file__, "")
+    assert "sync/plugins.py" not in fault.traceback.replace(__file__, "")
     assert fault.sync == "bsp"
     assert rest == []  # under BSP it waits for worker 1
     assert hosted(checked).sync == BSP()
@@ -502,7 +502,7 @@ def test_what_lies_in_another_module_than_the_one_that_is_named_is_refused() -> 
     with pytest.raises(
         ConfigurationError, match="'itertools' is a module; module names belong before the colon"
     ):
-        Conditions(pull="paceline.plugins.user_conditions:itertools.count").require_runnable(2)
+        Conditions(pull="paceline.sync.plugins:itertools.count").require_runnable(2)
 
 
 def test_only_conditions_of_modules_that_were_named_at_the_launch_may_be_changed_to() -> None:

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import RunFailedError
-from paceline.plugins import load_models
-from paceline.rehearsal.ranking import rank
+from paceline.lab.ranking import rank
 from paceline.sim import Cluster, simulate
 from paceline.sync import MODELS, JobMachine, ShardMachine, SyncModel, parse, register
 from paceline.sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush, SetTimer
@@ -27,6 +26,7 @@ from paceline.sync.events import (
     WorkerJoined,
     WorkerLost,
 )
+from paceline.sync.plugins import load_models
 from paceline.testing import check
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -9,7 +9,7 @@ import pytest
 
 import paceline.sim.simulated_job
 from paceline.core.coordinator import Coordinator
-from paceline.core.protocol.requests import Peer, Request
+from paceline.core.requests import Peer, Request
 from paceline.sim import Cluster, LogNormal, Presence, simulate
 from paceline.sim.clockwork import Dataset
 from tests.support.choosers import Random

@@ -14,15 +14,13 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.core.changes.extension import Extension
-from paceline.core.changes.reconfiguration import WAITS_FOR
 from paceline.core.coordinator import Coordinator
-from paceline.core.data.loader_ledger import LoaderLedger
-from paceline.core.machines.losses import Loss
-from paceline.core.machines.members import Members
-from paceline.core.protocol.requests import Request, Send, worker_peer
+from paceline.core.joint_batch import Collectives
+from paceline.core.loader_ledger import LoaderLedger
+from paceline.core.members import Members, WorkerLoss
+from paceline.core.reconfiguration import WAITS_FOR, Extension
+from paceline.core.requests import Request, Send, worker_peer
 from paceline.core.server import Server
-from paceline.core.sync.joint_calls import Collectives
 from paceline.core.worker import Worker
 from paceline.errors import InternalError
 from paceline.sync.conditions import ConditionMachine
@@ -136,7 +134,7 @@ def shards_forget_nothing_that_a_lost_worker_has_asked_for(monkeypatch: pytest.M
 
 def pushes_that_some_shards_have_not_received_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        Loss,
+        WorkerLoss,
         "kept",
         property(lambda self: max(last for each in self._received.values() for last in each.last)),
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.sync.shard_sync import ShardSync
+from paceline.core.shard import ShardSync
 from tests.support.network_scripts import play_network
 
 SCRIPTS = sorted(Path(__file__).with_name("network_scripts").glob("*.txt"))

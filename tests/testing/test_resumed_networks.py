@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from paceline.core.protocol.job_cut import JobCut
-from paceline.core.protocol.lease import positions
+from paceline.core.job_cut import JobCut
+from paceline.core.lease import positions
 from tests.support import network_processes
 from tests.support.choosers import Hostile, Random
 from tests.support.marks import thorough

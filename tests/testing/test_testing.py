@@ -38,7 +38,7 @@ from paceline.sync.events import (
 )
 from paceline.testing import Oracle, check, play
 from paceline.testing.admission import more_ahead_than
-from paceline.testing.oracle import Events
+from paceline.testing.promises import Events
 from tests.support.marks import thorough
 
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 from paceline import simulate
+from paceline.core.requests import Entry
 from paceline.sim import Cluster, Presence, SimResult
 from paceline.trace.activity import MOST_SPANS, SPAN_UNITS_PER_S, Activity
 from paceline.trace.activity_cells import KINDS, MOST_BUCKETS, Cells
-from paceline.trace.recording import Entry, Trace
-from paceline.trace.records import IterationRecord
+from paceline.trace.recording import IterationRecord, Trace
 from tests.support.random_jobs import MODELS, random_jobs
 
 Line = tuple[float, int, Entry | IterationRecord]

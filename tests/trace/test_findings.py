@@ -8,10 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from paceline.core.protocol.lease import Order
-from paceline.report.causes import sentences_of
-from paceline.report.evidence import evidence_of
-from paceline.report.run_reading import read_report
+from paceline.core.lease import DataOrder
+from paceline.look.causes import evidence_of, sentences_of
+from paceline.look.run_reading import read_report
 from paceline.sim import Cluster, Outside, Presence, Recorded, SimResult, simulate
 from paceline.trace.findings import Handout, find
 from paceline.trace.measures import Meter
@@ -138,16 +137,16 @@ WAITED = simulate(Cluster(compute_s=[1.0, 1.0, 3.0]), "bsp", iterations=10)
 @pytest.mark.parametrize(
     ("order", "asked", "hints"),
     [
-        (Order(600, 16, False, "auto", ""), False, [BALANCED_LOCKSTEP, BACKUP, OTHER_MODEL]),
-        (Order(600, 16, False, "auto", "", balanced=True), True, [BACKUP, OTHER_MODEL]),
+        (DataOrder(600, 16, False, "auto", ""), False, [BALANCED_LOCKSTEP, BACKUP, OTHER_MODEL]),
+        (DataOrder(600, 16, False, "auto", "", balanced=True), True, [BACKUP, OTHER_MODEL]),
         # The run has asked for balanced batches, and was told that its data, or its script, does not allow them.
-        (Order(600, 16, False, "auto", ""), True, [BACKUP, OTHER_MODEL]),
+        (DataOrder(600, 16, False, "auto", ""), True, [BACKUP, OTHER_MODEL]),
         # batches of a batch sampler, or of one item
-        (Order(600, 1, False, "auto", ""), False, [BACKUP, OTHER_MODEL]),
+        (DataOrder(600, 1, False, "auto", ""), False, [BACKUP, OTHER_MODEL]),
         # a dataset without a length
-        (Order(None, 16, False, "auto", ""), False, [BACKUP, OTHER_MODEL]),
+        (DataOrder(None, 16, False, "auto", ""), False, [BACKUP, OTHER_MODEL]),
         (
-            Order(600, 16, False, "static", ""),
+            DataOrder(600, 16, False, "static", ""),
             False,
             [
                 BALANCED_LOCKSTEP,
@@ -158,7 +157,7 @@ WAITED = simulate(Cluster(compute_s=[1.0, 1.0, 3.0]), "bsp", iterations=10)
         ),
     ],
 )
-def test_only_what_the_data_allows_is_suggested(order: Order, asked: bool, hints: list[str]) -> None:
+def test_only_what_the_data_allows_is_suggested(order: DataOrder, asked: bool, hints: list[str]) -> None:
     handout = Handout.of(order, asked=asked)
     assert said(WAITED, handout=handout)[1:] == hints
 

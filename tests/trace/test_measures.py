@@ -25,7 +25,7 @@ from paceline.sync.events import (
 )
 from paceline.sync.ticks import in_ticks
 from paceline.trace import Entry, Header, Memory, Replay, Trace
-from paceline.trace.measures import PushCounts, Wait, measure, waits
+from paceline.trace.measures import PushFates, Wait, measure, waits
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -440,8 +440,8 @@ def test_a_run_in_which_nothing_happened_has_figures_too() -> None:
 # -- pushes -----------------------------------------------------------------------------------------------
 
 
-def counts(**counts: int) -> PushCounts:
-    return PushCounts(**{name: counts.get(name, 0) for name in PushCounts.__struct_fields__})
+def counts(**counts: int) -> PushFates:
+    return PushFates(**{name: counts.get(name, 0) for name in PushFates.__struct_fields__})
 
 
 def test_a_push_is_applied_by_itself_or_averaged() -> None:

@@ -12,7 +12,7 @@ from paceline.cli import app
 from paceline.errors import ConfigurationError
 from paceline.sim import Cluster, Uniform, simulate
 from paceline.sync import parse
-from paceline.trace.redecide import decisions_of, redecide
+from paceline.trace.replay import decisions_of, redecide
 
 CLUSTER = Cluster([1.0, Uniform(low=0.9, high=1.1), 3.0], servers=2)
 RUNNER = CliRunner()

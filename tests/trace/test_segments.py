@@ -14,27 +14,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paceline
-from paceline.core.protocol.messages import TracePart
-from paceline.core.protocol.placement import round_robin
+from paceline.core.layout import round_robin
+from paceline.core.messages import TracePart
 from paceline.core.shard import Shard
 from paceline.errors import ConfigurationError
-from paceline.report.run_reading import ReportReader
-from paceline.runtime.job import Job
-from paceline.runtime.job_options import make_job
-from paceline.runtime.segmented import SegmentedFile, Segmenting, segmenting
-from paceline.runtime.traces import PART_BYTES, TraceFiles, parts_of
+from paceline.look.run_reading import ReportReader
+from paceline.run.job import Job
+from paceline.run.job_options import make_job
+from paceline.run.traces import PART_BYTES, SegmentedFile, Segmenting, TraceFiles, parts_of, segmenting
 from paceline.sim import Cluster, Presence, simulate
 from paceline.sync import ASP
 from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 from paceline.sync.ticks import in_ticks
 from paceline.trace import Header, Recorder, Replay, Trace, read, read_run, replay
-from paceline.trace.digest import Digest
-from paceline.trace.digesting import trim
-from paceline.trace.kept_traces import KeptTraces
+from paceline.trace.digest import Digest, trim
 from paceline.trace.keyframes import keyframe_of
 from paceline.trace.measures import Measures, measure
-from paceline.trace.records import IterationRecord, read_records, record_files
-from paceline.trace.segments import Follower, Position, earlier_path, earlier_segments, held_files, last_line
+from paceline.trace.recording import (
+    FileFollower,
+    FilePosition,
+    IterationRecord,
+    KeptTraces,
+    earlier_path,
+    earlier_segments,
+    held_files,
+    last_line,
+    read_records,
+    record_files,
+)
 
 SYNCS = ["asp", "bsp", "elastic-bsp:lookahead=4", "bsp@0,elastic-bsp:lookahead=3@9,asp@30"]
 
@@ -85,7 +92,7 @@ def test_on_another_machine_the_writer_deletes_the_oldest_segments(tmp_path: Pat
         assert file.tend()
     file.close()
     assert list(earlier_segments(path)) == [5, 6]
-    follower = Follower(path, headed=False)
+    follower = FileFollower(path, headed=False)
     assert list(follower.lines()) == [b"5\n", b"6\n"]
     assert follower.skipped
 
@@ -181,7 +188,7 @@ def test_a_reader_sees_every_line_once_while_the_file_is_written(
 ) -> None:
     path = tmp_path_factory.mktemp("run") / "worker-0.jsonl"
     lines = [b"%d\n" % number for number in range(20)]
-    follower = Follower(path, headed=False)
+    follower = FileFollower(path, headed=False)
     found: list[bytes] = []
     halfway: Iterator[bytes] = iter(())
     for _, look in zip(written(path, lines, moves), looks, strict=False):
@@ -195,15 +202,15 @@ def test_a_reader_sees_every_line_once_while_the_file_is_written(
     found += follower.lines()
     assert found == lines
     assert not follower.skipped
-    assert list(Follower(path, headed=False, position=follower.position).lines()) == []
+    assert list(FileFollower(path, headed=False, position=follower.position).lines()) == []
 
 
 def test_an_incomplete_last_line_is_left_for_later(tmp_path: Path) -> None:
     path = tmp_path / "worker-0.jsonl"
     path.write_bytes(b"one\ntw")
-    follower = Follower(path, headed=False)
+    follower = FileFollower(path, headed=False)
     assert list(follower.lines()) == [b"one\n"]
-    assert follower.position == Position(0, 4)
+    assert follower.position == FilePosition(0, 4)
     path.write_bytes(b"one\ntwo\n")
     assert list(follower.lines()) == [b"two\n"]
 
@@ -221,7 +228,7 @@ def test_segments_before_a_gap_are_not_read(tmp_path: Path) -> None:
     for _ in written(path, [b"%d\n" % number for number in range(6)], {0, 1, 2, 3}):
         pass
     earlier_path(path, 1).unlink()
-    assert list(Follower(path, headed=False).lines()) == [b"2\n", b"3\n", b"4\n", b"5\n"]
+    assert list(FileFollower(path, headed=False).lines()) == [b"2\n", b"3\n", b"4\n", b"5\n"]
 
 
 # -- a run that is cut, and digested in pieces --------------------------------------------------------------

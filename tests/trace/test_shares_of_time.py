@@ -15,13 +15,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import paceline
-from paceline.frontend.session import current, install
 from paceline.sim import Cluster, SimResult, simulate
 from paceline.sim.virtual_training import VirtualSession
 from paceline.sync.events import PushReceived
 from paceline.sync.ticks import TICKS_PER_S
 from paceline.trace import replay
 from paceline.trace.activity_cells import KINDS
+from paceline.train.session import current, install
 from tests.trace.test_activity import activity_of
 
 if TYPE_CHECKING:

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from paceline import simulate
-from paceline.core.metrics.time_spent import Stopwatch, TimeLedger
-from paceline.core.protocol.messages import TimeSpent
-from paceline.rehearsal.ranking import figures_of
+from paceline.core.messages import TimeSpent
+from paceline.core.metrics import Stopwatch, TimeLedger
+from paceline.lab.ranking import figures_of
 from paceline.sim import Cluster, Dataset, Presence, SimResult
-from paceline.trace.measures import Presence as PresenceTicks
-from paceline.trace.time_use import TimeUse, time_shares, time_use
+from paceline.trace.activity_cells import TimeUse, time_shares, time_use
+from paceline.trace.measures import WorkerPresence as PresenceTicks
 from tests.support.random_jobs import MODELS, ONE_SHARD, random_jobs
 
 STATES = ("computing", "loading", "waiting", "transfer", "wasted", "paused", "outside", "idle", "absent")

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.sync.job_sync import JobSync
-from paceline.core.sync.shard_sync import ShardSync
+from paceline.core.job_sync import JobSync
+from paceline.core.shard import ShardSync
 from paceline.errors import ConfigurationError, InvalidEventError
 from paceline.sync import (
     ASP,

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.frontend.optimizer import DistributedOptimizer
+from paceline.train.optimizer import DistributedOptimizer
 from paceline.wire import memory
-from paceline.wire.follow import COMPARED_BYTES, PAGE_BYTES, Follower, Reader
+from paceline.wire.follow import COMPARED_BYTES, PAGE_BYTES, MappedMemory, MemoryFollower
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -27,7 +27,7 @@ class Followed:
     """What the servers map, and what a worker does."""
 
     shown: mmap.mmap
-    follower: Follower
+    follower: MemoryFollower
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def followed() -> Iterator[Followed]:
     os.ftruncate(descriptor, SIZE_BYTES)
     shown = mmap.mmap(descriptor, SIZE_BYTES)
     shown[:] = bytes(range(256)) * (SIZE_BYTES // 256)
-    follower = Follower(descriptor, SIZE_BYTES)
+    follower = MemoryFollower(descriptor, SIZE_BYTES)
     yield Followed(shown, follower)
     follower.close()
 
@@ -76,7 +76,7 @@ def test_all_of_it_may_be_put_aside_and_put_back(followed: Followed) -> None:
 def test_where_pages_cannot_be_told_apart_weights_are_copied(
     run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch, sync: str
 ) -> None:
-    def refuse(descriptor: int, size_bytes: int) -> Follower:
+    def refuse(descriptor: int, size_bytes: int) -> MemoryFollower:
         raise OSError("no pagemap here")
 
     def train() -> torch.Tensor:
@@ -90,7 +90,7 @@ def test_where_pages_cannot_be_told_apart_weights_are_copied(
         return model.weight.detach().clone()
 
     expected = run_on_threads(train, workers=1, servers=2, sync=sync).state_dict["weight"]
-    monkeypatch.setattr(memory, "Follower", refuse)
+    monkeypatch.setattr(memory, "MemoryFollower", refuse)
     run = run_on_threads(train, workers=1, servers=2, sync=sync)
     assert torch.equal(run.state_dict["weight"], expected)
     assert torch.equal(run.results[0], expected)  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ def test_a_read_only_view_follows_and_cannot_be_written_to() -> None:
     descriptor = os.memfd_create("test")
     os.ftruncate(descriptor, SIZE_BYTES)
     shown = mmap.mmap(descriptor, SIZE_BYTES)
-    reader = Reader(descriptor, SIZE_BYTES)
+    reader = MappedMemory(descriptor, SIZE_BYTES)
     shown[5] = 7
     assert reader.memory[5] == 7
     assert reader.memory.readonly

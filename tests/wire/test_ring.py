@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.protocol.messages import (
+from paceline.core.messages import (
     Answer,
     InitialWeights,
     Message,

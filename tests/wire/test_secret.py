@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigurationError
-from paceline.launcher.processes import program
-from paceline.wire.secret import new_secret, read_secret, take_secret, write_secret
+from paceline.start.processes import program
+from paceline.wire.secure import new_secret, read_secret, take_secret, write_secret
 from tests.support.live import DEADLINE_S, await_that, mark, processes, start_program
 from tests.support.served import ENDLESS_SCRIPT, Served, enough, output
 
@@ -80,7 +80,7 @@ def test_the_kernel_does_not_show_a_secret_that_was_taken() -> None:
     program = """
 import os, subprocess
 from pathlib import Path
-from paceline.wire.secret import take_secret
+from paceline.wire.secure import take_secret
 assert take_secret(os.environ) == "ab" * 32
 print(Path("/proc/self/environ").read_bytes())
 print(subprocess.run(["env"], capture_output=True, text=True, check=True).stdout)

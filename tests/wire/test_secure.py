@@ -14,17 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.protocol.messages import Hello, Message, Snapshot, WorkerFinished
+from paceline.core.messages import Hello, Message, Snapshot, WorkerFinished
 from paceline.errors import PeerLostError, ProtocolError
-from paceline.runtime import strangers
-from paceline.wire import tls
-from paceline.wire.addresses import connect, seen_from
+from paceline.run import listener as strangers
+from paceline.wire import secure as tls
 from paceline.wire.preface import COORDINATOR, Preface
-from paceline.wire.secret import new_secret
-from paceline.wire.secure import SecureSocket
+from paceline.wire.secure import SecureSocket, contexts, new_secret
 from paceline.wire.stream import Stream
-from paceline.wire.tcp import TCP, is_local
-from paceline.wire.tls import contexts
+from paceline.wire.transports import TCP, connect, is_local, seen_from
 from tests.support.closed_door import DEADLINE_S, KNOWN, SNAPSHOTS, House, relay
 
 HERE = Preface(COORDINATOR)

@@ -17,8 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID
 
 from paceline.errors import ProtocolError
-from paceline.wire.secret import new_secret
-from paceline.wire.tls import Contexts, contexts, require_member
+from paceline.wire.secure import Contexts, contexts, new_secret, require_member
 
 SECRET = new_secret()
 
@@ -120,7 +119,7 @@ def test_a_client_notices_a_server_that_does_not_know_the_secret() -> None:
 
 
 def test_all_processes_derive_the_same_certificate() -> None:
-    code = f"from paceline.wire.tls import contexts; print(contexts({SECRET!r}, 'run').certificate.hex())"
+    code = f"from paceline.wire.secure import contexts; print(contexts({SECRET!r}, 'run').certificate.hex())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == contexts(SECRET, "run").certificate.hex()
 

@@ -9,19 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.core.machines.traffic_rates import FORGET_S, Link, LinkTraffic, TrafficMeter
-from paceline.core.protocol.messages import Message, first_phase
-from paceline.wire.addresses import connect
-from paceline.wire.preface import COORDINATOR, Preface
-from paceline.wire.secret import new_secret
-from paceline.wire.secure import SecureSocket
+from paceline.core.liveness import FORGET_S, LinkCounters, LinkTraffic, TrafficMeter
+from paceline.core.messages import Message, first_phase
+from paceline.wire.preface import COORDINATOR, Preface, Traffic, sending_of, traffic_of
+from paceline.wire.secure import SecureSocket, contexts, new_secret
 from paceline.wire.stream import Stream
-from paceline.wire.tcp import TCP
-from paceline.wire.tls import contexts
-from paceline.wire.traffic import Traffic, sending_of, traffic_of
+from paceline.wire.transports import TCP, connect
 from tests.support.live import await_that
 
-THERE, BACK = Link("a", "b"), Link("b", "a")
+THERE, BACK = LinkCounters("a", "b"), LinkCounters("b", "a")
 
 
 @pytest.fixture

@@ -13,17 +13,15 @@ import torch
 from torch import nn
 
 from paceline import DistributedOptimizer, worker_index
-from paceline.core.protocol.messages import Hello, Message, Stage, first_phase
+from paceline.core.messages import Hello, Message, Stage, first_phase
 from paceline.errors import ConfigurationError, PeerLostError, ProtocolError
-from paceline.launcher.live_run.local import Placement
-from paceline.runtime.job_description import describe
-from paceline.runtime.job_options import make_job
-from paceline.wire.addresses import TRANSPORTS, connect, is_here, seen_from
-from paceline.wire.memory import cut
-from paceline.wire.passing import PassedSockets, pass_on, socket_pair
+from paceline.run.job import describe
+from paceline.run.job_options import make_job
+from paceline.start.local import ProcessPlacement
+from paceline.wire.memory import PassedSockets, cut, pass_on, socket_pair
+from paceline.wire.secure import Contexts
 from paceline.wire.stream import Stream
-from paceline.wire.tls import Contexts
-from paceline.wire.transport import Transport
+from paceline.wire.transports import TRANSPORTS, Transport, connect, is_here, seen_from
 from tests.support.told_apart import lines_that_tell_apart, source_that_tells_apart
 
 from .test_wire import LARGE, TIMEOUT_S, Wire, carry, contents, expected, fill
@@ -154,7 +152,7 @@ def test_a_job_names_its_transport_and_refuses_what_it_does_not_have(name: str) 
     job = make_job(workers=1, transport=name, dry_run=True)
     assert job.carrier is transport
     assert describe(job)["transport"] == transport.words
-    placement = Placement.on_loopback(job)
+    placement = ProcessPlacement.on_loopback(job)
     if transport.spans_machines:
         placement.require_for(job)
         return

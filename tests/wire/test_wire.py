@@ -22,8 +22,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.protocol.layout import ITEM_BYTES, Layout, Parameter, Piece, ShardSlice
-from paceline.core.protocol.messages import (
+from paceline.core.layout import ITEM_BYTES, Layout, Parameter, Piece, ShardSlice
+from paceline.core.messages import (
     Answer,
     Commit,
     Content,
@@ -39,26 +39,10 @@ from paceline.core.protocol.messages import (
     first_phase,
 )
 from paceline.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
-from paceline.wire import unix
-from paceline.wire.addresses import TRANSPORTS, connect
-from paceline.wire.memory import (
-    MASTER,
-    PIECE_BYTES,
-    Inbox,
-    Region,
-    SharedInbox,
-    StreamedInbox,
-    cut,
-)
-from paceline.wire.stream import (
-    BUFFER_BYTES,
-    GREETING_LIMIT_BYTES,
-    HEADER_LIMIT_BYTES,
-    Stream,
-    no_payload,
-)
-from paceline.wire.tcp import TCP
-from paceline.wire.unix import UNIX
+from paceline.wire import transports as unix
+from paceline.wire.memory import MASTER, PIECE_BYTES, Inbox, Region, SharedInbox, StreamedInbox, cut
+from paceline.wire.stream import BUFFER_BYTES, GREETING_LIMIT_BYTES, HEADER_LIMIT_BYTES, Stream, no_payload
+from paceline.wire.transports import TCP, TRANSPORTS, UNIX, connect
 from tests.support.live import descriptors, left_in_memory
 
 TIMEOUT_S = 30.0
@@ -1150,8 +1134,8 @@ def test_a_process_that_has_changed_its_user_listens_too() -> None:
 CHANGED_USER = """
 import os, sys
 from pathlib import Path
-from paceline.wire.addresses import connect
-from paceline.wire.unix import UNIX
+from paceline.wire.transports import connect
+from paceline.wire.transports import UNIX
 os.setgid(int(sys.argv[1]))
 os.setuid(int(sys.argv[1]))
 listener, address = UNIX.listen()

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 import paceline.zipline as zipline
 from paceline.errors import ConfigurationError
-from paceline.zipline import METHODS, Solution, solve, sweep
+from paceline.zipline import METHODS, Solution, solve
+from paceline.zipline import zipline as sweep
 
 EXACT = ["auto", "naive", "zipline", "zipline-opt", "zipline-opt-bs"]
 SCANS = ["grid-scan", "full-grid-scan"]

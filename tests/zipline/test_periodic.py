@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from paceline.errors import ConfigurationError
-from paceline.zipline import LastInterval, Solution, generate_pushes, solve, solve_periodic, sweep
+from paceline.zipline import LastInterval, Solution, generate_pushes, solve, solve_periodic
+from paceline.zipline import zipline as sweep
 
 Floats = NDArray[np.float64]
 

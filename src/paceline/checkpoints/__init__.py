@@ -4,4 +4,6 @@
 whole, and `reading` finds the newest whole checkpoint and reads slices of it. This room does not know how a run takes
 a checkpoint or resumes: the states of the job and of its workers are bytes to it. `docs/checkpoints.md` describes the
 files.
+
+Imports from `errors`, `files`, `core` and `shard`.
 """

@@ -20,19 +20,20 @@ from fsspec.core import url_to_fs
 
 from ..errors import CheckpointError, ConfigurationError, first_line
 from ..files import open_regular
-from .directory import (
+from .manifest import (
     DRAFT,
+    MANIFEST,
     DraftMark,
+    carries,
     identity_of,
     lineages_in,
+    manifest_of,
     name_of,
     number_of,
+    read_manifest,
 )
-from .manifest import MANIFEST, carries, manifest_of, read_manifest
-from .reading import Checkpoint, Found
+from .reading import Checkpoint, NewestCheckpoint
 from .writing import mark_new, remove, remove_drafts
-
-__all__ = ["LineageThere", "lineages_at", "newest_from", "require_bucket", "upload"]
 
 PIECE_BYTES = 4 * 2**20
 """Number of bytes that are copied at a time."""
@@ -153,7 +154,7 @@ def newest_from(
     after: int = 0,
     until: int | None = None,
     use: Callable[[Checkpoint], object] = lambda checkpoint: None,
-) -> Found:
+) -> NewestCheckpoint:
     """Copy the newest whole checkpoint of a lineage from a bucket.
 
     Args:
@@ -185,10 +186,10 @@ def newest_from(
             except CheckpointError as error:
                 faults.append(f"Checkpoint {number} in {url} is not used: {error}.")
             else:
-                return Found(found, tuple(faults), numbers[-1])
+                return NewestCheckpoint(found, tuple(faults), numbers[-1])
     except Exception as error:  # each file system has its own exceptions
         raise CheckpointError(f"checkpoints cannot be copied from {url}: {first_line(error)}") from error
-    return Found(None, tuple(faults), numbers[-1] if numbers else 0)
+    return NewestCheckpoint(None, tuple(faults), numbers[-1] if numbers else 0)
 
 
 def _fetch(

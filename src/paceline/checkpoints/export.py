@@ -10,8 +10,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from .reading import Checkpoint
 
-__all__ = ["export_distributed"]
-
 
 def export_distributed(checkpoint: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
     """Write the weights and the optimizers' states of a checkpoint for `torch.distributed.checkpoint.load`.

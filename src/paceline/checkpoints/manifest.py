@@ -7,34 +7,23 @@ also sign it, so a manifest that names files outside of its directory is refused
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
-from collections.abc import Iterable
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from .. import __version__
-from ..core.protocol.model_spec import HyperParameters
+from .. import VERSION
+from ..core.layout import HyperParameters
 from ..errors import CheckpointError
 from ..files import open_regular, read_regular
-from .directory import DRAFT, identity_of, read_draft
-from .pace import Pace
-
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "FileRecord",
-    "Manifest",
-    "OptimizerRecord",
-    "carries",
-    "files_in",
-    "manifest_of",
-    "read_manifest",
-    "record_of",
-    "require_intact",
-]
 
 FORMAT = 2
 """Number of the format of the directory. A change that earlier versions cannot read adds one."""
@@ -62,7 +51,7 @@ class OptimizerRecord(msgspec.Struct, frozen=True):
     """What is known of an optimizer besides its `state_dict()`.
 
     Attributes:
-        name: name of the class that the servers run. See `core.protocol.model_spec.OptimizerSpec`.
+        name: name of the class that the servers run. See `core.layout.OptimizerSpec`.
         replaced: number of times that another optimizer has replaced it.
         parameters: names of the parameters that it trains. `state_dict()` refers to them by their positions here.
         counters: for each group, what the optimizer itself has changed in it.
@@ -163,7 +152,7 @@ def manifest_of(data: bytes, lineage: str) -> Manifest:
         raise CheckpointError(f"{MANIFEST} is damaged: {error}") from error
     if manifest is None:
         raise CheckpointError(
-            f"Paceline {head.paceline} has written it in format {head.format}, but Paceline {__version__} reads "
+            f"Paceline {head.paceline} has written it in format {head.format}, but Paceline {VERSION} reads "
             f"the formats up to {FORMAT}"
         )
     if manifest.sha256 != _checksum(manifest):
@@ -230,3 +219,181 @@ def _checksum(manifest: Manifest) -> str:
         if manifest.format < number:
             content = {name: value for name, value in content.items() if name not in names}
     return hashlib.sha256(msgspec.json.encode(content)).hexdigest()
+
+
+# -- A limit on the rate at which a checkpoint is written, so that training finds the disk and the processor free
+
+REST = 3.0
+"""Time between two pieces of a checkpoint on a link, divided by the time that a piece takes.
+
+So a checkpoint uses at most a quarter of the time of a slow link, and training has the rest.
+"""
+
+NICENESS = 10
+"""How far the priority of a thread that writes a checkpoint is lowered. 19 is the lowest priority."""
+
+
+class Pace:
+    """Sleeps after each piece of work, so that the average rate stays below a limit.
+
+    Several threads may share an object. Time in which nothing was written is not made up for.
+
+    Args:
+        bytes_per_s: the limit.
+        clock_s: function that returns the time in seconds.
+        sleep_s: function that sleeps for a number of seconds.
+
+    Example:
+        >>> now_s, slept_s = 100.0, []
+        >>> pace = Pace(1000, lambda: now_s, slept_s.append)
+        >>> pace.spend(500)
+        >>> pace.spend(250)  # too early, because this clock stands still
+        >>> slept_s
+        [0.5, 0.75]
+    """
+
+    def __init__(
+        self,
+        bytes_per_s: float = math.inf,
+        clock_s: Callable[[], float] = time.monotonic,
+        sleep_s: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._clock_s = clock_s
+        self._sleep_s = sleep_s
+        self._lock = threading.Lock()
+        self._free_s = -math.inf  # when the work so far would have ended at the limit
+
+    def spend(self, size_bytes: int) -> None:
+        """Sleep for as long as this number of bytes takes at the limit."""
+        with self._lock:
+            now_s = self._clock_s()
+            self._free_s = max(self._free_s, now_s) + size_bytes / self._bytes_per_s
+            wait_s = self._free_s - now_s
+        if wait_s > 0:
+            self._sleep_s(wait_s)
+
+
+def yield_to_training() -> None:
+    """Lower the priority of the calling thread, where a thread has one of its own, so that training goes first."""
+    if sys.platform.startswith("linux"):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+# -- The directories of checkpoints: their names, and the identity by which a run recognizes its own ---------
+#
+#     DIR/paceline-0123456789abcdef/      the checkpoints of one lineage
+#         000012/                         a complete checkpoint
+#         000013.partial/                 a checkpoint that is being written
+#
+# A *lineage* is a run and the runs that have resumed it in its directory. Its identity is a random text. So
+# several runs may share DIR, with each other and with whatever else lies there: none looks outside of its own
+# folder. Inside, only what carries the identity is removed: a complete checkpoint in its manifest, a draft in
+# `DRAFT`.
+#
+# Earlier versions wrote `DIR/000012`. Such checkpoints carry no identity. They can be resumed, and are never
+# removed.
+
+LINEAGE = re.compile(r"paceline-[0-9a-f]{16}")
+NUMBER = re.compile(r"[0-9]{6,}")
+
+PARTIAL = ".partial"
+"""End of the name of a checkpoint that is not complete."""
+
+DRAFT = "draft.json"
+"""Name of the file in a checkpoint that is not complete which tells whose it is. See `DraftMark`."""
+
+
+class DraftMark(msgspec.Struct, frozen=True):
+    """Whose a checkpoint is that is being written.
+
+    Attributes:
+        lineage: the identity of its lineage.
+        token: a random text. Nobody else writes a draft with this token.
+    """
+
+    lineage: str
+    token: str
+
+
+def new_lineage() -> str:
+    """Return the identity of a new lineage, which is also the name of the folder with its checkpoints."""
+    return f"paceline-{secrets.token_hex(8)}"
+
+
+def is_lineage(name: str) -> bool:
+    """Return True if a text has the form of an identity.
+
+    >>> is_lineage("paceline-0123456789abcdef"), is_lineage("4711001")
+    (True, False)
+    """
+    return LINEAGE.fullmatch(name) is not None
+
+
+def identity_of(folder: Path) -> str:
+    """Return the identity that the checkpoints in a folder carry; "" in a directory of an earlier version."""
+    return folder.name if is_lineage(folder.name) else ""
+
+
+def origin_of(checkpoint: Path) -> str:
+    """Return how the first checkpoints of a lineage name the checkpoint of another one with which it has begun.
+
+    >>> origin_of(Path("/shared/paceline-0123456789abcdef/000012")), origin_of(Path("/shared/run/000012"))
+    ('paceline-0123456789abcdef/000012', '000012')
+    """
+    return str(Path(identity_of(checkpoint.parent), checkpoint.name))
+
+
+def lineages_in(names: Collection[str]) -> list[str]:
+    """Return the identities among the names in a directory; "" first if there are names of an earlier version."""
+    earlier = [""] if any(number_of(name) is not None for name in names) else []
+    return [*earlier, *sorted(filter(is_lineage, names))]
+
+
+def name_of(number: int) -> str:
+    """Return the name of a checkpoint's directory: "000012" for 12."""
+    return f"{number:06d}"
+
+
+def number_of(name: str) -> int | None:
+    """Return the number of a checkpoint, given the name of its directory; None if this is no such name.
+
+    >>> [number_of(name) for name in ("000012", "1000000", "0000012", "000012.partial")]
+    [12, 1000000, None, None]
+    """
+    if NUMBER.fullmatch(name) is None or name != name_of(int(name)):
+        return None
+    return int(name)
+
+
+def numbers_in(folder: Path, suffix: str = "") -> list[int]:
+    """Return the numbers of the checkpoints in a folder, in ascending order; [] if there is no such folder.
+
+    Args:
+        folder: the folder.
+        suffix: end of the names: "" for complete checkpoints, ".partial" for those that are not.
+    """
+    try:
+        paths = list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    named = [path for path in paths if path.name.endswith(suffix) and path.is_dir()]
+    numbers = [number_of(path.name.removesuffix(suffix)) for path in named]
+    return sorted(number for number in numbers if number is not None)
+
+
+def read_draft(path: Path) -> DraftMark | None:
+    """Return whose a checkpoint is that is being written; None if it does not say so."""
+    try:
+        return msgspec.json.decode(read_regular(path / DRAFT), type=DraftMark)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or the names in a directory are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -20,16 +20,10 @@ import safetensors.torch
 import torch
 from torch.serialization import skip_data
 
-from ..core.protocol.layout import Layout, ShardSlice
-from ..core.protocol.model_spec import ModelSpec
-from ..core.protocol.state_entries import StateEntries
+from ..core.layout import Layout, ModelSpec, ShardSlice, StateEntries
 from ..errors import CheckpointError
-from ..shard.buffer_bytes import bytes_of
-from ..shard.optimizer_state import NUMBER, entry_of
-from ..shard.optimizers import make_optimizer
-from ..shard.vectors import torch_dtype
-
-__all__ = ["MODEL", "PLACES", "Places", "Settings", "lay_out", "name_in_file", "optimizer_file"]
+from ..shard.optimizers import NUMBER, entry_of, make_optimizer
+from ..shard.vectors import bytes_of, torch_dtype
 
 MODEL = "model.safetensors"
 PLACES = "places.json"  # exists while the checkpoint is being written

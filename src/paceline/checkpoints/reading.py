@@ -12,18 +12,24 @@ from typing import Any, NamedTuple
 import safetensors
 import torch
 
-from ..core.protocol.layout import Layout, ShardSlice
-from ..core.protocol.model_spec import HyperParameters, ModelSpec
+from ..core.layout import HyperParameters, Layout, ModelSpec, ShardSlice
 from ..errors import CheckpointError, first_line
-from ..shard.optimizer_state import slice_state
+from ..shard.optimizers import slice_state
 from ..shard.vectors import Vectors, dtype_name, segment_views, torch_dtype
-from .directory import PARTIAL, identity_of, name_of, numbers_in, read_draft
-from .manifest import MANIFEST, Manifest, OptimizerRecord, read_manifest, require_intact
-from .pace import Pace
+from .manifest import (
+    MANIFEST,
+    PARTIAL,
+    Manifest,
+    OptimizerRecord,
+    Pace,
+    identity_of,
+    name_of,
+    numbers_in,
+    read_draft,
+    read_manifest,
+    require_intact,
+)
 from .places import MODEL, PLACES, name_in_file, optimizer_file
-
-__all__ = ["Checkpoint", "Found", "newest_whole"]
-
 
 WORKER = re.compile(r"workers/([0-9]+)\.bin")
 """The file with the state of a worker."""
@@ -225,7 +231,7 @@ def _require_state(state: dict[str, Any], record: OptimizerRecord, shapes: Mappi
                 raise ValueError(f"it has {key!r} of {record.parameters[position]!r} in another shape")
 
 
-class Found(NamedTuple):
+class NewestCheckpoint(NamedTuple):
     """The newest whole checkpoint of a run; None if there is none.
 
     Attributes:
@@ -244,7 +250,7 @@ def newest_whole(
     until: int | None = None,
     use: Callable[[Checkpoint], object] = lambda checkpoint: None,
     pace: Pace | None = None,
-) -> Found:
+) -> NewestCheckpoint:
     """Return the newest checkpoint of a lineage that is complete and not damaged.
 
     Args:
@@ -274,8 +280,8 @@ def newest_whole(
         except CheckpointError as error:
             faults.append(f"Checkpoint {number} is not used: {error}.")
         else:
-            return Found(checkpoint, tuple(faults), highest)
-    return Found(None, tuple(faults), highest)
+            return NewestCheckpoint(checkpoint, tuple(faults), highest)
+    return NewestCheckpoint(None, tuple(faults), highest)
 
 
 def _ours_in(folder: Path, suffix: str, file: str) -> list[int]:

@@ -8,6 +8,9 @@ The commands parse options, call the library and print results. Exit codes:
 - 3: the run finished, but a worker crashed or some results could not be saved in the run directory.
 - 130: the command was interrupted by Ctrl-C, and all processes have ended.
 - 143, 129 or 131: the command was terminated by SIGTERM, SIGHUP or SIGQUIT, and all processes have ended.
+
+Imports from `errors`, `files`, `trust`, `words`, `sync`, `core`, `trace`, `wire`, `settings`, `run`, `look`,
+`sim`, `start`, `lab` and `studies`.
 """
 
 from __future__ import annotations
@@ -19,21 +22,16 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from .. import __version__
+from .. import VERSION
 from ..errors import unknown_name
-from ..launcher.terminal.output import plain_console
-from .check_command import check
+from ..start.terminal import plain_console
 from .console import load_named_models, run_app
-from .join_command import join, serve
 from .options import ModelImports
-from .replay_command import replay
-from .report_command import report
+from .report import replay, report, status
 from .resumable import Resumable
-from .run_command import RunCommand, demo, run
-from .scheduler_join import SLURM, scheduled_join
-from .simulate_command import advise, simulate
-from .status_command import status
-from .study_command import study
+from .run import SLURM, RunCommand, demo, join, run, scheduled_join, serve
+from .simulate import advise, simulate
+from .study import check, study
 
 __all__ = ["app", "main"]
 
@@ -68,7 +66,7 @@ def main() -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"paceline {__version__}")
+        print(f"paceline {VERSION}")
         raise typer.Exit
 
 
@@ -92,7 +90,7 @@ def sync(
 
     paceline sync pssp
     """
-    from ..report.models import ModelsTable, describe, page_text, pages
+    from ..look.models import ModelsTable, describe, page_text, pages
 
     load_named_models(name or "", imports)
     if name is None or every:
@@ -107,7 +105,8 @@ def _help(command: Callable[..., None]) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
-# The help text lists the commands in the order below. Arguments after the script's name are passed to the script.
+# The help text lists the commands in the order below. Arguments after the script's name are passed to the
+# script.
 for with_script in (run, check):
     app.command(
         cls=RunCommand,

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, TextIO, cast
+import time
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
+from pathlib import Path
+from typing import Any, Protocol, TextIO, cast
 
 import typer
+from rich.console import Console
 from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from ..errors import ConfigurationError, PacelineError, UsageError
-from ..launcher.terminal.output import ForgivingStream, plain_console, print_sentence
-
-__all__ = [
-    "EXIT_BAD_INPUT",
-    "EXIT_FAILED",
-    "EXIT_INTERRUPTED",
-    "EXIT_NOT_ALL_WELL",
-    "command_line",
-    "interruptible",
-    "keep_streams_usable",
-    "load_named_models",
-    "print_json",
-    "read_whole",
-    "run_app",
-]
+from ..start.terminal import ForgivingStream, plain_console, print_sentence
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -91,7 +91,7 @@ def interruptible(then: str = "all processes of the run have ended") -> Iterator
     Args:
         then: the message to print on Ctrl-C if the interrupted code does not provide one.
     """
-    from ..launcher.processes.interruption import Terminated
+    from ..start.processes.interruption import Terminated
 
     try:
         yield
@@ -121,7 +121,7 @@ def load_named_models(sync: str, imports: Sequence[str] | None) -> None:
 
     The modules may be in the current directory.
     """
-    from ..plugins import load_models
+    from ..sync.plugins import load_models
 
     if imports and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -135,3 +135,127 @@ def print_json(value: object) -> None:
     print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode(), flush=True)
     if isinstance(sys.stdout, ForgivingStream) and sys.stdout.failed:
         raise typer.Exit(EXIT_FAILED)
+
+
+# -- The progress display of the commands: a bar on a terminal, otherwise occasional lines of text -----------
+
+PLAIN_INTERVAL_S = 5.0
+REFRESH_INTERVAL_S = 0.2
+
+
+class TellShare(Protocol):
+    """A callback that shows progress, to be called before each step of the work."""
+
+    def __call__(self, what: str, share: float, slow: bool = False) -> None:
+        """Show the progress.
+
+        Args:
+            what: description of the step that begins now.
+            share: fraction of the work that has been done, from 0 to 1.
+            slow: True if the step may take seconds; such a step is always shown.
+        """
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Callable[[int, int, str], None]]:
+    """On a terminal, show a bar that counts steps. Yield a callback that takes (done, total, description)."""
+    console = plain_console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("")
+        yield lambda done, of, what: progress.update(bar, completed=done, total=of, description=what)
+
+
+@contextlib.contextmanager
+def shown_progress(console: Console) -> Iterator[TellShare]:
+    """Show progress without disturbing measurements. Yield the progress callback.
+
+    On a terminal, a bar is shown; elsewhere, a line of text is printed every few seconds. The bar is drawn
+    only inside the callback, because a refresh thread would take CPU time from the calls that are measured.
+    """
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        auto_refresh=False,
+        transient=True,
+    )
+    task = bar.add_task("starting", total=1.0)
+    shown_s = -inf
+    interval_s = REFRESH_INTERVAL_S if console.is_terminal else PLAIN_INTERVAL_S
+
+    def tell(what: str, share: float, slow: bool = False) -> None:
+        nonlocal shown_s
+        now_s = time.monotonic()
+        if now_s - shown_s < interval_s and not slow:
+            return
+        shown_s = now_s
+        if console.is_terminal:
+            bar.update(task, description=what, completed=share, refresh=True)
+        else:
+            console.print(f"{share:.0%}, {what}", markup=False, highlight=False, soft_wrap=True)
+
+    with bar if console.is_terminal else contextlib.nullcontext():
+        yield tell
+
+
+# -- Creates the folder into which a command writes pictures and JSON files ----------------------------------
+
+
+def new_folder(out: Path | None, what: str) -> Path:
+    """Create the output folder and return it.
+
+    Args:
+        out: the folder that the user chose, which must be empty or new. None creates a new folder under ./runs.
+        what: prefix for the name of a new folder under ./runs.
+
+    Raises:
+        ConfigurationError: the folder is not empty or cannot be created.
+    """
+    if out is None:
+        stamp = time.strftime(f"{what}-%Y%m%d-%H%M%S")
+        out = next(
+            folder
+            for number in itertools.count(1)
+            if not (folder := Path("runs", stamp if number == 1 else f"{stamp}-{number}")).exists()
+        )
+    if out.exists() and not out.is_dir():
+        raise ConfigurationError(f"{str(out)!r} is a file; choose a folder with --out.")
+    if out.exists() and any(out.iterdir()):
+        raise ConfigurationError(f"the folder {str(out)!r} is not empty; choose another with --out.")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"cannot create the folder {str(out)!r}: {error.strerror}.") from error
+    return out
+
+
+# -- Folders that contain runs, given where a run is expected ------------------------------------------------
+
+MOST_NAMED = 5  # number of runs that a message names
+
+
+def require_no_folder_of_runs(folder: Path, command: str, or_else: str = "") -> None:
+    """Raise `ConfigurationError` if a folder is no run, but contains runs. The error names some of them.
+
+    Args:
+        folder: the folder.
+        command: the command to which the folder was given.
+        or_else: what else the command accepts.
+    """
+    from ..look.run_reading import holds_run
+
+    if not folder.is_dir() or holds_run(folder):
+        return
+    runs = [each for each in folder.iterdir() if each.is_dir() and holds_run(each)]
+    if not runs:
+        return
+    runs.sort(key=lambda each: each.stat().st_mtime, reverse=True)
+    named = ", ".join(map(str, runs[:MOST_NAMED]))
+    more = f" and {len(runs) - MOST_NAMED} more" if len(runs) > MOST_NAMED else ""
+    raise ConfigurationError(
+        f"{str(folder)!r} is not a run, but contains runs; name one of {named}{more}, newest first{or_else}: "
+        f"paceline {command} {shlex.quote(str(runs[0]))}"
+    )

@@ -12,13 +12,11 @@ from typing import Any
 import typer
 
 from ..errors import ConfigurationError
-from ..report.run_file import RunFile
 from ..settings import SETTINGS
 from ..settings.checks import is_bucket
+from ..trace.report import RunFile
 from ..trust import printable
-from .optional_values import OptionalValues, completed
-
-__all__ = ["Resumable"]
+from .options import OptionalValues, completed
 
 HIDDEN = "..."
 """What stands for a secret in the description of a run."""
@@ -43,7 +41,7 @@ class Resumable(OptionalValues):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         found, options = self._split(ctx, args)
-        # `launcher.clusters.scheduled` gives all options itself.
+        # `start.schedulers` gives all options itself.
         if (run_dir := found.get("resume")) and "announce_to" not in found:
             args = self._with_earlier(ctx, options, found, run_dir)
         return super().parse_args(ctx, args)
@@ -66,7 +64,7 @@ class Resumable(OptionalValues):
             ConfigurationError: the directory contains no run that has ended, its command cannot be repeated, or the
                 directory is not trusted.
         """
-        from ..runtime.resuming import earlier_run, fetch_run, has_finished
+        from ..run.resuming import earlier_run, fetch_run, has_finished
 
         run_dir, further, program, force = Path(resumed), [], _program(given), bool(given.get("force"))
         if is_bucket(resumed):
@@ -143,7 +141,7 @@ def _trusted(file: RunFile, run_dir: Path, found: Mapping[str, Any], given: Mapp
     Raises:
         ConfigurationError: the directory is not trusted.
     """
-    from ..runtime.resuming import require_trust
+    from ..run.resuming import require_trust
 
     options = {**{row.name: row.option for row in SETTINGS.values() if row.trusted}, **OWN_TRUSTED}
     named = {

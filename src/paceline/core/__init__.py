@@ -1,17 +1,10 @@
-"""The protocol of a run, without I/O. Each kind of process (worker, server and coordinator) has a class, its *core*.
+"""The protocol of a run, without I/O: each kind of process (worker, server, coordinator) has a class, its *core*.
 
-A core processes one message at a time, given the current time. It returns requests, and its host carries them out.
+A core handles one message at a time, given the current time, and returns requests, which its host carries out. The
+same cores run live, in the simulator, in replay and in exhaustive search, so nothing here reads a clock, opens a
+file, or knows a tensor.
 
-The cores are `worker`, `server` with its shards (`shard`), and `coordinator`. What they consist of stands in packages
-by subject, each of which imports only from those above it:
+Read first: `requests` (what a core may ask of its host), then `worker`, `server` and `coordinator`.
 
-    protocol     the messages, the values in them, their legal order, and the requests of the cores
-    data         who has which batches of which epoch
-    metrics      what scripts have logged, and what workers have spent their time on
-    sync         the sync model at each shard and at the coordinator, and calls that all workers make together
-    machines     who takes part in a run, who is lost, and what the clocks of the machines say
-    oversight    what is watched in order to warn the user
-    changes      joins, extensions and edits of the model, and how they exclude each other
-                 (the cores themselves)
-    status       the state of a run, for displays
+Imports from `errors`, `state` and `sync`.
 """

@@ -6,12 +6,12 @@
               model; its plans, restarts and changes are sent to the workers; with overlap off, the coordinator also
               tells the workers when they may pull
     join      a worker that has been invited connects and registers; when all servers have accepted it (see
-              `core.changes.joining`), it receives Started. Before that, it may send ModelRequested, and receives
+              `core.reconfiguration`), it receives Started. Before that, it may send ModelRequested, and receives
               ModelDescribed, with which it reads the model from the servers
     data      a worker sends DataRequested when it needs data, and receives DataGranted
     metrics   a worker sends MetricsLogged with what its script has logged
     main      the workers that take part receive MainChosen when another worker has become the main worker (see
-              `core.machines.main_worker`); a worker that sends MainRequested receives it, too
+              `core.members`); a worker that sends MainRequested receives it, too
     loops     a worker sends EpochReached in its training loop, and StatesDecided tells it whether to send the states
               of its tracked objects to a server; a worker that joins late receives the job's position in LoopEntered
     calls     a worker sends Contributed when its script calls barrier or reduce, and receives Combined; if the script
@@ -28,11 +28,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from msgspec import structs
 
 from ..errors import ConfigurationError, InternalError, ProtocolError
-from ..plugins.failures import blame
 from ..state import stateful
 from ..sync import SyncModel
 from ..sync.actions import AnyAction, PublishChange, PublishPlan, RestartWorker, SetTimer
-from ..sync.effects import Samples
 from ..sync.events import (
     AnyEvent,
     IterationFinished,
@@ -44,29 +42,23 @@ from ..sync.events import (
     WorkerJoined,
     WorkerLost,
 )
+from ..sync.model import Samples
 from ..sync.notation import notation, parse_shards, require_shards
+from ..sync.plugins import blame
 from ..sync.schedule import Schedule
 from ..sync.ticks import TICKS_PER_S
-from .changes.cut import cut_pushes
-from .changes.reconfiguration import Reconfigurations
-from .data.data_ledger import DataLedger
-from .data.loop_positions import LoopPositions
-from .machines.losses import Losses
-from .machines.main_worker import MainWorker
-from .machines.members import Departure, Members
-from .machines.quorum import Quorum
-from .machines.server_roster import ServerRoster
-from .metrics.history import History
-from .metrics.metric_intake import MetricIntake
-from .metrics.time_spent import TimeLedger
-from .oversight.guard import Guard
-from .oversight.oversight import Oversight
-from .protocol import messages
-from .protocol.entry import Entry, EntryRecorder
-from .protocol.job_cut import JobCut, LoopCut, WorkerCut
-from .protocol.layout import ShardSlice
-from .protocol.lease import Order, PackedPushed
-from .protocol.messages import (
+from . import messages
+from .agreement import Oversight
+from .auto import Auto, Prospect
+from .data_ledger import DataLedger, LoopPositions
+from .guard import Guard
+from .job_cut import JobCut, LoopCut, WorkerCut
+from .job_sync import JobSync
+from .joint_batch import Collectives, JointNorms, combine
+from .layout import ModelSpec, ShardSlice, first_difference, round_robin
+from .lease import DataOrder, PackedPushed
+from .members import Departure, Losses, MainWorker, Members, Quorum, ServerRoster
+from .messages import (
     AllCommitted,
     ChangePublished,
     Combined,
@@ -117,11 +109,14 @@ from .protocol.messages import (
     Warned,
     WorkerWelcomed,
 )
-from .protocol.model_spec import ModelSpec, first_difference
-from .protocol.placement import round_robin
-from .protocol.requests import (
+from .metrics import History, MetricIntake, TimeLedger
+from .paces import PullBarrier
+from .reconfiguration import Reconfigurations, cut_pushes
+from .requests import (
     AbandonCut,
     EndWithout,
+    Entry,
+    EntryRecorder,
     Fail,
     Peer,
     Rehearse,
@@ -133,13 +128,6 @@ from .protocol.requests import (
     server_peer,
     worker_peer,
 )
-from .sync.auto import Auto, Prospect
-from .sync.job_sync import JobSync
-from .sync.joint_calls import Collectives, combine
-from .sync.joint_norms import JointNorms
-from .sync.turns import Turns
-
-__all__ = ["LOST_TOO_EARLY", "Coordinator", "fault_report"]
 
 LOST_TOO_EARLY = "it was lost before it had sent the initial weights"
 """Why a run fails that loses the worker with the initial weights."""
@@ -183,7 +171,7 @@ class Coordinator:
             this machine, or "" if the run can start.
         recorder: receives each event for the sync model, and the resulting actions; None to record nothing.
         relaxes: False if `auto` chooses no model with stale gradients, because hyper-parameters are not translated.
-        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
+        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
         guard: judges what the workers report of their pushes. Default: one that says only what is always said.
         resumed: the cut with which the run begins; None to begin with the initial weights of a worker. The servers'
             hosts then have the weights of the cut.
@@ -288,7 +276,7 @@ class Coordinator:
         self._registered: dict[int, Register] = {}
         # Requests for data that have arrived while the run had too few workers to begin: (worker, loader) -> message.
         self._early: dict[tuple[int, int], DataRequested] = {}
-        self._turns = Turns()
+        self._turns = PullBarrier()
         self._earlier_models: list[ModelSpec] = []  # the model before each extension
         # True if the cut with which the run has begun lacks parameters of its first model
         self._lacking = False
@@ -532,7 +520,7 @@ class Coordinator:
 
         `SaveCut` follows when all shards have been cut, and `CompleteCut` when the workers have given their states.
 
-        If a cut is in progress already, it is the one that is wanted. See `paceline.core.changes.cut`.
+        If a cut is in progress already, it is the one that is wanted. See `paceline.core.reconfiguration`.
         """
         self.reconfigurations.wants_cut = True
         return self._join_next()
@@ -1225,7 +1213,7 @@ class Coordinator:
             return []
         return self._choose(message.epoch, message.order, now_ticks)
 
-    def _choose(self, epoch: int, order: Order | None, now_ticks: int) -> list[Request]:
+    def _choose(self, epoch: int, order: DataOrder | None, now_ticks: int) -> list[Request]:
         """Let `auto` choose the model, unless a change or a join is in progress. The choice becomes an event."""
         assert self.auto is not None
         if not self.reconfigurations.in_progress.isdisjoint(("change", "join")) or (

@@ -37,9 +37,8 @@ from ..sync.events import (
 )
 from ..sync.notation import parse_shards
 from ..sync.ticks import TICKS_PER_S
-from .protocol import messages
-from .protocol.entry import EntryRecorder
-from .protocol.messages import (
+from . import messages
+from .messages import (
     Commit,
     Committed,
     CreateShards,
@@ -65,11 +64,9 @@ from .protocol.messages import (
     Waits,
     WorkerWelcomed,
 )
-from .protocol.requests import COORDINATOR, Peer, Request, Send, Timer, worker_peer
+from .paces import PaceMeter
+from .requests import COORDINATOR, EntryRecorder, Peer, Request, Send, Timer, worker_peer
 from .shard import BEGINNING, Shard
-from .sync.paces import PaceMeter
-
-__all__ = ["Server"]
 
 RecorderOf = Callable[[int], EntryRecorder | None]
 """A function that returns the recorder for the shard with a given index; None to record nothing."""
@@ -92,7 +89,7 @@ class Server:
         read_sync: function that parses the sync model of a change. It raises `ConfigurationError` if the run cannot
             use the model.
         recorder_of: returns the recorder for a shard; called once for each shard, when its initial weights arrive.
-        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
+        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
         translated: True to translate the hyper-parameters of each update (see `paceline.sync.translation`).
 
     Attributes:

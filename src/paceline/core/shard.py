@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence, Set
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import msgspec
 
 from ..errors import InternalError, InvalidEventError
-from ..plugins.failures import blame
-from ..state import stateful
+from ..state import DECLARED, restore, snapshot, stateful
 from ..sync import SyncModel
-from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, HoldPush, ReportFault, SetTimer
+from ..sync.actions import (
+    AnswerPull,
+    AnyAction,
+    ApplyMean,
+    ApplyPush,
+    DropPush,
+    HoldPush,
+    ReportFault,
+    SetTimer,
+)
+from ..sync.asp import ASP
+from ..sync.bsp import BSP
 from ..sync.events import (
     AnyEvent,
+    Change,
     Clip,
     MeanClipped,
     PullRepeated,
@@ -21,21 +34,38 @@ from ..sync.events import (
     PushReceived,
     RateTempered,
     RecordedEvent,
+    TimerFired,
+    WorkerFenced,
     WorkerFinished,
+    WorkerJoined,
     WorkerLost,
 )
-from ..sync.model import agree_on_means
+from ..sync.model import Counts, ShardMachine, agree_on_means, without_torn
+from ..sync.notation import parse_shards
+from ..sync.plugins import blame, blaming
 from ..sync.ticks import TICKS_PER_S
 from ..sync.translation import Standing
-from .changes.edits import Edits
-from .data.drawn_at_shard import DrawnAtShard
-from .protocol.entry import Entry, EntryRecorder
-from .protocol.lease import PackedPushed
-from .protocol.messages import Answer, CutAgreed, CutTaken, FaultReported, LastPush, MeanMissing, ShardState
-from .protocol.requests import (
+from .joint_batch import StandingEstimator
+from .lease import PackedPushed
+from .messages import (
+    Answer,
+    CutAgreed,
+    CutTaken,
+    FaultReported,
+    LastPush,
+    MeanMissing,
+    PushCounts,
+    ShardState,
+)
+from .order import Order
+from .reconfiguration import Edits
+from .requests import (
     COORDINATOR,
     Apply,
     Discard,
+    Entry,
+    EntryRecorder,
+    Measure,
     Preserve,
     Request,
     Send,
@@ -43,12 +73,6 @@ from .protocol.requests import (
     Timer,
     worker_peer,
 )
-from .sync.clipped_means import ClippedMeans
-from .sync.shard_sync import ShardSync
-from .sync.standing import StandingEstimator
-from .sync.versions import Versions
-
-__all__ = ["BEGINNING", "Shard"]
 
 INFINITE = float("inf")
 
@@ -121,7 +145,7 @@ class Shard:
         recorder: receives each event and its actions; None to record nothing.
         usual_samples: usual number of samples in a push. A push that is applied on arrival is scaled by its number of
             samples divided by this number. None to disable this scaling.
-        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
+        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
         translated: True to translate the hyper-parameters of each update (see `paceline.sync.translation`). The
             gradients are then not scaled by their numbers of samples, because the share of the update contains them.
         state: how far the weights have come with which the shard begins.
@@ -546,3 +570,563 @@ def _max_norm(pushes: Sequence[Key], details: Sequence[Details]) -> float | None
         return None
     _, clip = max(clips, key=lambda each: (each[0][1], -each[0][0]))
     return clip.max_norm
+
+
+# -- Runs the sync model of one shard, and replaces the model during the run ---------------------------------
+#
+# All shards must change the model at the same boundary. If two shards counted the progress of the workers
+# from different iterations, the workers could block each other: worker 0 could wait for worker 1 at one
+# shard, and worker 1 for worker 0 at another. Therefore the workers determine the boundary. The coordinator
+# publishes a change to all workers that are live at this time, the change's *members*. Each member flags its
+# next push with the change, in the same way for all shards. This push is the worker's last one under the old
+# model. No worker joins while a change is in progress: the coordinator lets one wait for the other. Every
+# live worker is in one of two states:
+#
+#     in the model     the usual state
+#     passed           the worker has sent its flagged push. The old model has processed that push and was then told
+#                      that the worker has left, so the model no longer waits for the worker. The worker's pull waits
+#                      until every other worker has passed, finished or been lost. Then the workers that have passed
+#                      join the new model with equal counts, and their pulls are answered
+#
+# The flagged pushes themselves mark the boundary, so all shards agree on the boundary even if the
+# coordinator's message arrives late. No push or pull goes through the coordinator. `JobSync` implements the
+# coordinator's side.
+#
+# A worker that had left when the change was published is not a member, but a shard may learn of its departure
+# later than of the change. The shard waits for this, too. Otherwise, a last push of that worker could belong
+# to the old model at one shard, and to the new one at another.
+#
+# If a user-defined condition fails, only this shard falls back to the last model that worked, which continues
+# with the current counts. Pushes of lost workers that are held at this time, and that other shards may not
+# have received, wait for the coordinator's verdict.
+#
+# Guarantee: If the run makes progress under both models, it also makes progress during the change. Each push is
+# applied, averaged or dropped exactly once.
+
+
+@stateful(
+    decides=(
+        "sync needs_staleness changed_to order at_once _machine _worked _change _changed _passed _orphans _to_pull"
+    ),
+    about={"at_once": "factors"},
+    fixed="_seed _shard _ticks_per_s",
+    makes={"_machine": "_new_machine"},
+)
+class ShardSync:
+    """Runs the sync model of one shard, and replaces it when the model changes.
+
+    Args:
+        sync: the first model.
+        seed: random seed for the run.
+        shard: index of the shard.
+        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
+
+    Attributes:
+        sync: the model in force.
+        needs_staleness: True if this model needs the staleness of each push.
+        changed_to: the models of all shards after the last change that this shard completed; () before the first one.
+        order: phases and labels of all live workers.
+        at_once: the largest number of workers that have been present at once, under all models and in all runs of the
+            job. The live workers include those that wait for a change.
+    """
+
+    def __init__(
+        self, sync: SyncModel, seed: int = 0, shard: int = 0, ticks_per_s: int = TICKS_PER_S
+    ) -> None:
+        self.sync = sync
+        self.needs_staleness = sync.needs_staleness
+        self.changed_to: tuple[SyncModel, ...] = ()
+        self.order = Order()
+        self.at_once = 0
+        self._seed = seed
+        self._shard = shard
+        self._ticks_per_s = ticks_per_s
+        self._machine = self._new_machine()
+        self._worked: SyncModel = BSP()  # the model to fall back to if a condition fails
+        self._change: Change | None = None  # the change in progress
+        self._changed = 0  # number of the last change that this shard completed
+        self._passed: set[int] = set()  # workers that have passed the change in progress
+        # Held pushes of frozen workers that a failed model has left, and the next one has not taken over:
+        # (worker, iteration).
+        self._orphans: list[tuple[int, int]] = []
+        # workers that have passed a completed change but have not pulled yet; their pulls are answered on arrival
+        self._to_pull: set[int] = set()
+
+    @property
+    def counts(self) -> Counts:
+        """The push counts c_p of the workers that are in the model."""
+        return self._machine.counts
+
+    @property
+    def machine(self) -> ShardMachine:
+        """The state machine of the model."""
+        return self._machine
+
+    def last_iteration(self, worker: int) -> int:
+        """Return the label of a live worker's last push."""
+        return self.order.label[worker] - 1
+
+    def entry(self, worker: int) -> tuple[int, int]:
+        """Return the smallest label and the least c_p with which a worker could join now."""
+        with self._blaming("entry"):
+            return self.order.first_label(worker), self._machine.entry
+
+    def holds(self, worker: int) -> bool:
+        """Return True if a push of this worker is held, and other shards may not have received the push."""
+        with self._blaming("holds"):
+            return self._machine.holds(worker) or any(push[0] == worker for push in self._orphans)
+
+    def may_join(self, count: int) -> bool:
+        """Return True if a worker may still join with this c_p.
+
+        No worker joins during a change, so a join that is announced then was given up before the change began.
+        """
+        with self._blaming("may_join"):
+            return self._change is None and self._machine.may_join(count)
+
+    def waits(self) -> dict[int, str]:
+        """Return, for each worker with a delayed pull, a description of what the pull waits for."""
+        undescribed = f"the sync model {self.sync}, which does not describe its delayed pulls"
+        waits = dict.fromkeys(filter(self._waiting, self.order.phase), undescribed)
+        with self._blaming("waits"):
+            waits |= self._machine.waits()
+        if self._change is not None:
+            boundary = f"workers {sorted(self.counts.count)} to reach the change to {self._change.sync}"
+            waits |= {worker: boundary for worker in self._passed if self._waiting(worker)}
+        return waits
+
+    def handle(self, event: AnyEvent) -> list[AnyAction]:
+        """Process one event and return the resulting actions.
+
+        Raises:
+            InvalidEventError: the event is not allowed; the state is unchanged.
+        """
+        self.order.require(event)
+        if type(event) is PushReceived and event.change is not None:
+            self._require_boundary(event, event.change)
+        if type(event) is WorkerJoined and self._change is not None:
+            raise InvalidEventError(f"worker {event.worker} joined during change {self._change.number}")
+        self._machine.check(event)
+        self.order.advance(event)  # all checks have passed, so the event can no longer be refused
+        if type(event) is WorkerJoined:
+            self.at_once = max(self.at_once, len(self.order.phase))
+        return self._take(event)
+
+    def validate(self) -> None:
+        """Check that the collections of workers are consistent; raise `InternalError` if they are not."""
+        self._machine.validate()
+        self.order.validate()
+        modelled, live = self.counts.count.keys(), self.order.phase.keys()
+        if modelled | self._passed != live or len(modelled) + len(self._passed) != len(live):
+            raise InternalError(
+                f"the live workers {set(live)} do not match those in the model {set(modelled)} and those that have "
+                f"passed {self._passed}"
+            )
+        if self._change is None and self._passed:
+            raise InternalError(f"no change is in progress, but workers {self._passed} wait for one")
+        if self._change is not None and not (modelled or self._machine.frozen):
+            raise InternalError(f"every worker has passed, but the change {self._change} is in progress")
+        if not {worker for worker, _ in self._orphans} <= self._machine.frozen:
+            raise InternalError(
+                f"the pushes {self._orphans} are held, but not all of their workers are frozen"
+            )
+        if any(self.order.phase[worker] != "pushed" for worker in self._to_pull):
+            raise InternalError(
+                f"workers {self._to_pull} have yet to pull, but the phases are {self.order.phase}"
+            )
+
+    def bind_again(self) -> None:
+        """Replace a copied machine of a user by an equal one: one of its functions may refer to the original.
+
+        The functions of a machine that declares its fields are its own methods, or do not refer to it.
+        """
+        if type(self._machine) in DECLARED:
+            return
+        state, self._machine = snapshot(self._machine), self._new_machine()
+        restore(self._machine, state)
+
+    # -- one event ----------------------------------------------------------------------------------------
+
+    def _require_boundary(self, push: PushReceived, change: Change) -> None:
+        ended = f"worker {push.worker} ended the model for change {change.number}"
+        if push.worker not in change.members:
+            raise InvalidEventError(f"{ended}, whose members are {change.members}")
+        if self._change is not None and change.number < self._change.number:
+            raise InvalidEventError(f"{ended} during change {self._change.number}")
+
+    def _take(self, event: AnyEvent) -> list[AnyAction]:
+        match event:
+            case PushReceived():
+                actions = self._tell(event)
+                return actions if event.change is None else actions + self._pass(event, event.change)
+            case PullRequested():
+                return self._pull(event)
+            case PullRepeated():
+                return [AnswerPull(event.worker, event.iteration - 1)]
+            case TimerFired():
+                return self._tell(event)
+            case WorkerJoined():
+                return self._tell(event)
+            case WorkerFenced():
+                if self.holds(event.worker):
+                    self._machine.frozen.add(event.worker)
+                return []
+            case WorkerLost() | WorkerFinished():
+                return self._leave(event)
+            case _:
+                raise InternalError(f"a shard cannot process the event {type(event).__name__}", (event,))
+
+    def _pull(self, pull: PullRequested) -> list[AnyAction]:
+        worker = pull.worker
+        if worker in self._passed:
+            return []  # the pull is answered when the change is complete
+        if worker in self._to_pull:
+            self._to_pull.remove(worker)
+            return [self._answer(worker)]
+        return self._tell(pull)
+
+    def _leave(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
+        worker = event.worker
+        actions: list[AnyAction] = []
+        if worker in self._machine.frozen and isinstance(event, WorkerLost):
+            actions += self._settle_orphans(worker, event.kept)
+            actions += self._checked(self._machine.settle(worker, event.kept), event.now_ticks)
+        if worker in self.counts.count:
+            actions += self._tell(event)
+        self._passed.discard(worker)
+        self._to_pull.discard(worker)
+        return actions + self._complete(event.now_ticks)
+
+    def _settle_orphans(self, worker: int, kept: int | None) -> list[AnyAction]:
+        """Apply or drop the pushes of a lost worker that a failed model has left. See `ShardMachine.settle`."""
+        own = [push for push in self._orphans if push[0] == worker]
+        applied, dropped = without_torn(own, worker, kept)
+        self._orphans = [push for push in self._orphans if push[0] != worker]
+        means: list[AnyAction] = [ApplyMean(tuple(sorted(applied)))] if applied else []
+        return means + dropped
+
+    def _tell(self, event: AnyEvent) -> list[AnyAction]:
+        """Pass an event to the model, and return the actions."""
+        return self._checked(self._machine.handle(event), event.now_ticks)
+
+    def _checked(self, actions: list[AnyAction], now_ticks: int) -> list[AnyAction]:
+        """Return the model's actions. If a user's condition has failed, fall back to the last model that worked."""
+        if (fault := self._machine.fault) is not None:
+            self.sync = ASP() if self._worked.needs_plans else self._worked
+            self.needs_staleness = self.sync.needs_staleness
+            replacement = self._new_machine()
+            actions.append(ReportFault(fault.reason, fault.traceback, str(self.sync)))
+            replacement.frozen = frozen = self._machine.frozen
+            handover = self._machine.hand_over()
+            unsettled = [push for push in handover.held if push[0] in frozen]
+            actions += replacement.take_over(handover, now_ticks)
+            self._orphans += [push for push in unsettled if not replacement.holds(push[0])]
+            self._machine, self._worked = replacement, BSP()
+        for action in actions:
+            if type(action) is AnswerPull:
+                self.order.answered(action.worker)
+        return actions
+
+    # -- a change -----------------------------------------------------------------------------------------
+
+    def _pass(self, push: PushReceived, change: Change) -> list[AnyAction]:
+        """Handle a worker's last push under the old model."""
+        if change.number <= self._changed:
+            return []  # the change was completed without this worker, so no other worker waits for it
+        worker = push.worker
+        if self._change is None or self._change.number < change.number:
+            # A higher number means that the coordinator has published the change again, because all members that had
+            # passed the earlier change were lost.
+            self._change = change
+        self._passed.add(worker)
+        # The old model keeps the pushes of a worker that leaves, but no longer waits for the worker.
+        actions = self._tell(WorkerFinished(now_ticks=push.now_ticks, worker=worker))
+        return actions + self._complete(push.now_ticks)
+
+    def _complete(self, now_ticks: int) -> list[AnyAction]:
+        """Start the new model if every live worker has passed the boundary.
+
+        No push of a lost worker may be held, because the old model must apply all held pushes.
+        """
+        change = self._change
+        if change is None or self.counts.count or self._machine.frozen:
+            return []
+        models = parse_shards(change.sync)
+        self._worked, self.sync = self.sync, models[self._shard if len(models) > 1 else 0]
+        self.needs_staleness = self.sync.needs_staleness
+        self._machine = self._new_machine()
+        answers: list[AnyAction] = []
+        for worker, phase in sorted(self.order.phase.items()):
+            self._tell(WorkerJoined(now_ticks=now_ticks, worker=worker, iteration=self.order.label[worker]))
+            if phase == "waiting":
+                answers.append(self._answer(worker))
+            elif phase == "pushed":
+                self._to_pull.add(worker)
+        self._passed = set()
+        self._change, self._changed, self.changed_to = None, change.number, models
+        return answers
+
+    def _new_machine(self) -> ShardMachine:
+        with self._blaming("at_shard"):
+            machine = self.sync.at_shard(self._seed, self._shard)
+            machine.ticks_per_s = self._ticks_per_s
+        return machine
+
+    def _blaming(self, method: str) -> AbstractContextManager[None]:
+        return blaming(self.sync, f"shard {self._shard}", method)
+
+    def _waiting(self, worker: int) -> bool:
+        return self.order.phase[worker] == "waiting"
+
+    def _answer(self, worker: int) -> AnyAction:
+        """Answer a pull without consulting the model."""
+        self.order.answered(worker)
+        return AnswerPull(worker, self.last_iteration(worker))
+
+
+# -- Holds back the requests of a shard, from a mean that is clipped on, until the mean's factor is known ----
+#
+# The norm of a joint gradient is known only when every shard has computed its part of the mean. Therefore a
+# shard first asks its host to measure the mean, and reports the squared norm to the coordinator
+# (`core.joint_batch`). Until the coordinator returns the factor, the shard keeps the update and everything
+# that its sync model decides afterwards, in order. So the model does not notice the delay: its events and
+# actions are the same as without clipping. A worker whose answer is kept cannot push again, so a shard keeps
+# at most a few requests for each worker.
+#
+# A push that is applied on arrival needs none of this: it is multiplied by the factor that its worker has
+# computed from its own gradient. Its commit carries this factor, and the largest norm for the mean.
+
+Pushes = tuple[tuple[int, int], ...]
+"""The (worker, iteration) of each push in a mean."""
+
+
+@stateful(decides="measured _kept")
+class ClippedMeans:
+    """The measured means of one shard, and the requests that wait for their factors.
+
+    Attributes:
+        measured: the pushes of each mean whose factor is unknown, in the order in which the means were measured.
+    """
+
+    def __init__(self) -> None:
+        self.measured: list[Pushes] = []
+        self._kept: deque[Request] = deque()
+
+    @property
+    def kept_updates(self) -> int:
+        """The number of updates that are kept."""
+        return sum(type(request) is Apply for request in self._kept)
+
+    @property
+    def kept_answers(self) -> set[int]:
+        """The workers whose answers are kept."""
+        return {
+            request.to.index
+            for request in self._kept
+            if type(request) is Send and type(request.message) is Answer
+        }
+
+    def measure(self, update: Apply, max_norm: float) -> list[Request]:
+        """Return the requests that measure a mean, and then apply it."""
+        self.measured.append(update.pushes)
+        return [Measure(update.shard, update.pushes, update.scales, max_norm), update]
+
+    def pass_on(self, requests: Iterable[Request]) -> list[Request]:
+        """Return those of a shard's new requests that the host may carry out now, and keep the others."""
+        ready: list[Request] = []
+        for request in requests:
+            if type(request) is Measure or not (self._kept or self._waits(request)):
+                ready.append(request)
+            else:
+                self._kept.append(request)
+        return ready
+
+    def clip(self, pushes: Pushes, factor: float) -> list[Request]:
+        """Multiply a measured mean by its factor. Return the requests that are no longer kept.
+
+        Raises:
+            InvalidEventError: no such mean was measured. The state is unchanged.
+        """
+        if pushes not in self.measured:
+            raise InvalidEventError(f"a factor for the mean of the pushes {pushes}, which was not measured")
+        self.measured.remove(pushes)
+        self._kept = deque(
+            _scaled(request, factor) if type(request) is Apply and request.pushes == pushes else request
+            for request in self._kept
+        )
+        ready: list[Request] = []
+        while self._kept and not self._waits(self._kept[0]):
+            ready.append(self._kept.popleft())
+        return ready
+
+    def leave(self, worker: int) -> None:
+        """Remove the answers to a worker that has left."""
+        peer = worker_peer(worker)
+        self._kept = deque(
+            request for request in self._kept if not (type(request) is Send and request.to == peer)
+        )
+
+    def contain(self, pushes: Sequence[tuple[int, int]]) -> bool:
+        """Return True if any of these pushes is in a mean whose factor is unknown."""
+        return any(push in mean for mean in self.measured for push in pushes)
+
+    def _waits(self, request: Request) -> bool:
+        return type(request) is Apply and request.pushes in self.measured
+
+
+def _scaled(update: Apply, factor: float) -> Apply:
+    return msgspec.structs.replace(update, scales=tuple(scale * factor for scale in update.scales))
+
+
+# -- What each worker's script had drawn of the data before its pushes, as one shard knows it ----------------
+#
+# A `Commit` says what the script had drawn. If the worker is lost, the data of its last push counts; if the
+# job is cut, that of its last push whose effect is in the weights. So the entries of held pushes are kept,
+# and the one before them.
+
+Drawn = tuple[PackedPushed, ...]
+
+MOST_ENTRIES = 16
+"""Number of entries of a worker above which those are forgotten that are no longer needed."""
+
+
+@stateful(decides="_entries")
+class DrawnAtShard:
+    """What the workers had drawn before their pushes to one shard.
+
+    >>> drawn = DrawnAtShard()
+    >>> drawn.received(0, 0, (1,), unapplied=[])
+    >>> drawn.received(0, 1, (2,), unapplied=[(0, 1)])
+    >>> drawn.last(0), drawn.until(0, 0)
+    ((2,), (1,))
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, list[tuple[int, Drawn]]] = {}  # worker -> (iteration, drawn), in order
+
+    def received(
+        self, worker: int, iteration: int, drawn: Drawn, unapplied: Collection[tuple[int, int]]
+    ) -> None:
+        """Record a push. At times, forget those before the last one that is not in `unapplied`."""
+        entries = self._entries.get(worker)
+        if entries is None:
+            entries = self._entries[worker] = []
+        entries.append((iteration, drawn))
+        if len(entries) > MOST_ENTRIES:
+            while len(entries) > 1 and (worker, entries[1][0]) not in unapplied:
+                del entries[0]
+
+    @property
+    def known(self) -> bool:
+        """True if a live worker has drawn anything."""
+        return bool(self._entries)
+
+    def last(self, worker: int) -> Drawn:
+        """Return what a worker had drawn before its last push; () if there is none."""
+        entries = self._entries.get(worker)
+        return entries[-1][1] if entries else ()
+
+    def until(self, worker: int, iteration: int) -> Drawn:
+        """Return what a worker had drawn before its last push with at most this label; () if there is none."""
+        return next(
+            (drawn for label, drawn in reversed(self._entries.get(worker, ())) if label <= iteration), ()
+        )
+
+    def forget(self, worker: int) -> None:
+        """Forget a worker that has left."""
+        self._entries.pop(worker, None)
+
+
+# -- Computes the staleness of each push at a shard: how many updates its gradient does not take into account
+
+
+@stateful(
+    decides="version lost dropped_samples _pulled _computed_on _means _averaged _dropped", fixed="_first"
+)
+class Versions:
+    """Counts the updates at one shard and computes the staleness of each push.
+
+    Args:
+        version: number of updates in the weights with which the shard begins.
+
+    Attributes:
+        version: number of updates that have been applied.
+        lost: number of pushes that were dropped because their workers were lost.
+        dropped_samples: number of samples in the other dropped pushes.
+    """
+
+    def __init__(self, version: int = 0) -> None:
+        self.version = self._first = version
+        self.lost = self.dropped_samples = 0
+        self._means = self._averaged = 0  # number of means, and of pushes in them
+        self._dropped = 0  # number of pushes that are in no update, including lost ones
+        self._pulled: dict[int, int] = {}  # live worker -> version of the worker's weights
+        # push that is neither applied nor dropped yet -> version of the weights on which its gradient was computed
+        self._computed_on: dict[Key, int] = {}
+
+    @property
+    def workers(self) -> Iterable[int]:
+        """The live workers."""
+        return self._pulled
+
+    def outlook(self, most_workers: int) -> dict[str, object]:
+        """Return what decides: no number of all updates or pushes, but what each worker's weights do not contain."""
+        missed = {worker: self.missed(worker) for worker in self._pulled}
+        counts = dict.fromkeys(("version", "lost", "dropped_samples", "_means", "_averaged", "_dropped"))
+        return {**counts, "_pulled": missed, "_computed_on": self._computed_on.keys()}
+
+    def note(self, event: AnyEvent) -> None:
+        """Record an event that the model has accepted. Call this before recording the resulting actions."""
+        if type(event) is PushReceived:
+            self._computed_on[event.worker, event.iteration] = self._pulled[event.worker]
+        elif type(event) is WorkerJoined:
+            self._pulled[event.worker] = self.version
+        elif type(event) is WorkerLost or type(event) is WorkerFinished:
+            del self._pulled[event.worker]
+
+    def answered(self, worker: int) -> None:
+        """Record that a worker receives the current weights."""
+        self._pulled[worker] = self.version
+
+    def missed(self, worker: int) -> int:
+        """Return the number of updates since a worker has received the weights; 0 if it is not live."""
+        return self.version - self._pulled.get(worker, self.version)
+
+    @property
+    def unapplied(self) -> Collection[Key]:
+        """The pushes that have been received, and are neither applied nor dropped yet."""
+        return self._computed_on.keys()
+
+    def pushes(self) -> PushCounts:
+        """Return what has become of all pushes. Those that are neither applied nor dropped count as lost."""
+        return PushCounts(
+            applied=self.version - self._first - self._means,
+            averaged=self._averaged,
+            dropped=self._dropped - self.lost,
+            lost=self.lost + len(self._computed_on),
+            dropped_samples=self.dropped_samples,
+        )
+
+    def is_unapplied(self, push: Key) -> bool:
+        """Return True if a push has been received, and is neither applied nor dropped yet."""
+        return push in self._computed_on
+
+    def drop(self, worker: int, iteration: int) -> None:
+        """Record that a push is dropped."""
+        del self._computed_on[worker, iteration]
+        self._dropped += 1
+
+    def apply_one(self, push: Key) -> tuple[int, int, int]:
+        """Record one update with a single push; return (worker, iteration, staleness) of the push."""
+        missed = self.version - self._computed_on.pop(push)
+        self.version += 1
+        return (*push, missed)
+
+    def apply(self, pushes: Iterable[Key]) -> list[tuple[int, int, int]]:
+        """Record one update; return (worker, iteration, staleness) for each of its pushes."""
+        staleness = [(*key, self.version - self._computed_on.pop(key)) for key in pushes]
+        self.version += 1
+        if len(staleness) > 1:  # the mean of a single push is the push itself
+            self._means += 1
+            self._averaged += len(staleness)
+        return staleness

@@ -28,9 +28,9 @@ from ..sync.events import Change, Clip, Edit, Stop
 from ..sync.model import SyncModel, agree_on_means
 from ..sync.notation import notation, parse_shards, require_shards
 from ..sync.schedule import Schedule
-from .data.data_feed import DataFeed
-from .metrics.unsent_metrics import Noted, UnsentMetrics
-from .protocol.messages import (
+from .data_feed import DataFeed
+from .layout import ModelSpec, round_robin
+from .messages import (
     MOST_OBSERVED,
     AllCommitted,
     Answer,
@@ -77,11 +77,8 @@ from .protocol.messages import (
     WorkerFinished,
     WorkingDirectory,
 )
-from .protocol.model_spec import ModelSpec
-from .protocol.placement import round_robin
-from .protocol.requests import COORDINATOR, PROCEED, Abort, Request, Send, server_peer
-
-__all__ = ["Worker"]
+from .metrics import Noted, UnsentMetrics
+from .requests import COORDINATOR, PROCEED, Abort, Request, Send, server_peer
 
 ADDED = "DistributedOptimizer() or add_param_group() with parameters that are not trained yet"
 """How a call that extends the model is described to other workers."""

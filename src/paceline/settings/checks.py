@@ -5,26 +5,16 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+import tomllib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from ..errors import ConfigurationError, unknown_name
 from ..trace.run_dir import require_usable
-from .setting import Check
-
-__all__ = [
-    "directory",
-    "duration",
-    "number",
-    "numbers",
-    "one_of",
-    "paces",
-    "port",
-    "run_dir",
-    "whole",
-    "written_duration",
-    "written_paces",
-]
 
 Pace = tuple[float, float]
 
@@ -186,3 +176,185 @@ def written_paces(value: Sequence[Pace]) -> str:
     return ",".join(
         f"{fixed:g}+{proportional:g}" if fixed else f"{proportional:g}" for fixed, proportional in value
     )
+
+
+# -- What a row of the table of settings contains ------------------------------------------------------------
+
+RUN, SERVE, SCHEDULED = "run", "serve", "scheduled"
+"""The commands that start a run: `paceline run`, `paceline serve`, and `paceline join` in a job of a scheduler."""
+
+Check = Callable[[str, Any], Any]
+"""A function from the name and the value of a setting to the value that the run uses.
+
+The value is what a user has written: an argument in Python, or the text of an option. If this value is not valid, the
+function raises `ConfigurationError`, which states the name, the value and what was expected.
+"""
+
+
+def as_given(name: str, value: Any) -> Any:
+    """Accept any value."""
+    return value
+
+
+def written(value: Any) -> str:
+    """Return a value as it is written on the command line; "" for None."""
+    if value is None:
+        return ""
+    if isinstance(value, tuple):
+        return ",".join(map(written, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is known about a setting, apart from its name and its type.
+
+    The type says how its option is read: `bool` is a flag, `int` a whole number, `float` a number, and
+    `Sequence[str]` an option that can be repeated. The option of any other type is a text, which `check` reads.
+
+    Attributes:
+        default: the value of a user who says nothing. If it is None, None is not checked.
+        doc: documentation of the argument in Python.
+        help: help text of the option.
+        metavar: what the help text shows for the option's value. Default: what its type says.
+        option: name of the option. Default: the name of the setting, with hyphens.
+        panel: heading under which the help text shows the option.
+        commands: the commands that have the option.
+        check: returns the value that the run uses.
+        field: attribute of `run.job.Job` that has this value; None if there is none. Default: the name of the
+            setting.
+        written: returns this value as it is written on the command line.
+        reported: True if the report of a run shows the value.
+        trusted: True if a run that is resumed uses the value of the run before only if its directory is trusted (see
+            `paceline.trust`): the value names code to import, a place to write to, or an address to serve at.
+        name: name of the setting, which the table knows.
+    """
+
+    default: Any
+    doc: str
+    help: str
+    metavar: str = ""
+    option: str = ""
+    panel: str = "Run"
+    commands: tuple[str, ...] = (RUN, SERVE, SCHEDULED)
+    check: Check = as_given
+    field: str | None = ""
+    written: Callable[[Any], str] = written
+    reported: bool = True
+    trusted: bool = False
+    name: str = ""
+
+    def named(self, name: str) -> Setting:
+        """Return the row of the setting with this name."""
+        return replace(
+            self,
+            name=name,
+            option=self.option or f"--{name.replace('_', '-')}",
+            field=name if self.field == "" else self.field,
+        )
+
+    def value(self, given: Any) -> Any:
+        """Return the value that the run uses, given what a user has written.
+
+        Raises:
+            ConfigurationError: this is not valid.
+        """
+        return None if given is None and self.default is None else self.check(self.name, given)
+
+
+# -- TOML files that users write: their tables as types, and errors that name the entry and what it may be ---
+
+WORDS = {
+    "array": "a list",
+    "object": "a table",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+}
+"""The names of types in msgspec's messages -> what they are called in a file."""
+
+
+def read_toml(path: Path, what: str, hint: str) -> dict[str, Any]:
+    """Return the content of a TOML file.
+
+    Args:
+        path: the file.
+        what: what an error calls the file.
+        hint: sentence that follows if the file cannot be read.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or is not a TOML file.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
+        raise ConfigurationError(f"{what} {path} cannot be read: {reason}. {hint}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"{path} is not a TOML file: {error}") from error
+
+
+def converted(
+    values: Any,
+    kind: Any,
+    *,
+    tables: Mapping[str, type[msgspec.Struct]],
+    choices: Mapping[str, Collection[str]] | None = None,
+    where: str = "",
+) -> Any:
+    """Return the values of a table, or of an entry, as a type.
+
+    Args:
+        values: the table or entry.
+        kind: the type.
+        tables: pattern of the place of a table within this one, such as "target" or r"models\\[.*\\]", or "" for this
+            one -> its entries.
+        choices: name of an entry -> what it may be, for entries that are one of several words.
+        where: the name of this table or entry in the file; "" for the whole file.
+
+    Raises:
+        ConfigurationError: an entry is not valid. The message names it.
+    """
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise _readable(str(error), values, tables, choices or {}, where) from error
+
+
+def _readable(
+    reason: str,
+    values: Any,
+    tables: Mapping[str, type[msgspec.Struct]],
+    choices: Mapping[str, Collection[str]],
+    where: str,
+) -> ConfigurationError:
+    """Return the error for a message of msgspec. See `converted`."""
+    place = ""
+    if match := re.search(r"got `(\w+)` - at `key` in `\$\.?(.*)`$", reason):
+        return ConfigurationError(f"a name in {match[2] or where} is {_words(match[1])}, expected text.")
+    if match := re.search(r" - at `\$(.*)`$", reason):
+        place, reason = match[1].lstrip("."), reason[: match.start()]
+    full = ".".join(filter(None, [where, place])).replace(".[", "[")
+    if match := re.search(r"unknown field `(.*)`", reason):
+        table = next(table for pattern, table in tables.items() if re.fullmatch(pattern, place))
+        return unknown_name(f"entry in {full}" if full else "entry", match[1], table.__struct_fields__)
+    if match := re.search(r"missing required field `(.*)`", reason):
+        return ConfigurationError(f"{full}{'.' if full else ''}{match[1]} is missing.")
+    if match := re.search(r"Invalid enum value (.*)", reason):
+        return unknown_name(full, match[1].strip("'"), choices[place.rpartition(".")[2]])
+    if match := re.fullmatch(r"Expected `([^`]+)`(.*), got `([^`]+)`", reason):
+        return ConfigurationError(f"{full} is {_words(match[3])}, expected {_words(match[1])}{match[2]}.")
+    reason = re.sub("Expected `([^`]+)`", lambda match: f"expected {_words(match[1])}", reason)
+    return ConfigurationError(f"{full} is {_at(values, place)!r}, {reason}.")
+
+
+def _words(types: str) -> str:
+    return " or ".join(dict.fromkeys(WORDS.get(name, name) for name in types.split(" | ")))
+
+
+def _at(values: Any, place: str) -> Any:
+    """Return the value at a place as msgspec names it: "budget.seconds", "models[2]"."""
+    for key in re.findall(r"[^.\[\]]+", place):
+        values = values[int(key)] if isinstance(values, Sequence) else values[key]
+    return values

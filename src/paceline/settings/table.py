@@ -1,30 +1,34 @@
 """The table of settings: what users can set, in Python and on the command line.
 
-A new setting takes a row here, an attribute of `runtime.job.Job`, which every process of a run receives, and the code
+A new setting takes a row here, an attribute of `run.job.Job`, which every process of a run receives, and the code
 that uses it. The row becomes an argument of `paceline.launch`, an option of the commands that start a run, and a line
-in their help texts and in the report of a run. What depends on several settings is checked in `runtime.job_options`.
+in their help texts and in the report of a run. What depends on several settings is checked in `run.job_options`.
 
 The order of the rows is that of the help texts.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
-from collections.abc import Sequence
-from typing import Annotated, Any, TypedDict, get_type_hints
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
 
-from ..core.oversight.guard import GUARD_MODES, ON_NAN
-from ..core.protocol.layout import SLICINGS
-from ..core.protocol.lease import BATCH_SIZINGS, SPLITS
-from ..core.protocol.wire_format import WireFormat
+from ..core.guard import GUARD_MODES, ON_NAN
+from ..core.layout import SLICINGS, WireFormat
+from ..core.lease import BATCH_SIZINGS, SPLITS
 from ..errors import unknown_name
 from ..sync import SyncModel
 from ..sync.schedule import OVERLAPS, Schedule
 from ..sync.translation import HYPERPARAMETERS
-from ..trace.kept_traces import KeptTraces
-from ..wire.addresses import TRANSPORTS
+from ..trace.recording import KeptTraces
+from ..wire.transports import TRANSPORTS
 from .checks import (
+    RUN,
+    SERVE,
+    Setting,
     directory_or_bucket,
     duration,
     number,
@@ -37,9 +41,6 @@ from .checks import (
     written_duration,
     written_paces,
 )
-from .setting import RUN, SERVE, Setting
-
-__all__ = ["SETTINGS", "Settings", "checked"]
 
 EMULATION = "Emulating unequal machines"
 LOOKING = "Looking at the run"
@@ -526,3 +527,32 @@ def checked(settings: Settings) -> dict[str, Any]:
     if unknown := sorted(settings.keys() - SETTINGS.keys()):
         raise TypeError(str(unknown_name("argument", unknown[0], SETTINGS)))
     return {name: row.value(settings.get(name, row.default)) for name, row in SETTINGS.items()}
+
+
+# -- What `help` and notebooks show of a function that takes the settings of a run as `**settings: Unpack[Settings]`
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+WIDTH = 114  # of a docstring without its indentation
+
+
+def shows_settings(function: Function) -> Function:
+    """Show each setting as an argument of a function, in its signature and in its docstring.
+
+    In the docstring, the settings replace the line that documents `settings`.
+    """
+    signature = inspect.signature(function)
+    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    settings = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=row.default, annotation=TYPES[name])
+        for name, row in SETTINGS.items()
+    ]
+    head, _, rest = (inspect.getdoc(function) or "").partition("    settings:")
+    lines = [_documented(name, row.doc) for name, row in SETTINGS.items()]
+    function.__doc__ = "\n".join([head.rstrip(), *lines]) + rest[rest.index("\n") :]
+    function.__signature__ = signature.replace(parameters=[*own, *settings])  # type: ignore[attr-defined]
+    return function
+
+
+def _documented(name: str, doc: str) -> str:
+    return textwrap.fill(f"{name}: {doc}", WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)

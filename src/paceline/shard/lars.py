@@ -15,8 +15,6 @@ import torch
 from ..errors import ConfigurationError
 from .vectors import l2_norm
 
-__all__ = ["LARS"]
-
 Loss = TypeVar("Loss", float, torch.Tensor)
 
 

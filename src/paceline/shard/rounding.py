@@ -1,4 +1,4 @@
-"""Rounding of float32 vectors to bfloat16, in which they travel over slow links (see `core.protocol.wire_format`).
+"""Rounding of float32 vectors to bfloat16, in which they travel over slow links (see `core.layout`).
 
 This is the only place where values are rounded and widened. `torch.Tensor.copy_` rounds to the nearest value, ties to
 even. NaN stays NaN, and a value whose magnitude is above 3.39e38, the largest bfloat16, becomes inf.
@@ -10,11 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..core.protocol.layout import Range
-from .buffer_bytes import bytes_of
-from .vectors import Vectors
-
-__all__ = ["Rounded", "round_trip", "whole_ranges"]
+from ..core.layout import Range
+from .vectors import Vectors, bytes_of
 
 
 class Rounded:

@@ -1,28 +1,48 @@
 """The tensors of one shard: its slice of the weights, the user's optimizer on that slice, and the stored pushes.
 
-A store carries out requests from a server's core (see `paceline.core.protocol.requests`): it applies, discards or
+A store carries out requests from a server's core (see `paceline.core.requests`): it applies, discards or
 copies pushes, each identified by (worker, iteration). A store does not depend on sync models, processes or time. A
 simulation without gradients uses a `NullStore` instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import safetensors.torch
 import torch
 
-from ..core.protocol.layout import ShardSlice, of_set
-from ..core.protocol.model_spec import HyperParameters, OptimizerSpec
-from ..core.protocol.state_entries import StateEntries
+from ..core.layout import (
+    BufferSpec,
+    FrozenSpec,
+    HyperParameters,
+    Layout,
+    OptimizerSpec,
+    ShardSlice,
+    StateEntries,
+    of_set,
+)
+from ..errors import ConfigurationError
+from ..files import Unfinished
 from ..sync.translation import WHOLE, Standing, translate
-from .optimizer_state import segments_of_state
+from .optimizers import segments_of_state
 from .slice_optimizers import SliceOptimizer, optimizer_of_slice
-from .vectors import Vectors, dtype_name, segment_views, squared_norm
-
-__all__ = ["Push", "Store", "Vectors"]
+from .vectors import (
+    Vectors,
+    checksum,
+    dtype_name,
+    packed_bytes,
+    parameter_views,
+    pool,
+    segment_views,
+    squared_norm,
+    torch_dtype,
+)
 
 Key = tuple[int, int]
 """Identifies a push: (worker, iteration)."""
@@ -257,3 +277,168 @@ def _by_set(
 
 def _is_present(pushes: Sequence[Push], parameter: int) -> bool:
     return any(push.present[parameter] for push in pushes)
+
+
+# -- Stores the model buffers (such as BatchNorm statistics) that each worker last sent, and pools them ------
+
+
+class BufferSlots:
+    """Stores each worker's latest values of the model's buffers.
+
+    Args:
+        specs: the buffers of the model.
+        first: the initial values of the buffers, which are the same for every worker.
+
+    Attributes:
+        added: the initial values of the buffers that were added last, by name.
+    """
+
+    def __init__(self, specs: Sequence[BufferSpec], first: Sequence[torch.Tensor]) -> None:
+        self._specs = specs
+        self._first = {spec.name: tensor for spec, tensor in zip(specs, first, strict=True)}
+        self._slots: dict[int, dict[str, torch.Tensor]] = {}
+        self.added = dict(self._first)
+        self._checksum = -1  # of `added`; -1 if not computed yet
+
+    @property
+    def checksum(self) -> int:
+        """Checksum of `added`."""
+        if self._checksum < 0:
+            self._checksum = checksum([*self.added.values()])
+        return self._checksum
+
+    def extend(self, specs: Sequence[BufferSpec], added: Mapping[str, torch.Tensor]) -> None:
+        """Replace the description of the buffers. `added` maps the name of each new buffer to its initial value.
+
+        A tensor that was a buffer may have become a parameter, and is then no longer described.
+        """
+        self._specs = specs
+        self.added = {spec.name: added[spec.name] for spec in specs if spec.name in added}
+        self._checksum = -1
+        names = {spec.name for spec in specs}
+        first = {**self._first, **added}
+        self._first = {name: first[name] for name in first if name in names}
+        self._slots = {
+            worker: self._first | {name: tensor for name, tensor in slot.items() if name in names}
+            for worker, slot in self._slots.items()
+        }
+
+    def put(self, worker: int, buffers: Mapping[int, torch.Tensor]) -> None:
+        """Replace some of a worker's buffers (index -> tensor), and take ownership of the new tensors."""
+        slot = self._slots.setdefault(worker, dict(self._first))
+        for index, tensor in buffers.items():
+            slot[self._specs[index].name] = tensor
+
+    def pooled(self) -> dict[str, torch.Tensor]:
+        """Return the buffers, pooled over the workers that have sent any; if none have, return the initial values."""
+        if not self._slots:
+            return self._first
+        return self._first | pool([self._slots[worker] for worker in sorted(self._slots)])
+
+
+# -- A snapshot of the weights and buffers of the model, by their names in the script's `state_dict()` -------
+
+
+class WeightsSnapshot(msgspec.Struct, frozen=True):
+    """A snapshot of the weights and buffers of the model.
+
+    Attributes:
+        state_dict: name -> tensor, as in the model's `state_dict()`. A tied weight appears under each of its names.
+        versions: for each shard, the number of updates that its weights include; -1 if the number is unknown.
+        absent: names of the tensors that are missing or incomplete because a shard could not be read.
+        frozen: the frozen parameters whose values the servers do not have, because every worker has loaded the same.
+    """
+
+    state_dict: dict[str, torch.Tensor]
+    versions: tuple[int, ...]
+    absent: tuple[str, ...] = ()
+    frozen: tuple[FrozenSpec, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"WeightsSnapshot({len(self.state_dict)} tensors, versions={self.versions})"
+
+    def completed(self, run_dir: Path) -> WeightsSnapshot:
+        """Return the snapshot with the frozen parameters that are in files in the run directory."""
+        read = {
+            spec.name: tensor for spec in self.frozen if (tensor := read_frozen(run_dir, spec)) is not None
+        }
+        left = tuple(spec for spec in self.frozen if spec.name not in read)
+        return msgspec.structs.replace(self, state_dict=self.state_dict | read, frozen=left)
+
+    def save(self, path: Path) -> Path:
+        """Write the tensors to a file in safetensors format, which is then complete or absent. Return its path."""
+        with Unfinished(path) as place:
+            safetensors.torch.save_file(
+                {name: tensor.contiguous() for name, tensor in self.state_dict.items()}, place
+            )
+        return path
+
+
+def named_weights(layout: Layout, vectors: Vectors) -> dict[str, torch.Tensor]:
+    """Return copies of all parameters in the flat vectors, as a dictionary from name to tensor.
+
+    Tied parameters appear under all of their names.
+    """
+    return {
+        name: view.clone()
+        for p, view in zip(layout.parameters, parameter_views(layout, vectors), strict=True)
+        for name in p.names
+    }
+
+
+# -- Files in the run directory with the values of frozen parameters, from which the whole model is put together
+#
+# The servers do not have these values if all workers have loaded the same. Therefore, the initializer writes
+# them to the run directory before training begins, one file for each value, named by its digest. The launcher
+# reads the files when it needs the whole model, and removes them at the end of the run. A worker on a machine
+# that has joined the run writes none, because its run directory is on another machine than the launcher's.
+
+
+def _path(run_dir: Path, spec: FrozenSpec) -> Path:
+    return run_dir / "frozen" / spec.digest
+
+
+def write_frozen(run_dir: Path, spec: FrozenSpec, parts: Iterable[memoryview]) -> None:
+    """Write the bytes of a frozen parameter, unless they have been written already.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    path = _path(run_dir, spec)
+    if path.exists():
+        return
+    path.parent.mkdir(exist_ok=True)
+    with Unfinished(path) as place, place.open("wb") as file:
+        for part in parts:
+            file.write(part)
+
+
+def read_frozen(run_dir: Path, spec: FrozenSpec) -> torch.Tensor | None:
+    """Return a frozen parameter, which is read from its file when it is used; None if there is no such file."""
+    path, size_bytes = _path(run_dir, spec), packed_bytes(spec)
+    if not path.exists() or path.stat().st_size != size_bytes:
+        return None
+    if not size_bytes:
+        return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+    data = torch.from_file(str(path), shared=False, size=size_bytes, dtype=torch.uint8)
+    return data.view(torch_dtype(spec.dtype)).reshape(spec.shape)
+
+
+def remove_frozen(run_dir: Path) -> None:
+    """Remove the files. Tensors that were read from them remain valid."""
+    shutil.rmtree(run_dir / "frozen", ignore_errors=True)
+
+
+def require_complete(name_of: Mapping[str, str], found: Iterable[str]) -> None:
+    """Check that values with all requested digests have been found. `name_of` maps them to names of parameters.
+
+    Raises:
+        ConfigurationError: no worker of the run has one of these values any more.
+    """
+    if absent := name_of.keys() - set(found):
+        name = min(name_of[digest] for digest in absent)
+        raise ConfigurationError(
+            f"The frozen parameter {name!r} has another value here than in the run, and no worker can send the run's "
+            "value. Load the frozen parameters from the same checkpoint in all workers, or seed the random "
+            "generators in the same way before the model is built."
+        )

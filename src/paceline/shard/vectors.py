@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b, sha256
+from zlib import crc32
 
+import msgspec
+import numpy as np
 import torch
 
-from ..core.protocol.layout import Layout, ShardSlice, dtype_of
-
-__all__ = [
-    "Vectors",
-    "bits",
-    "digest",
-    "dtype_name",
-    "l2_norm",
-    "parameter_views",
-    "same",
-    "sampled_norm",
-    "segment_views",
-    "sliced",
-    "squared_norm",
-    "tensors_over",
-    "torch_dtype",
-]
+from ..core.layout import BufferSpec, HyperParameters, Layout, ShardSlice, dtype_of
+from ..errors import ProtocolError
 
 CHUNK = 128 * 1024
 """Number of elements that are converted to double precision at a time: few enough for the CPU cache."""
@@ -37,7 +26,7 @@ SAMPLED = 8192
 """Maximum number of elements of a vector, evenly spaced, from which its norm is estimated."""
 
 Vectors = dict[str, torch.Tensor]
-"""Flat vectors by name (see `core.protocol.layout`): weights or gradients of a whole model or of one shard."""
+"""Flat vectors by name (see `core.layout`): weights or gradients of a whole model or of one shard."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -154,3 +143,164 @@ def same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a tensor's memory as integers."""
     return tensor.detach().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize])
+
+
+# -- Hashes of frozen parameters: those that no optimizer trains ---------------------------------------------
+#
+# Every worker loads the frozen parameters itself, for example from a checkpoint. So that a base model of
+# gigabytes does not travel, workers compare hashes, and a server keeps only those. A value is sent only if a
+# worker's hash differs.
+
+CHUNK_BYTES = 16 * 2**20
+"""Maximum size of the part of a tensor that is copied from a device at a time."""
+
+DIGITS = 64
+"""Number of hexadecimal digits of a digest."""
+
+
+def chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Return the bytes of a tensor, in parts of at most `CHUNK_BYTES`. Parts of a contiguous CPU tensor are views."""
+    values = tensor.detach().reshape(-1)
+    for part in values.split(max(1, CHUNK_BYTES // values.itemsize)) if values.numel() else ():
+        yield lent_bytes(part.cpu())
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Return the SHA-256 hash of the dtype, the shape and the bytes of a tensor, as hexadecimal digits.
+
+    Example:
+        >>> digest_of(torch.zeros(2)) == digest_of(torch.zeros(2))
+        True
+        >>> digest_of(torch.zeros(2)) == digest_of(torch.zeros(2, 1))
+        False
+    """
+    hashed = sha256(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}".encode())
+    for part in chunks(tensor):
+        hashed.update(part)
+    return hashed.hexdigest()
+
+
+def digests_of(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Return the digest of each tensor. Tied tensors are hashed once, and several tensors at the same time."""
+    distinct = {id(tensor): tensor for tensor in tensors}
+    with ThreadPoolExecutor(torch.get_num_threads(), "paceline-digests") as pool:
+        found = dict(zip(distinct, pool.map(digest_of, distinct.values()), strict=True))
+    return [found[id(tensor)] for tensor in tensors]
+
+
+# -- Decodes the hyper-parameters that every push carries ----------------------------------------------------
+
+Groups = tuple[HyperParameters, ...]
+
+_decoder = msgspec.msgpack.Decoder(Groups)
+
+
+class GroupsReader:
+    """Decodes and checks the hyper-parameters of the parameter groups. The result of the last decoding is cached.
+
+    Args:
+        check: function that raises `ProtocolError` if the optimizer cannot use the given hyper-parameters.
+    """
+
+    def __init__(self, check: Callable[[Groups], None] = lambda groups: None) -> None:
+        self._check = check
+        self._last: tuple[bytes, Groups] = b"", ()
+
+    def read(self, encoded: bytes) -> Groups:
+        """Return each group's hyper-parameters. Raise `ProtocolError` if they cannot be decoded or used."""
+        if encoded != self._last[0]:
+            try:
+                groups = _decoder.decode(encoded)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise ProtocolError(f"the hyper-parameters of a push cannot be decoded: {error}") from error
+            self._check(groups)
+            self._last = encoded, groups
+        return self._last[1]
+
+
+# -- Converts model buffers (tensors that no optimizer trains) to and from bytes, and pools the workers' copies
+#
+# Each worker computes its own copy of the buffers, such as BatchNorm's running statistics, and sends it with
+# its pushes. The server stores each worker's copy separately. For evaluation, checkpoints and the final
+# weights, the copies are *pooled*:
+#
+#     equal in all workers          unchanged, bit for bit; running_var only if running_mean is equal as well
+#     running_mean                  mean over the workers
+#     running_var                   mean of the variances plus the variance of the means: the variance over the batches
+#                                   of all workers
+#     other floating-point tensors  mean
+#     integers, booleans            element-wise maximum, which suits counters and masks
+#     other dtypes                  the copy of the worker with the lowest index
+
+AVERAGED = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+COUNTED = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
+
+
+def packed_bytes(spec: BufferSpec) -> int:
+    """Return the size of a buffer in bytes."""
+    size = torch_dtype(spec.dtype).itemsize
+    for length in spec.shape:
+        size *= length
+    return size
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
+    """Return the bytes of each tensor."""
+    return [bytes_of(tensor.detach().contiguous().reshape(-1)) for tensor in tensors]
+
+
+def checksum(tensors: Sequence[torch.Tensor]) -> int:
+    """Return a checksum of the bytes of all tensors."""
+    found = 0
+    for data in pack(tensors):
+        found = crc32(data, found)
+    return found
+
+
+def bytes_of(vector: torch.Tensor) -> memoryview:
+    """Return the bytes of a flat tensor without copying them."""
+    return memoryview(vector.view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
+
+
+def lent_bytes(vector: torch.Tensor) -> memoryview:
+    """Return the bytes of a flat tensor of the script without copying them, to be read.
+
+    torch forbids a tensor to grow once `numpy()` was called on it, as `bytes_of` does.
+    """
+    return memoryview(np.from_dlpack(vector.detach().view(torch.uint8)))  # type: ignore[arg-type]
+
+
+def unpack(spec: BufferSpec, data: bytes | bytearray | memoryview) -> torch.Tensor:
+    """Return a buffer with a copy of the bytes in `data`."""
+    if not packed_bytes(spec):
+        return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+    return torch.frombuffer(bytearray(data), dtype=torch_dtype(spec.dtype)).reshape(spec.shape)
+
+
+def pool(slots: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Pool the buffers of all workers according to the rules in the module docstring.
+
+    Args:
+        slots: one mapping from name to buffer per worker, in the order of the workers' indices. Must not be empty.
+    """
+    return {name: _pool_one(name, slots) for name in slots[0]}
+
+
+def _pool_one(name: str, slots: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    copies = [slot[name] for slot in slots]
+    if copies[0].dtype in AVERAGED:
+        pooled = copies[0] if _same(copies) else torch.stack(copies).mean(0)
+        name_of_mean = name.removesuffix("running_var") + "running_mean"
+        if name.endswith("running_var") and name_of_mean in slots[0]:
+            means = [slot[name_of_mean] for slot in slots]
+            pooled = pooled if _same(means) else pooled + torch.stack(means).var(0, correction=0)
+        return pooled
+    if copies[0].dtype in COUNTED and not _same(copies):
+        return torch.stack(copies).amax(0)
+    return copies[0]
+
+
+def _same(copies: Sequence[torch.Tensor]) -> bool:
+    """Return True if all copies have the same bits. Comparing bits makes NaN equal to NaN."""
+    first, *others = pack(copies)
+    return all(other == first for other in others)

@@ -10,22 +10,26 @@
 
 >>> simulate(Cluster(compute_s=[1.0, 1.0, Uniform(low=2.0, high=4.0)]), "ssp:staleness=3").updates
 300
+
+Imports from `errors`, `files`, `sync`, `core`, `trace`, `shard`, `settings` and `train`.
 """
 
 from .clockwork import Dataset
 from .cluster import Cluster
 from .cluster_file import PRESETS
-from .delays import read_delays
-from .racks import Pause, Uplink
 from .result import Loss, SimResult
 from .simulate import simulate
 from .times import (
     Constant,
     Drifting,
     Law,
+    Link,
     LogNormal,
     Occasional,
+    Outside,
     Pareto,
+    Pause,
+    Presence,
     Recorded,
     Resampled,
     Scaled,
@@ -33,8 +37,9 @@ from .times import (
     Timed,
     Times,
     Uniform,
+    Uplink,
+    read_delays,
 )
-from .worker_settings import Link, Outside, Presence
 
 __all__ = [
     "PRESETS",

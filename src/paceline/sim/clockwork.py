@@ -1,4 +1,4 @@
-"""Drivers for simulated workers that compute nothing and only let time pass. See `paceline.sim.driver`."""
+"""Drivers for simulated workers that compute nothing and only let time pass. See `paceline.sim.simulated_job`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import math
 
 import msgspec
 
-from ..core.protocol.job_cut import JobCut
-from ..core.protocol.lease import BatchSizing, Order, Split
-from ..core.protocol.requests import CompleteCut
+from ..core.job_cut import JobCut
+from ..core.lease import BatchSizing, DataOrder, Split
+from ..core.requests import CompleteCut
 from ..errors import ConfigurationError, unknown_name
 from ..sync.schedule import Schedule
 from .cluster import Cluster
 from .simulated_job import VirtualJob
-
-__all__ = ["Clockwork", "Dataset", "DatasetClockwork", "require_enough_data"]
 
 SPLITS = ("auto", "dynamic", "static")
 LOADER = 0  # number of each worker's only loader
@@ -163,7 +161,7 @@ class DatasetClockwork(Clockwork):
     def __init__(self, job: VirtualJob, dataset: Dataset, batch: BatchSizing) -> None:
         super().__init__(job, 0)
         self._epochs = dataset.epochs
-        self._order = Order(
+        self._order = DataOrder(
             dataset.samples,
             dataset.batch_size,
             dataset.drop_last,

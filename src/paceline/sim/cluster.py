@@ -11,16 +11,26 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from ..core.data.data_feed import Work
+from ..core.data_feed import Work
 from ..errors import ConfigurationError
 from ..sync.ticks import resolution
-from .cluster_file import in_words_of_file, read_bandwidth, read_file, read_preset
-from .racks import Pause, Uplink, require_workers
+from .cluster_file import in_words_of_file, read_bandwidth, read_cluster_file, read_preset
 from .recorded import arguments_of_run
-from .times import Distribution, Recorded, Resampled, Scaled, Timed, Times, times_of
-from .worker_settings import Link, Outside, Presence
-
-__all__ = ["Cluster", "require_whole"]
+from .times import (
+    Distribution,
+    Link,
+    Outside,
+    Pause,
+    Presence,
+    Recorded,
+    Resampled,
+    Scaled,
+    Timed,
+    Times,
+    Uplink,
+    require_workers,
+    times_of,
+)
 
 Together = TypeVar("Together", Pause, Uplink)
 
@@ -127,7 +137,7 @@ class Cluster:
         Raises:
             ConfigurationError: the file cannot be read, or an entry is not valid; the message names the entry.
         """
-        arguments = read_file(path)
+        arguments = read_cluster_file(path)
         try:
             return cls(**arguments)
         except ConfigurationError as error:
@@ -259,7 +269,7 @@ class Cluster:
         return len(self.compute_s)
 
     def ticks_per_s(self, *stated: object) -> int:
-        """Return the number of ticks per second in a simulation of this cluster (see `paceline.sync.ticks`).
+        """Return the number of ticks per second in a simulation of this cluster (see `paceline.sync.events`).
 
         Args:
             stated: what else states times, such as the sync models of the run.

@@ -46,13 +46,20 @@ from typing import Any, get_args
 import msgspec
 
 from ..errors import ConfigurationError, unknown_name
-from ..settings.toml_tables import converted, read_toml
-from .delays import read_delays
-from .racks import Pause, Uplink
-from .times import Constant, Distribution, Own, Times, Uniform, times_of
-from .worker_settings import Link, Presence
-
-__all__ = ["PRESETS", "in_words_of_file", "read_bandwidth", "read_file", "read_preset"]
+from ..settings.checks import converted, read_toml
+from .times import (
+    Constant,
+    Distribution,
+    Link,
+    Own,
+    Pause,
+    Presence,
+    Times,
+    Uniform,
+    Uplink,
+    read_delays,
+    times_of,
+)
 
 TIMES = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 SIZES = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -214,7 +221,7 @@ def read_preset(name: str) -> dict[str, Any]:
     return _parse(tomllib.loads(_preset_files()[name].read_text(encoding="utf-8")), name, name)
 
 
-def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_cluster_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the arguments for `Cluster` from a cluster file.
 
     Raises:

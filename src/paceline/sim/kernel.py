@@ -1,6 +1,6 @@
 """The kernel of the simulation: a heap of events (time, priority, sequence number, function, arguments).
 
-Times are whole numbers of ticks (see `paceline.sync.ticks`), so sums of times are exact, and events that should
+Times are whole numbers of ticks (see `paceline.sync.events`), so sums of times are exact, and events that should
 coincide do coincide.
 """
 
@@ -12,8 +12,6 @@ from collections.abc import Callable
 
 from ..errors import ConfigurationError, RunFailedError
 from ..sync.ticks import TICKS_PER_S, Seconds, in_ticks
-
-__all__ = ["MESSAGE", "TIMER", "Kernel"]
 
 MESSAGE, TIMER = 0, 1
 """Priorities of events. If a message and a timer are due at the same time, the message is handled first."""

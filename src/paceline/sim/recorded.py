@@ -13,7 +13,7 @@ explain counts as latency. So the same cluster can be simulated with another ban
 A push without a gradient, which a worker makes while its script evaluates the model, is no computation. The first
 iteration of an accelerator with batches of a new size takes longer, because programs are compiled. Both are left out.
 
-What a script does outside of training (see `core.metrics.time_spent`) is not part of the compute times, because it
+What a script does outside of training (see `core.metrics`) is not part of the compute times, because it
 does not depend on the batch. It takes as long as in the run: before the same iterations, or at the end of each epoch.
 """
 
@@ -28,20 +28,15 @@ from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..core.data.batch_sizes import BatchTime
-from ..core.protocol.wire_format import WireFormat
+from ..core.batch_sizes import BatchTime
+from ..core.layout import WireFormat
 from ..errors import ConfigurationError
 from ..files import read_regular
 from ..sync.actions import AnswerPull
 from ..sync.events import PullRepeated, PushReceived, WorkerFinished
-from ..trace.recording import AnyTrace, trace_files
-from ..trace.records import IterationRecord, record_files, records_in
-from .times import Recorded
-from .transfers import Transfer, ends_of
-from .worker_settings import Link, Outside
-
-__all__ = ["arguments_of_run", "compute_times"]
-
+from ..trace.recording import AnyTrace, IterationRecord, record_files, records_in, trace_files
+from .network import Transfer, ends_of
+from .times import Link, Outside, Recorded
 
 EMPTY, WARM_UP = 1.0, 2.0  # why the time of an iteration is not typical
 

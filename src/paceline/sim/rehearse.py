@@ -10,11 +10,8 @@ import sys
 
 import msgspec
 
-from ..core.protocol.requests import Situation
-from .prospects import prospects
-from .simulate import simulate
-
-__all__ = ["main"]
+from ..core.requests import Situation
+from .simulate import prospects, simulate
 
 NICENESS = 10  # the workers' computations come first
 

@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..core.metrics.history import MetricHistory
-from ..core.oversight.good_weights import GoodWeights
-from ..core.oversight.guard import DIVERGED, Guard, guard_mode
-from ..core.protocol.layout import Layout
-from ..core.protocol.lease import BatchSizing
-from ..core.protocol.model_spec import ModelSpec, OptimizerSpec
-from ..core.protocol.requests import Situation
-from ..core.protocol.wire_format import WireFormat
-from ..core.sync.auto import Prospect
-from ..errors import ConfigurationError, RunFailedError, UsageError
-from ..plugins import load_models
+from ..core.auto import Prospect
+from ..core.guard import DIVERGED, GoodWeights, Guard, guard_mode
+from ..core.layout import Layout, ModelSpec, OptimizerSpec, WireFormat
+from ..core.lease import BatchSizing
+from ..core.metrics import MetricHistory
+from ..core.requests import Situation
+from ..errors import ConfigurationError, PacelineError, RunFailedError, UsageError
 from ..settings import SETTINGS
 from ..sync import SyncModel
+from ..sync.plugins import load_models
 from ..sync.schedule import Schedule, read_schedule
 from ..sync.ticks import Seconds
+from ..sync.translation import Standing
+from ..trace.activity_cells import time_use
 from ..trace.measures import Meter
-from ..trace.records import IterationRecord
-from ..trace.time_use import time_use
+from ..trace.recording import IterationRecord
 from .clockwork import Clockwork, Dataset, DatasetClockwork, require_enough_data
 from .cluster import Cluster, require_whole
-from .prospects import prospects
-from .recorder import Recorders, TakeRecord
-from .result import Loss, SimResult
-from .shard_stores import NullStore
+from .recorded import compute_times
+from .result import Loss, Recorders, SimResult, TakeRecord
 from .simulated_job import VirtualJob
+from .times import Link
 
 if TYPE_CHECKING:
-    from ..shard.snapshot import WeightsSnapshot
+    from ..shard.store import WeightsSnapshot
     from .simulated_cuts import SimCut
 
-__all__ = ["simulate"]
 
 ITERATIONS_WITHOUT_LOSS = 5
 """Number of iterations without a loss after which a run that needs losses is ended."""
@@ -494,3 +492,104 @@ def _checked(
     schedule.require_runnable(cluster.workers, count)
     schedule.require_overlap(overlap)
     return schedule, count
+
+
+# -- What stands in place of the tensors of a shard, in a simulation that does not train ---------------------
+
+
+class NullStore:
+    """A `core.requests.ShardStore` without tensors."""
+
+    def put(self, worker: int, iteration: int, push: object) -> None:
+        pass
+
+    def apply(
+        self,
+        pushes: Sequence[tuple[int, int]],
+        scales: Sequence[float],
+        standing: Standing | None = None,
+    ) -> None:
+        pass
+
+    def squared_norm(self, pushes: Sequence[tuple[int, int]], scales: Sequence[float]) -> float:
+        return 0.0
+
+    def overwrite(self, worker: int, iteration: int, number: int) -> None:
+        pass
+
+    def discard(self, worker: int, iteration: int) -> None:
+        pass
+
+    def preserve(self, worker: int, iteration: int) -> None:
+        pass
+
+
+# -- How fast a run would be under other sync models, from what has been observed of it. See `paceline.core.auto`
+#
+# The observed cycles of the workers become a cluster: what a worker's cycles usually take longer than its
+# computations is the latency of its link, and the rest its compute times. Each candidate then uses up some
+# epochs of the run's data on this cluster. The cycles are used in the order in which they were observed, so
+# pauses and other changes are as frequent as in the run.
+
+LENGTH = 64  # approximate number of iterations of each worker that are simulated
+RECENT = 32  # number of latest cycles and computations whose medians are compared
+LEAST_COMPUTED = 8  # number of known computations without which transfers are part of the compute times
+NEGLIGIBLE = 0.02  # share of a cycle below which its transfers are noise
+
+Simulate = Callable[..., SimResult]
+"""The function `simulate`, which itself simulates runs that choose their model, and therefore imports this module."""
+
+
+def prospects(situation: Situation, simulate: Simulate) -> list[Prospect]:
+    """Return the speed of each candidate, except for those that cannot be simulated."""
+    found = []
+    for sync in situation.syncs:
+        with contextlib.suppress(PacelineError):  # a candidate that does not fit is no candidate
+            found.append(Prospect(sync, _speed(situation, sync, simulate)))
+    return found
+
+
+def cluster_of(situation: Situation) -> Cluster:
+    """Return a cluster that describes the machines of a run."""
+    times, shares, links = [], [], {}
+    for worker, (cycles, computed) in enumerate(zip(situation.cycles, situation.computed, strict=True)):
+        transfer_s = _transfer_s(cycles, computed)
+        without = [
+            (None if samples < 0 else samples, max(0.0, seconds - transfer_s)) for samples, seconds in cycles
+        ]
+        sized = situation.balanced or situation.joint
+        recorded, share = compute_times(without, situation.batch_size if sized else None)
+        times.append(recorded)
+        shares.append(min(1.0, max(0.0, share)))
+        links[worker] = Link(to_server_s=transfer_s / 2, from_server_s=transfer_s / 2)
+    return Cluster(compute_s=times, fixed_share=shares, links=links)
+
+
+def _transfer_s(cycles: Sequence[tuple[int, float]], computed: Sequence[tuple[int, float]]) -> float:
+    """Return how much longer a worker's cycles usually take than its computations, in seconds."""
+    if len(computed) < LEAST_COMPUTED:
+        return 0.0
+    cycle_s = median(seconds for _, seconds in cycles[-RECENT:])
+    transfer_s = cycle_s - median(seconds for _, seconds in computed[-RECENT:])
+    return transfer_s if transfer_s > NEGLIGIBLE * cycle_s else 0.0
+
+
+def _speed(situation: Situation, sync: str, simulate: Simulate) -> float:
+    """Return the applied samples per second, or gradients if the number of samples is unknown."""
+    cluster = cluster_of(situation)
+    if situation.samples is None:
+        result = simulate(cluster, sync, LENGTH)
+        applied = sum(result.measures.iterations.values()) - result.measures.dropped_pushes
+        return applied / result.time_s if result.time_s else 0.0
+    shown = LENGTH * situation.batch_size * (1 if situation.joint else cluster.workers)
+    samples = min(situation.samples, shown)
+    data = Dataset(
+        samples=samples,
+        batch_size=situation.batch_size,
+        epochs=math.ceil(shown / samples),
+        split=situation.split,
+        pushes_per_batch=situation.pushes_per_batch,
+        joint_batch=situation.joint,
+    )
+    batch: BatchSizing = "balanced" if situation.balanced else "equal"
+    return simulate(cluster, sync, None, data=data, batch=batch).measures.samples_per_s

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from msgspec import structs
 
-from ..core.protocol.job_cut import JobCut, LoopCut
-from ..core.protocol.layout import Layout, ShardSlice
-from ..shard.optimizer_state import join_state, slice_state
+from ..core.job_cut import JobCut, LoopCut
+from ..core.layout import Layout, ShardSlice
+from ..shard.optimizers import join_state, slice_state
 from ..shard.vectors import Vectors, segment_views, torch_dtype
-
-__all__ = ["CutShard", "SimCut"]
 
 
 class CutShard:

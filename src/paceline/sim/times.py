@@ -3,24 +3,28 @@
 A random duration is a function of (seed, worker, iteration number), not the next number of a random sequence. So a
 worker needs the same time for its tenth iteration under every sync model, and a few seeds are sufficient to compare
 models. The durations are the same on every machine, because they are computed with only + - * / and square roots (see
-`paceline.sync.arithmetic`). Only `Own` relies on NumPy and on the user's code.
+`paceline.sync.conditions`). Only `Own` relies on NumPy and on the user's code.
 """
 
 from __future__ import annotations
 
+import csv
 import math
+import os
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
 from ..errors import ConfigurationError
-from ..sync.arithmetic import exp, log, normal_quantile
+from ..sync.conditions import exp, log, normal_quantile
 from ..sync.draws import uniforms
 from ..sync.ticks import Seconds, vanishes
 
@@ -28,25 +32,6 @@ if TYPE_CHECKING:
     import numpy as np
 else:  # the types of fields are resolved without NumPy, whose import takes time
     np = Any
-
-__all__ = [
-    "Constant",
-    "Drifting",
-    "Law",
-    "LogNormal",
-    "Occasional",
-    "Own",
-    "Pareto",
-    "Recorded",
-    "Resampled",
-    "Sample",
-    "Scaled",
-    "Sum",
-    "Timed",
-    "Times",
-    "Uniform",
-    "times_of",
-]
 
 Sample = Callable[[int, float], Seconds]
 """A function that returns a duration in seconds, which is not rounded to a whole number of ticks yet.
@@ -516,3 +501,252 @@ def _require_recorded(kind: str, seconds: Sequence[Seconds]) -> None:
 def _require_factor(name: str, value: float, least: float) -> None:
     if not (math.isfinite(value) and value >= least):
         raise ConfigurationError(f"{name} is {value:g}, expected a number >= {least:g}.")
+
+
+# -- Settings for individual workers that differ from the rest of the cluster --------------------------------
+#
+# They are about a worker's presence, its connection, and what its script does besides training.
+
+
+class Presence(msgspec.Struct, frozen=True, kw_only=True):
+    """The times at which a worker joins and is lost. By default, a worker is present during the whole run.
+
+    Attributes:
+        joins_at_s: virtual time at which the worker joins, in seconds.
+        lost_at_s: virtual time at which the worker is lost, in seconds; None if it is not lost at a fixed time.
+        preempted_every_s: mean of the random time between joining and being lost, in seconds; None if the worker is
+            not lost at random times.
+        back_after_s: time after which a lost worker joins again, in seconds; None if it does not join again.
+    """
+
+    joins_at_s: Seconds = 0.0
+    lost_at_s: Seconds | None = None
+    preempted_every_s: float | None = None
+    back_after_s: Seconds | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("joins_at_s", 0.0), ("lost_at_s", self.joins_at_s), ("back_after_s", 0.0)):
+            value = getattr(self, name)
+            number = isinstance(value, int | float | Fraction)
+            if value is not None and not (number and math.isfinite(value) and value >= least):
+                raise ConfigurationError(
+                    f"{name} is {value!r}, expected a number of seconds >= {float(least):g}."
+                )
+        every_s = self.preempted_every_s
+        if every_s is not None and not (math.isfinite(every_s) and every_s > 0):
+            raise ConfigurationError(f"preempted_every_s is {every_s:g}, expected a number of seconds > 0.")
+        if self.lost_at_s is not None and every_s is not None:
+            raise ConfigurationError(
+                "lost_at_s and preempted_every_s are both given, but a worker is lost either at a fixed time or at "
+                "random times. Omit one of them."
+            )
+        if self.back_after_s is not None and self.lost_at_s is None and every_s is None:
+            raise ConfigurationError(
+                "back_after_s is given for a worker that is never lost. Also give lost_at_s or preempted_every_s."
+            )
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings for one worker's network connection, where they differ from the cluster's settings.
+
+    Attributes:
+        bandwidth_bps: bandwidth of the worker's network interface, in bits per second in each direction; None for
+            the cluster's bandwidth.
+        to_server_s: latency of messages that the worker sends; None for the cluster's latency.
+        from_server_s: latency of messages that the worker receives; None for the cluster's latency.
+    """
+
+    bandwidth_bps: float | None = None
+    to_server_s: Times | None = None
+    from_server_s: Times | None = None
+
+
+class Outside(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a worker's script is outside of training, for example because it evaluates or saves the model.
+
+    Unlike a computation, this does not take longer with a larger batch.
+
+    Attributes:
+        each_s: time before each iteration, except for what lies between two epochs.
+        epoch_s: time at the end of each epoch, in a simulation with data.
+        without_epochs_s: time before each iteration in a simulation without data, in which there are no epochs; None
+            for `each_s`.
+    """
+
+    each_s: Times = 0.0
+    epoch_s: Times = 0.0
+    without_epochs_s: Times | None = None
+
+
+# -- What several workers have in common: pauses that strike them at the same time, and links that they share
+
+
+class Pause(msgspec.Struct, frozen=True, kw_only=True):
+    """Pauses in which several workers compute nothing, for example because they are in the same rack.
+
+    A computation that is in progress goes on after the pause. Messages are not delayed.
+
+    Attributes:
+        workers: indices of the workers.
+        every_s: mean of the random time between the end of a pause and the next one, in seconds. It is distributed
+            exponentially.
+        lasting_s: length of a pause, as a number of seconds or a distribution.
+    """
+
+    workers: tuple[int, ...]
+    every_s: float
+    lasting_s: Times
+
+    def __post_init__(self) -> None:
+        times_of(self.lasting_s)
+        if not 0 < self.every_s < math.inf:
+            raise ConfigurationError(
+                f"every_s of a pause is {self.every_s!r}, expected a number of seconds > 0."
+            )
+
+
+class Uplink(msgspec.Struct, frozen=True, kw_only=True):
+    """A link to the servers that several workers share, in addition to their own network interfaces.
+
+    Attributes:
+        workers: indices of the workers.
+        bandwidth_bps: bandwidth of the link, in bits per second in each direction.
+    """
+
+    workers: tuple[int, ...]
+    bandwidth_bps: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bandwidth_bps < math.inf:
+            raise ConfigurationError(
+                f"bandwidth_bps of an uplink is {self.bandwidth_bps!r}, expected a number of bits per second > 0."
+            )
+
+
+class Pauses:
+    """The times of all pauses of one kind in a run, which are drawn when they are needed.
+
+    Args:
+        pause: describes the pauses.
+        key: key of their random times.
+
+    Attributes:
+        begins_s: beginnings of the pauses that were drawn, in seconds.
+        ends_s: their ends.
+    """
+
+    def __init__(self, pause: Pause, *key: int) -> None:
+        self._every_s = pause.every_s
+        self._draw = uniforms(*key, 0)
+        self._lasting: Sample = times_of(pause.lasting_s).sampler(*key, 1)
+        self.begins_s: list[float] = []
+        self.ends_s: list[float] = []
+
+    def following(self, time_s: float) -> tuple[float, float]:
+        """Return the begin and the end of the first pause that ends after a time."""
+        while not self.ends_s or self.ends_s[-1] <= time_s:
+            number = len(self.ends_s)
+            free_s = self.ends_s[-1] if self.ends_s else 0.0
+            begin_s = free_s - log(1.0 - self._draw(number)) * self._every_s
+            self.begins_s.append(begin_s)
+            self.ends_s.append(begin_s + float(self._lasting(number, begin_s)))
+        index = bisect_right(self.ends_s, time_s)
+        return self.begins_s[index], self.ends_s[index]
+
+
+def prolonged_s(pauses: Sequence[Pauses], begun_s: float, length_s: float) -> float:
+    """Return the length of a computation, with the pauses that it falls into.
+
+    Args:
+        pauses: all pauses of the worker.
+        begun_s: when the computation begins, in seconds.
+        length_s: how long it takes without pauses, in seconds.
+    """
+    now_s, left_s = begun_s, length_s
+    while True:
+        begin_s, end_s = min(each.following(now_s) for each in pauses)
+        if begin_s >= now_s + left_s:
+            return now_s + left_s - begun_s
+        left_s -= max(0.0, begin_s - now_s)
+        now_s = end_s
+
+
+def require_workers(what: str, workers: Sequence[int], count: int) -> None:
+    """Raise `ConfigurationError` unless these are indices of workers."""
+    if not workers or not all(isinstance(worker, int) and 0 <= worker < count for worker in workers):
+        raise ConfigurationError(
+            f"the workers of {what} are {list(workers)!r}, expected at least one number from 0 to {count - 1}."
+        )
+
+
+# -- Delays that were measured on a cluster, from a CSV file: the seconds of each worker's computations ------
+
+COLUMNS = (["worker", "seconds"], ["worker", "time", "seconds"])
+
+
+def read_delays(path: str | os.PathLike[str]) -> list[Recorded] | list[Timed]:
+    """Return the distribution of each worker's compute times from a CSV file.
+
+    The first line names the columns. With `worker,seconds`, each worker's seconds are used in their order, and repeat
+    after the last one. With `worker,time,seconds`, an iteration takes the seconds of the last measurement of this
+    worker before its beginning; the times are in seconds, and the measurements repeat, too. Workers are numbered from
+    0, without gaps.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or a line is not valid; the message names the line.
+
+    Example:
+        >>> path = getfixture("tmp_path") / "delays.csv"
+        >>> _ = path.write_text("worker,seconds\\n0,1.0\\n1,3.0\\n0,1.5\\n")
+        >>> [times.seconds for times in read_delays(path)]
+        [(1.0, 1.5), (3.0,)]
+    """
+    shown = os.fspath(path)
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            lines = csv.reader(file)
+            columns = [name.strip().lower() for name in next(lines, [])]
+            if columns not in COLUMNS:
+                raise ConfigurationError(
+                    f"the first line of {shown} is {','.join(columns)!r}, expected the columns worker,seconds or "
+                    "worker,time,seconds."
+                )
+            rows = list(_rows(shown, lines, len(columns)))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigurationError(f"the file of delays {shown} cannot be read: {reason}.") from error
+    by_worker: dict[int, list[list[float]]] = defaultdict(list)
+    for worker, *numbers in rows:
+        by_worker[int(worker)].append(numbers)
+    if sorted(by_worker) != list(range(len(by_worker))) or not by_worker:
+        raise ConfigurationError(
+            f"{shown} has the workers {', '.join(map(str, sorted(by_worker))) or 'none'}, expected 0, 1, 2, ... "
+            "without gaps."
+        )
+    measured = [by_worker[worker] for worker in range(len(by_worker))]
+    try:
+        if len(columns) == 2:
+            return [Recorded(seconds=tuple(seconds for [seconds] in each)) for each in measured]
+        return [
+            Timed(at=tuple(at for at, _ in each), seconds=tuple(seconds for _, seconds in each))
+            for each in map(sorted, measured)
+        ]
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{shown}: {error}") from error
+
+
+def _rows(shown: str, lines: Iterator[list[str]], columns: int) -> Iterator[list[float]]:
+    """Yield the numbers of each line that is not empty."""
+    for number, line in enumerate(lines, start=2):
+        if not line:
+            continue
+        try:
+            if len(line) != columns:
+                raise ValueError
+            yield [int(line[0]), *map(float, line[1:])]
+        except ValueError:
+            raise ConfigurationError(
+                f"line {number} of {shown} is {','.join(line)!r}, expected a worker and "
+                f"{'seconds' if columns == 2 else 'its time and seconds'}, for example "
+                f"{'0,1.5' if columns == 2 else '0,12.0,1.5'}."
+            ) from None

@@ -1,8 +1,8 @@
 """Training in virtual time: real gradients are computed one after another, in the order of virtual time.
 
-The training function of each worker runs on its own thread (`Strand`) with its own random generators. Only one of
-these threads runs at any time. Virtual time passes only while a function waits in a call to its session. The session
-simulates the cluster's compute and message times, but pushes to and pulls from real shards.
+The training function of each worker runs on its own thread (`PausableThread`) with its own random generators. Only
+one of these threads runs at any time. Virtual time passes only while a function waits in a call to its session. The
+session simulates the cluster's compute and message times, but pushes to and pulls from real shards.
 
 The workers share everything else that the threads of a process share: modules and their globals, torch's default
 dtype and number of threads, the current directory, and open files. The wall clock has no effect on a simulation.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,43 +20,41 @@ from typing import Any, Literal
 
 import torch
 
-from ..core.metrics.time_spent import Stopwatch
-from ..core.metrics.unsent_metrics import Noted, Settled
-from ..core.oversight.guard import DIVERGED
-from ..core.protocol.job_cut import JobCut
-from ..core.protocol.layout import ShardSlice, of_set
-from ..core.protocol.lease import BatchSizing
-from ..core.protocol.messages import Combined, Contributed, KeepWorkerState, LoopPosition, Observation, Warned
-from ..core.protocol.model_spec import BufferSpec, FrozenSpec, HyperParameters, ModelSpec, first_difference
-from ..core.protocol.requests import COORDINATOR, CompleteCut, Request, Send
-from ..core.protocol.wire_format import WireFormat
-from ..core.status.standstill import unable_to_begin
-from ..core.sync.joint_calls import combine
+from ..core.guard import DIVERGED
+from ..core.job_cut import JobCut
+from ..core.joint_batch import combine
+from ..core.layout import (
+    BufferSpec,
+    FrozenSpec,
+    HyperParameters,
+    ModelSpec,
+    ShardSlice,
+    WireFormat,
+    first_difference,
+    of_set,
+)
+from ..core.lease import BatchSizing
+from ..core.messages import Combined, Contributed, KeepWorkerState, LoopPosition, Observation, Warned
+from ..core.metrics import Noted, Settled, Stopwatch
+from ..core.requests import COORDINATOR, CompleteCut, Request, Send
+from ..core.standstill import unable_to_begin
 from ..core.worker import Worker
-from ..errors import RunFailedError, first_line
-from ..frontend.adapters import unwatch_adapters
-from ..frontend.backward import unwatch_backward, watch_backward
-from ..frontend.clipping import unwatch_torch, watch_torch
-from ..frontend.generator_states import GeneratorStates
-from ..frontend.loss_scaling import unwatch_scalers, watch_scalers
-from ..frontend.metrics import metrics_of
-from ..frontend.session import Callbacks, Servers, Session, Step, install
-from ..plugins.failures import script_traceback
-from ..shard.buffer_bytes import unpack
-from ..shard.groups import GroupsReader
+from ..errors import RunFailedError, UsageError, first_line
 from ..shard.rounding import round_trip
-from ..shard.slots import BufferSlots
-from ..shard.snapshot import WeightsSnapshot, named_weights
-from ..shard.store import Push, Store, Vectors
-from ..shard.vectors import sliced, torch_dtype
+from ..shard.store import BufferSlots, Push, Store, WeightsSnapshot, named_weights
+from ..shard.vectors import GroupsReader, Vectors, sliced, torch_dtype, unpack
 from ..sync import SyncModel
 from ..sync.draws import uniform
+from ..sync.plugins import script_traceback
 from ..sync.schedule import Schedule, read_schedule
+from ..train.forward import unwatch_backward, watch_backward
+from ..train.generator_states import GeneratorStates
+from ..train.gradients import unwatch_scalers, watch_scalers
+from ..train.hooks import unwatch_torch, watch_torch
+from ..train.metrics import metrics_of, unwatch_adapters
+from ..train.session import Callbacks, Servers, Session, TrainingStep, install
 from .simulated_cuts import CutShard, SimCut
 from .simulated_job import VirtualJob
-from .strand import Strand
-
-__all__ = ["Training", "computed_by"]
 
 INDEX_BYTES = 8  # size of the index of a row in a sparse gradient
 GENERATORS = 1 << 16  # part of the key from which the seeds of the workers' generators are drawn
@@ -430,7 +429,7 @@ class Training:
             install(session, for_thread=True)
             self._function()
 
-        session.strand = Strand(run, f"paceline worker {worker}")
+        session.strand = PausableThread(run, f"paceline worker {worker}")
         self._resume(session)
 
     def _resume(self, session: VirtualSession, message: object = None) -> None:
@@ -474,7 +473,7 @@ class Training:
 
 
 class VirtualSession(Session):
-    """The session of a simulated worker. See `paceline.frontend.session.Session`."""
+    """The session of a simulated worker. See `paceline.train.session.Session`."""
 
     def __init__(self, training: Training, worker: int, generator_seed: int) -> None:
         core = training.job.workers[worker].core
@@ -491,7 +490,7 @@ class VirtualSession(Session):
             resumed=training.resumed.job.number if training.resumed is not None else 0,
         )
         self.servers = VirtualServers(training, core, worker)
-        self.strand: Strand
+        self.strand: PausableThread
         self.model: ModelSpec | None = None
         # the initial weights, buffers and optimizer state of parameters that the script adds
         self.initial: tuple[Vectors, Sequence[torch.Tensor], Callable[[ShardSlice], Vectors]]
@@ -673,7 +672,7 @@ class VirtualSession(Session):
     def request_checkpoint(self) -> None:
         self._training.job.request_checkpoint(self.worker)
 
-    def commit(self, step: Step) -> None:
+    def commit(self, step: TrainingStep) -> None:
         training = self._training
         pushes: list[Push] = []
         if not step.empty:
@@ -807,7 +806,7 @@ class VirtualSession(Session):
             self._passed = self._held_back = False
 
     def _pause(self) -> Any:
-        """Let virtual time pass. Return the result of `Strand.pause`."""
+        """Let virtual time pass. Return the result of `PausableThread.pause`."""
         self.callbacks.before_exchange()
         return self.strand.pause()
 
@@ -818,7 +817,7 @@ class VirtualSession(Session):
 
 
 class VirtualServers(Servers):
-    """What a simulated worker requests from the servers. See `paceline.frontend.session.Servers`."""
+    """What a simulated worker requests from the servers. See `paceline.train.session.Servers`."""
 
     def __init__(self, training: Training, core: Worker, worker: int) -> None:
         self._training = training
@@ -889,3 +888,114 @@ def computed_by() -> str:
     threads = torch.get_num_threads()
     capability = torch.backends.cpu.get_cpu_capability()
     return f"torch {torch.__version__}, {capability}, {threads} thread{'s' * (threads > 1)}"
+
+
+# -- A blocking function that runs on its own thread and can be paused and resumed ---------------------------
+#
+# Threads are used instead of coroutines, because the user's function is ordinary blocking code, and because
+# torch stores its modes (such as grad mode and autocast) per thread. Only one of the threads runs at any
+# time: the thread that resumes a strand waits until the strand pauses or ends.
+
+PATIENCE = 100  # maximum number of times that a function may pause after it was told to end
+CHECK_INTERVAL_S = 0.02  # time between two checks of whether the function has ended
+
+
+class _Ended(BaseException):
+    """Raised to end a strand's function. This is a `BaseException`, so `except Exception` does not catch it."""
+
+
+class PausableThread:
+    """Runs a function on a separate thread, and can pause and resume it.
+
+    Args:
+        function: the function to run.
+        name: name of the thread.
+
+    Attributes:
+        ended: True if the function has ended.
+        error: the exception that the function raised; None if there was no exception.
+    """
+
+    def __init__(self, function: Callable[[], object], name: str) -> None:
+        self.ended = False
+        self.error: BaseException | None = None
+        # Each lock is acquired by one thread and released by the other. Semaphores would be slower, because they are
+        # implemented in Python and consist of several locks.
+        self._go, self._back = threading.Lock(), threading.Lock()
+        self._go.acquire()
+        self._back.acquire()
+        self._message: Any = None
+        self._ending = False
+        self._refusals = 0  # number of pauses of the function after it was told to end
+        self._thread = threading.Thread(target=self._run, args=(function,), name=name, daemon=True)
+        self._thread.start()
+
+    def resume(self, message: Any = None) -> None:
+        """Let the function run until it pauses or ends. In the function, `pause` returns `message`.
+
+        Ctrl-C may interrupt this method at any point. After that, only `end` may be called.
+        """
+        self._message = message
+        self._go.release()
+        self._back.acquire()
+        if self.ended:
+            self._thread.join()
+
+    def pause(self) -> Any:
+        """Pause until the strand is resumed. Return the message from `resume`. Call this only from the strand."""
+        if not self._ending:
+            self._back.release()
+            self._go.acquire()
+        if self._ending:
+            self._refusals += 1
+            # The function cannot be stopped, so block it until the process exits.
+            if self._refusals > PATIENCE:
+                threading.Event().wait()
+            raise _Ended
+        return self._message
+
+    def require_own_thread(self) -> None:
+        """Raise `UsageError` unless the caller runs on the strand's thread. Only this thread can be paused."""
+        if threading.current_thread() is not self._thread:
+            raise UsageError(
+                "In a simulation, call Paceline and iterate over its loaders only on the thread that runs the "
+                "training function."
+            )
+
+    def end(self) -> None:
+        """End the function by raising an exception in it at its current or next pause.
+
+        After Ctrl-C, it is unknown which thread is running. This does not matter, because resuming the strand again
+        is harmless here.
+
+        Raises:
+            UsageError: the function does not end.
+        """
+        self._ending = True
+        while not self.ended and self._refusals <= PATIENCE:
+            if self._go.locked():
+                self._go.release()
+            self._thread.join(CHECK_INTERVAL_S)
+        if not self.ended:
+            raise UsageError(
+                f"{self._thread.name} cannot be stopped, because its function catches BaseException and continues. "
+                "Catch only Exception."
+            )
+        self._thread.join()
+
+    def _run(self, function: Callable[[], object]) -> None:
+        self._go.acquire()
+        try:
+            if not self._ending:
+                function()
+        except _Ended:
+            pass
+        except SystemExit as end:
+            self.error = end if end.code not in (None, 0) else None
+        except BaseException as error:
+            # The caller of `resume` handles the function's exceptions.
+            self.error = error
+        finally:
+            self.ended = True
+            if self._back.locked():
+                self._back.release()

@@ -8,4 +8,7 @@
 - `statistics`, `curves`: pure functions of numbers. `results`: what the cells say.
 - `tables`, `pages`, `figures`: what is written.
 - `study`: all of it, from a description to a folder of results.
+
+Imports from `errors`, `files`, `words`, `sync`, `core`, `trace`, `settings`, `train`, `run`, `look`, `sim` and
+`lab`.
 """

@@ -17,18 +17,15 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import msgspec
 from msgspec import Meta
 
-from ..core.protocol.lease import BATCH_SIZINGS, BatchSizing
+from ..core.lease import BATCH_SIZINGS, BatchSizing
 from ..errors import ConfigurationError, unknown_name
-from ..plugins import load_models
-from ..rehearsal.clusters import load_cluster
-from ..report.names import run_name
-from ..settings.toml_tables import converted, read_toml
-from ..sim import Cluster
+from ..lab.clusters import load_cluster
+from ..settings.checks import converted, read_toml
+from ..sim import Cluster, Link, LogNormal, Occasional, Times, Uniform
+from ..sync.plugins import load_models
 from ..sync.schedule import read_schedule
-from .generators import GENERATORS, Generator
-from .trained import SEED, Trained, Value, of_function, of_name, of_problem, of_script, source_digest
-
-__all__ = ["Budget", "Contender", "Point", "Study", "Target", "describe", "read_file"]
+from ..words import run_name
+from .trained import SEED, TrainedProblem, Value, of_function, of_name, of_problem, of_script, source_digest
 
 Point = tuple[tuple[str, Value], ...]
 """Values of the hyper-parameters of a grid, by name."""
@@ -160,7 +157,7 @@ class Study(NamedTuple):
     """
 
     name: str
-    trained: Trained
+    trained: TrainedProblem
     arguments: Mapping[str, Value]
     contenders: tuple[Contender, ...]
     clusters: Mapping[str, Cluster]
@@ -198,7 +195,7 @@ class Study(NamedTuple):
         }
 
 
-def read_file(path: Path, imports: Sequence[str] = ()) -> Study:
+def read_study_file(path: Path, imports: Sequence[str] = ()) -> Study:
     """Return the study that a TOML file describes. Paths in the file are relative to its folder.
 
     Args:
@@ -298,7 +295,7 @@ def describe(values: Mapping[str, Any], folder: Path, imports: Sequence[str] = (
     )
 
 
-def _trained(file: StudyFile, folder: Path) -> Trained:
+def _trained(file: StudyFile, folder: Path) -> TrainedProblem:
     given = {"train": file.train, "script": file.script, "problem": file.problem}
     stated = [key for key, value in given.items() if value]
     if len(stated) != 1:
@@ -439,3 +436,120 @@ def _own_object(value: object) -> object:
     """
     attributes = getattr(value, "__dict__", None)
     return repr(value) if attributes is None else [source_digest(type(value)), attributes]
+
+
+# -- Clusters that are generated: in what their workers differ, and how many workers there are ---------------
+#
+# A worker that is neither slow nor disturbed takes about 1 s for a gradient. So times in a study are in units
+# of an undisturbed gradient.
+
+Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Factor = Annotated[float, Meta(ge=1)]
+
+
+def near(mean_s: float) -> Uniform:
+    """Return compute times that vary by up to 3 %."""
+    return Uniform(low=0.97 * mean_s, high=1.03 * mean_s)
+
+
+class Generator(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_unknown_fields=True):
+    """Base class of the kinds of clusters.
+
+    Attributes:
+        workers: number of workers.
+        latency_s: latency of every message, in seconds.
+    """
+
+    workers: Count
+    latency_s: Seconds = 0.02
+
+    def times(self) -> tuple[Times, ...]:
+        """Return the compute times of each worker."""
+        return (near(1.0),) * self.workers
+
+    def links(self) -> Mapping[int, Link]:
+        """Return the workers whose network differs from that of the others."""
+        return {}
+
+    def cluster(self, name: str = "") -> Cluster:
+        """Return the cluster."""
+        return Cluster(compute_s=self.times(), latency_s=self.latency_s, links=self.links(), name=name)
+
+    def some(self, share: float) -> int:
+        """Return the number of workers that are a share of them, rounded down."""
+        return int(share * self.workers)
+
+
+class Equal(Generator, frozen=True, kw_only=True, tag="equal"):
+    """Workers that are equally fast, up to random differences of 3 %."""
+
+
+class Steady(Generator, frozen=True, kw_only=True, tag="steady"):
+    """Some of the workers, the last ones, are always slower.
+
+    Attributes:
+        slower: how many times longer their gradients take.
+        share: their share of the workers.
+    """
+
+    slower: Factor = 2.0
+    share: Share = 0.25
+
+    def times(self) -> tuple[Times, ...]:
+        slow = self.some(self.share)
+        return (near(1.0),) * (self.workers - slow) + (near(self.slower),) * slow
+
+
+class Jitter(Generator, frozen=True, kw_only=True, tag="jitter"):
+    """All times vary at random, log-normally.
+
+    Attributes:
+        sigma: standard deviation of the natural logarithm of a time.
+    """
+
+    sigma: Annotated[float, Meta(gt=0)] = 0.5
+
+    def times(self) -> tuple[Times, ...]:
+        return (LogNormal(median=1.0, sigma=self.sigma),) * self.workers
+
+
+class StudyPauses(Generator, frozen=True, kw_only=True, tag="pauses"):
+    """Each worker is slow for some time, now and then.
+
+    Attributes:
+        slower: how many times longer a gradient takes then.
+        lasting_s: for how long, in seconds.
+        every_s: once in how many seconds.
+    """
+
+    slower: Factor = 10.0
+    lasting_s: Seconds = 5.0
+    every_s: Seconds = 50.0
+
+    def times(self) -> tuple[Times, ...]:
+        slow = Occasional(base=near(1.0), factor=self.slower, lasting=self.lasting_s, every=self.every_s)
+        return (slow,) * self.workers
+
+
+class SlowLinks(Generator, frozen=True, kw_only=True, tag="slow-links"):
+    """The messages of some of the workers, the last ones, take longer.
+
+    Attributes:
+        message_s: time for which their messages travel, in seconds.
+        share: their share of the workers.
+    """
+
+    message_s: Seconds = 0.5
+    share: Share = 0.25
+
+    def links(self) -> Mapping[int, Link]:
+        slow = Link(to_server_s=self.message_s, from_server_s=self.message_s)
+        return {self.workers - 1 - index: slow for index in range(self.some(self.share))}
+
+
+GENERATORS: Mapping[str, type[Generator]] = {
+    str(kind.__struct_config__.tag): kind for kind in (Equal, Steady, Jitter, StudyPauses, SlowLinks)
+}
+"""The kinds of clusters by name."""

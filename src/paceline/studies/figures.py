@@ -8,20 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..report.canvas import new_figure
-from ..report.colors_of_time import COLOR_OF
-from ..report.styles_of_models import Style, styles_of
+from ..look.models import Style, styles_of
+from ..look.timelines import new_figure
+from ..words import COLOR_OF
 from .cells import UNITS, Outcome
-from .curves import band, crossing
-from .results import Row, StudyResult
-from .statistics import CONFIDENCE
+from .results import StudyResult, StudyRow
+from .statistics import CONFIDENCE, band, crossing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-__all__ = ["figures_of"]
 
 PANEL_INCHES = 3.4
 MOST_COLUMNS = 3
@@ -44,7 +42,7 @@ AXES = {
 }
 
 
-class Look(NamedTuple):
+class Drawing(NamedTuple):
     """How the models of a study are drawn.
 
     Attributes:
@@ -58,7 +56,7 @@ class Look(NamedTuple):
     higher_is_better: bool
 
 
-def figures_of(result: StudyResult) -> dict[str, Figure]:
+def pictures_of(result: StudyResult) -> dict[str, Figure]:
     """Return the figures by the names of their files, without endings.
 
     Raises:
@@ -66,7 +64,7 @@ def figures_of(result: StudyResult) -> dict[str, Figure]:
     """
     study = result.study
     drawn = styles_of(contender.style for contender in study.contenders)
-    look = Look(
+    look = Drawing(
         {contender.name: drawn[contender.style] for contender in study.contenders},
         study.target.metric,
         study.target.higher_is_better,
@@ -135,7 +133,7 @@ def _in_lines(name: str) -> str:
     return "\n".join(line.rstrip() for line in lines[:2]) + "..." * (len(lines) > 2)
 
 
-def _over(result: StudyResult, look: Look, unit: str) -> Figure:
+def _over(result: StudyResult, look: Drawing, unit: str) -> Figure:
     """Draw the mean of the metric over seconds, updates or samples, with its interval as a band."""
     figure, panels = _panels(result, 2.7)
     handles: dict[str, Any] = {}
@@ -174,7 +172,7 @@ def _over(result: StudyResult, look: Look, unit: str) -> Figure:
     return figure
 
 
-def _scale(axes: Axes, means: Sequence[float], look: Look) -> None:
+def _scale(axes: Axes, means: Sequence[float], look: Drawing) -> None:
     """Let the axis of the metric show where the curves differ, not the first steps."""
     finite = sorted(value for value in means if math.isfinite(value))
     if not finite:
@@ -211,7 +209,7 @@ def _label_first(panels: Mapping[str, Axes], label: str) -> None:
             axes.set_ylabel(label, fontsize=SMALL)
 
 
-def _times(result: StudyResult, look: Look) -> Figure:
+def _times(result: StudyResult, look: Drawing) -> Figure:
     """Draw the seconds to the target: each run, and the typical time with its interval."""
     from matplotlib.lines import Line2D
 
@@ -251,7 +249,7 @@ def _times(result: StudyResult, look: Look) -> Figure:
     return figure
 
 
-def _draw_times(axes: Axes, row: Row, place: int, right: float, color: str) -> None:
+def _draw_times(axes: Axes, row: StudyRow, place: int, right: float, color: str) -> None:
     estimate = row.time["seconds"]
     low = estimate.low if math.isfinite(estimate.low) else estimate.value
     if math.isfinite(low) and not math.isnan(estimate.low):
@@ -283,7 +281,7 @@ def _draw_times(axes: Axes, row: Row, place: int, right: float, color: str) -> N
         )
 
 
-def _front(result: StudyResult, look: Look) -> Figure:
+def _front(result: StudyResult, look: Drawing) -> Figure:
     """Draw the final value over the time to the target, and join what is not dominated."""
     from matplotlib.lines import Line2D
 
@@ -351,7 +349,7 @@ def _front(result: StudyResult, look: Look) -> Figure:
     return figure
 
 
-def _scale_finals(axes: Axes, rows: Sequence[Row]) -> None:
+def _scale_finals(axes: Axes, rows: Sequence[StudyRow]) -> None:
     """Let the axis show the final values, and the target unless this would squeeze them."""
     found = [number for row in rows for number in (row.final.low, row.final.value, row.final.high)]
     finite = [number for number in found if math.isfinite(number)]
@@ -364,7 +362,7 @@ def _scale_finals(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_ylim(low - margin, high + margin)
 
 
-def _staleness(result: StudyResult, look: Look) -> Figure:
+def _staleness(result: StudyResult, look: Drawing) -> Figure:
     """Draw a histogram of the staleness for each model and cluster."""
     clusters = [cluster for cluster in result.study.clusters if result.of_cluster(cluster)]
     names = [contender.name for contender in result.study.contenders]
@@ -452,7 +450,7 @@ def _time_of_workers(result: StudyResult) -> Figure:
     return figure
 
 
-def _tuning(result: StudyResult, look: Look) -> Figure:
+def _tuning(result: StudyResult, look: Drawing) -> Figure:
     """Draw the median time to the target over the hyper-parameter that has most values, and what was chosen."""
     axis = _axis(result)
     figure, panels = _panels(result, 2.7)
@@ -536,5 +534,5 @@ def _tuned(
     }
 
 
-def _seconds(outcome: Outcome, target: float, look: Look) -> float:
+def _seconds(outcome: Outcome, target: float, look: Drawing) -> float:
     return crossing(outcome.points("seconds"), target, higher_is_better=look.higher_is_better)

@@ -6,27 +6,25 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from .cells import UNITS, Cell, Outcome
-from .curves import crossing, not_dominated
+from ..lab.pool import Failure
+from .cells import UNITS, Cell, Choices, ChosenPoint, Outcome, target_value
 from .description import Contender, Study
-from .plan import Choice, Choices, target_value
 from .statistics import (
     Difference,
     Estimate,
     Ratio,
     Time,
+    crossing,
     difference,
     holm_adjusted,
     mean_interval,
+    not_dominated,
     ratio_of_times,
     typical_time,
 )
-from .work import Failure
-
-__all__ = ["Row", "StudyResult", "make_result"]
 
 
-class Row(NamedTuple):
+class StudyRow(NamedTuple):
     """The evaluated runs of a model on a cluster.
 
     Attributes:
@@ -47,7 +45,7 @@ class Row(NamedTuple):
 
     cluster: str
     contender: Contender
-    choice: Choice
+    choice: ChosenPoint
     target: float
     outcomes: dict[int, Outcome]
     times: dict[str, list[Time]]
@@ -76,7 +74,7 @@ class StudyResult(NamedTuple):
     """
 
     study: Study
-    rows: tuple[Row, ...]
+    rows: tuple[StudyRow, ...]
     tuning: tuple[tuple[Cell, Outcome], ...]
     failures: tuple[Failure, ...]
 
@@ -84,7 +82,7 @@ class StudyResult(NamedTuple):
         failed = f", {len(self.failures)} failures" if self.failures else ""
         return f"StudyResult({self.study.name!r}, {len(self.rows)} rows{failed})"
 
-    def of_cluster(self, cluster: str) -> list[Row]:
+    def of_cluster(self, cluster: str) -> list[StudyRow]:
         """Return the rows of a cluster."""
         return [row for row in self.rows if row.cluster == cluster]
 
@@ -103,7 +101,9 @@ def make_result(
     return StudyResult(study, tuple(rows), ended, tuple(failures))
 
 
-def _rows(study: Study, cluster: str, choices: Choices, find: Callable[[Cell], Outcome | None]) -> list[Row]:
+def _rows(
+    study: Study, cluster: str, choices: Choices, find: Callable[[Cell], Outcome | None]
+) -> list[StudyRow]:
     outcomes: dict[str, dict[int, Outcome]] = {}
     for contender in study.contenders:
         choice = choices.get((cluster, contender.name))
@@ -129,13 +129,13 @@ def _row(
     study: Study,
     cluster: str,
     contender: Contender,
-    choice: Choice,
+    choice: ChosenPoint,
     target: float,
     outcomes: dict[int, Outcome],
-) -> Row:
+) -> StudyRow:
     higher = study.target.higher_is_better
     times = {unit: [_time(each, unit, target, higher) for each in outcomes.values()] for unit in UNITS}
-    return Row(
+    return StudyRow(
         cluster=cluster,
         contender=contender,
         choice=choice,
@@ -154,7 +154,7 @@ def _time(outcome: Outcome, unit: str, target: float, higher_is_better: bool) ->
     return Time(min(reached, end), end, math.isfinite(reached))
 
 
-def _compared(study: Study, rows: Sequence[Row]) -> list[Row]:
+def _compared(study: Study, rows: Sequence[StudyRow]) -> list[StudyRow]:
     """Return the rows with comparisons with the reference on the same cluster, corrected for their number."""
     references = {row.cluster: row for row in rows if row.contender.name == study.reference}
     found = [
@@ -172,17 +172,17 @@ def _compared(study: Study, rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _beside(row: Row, reference: Row, *, paired: bool) -> Row:
+def _beside(row: StudyRow, reference: StudyRow, *, paired: bool) -> StudyRow:
     """Return a row with its comparison; if pairs are compared, of the seeds that both have."""
     common = [seed for seed in row.outcomes if seed in reference.outcomes]
     if paired and not common:
         return row
 
-    def times(own: Row) -> list[Time]:
+    def times(own: StudyRow) -> list[Time]:
         by_seed = dict(zip(own.outcomes, own.times["seconds"], strict=True))
         return [by_seed[seed] for seed in (common if paired else own.outcomes)]
 
-    def finals(own: Row) -> list[float]:
+    def finals(own: StudyRow) -> list[float]:
         return [own.outcomes[seed].final for seed in (common if paired else own.outcomes)]
 
     return row._replace(

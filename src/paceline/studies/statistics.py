@@ -10,6 +10,7 @@ logarithms.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -24,22 +25,6 @@ except ImportError as error:
     raise ConfigurationError(
         "studies require SciPy, which is not installed; run: pip install 'paceline[study]'"
     ) from error
-
-__all__ = [
-    "CONFIDENCE",
-    "Difference",
-    "Estimate",
-    "Ratio",
-    "Time",
-    "compare",
-    "difference",
-    "holm",
-    "holm_adjusted",
-    "mean_interval",
-    "mean_ranks",
-    "ratio_of_times",
-    "typical_time",
-]
 
 CONFIDENCE = 0.95
 
@@ -113,17 +98,17 @@ class Difference(NamedTuple):
     p: float
 
 
-def compare(ours: Sequence[float], others: Sequence[float]) -> Ratio:
+def compare_samples(ours: Sequence[float], others: Sequence[float]) -> Ratio:
     """Return the ratio of our results to the others', paired on seeds, with an interval.
 
     The logarithms of the ratios are averaged, and the interval is Student's. If any result is infinite, the ratio is
     the median, its interval is that of the sign test, and a pair of infinite results counts as equal. For times of
     which it is known when the runs ended, see `ratio_of_times`.
 
-    >>> ratio = compare([1.0, 1.1, 0.9, 1.0], [2.0, 2.0, 2.0, 2.0])
+    >>> ratio = compare_samples([1.0, 1.1, 0.9, 1.0], [2.0, 2.0, 2.0, 2.0])
     >>> str(ratio), ratio.tie
     ('0.50 [0.44, 0.57]', False)
-    >>> str(compare([math.inf] * 8, [1.0] * 8))
+    >>> str(compare_samples([math.inf] * 8, [1.0] * 8))
     'inf [inf, inf]'
     """
     logs = [_log_ratio(one, other) for one, other in zip(ours, others, strict=True)]
@@ -422,3 +407,85 @@ def _exp(log: float) -> float:
 
 def _text(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 10 or math.isinf(ratio) else f"{ratio:.0f}"
+
+
+# -- Pure functions of curves: when a curve reaches a target, its mean over seeds, and what is not dominated
+#
+# A curve is a sequence of points (x, value) with ascending x: seconds, updates or samples.
+
+Curve = Sequence[tuple[float, float]]
+
+
+def crossing(curve: Curve, target: float, *, higher_is_better: bool = False) -> float:
+    """Return where a curve first reaches a target, or infinity.
+
+    The value is measured only now and then, so the place is interpolated on the straight line between two points. If
+    the point before is not finite, or there is none, it is that of the point itself.
+
+    >>> crossing([(0.0, 8.0), (10.0, 6.0), (20.0, 4.0)], 5.0)
+    15.0
+    >>> crossing([(10.0, 0.25), (20.0, 0.75)], 0.5, higher_is_better=True), crossing([(10.0, 0.75)], 0.5)
+    (15.0, inf)
+    """
+    sign = 1.0 if higher_is_better else -1.0
+    before: tuple[float, float] | None = None
+    for x, value in curve:
+        if sign * (value - target) >= 0:
+            if before is None or not math.isfinite(before[1]):
+                return x
+            return before[0] + (x - before[0]) * (target - before[1]) / (value - before[1])
+        before = x, value
+    return math.inf
+
+
+def value_at(curve: Curve, x: float) -> float:
+    """Return the value of a curve between its points, interpolated; NaN outside of them.
+
+    >>> value_at([(0.0, 1.0), (2.0, 5.0)], 0.5), value_at([(0.0, 1.0), (2.0, 5.0)], 3.0)
+    (2.0, nan)
+    """
+    index = bisect.bisect_left(curve, x, key=lambda point: point[0])
+    if index == len(curve):
+        return math.nan
+    after_x, after = curve[index]
+    if after_x == x:
+        return after
+    if index == 0:
+        return math.nan
+    before_x, before = curve[index - 1]
+    return before + (after - before) * (x - before_x) / (after_x - before_x)
+
+
+def band(curves: Sequence[Curve], places: Sequence[float]) -> list[tuple[float, Estimate]]:
+    """Return the mean of several curves with its interval, at those of the given places that all curves cover.
+
+    >>> band([[(0.0, 1.0), (2.0, 3.0)], [(1.0, 3.0), (2.0, 5.0)]], [0.0, 1.0, 2.0])[0]
+    (1.0, Estimate(value=2.5, low=-3.85..., high=8.85...))
+    """
+    found = []
+    for x in places:
+        values = [value_at(curve, x) for curve in curves]
+        if all(map(math.isfinite, values)):
+            found.append((x, mean_interval(values)))
+    return found
+
+
+def not_dominated(points: Mapping[Key, tuple[float, float]], *, higher_is_better: bool) -> list[Key]:
+    """Return the keys of the points (cost, value) for which no other one has less cost and a better value.
+
+    The keys are in order of the cost. Points whose cost is infinite are dominated by each finite one with a value as
+    good.
+
+    >>> not_dominated({"a": (1.0, 0.8), "b": (2.0, 0.9), "c": (3.0, 0.85)}, higher_is_better=True)
+    ['a', 'b']
+    """
+    sign = 1.0 if higher_is_better else -1.0
+
+    def dominated(key: Key) -> bool:
+        cost, value = points[key]
+        return any(
+            other[0] <= cost and sign * other[1] >= sign * value and other != (cost, value)
+            for other in points.values()
+        )
+
+    return sorted((key for key in points if not dominated(key)), key=lambda key: points[key][0])

@@ -9,17 +9,24 @@ from typing import Any
 
 from ..errors import ConfigurationError
 from ..files import Unfinished
-from ..report.canvas import NO_MATPLOTLIB, can_draw, save
-from .cells import Cell, CellTask, Folder, Outcome, prepare, run_cell
-from .description import Study, describe, read_file
-from .figures import figures_of
-from .pages import summary_md
-from .plan import choose, evaluated_cells, task_of, tuning_cells
+from ..lab.pool import Failure, TaskPool, Tell, in_processes, work_off
+from ..look.timelines import NO_MATPLOTLIB, can_draw, save
+from .cells import (
+    Cell,
+    CellTask,
+    Folder,
+    Outcome,
+    choose,
+    evaluated_cells,
+    prepare,
+    run_cell,
+    task_of,
+    tuning_cells,
+)
+from .description import Study, describe, read_study_file
+from .figures import pictures_of
+from .pages import curves_csv, runs_csv, summary_md, table_tex
 from .results import StudyResult, make_result
-from .tables import curves_csv, runs_csv, table_tex
-from .work import Failure, Pool, Tell, in_processes, work_off
-
-__all__ = ["NO_FIGURES", "carry_out", "study", "write"]
 
 log = logging.getLogger("paceline.studies")
 
@@ -63,18 +70,18 @@ def study(
                 f"the study is {str(description)!r}, and {', '.join(entries)} is given as well, expected either a "
                 "study file or entries."
             )
-        found = read_file(Path(description))
+        found = read_study_file(Path(description))
     else:
         found = describe({**(description or {}), **entries}, Path.cwd())
     if not can_draw():
         log.warning(NO_FIGURES)
     with in_processes(processes, prepare) as pool:
-        result = carry_out(found, Path(out), pool, tell)
+        result = run_study(found, Path(out), pool, tell)
     write(result, Path(out))
     return result
 
 
-def carry_out(study: Study, out: Path, pool: Pool, tell: Tell) -> StudyResult:
+def run_study(study: Study, out: Path, pool: TaskPool, tell: Tell) -> StudyResult:
     """Make the runs of a study that are missing in its folder, and return the result.
 
     Raises:
@@ -106,7 +113,7 @@ class _Runs:
         failures: the cells that have failed.
     """
 
-    def __init__(self, study: Study, folder: Folder, pool: Pool, tell: Tell, most: int) -> None:
+    def __init__(self, study: Study, folder: Folder, pool: TaskPool, tell: Tell, most: int) -> None:
         self.failures: list[Failure] = []
         self._study, self._folder, self._pool, self._tell, self._most = study, folder, pool, tell, most
         self._done = 0
@@ -152,7 +159,7 @@ class _Runs:
 def write(result: StudyResult, out: Path) -> None:
     """Write the tables, the summary and, with matplotlib, the figures of a study into its folder."""
     drawn = can_draw()
-    figures = figures_of(result) if result.rows and drawn else {}
+    figures = pictures_of(result) if result.rows and drawn else {}
     if drawn:
         (out / "figures").mkdir(exist_ok=True)
     for name, figure in figures.items():

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import importlib.util
 import inspect
 import re
@@ -26,10 +25,7 @@ import cloudpickle
 import msgspec
 
 from ..errors import ConfigurationError, first_line, unknown_name
-from ..runtime.job_options import require_script
-from .problems import PROBLEMS
-
-__all__ = ["SEED", "Run", "Trained", "of_function", "of_name", "of_problem", "of_script", "source_digest"]
+from ..run.job_options import require_script
 
 SEED = "seed"
 """Name of the hyper-parameter that receives the seed of a run."""
@@ -45,7 +41,7 @@ class Run(NamedTuple):
     args: tuple[object, ...]
 
 
-class Trained(msgspec.Struct, frozen=True):
+class TrainedProblem(msgspec.Struct, frozen=True):
     """What a study trains. It can be sent to another process.
 
     Attributes:
@@ -91,7 +87,7 @@ class Trained(msgspec.Struct, frozen=True):
             _require_parameters(self.name, _loaded(self), names)
 
 
-def of_problem(name: str) -> Trained:
+def of_problem(name: str) -> TrainedProblem:
     """Return a problem that comes with Paceline.
 
     Raises:
@@ -99,10 +95,10 @@ def of_problem(name: str) -> Trained:
     """
     if name not in PROBLEMS:
         raise unknown_name("problem", name, PROBLEMS)
-    return Trained(name, "problem")
+    return TrainedProblem(name, "problem")
 
 
-def of_script(command: str, folder: Path) -> Trained:
+def of_script(command: str, folder: Path) -> TrainedProblem:
     """Return a script, whose path is relative to a folder.
 
     Raises:
@@ -118,12 +114,12 @@ def of_script(command: str, folder: Path) -> Trained:
             f"script is {command!r}, but there is no file {path!r} in {folder.resolve()}."
         )
     require_script(file)
-    return Trained(
+    return TrainedProblem(
         shlex.join([str(file), *arguments]), "script", (str(file.parent),), digest=_digest(file.read_bytes())
     )
 
 
-def of_name(name: str, folder: Path) -> Trained:
+def of_name(name: str, folder: Path) -> TrainedProblem:
     """Return a function by its name: "module:function", or "file.py:function" with a path relative to a folder.
 
     Raises:
@@ -140,16 +136,16 @@ def of_name(name: str, folder: Path) -> Trained:
             raise ConfigurationError(
                 f"train is {name!r}, but there is no file {where!r} in {folder.resolve()}."
             )
-        trained = Trained(
+        trained = TrainedProblem(
             f"{file}:{function}", "name", (str(file.parent),), digest=_digest(file.read_bytes())
         )
     else:
-        trained = Trained(name, "name", (str(folder.resolve()),))
+        trained = TrainedProblem(name, "name", (str(folder.resolve()),))
     found = _loaded(trained)
     return trained if trained.digest else msgspec.structs.replace(trained, digest=source_digest(found))
 
 
-def of_function(function: Callable[..., object]) -> Trained:
+def of_function(function: Callable[..., object]) -> TrainedProblem:
     """Return a function that is given itself.
 
     Raises:
@@ -163,11 +159,11 @@ def of_function(function: Callable[..., object]) -> Trained:
             f"the function {name} cannot be sent to another process: {first_line(error)}. Define it at the top level "
             "of a module."
         ) from error
-    return Trained(name, "function", content=content, digest=source_digest(function))
+    return TrainedProblem(name, "function", content=content, digest=source_digest(function))
 
 
 @functools.cache
-def _loaded(trained: Trained) -> Callable[..., object]:
+def _loaded(trained: TrainedProblem) -> Callable[..., object]:
     """Return the function, which this process imports when it first needs it."""
     if trained.kind == "problem":
         return PROBLEMS[trained.name]
@@ -261,3 +257,104 @@ def source_digest(what: Any) -> str:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
+
+
+# -- Problems that come with Paceline: training functions that need no file of one's own ---------------------
+#
+# Each of them logs a metric that a study can aim at, and takes its hyper-parameters by name.
+
+
+@functools.cache
+def _digits() -> Any:
+    """Return the digits, which all workers and runs of a process share."""
+    from ..lab.demo import load
+
+    return load()
+
+
+def digits(
+    rate: float = 0.1,
+    momentum: float = 0.9,
+    batch: int = 16,
+    epochs: int = 6,
+    hidden: int = 64,
+    every: int = 5,
+) -> None:
+    """Train a network with one hidden layer on scikit-learn's digits. The main worker logs `accuracy` on test images.
+
+    Args:
+        rate: learning rate of SGD.
+        momentum: momentum of SGD.
+        batch: number of images in a worker's batch.
+        epochs: number of epochs.
+        hidden: number of neurons in the hidden layer.
+        every: number of the main worker's iterations between two evaluations.
+    """
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from ..train.collectives import evaluating, is_main
+    from ..train.data import distribute
+    from ..train.epochs import epochs as epochs_of
+    from ..train.metrics import log
+    from ..train.optimizer import DistributedOptimizer
+
+    data = _digits()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum), model=model
+    )
+    loader = DataLoader(TensorDataset(data.train_images, data.train_labels), batch, shuffle=True)
+    steps = 0
+    for _ in epochs_of(epochs):
+        for x, y in distribute(loader):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            steps += 1
+            if is_main() and steps % every == 0:
+                with evaluating(model) as snapshot, torch.no_grad():
+                    right = snapshot(data.test_images).argmax(dim=1) == data.test_labels
+                log(accuracy=right.float().mean().item())
+
+
+def quadratic(
+    rate: float = 0.1, momentum: float = 0.0, iterations: int = 60, noise: float = 0.3, every: int = 2
+) -> None:
+    """Minimize a quadratic with curvatures from 1 to 1/64 and noisy gradients. The main worker logs its `loss`.
+
+    Args:
+        rate: learning rate of SGD.
+        momentum: momentum of SGD.
+        iterations: number of iterations of each worker.
+        noise: standard deviation of the gradient's noise, for a curvature of 1.
+        every: number of the main worker's iterations between two evaluations.
+    """
+    import torch
+
+    from ..train.collectives import evaluating, is_main
+    from ..train.metrics import log
+    from ..train.optimizer import DistributedOptimizer
+
+    curvatures = 2.0 ** -torch.arange(7.0)
+    model = torch.nn.Linear(7, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum), model=model
+    )
+    for step in range(1, iterations + 1):
+        optimizer.zero_grad()
+        weights = model.weight.flatten()
+        slope = noise * curvatures.sqrt() * torch.randn(7)
+        (0.5 * (curvatures * weights.square()).sum() + (slope * weights).sum()).backward()
+        optimizer.step()
+        if is_main() and step % every == 0:
+            with evaluating(model) as snapshot, torch.no_grad():
+                weights = snapshot.weight.flatten()
+            log(loss=0.5 * (curvatures * weights.square()).sum().item())
+
+
+PROBLEMS: Mapping[str, Callable[..., None]] = {"digits": digits, "quadratic": quadratic}
+"""The problems by name."""

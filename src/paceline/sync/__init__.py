@@ -8,6 +8,8 @@ command line, `name:key=value,key=value`. `MODELS` maps names to registered mode
 SSP(staleness=4)
 >>> str(ElasticBSP())
 'elastic-bsp:lookahead=15'
+
+Imports from `errors`, `state` and `zipline`.
 """
 
 from __future__ import annotations
@@ -54,8 +56,9 @@ __all__ = [
     "register",
 ]
 
-# `Conditions` is exported here but defined in `plugins`, because this class imports the user's functions by name.
-from ..plugins.user_conditions import Conditions
+# `Conditions` is exported here but defined in `plugins`, because this class imports the user's functions by
+# name.
+from .plugins import Conditions
 
 for _model in (
     BSP,

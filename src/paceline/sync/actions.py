@@ -10,22 +10,6 @@ import msgspec
 
 from .events import Change
 
-__all__ = [
-    "Action",
-    "AnswerPull",
-    "AnyAction",
-    "ApplyMean",
-    "ApplyPush",
-    "DropPush",
-    "HoldPush",
-    "Plan",
-    "PublishChange",
-    "PublishPlan",
-    "ReportFault",
-    "RestartWorker",
-    "SetTimer",
-]
-
 
 class Action(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A request to the host."""

@@ -25,8 +25,6 @@ from __future__ import annotations
 
 from .conditions import PUSH_SCALES, ApplyingModel, ConditionMachine, always
 
-__all__ = ["ASP"]
-
 
 class ASP(ApplyingModel, frozen=True, repr_omit_defaults=True):
     """Asynchronous parallel: each push is applied on arrival, and each pull is answered on arrival."""

@@ -26,8 +26,6 @@ from __future__ import annotations
 from .conditions import ConditionMachine
 from .model import SyncModel
 
-__all__ = ["BSP"]
-
 
 class BSP(SyncModel, frozen=True, repr_omit_defaults=True):
     """Bulk synchronous parallel: one barrier after each iteration."""

@@ -35,12 +35,12 @@ with the n of its job, even if it has fewer workers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from ..errors import InternalError, InvalidEventError, unknown_name
 from ..state import stateful
 from .actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush
-from .counts import Counts
 from .events import (
     AnyEvent,
     PullRequested,
@@ -50,23 +50,7 @@ from .events import (
     WorkerJoined,
     WorkerLost,
 )
-from .model import Handover, ShardMachine, SyncModel, without_torn
-
-__all__ = [
-    "EXECUTIONS",
-    "PUSH_SCALES",
-    "ApplyingModel",
-    "ConditionMachine",
-    "ConditionModel",
-    "Execution",
-    "PullCondition",
-    "PullState",
-    "PushCondition",
-    "PushScale",
-    "PushState",
-    "always",
-    "everybody",
-]
+from .model import Counts, Handover, ShardMachine, SyncModel, without_torn
 
 
 class PushState:
@@ -491,3 +475,155 @@ class ConditionMachine(ShardMachine):
             del self._delayed[rnd][worker]
             if not self._delayed[rnd]:
                 del self._delayed[rnd]
+
+
+# -- Exponential, logarithm and normal quantile, computed only with + - * / and the square root --------------
+#
+# The results of the C library's functions can differ in the last bit between machines. The functions in this
+# module return the same results on every machine, because IEEE 754 defines the rounding of every operation
+# that they use. Therefore simulations that use these functions also give bit-identical results on every
+# machine. The errors of `exp` and `log` are at most a few units in the last place; the relative error of
+# `normal_quantile` is at most 1.2e-9.
+
+LN2_HIGH = (
+    0.693147180369123816490  # the leading 32 bits of ln 2, so that the product with a small integer is exact
+)
+LN2_LOW = 1.90821492927058770002e-10  # ln 2 - LN2_HIGH
+SQRT_HALF = 0.7071067811865476
+MOST, LEAST = 709.0, -745.0  # `exp` returns infinity above MOST and 0 below LEAST
+TERMS = 17  # number of terms in each series; more terms would not change the result
+
+# Acklam's rational approximation (2003), with separate coefficients for the tails and for the middle.
+TAIL = 0.02425
+TAIL_OVER = (
+    -7.784894002430293e-03,
+    -3.223964580411365e-01,
+    -2.400758277161838e00,
+    -2.549732539343734e00,
+    4.374664141464968e00,
+    2.938163982698783e00,
+)
+TAIL_UNDER = (
+    7.784695709041462e-03,
+    3.224671290700398e-01,
+    2.445134137142996e00,
+    3.754408661907416e00,
+    1.0,
+)
+MIDDLE_OVER = (
+    -3.969683028665376e01,
+    2.209460984245205e02,
+    -2.759285104469687e02,
+    1.383577518672690e02,
+    -3.066479806614716e01,
+    2.506628277459239e00,
+)
+MIDDLE_UNDER = (
+    -5.447609879822406e01,
+    1.615858368580409e02,
+    -1.556989798598866e02,
+    6.680131188771972e01,
+    -1.328068155288572e01,
+    1.0,
+)
+
+
+def exp(x: float) -> float:
+    """Return e^x, but infinity for `x` > 709 and 0 for `x` < -745.
+
+    >>> round(exp(1.0), 12)
+    2.718281828459
+    """
+    if x > MOST:
+        return math.inf
+    if x < LEAST:
+        return 0.0
+    halvings = round(x / (LN2_HIGH + LN2_LOW))
+    rest = (x - halvings * LN2_HIGH) - halvings * LN2_LOW
+    value = 1.0
+    for term in range(TERMS, 0, -1):
+        value = 1.0 + rest / term * value
+    return math.ldexp(value, halvings)
+
+
+def log(x: float) -> float:
+    """Return the natural logarithm of `x`, for `x` > 0.
+
+    >>> round(log(10.0), 12)
+    2.302585092994
+    """
+    mantissa, exponent = math.frexp(x)
+    if mantissa < SQRT_HALF:
+        mantissa, exponent = mantissa * 2.0, exponent - 1
+    ratio = (mantissa - 1.0) / (mantissa + 1.0)
+    square = ratio * ratio
+    series = 0.0
+    for term in range(2 * TERMS + 1, 0, -2):
+        series = series * square + 1.0 / term
+    return exponent * LN2_HIGH + (2.0 * ratio * series + exponent * LN2_LOW)
+
+
+def normal_quantile(p: float) -> float:
+    """Return the x for which P(X < x) = `p`, where X is a standard normal variable and 0 < `p` < 1.
+
+    >>> round(normal_quantile(0.975), 6)
+    1.959964
+    """
+    if p > 0.5:
+        return -normal_quantile(1.0 - p)
+    if p < TAIL:
+        q = math.sqrt(-2.0 * log(p))
+        return _polynomial(TAIL_OVER, q) / _polynomial(TAIL_UNDER, q)
+    q = p - 0.5
+    return q * _polynomial(MIDDLE_OVER, q * q) / _polynomial(MIDDLE_UNDER, q * q)
+
+
+def _polynomial(coefficients: tuple[float, ...], x: float) -> float:
+    value = 0.0
+    for coefficient in coefficients:
+        value = value * x + coefficient
+    return value
+
+
+# -- Tracks how long each worker's iterations take, for models that depend on the workers' speeds ------------
+#
+# An interval ends with a push. It begins with the worker's previous push, as DSSP defines it, unless the
+# model calls `begin` when it answers the worker's pull. Then the time for which the worker has waited is left
+# out. The interval that ends with the warm-up of an accelerator is left out, because the next ones are
+# shorter. Time outside of training that a push names is not part of its interval, because it says nothing
+# about the next ones.
+
+
+@stateful(decides="last_ticks interval_ticks")
+class Intervals:
+    """For each live worker, when its current interval began, and how long its last interval was.
+
+    Attributes:
+        last_ticks: worker -> time of the worker's last push or join, or the time given to `begin`.
+        interval_ticks: worker -> length of the interval that ended with the worker's last push other than a warm-up,
+            without the time outside of training.
+    """
+
+    def __init__(self) -> None:
+        self.last_ticks: dict[int, int] = {}
+        self.interval_ticks: dict[int, int] = {}
+
+    def note(self, event: AnyEvent) -> None:
+        """Update the times after the model has accepted an event."""
+        match event:
+            case PushReceived():
+                if not event.warm_up:
+                    length_ticks = event.now_ticks - self.last_ticks[event.worker]
+                    self.interval_ticks[event.worker] = max(0, length_ticks - event.outside_ticks)
+                self.last_ticks[event.worker] = event.now_ticks
+            case WorkerJoined():
+                self.last_ticks[event.worker] = event.now_ticks
+            case WorkerLost() | WorkerFinished():
+                del self.last_ticks[event.worker]
+                self.interval_ticks.pop(event.worker, None)
+            case _:
+                pass
+
+    def begin(self, worker: int, now_ticks: int) -> None:
+        """Begin a worker's current interval now instead of with its last push."""
+        self.last_ticks[worker] = now_ticks

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["uniform", "uniforms"]
-
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 

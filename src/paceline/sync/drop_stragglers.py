@@ -35,8 +35,6 @@ from ..errors import ConfigurationError
 from .conditions import ConditionMachine
 from .model import SyncModel, require_count
 
-__all__ = ["DropStragglers"]
-
 
 class DropStragglers(SyncModel, frozen=True, repr_omit_defaults=True):
     """Synchronous rounds with backup workers.

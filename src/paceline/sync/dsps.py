@@ -31,12 +31,9 @@ import math
 
 from ..state import stateful
 from .actions import AnswerPull, AnyAction
-from .conditions import EXECUTIONS, PUSH_SCALES, ConditionMachine, ConditionModel, PullState
+from .conditions import EXECUTIONS, PUSH_SCALES, ConditionMachine, ConditionModel, Intervals, PullState
 from .events import AnyEvent, WorkerJoined
-from .intervals import Intervals
 from .model import Handover, require_count, require_order
-
-__all__ = ["DSPS"]
 
 
 class DSPS(ConditionModel, frozen=True, repr_omit_defaults=True):

@@ -32,12 +32,9 @@ import math
 
 from ..state import stateful
 from .actions import AnyAction
-from .conditions import ConditionMachine, PullState
+from .conditions import ConditionMachine, Intervals, PullState
 from .events import AnyEvent, WorkerFinished, WorkerJoined, WorkerLost
-from .intervals import Intervals
 from .model import Handover, SyncModel, require_count, require_order, require_within
-
-__all__ = ["DSSP", "iterations_to_spend"]
 
 MOST_TO_SPEND = 10_000  # largest allowed value of upper - lower
 

@@ -58,17 +58,7 @@ from .events import (
     WorkerJoined,
     WorkerLost,
 )
-from .model import (
-    Handover,
-    JobMachine,
-    ShardMachine,
-    SyncModel,
-    require_count,
-    require_within,
-    without_torn,
-)
-
-__all__ = ["ElasticBSP"]
+from .model import Handover, JobMachine, ShardMachine, SyncModel, require_count, require_within, without_torn
 
 MOST_LOOKAHEAD = 100_000
 LEAST_INTERVAL_TICKS = 1  # extrapolation needs an interval > 0, but two pushes can have the same time

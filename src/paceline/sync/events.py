@@ -14,33 +14,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-__all__ = [
-    "MOST_NORM",
-    "AnyEvent",
-    "Change",
-    "Clip",
-    "Edit",
-    "Event",
-    "IterationFinished",
-    "IterationStarted",
-    "MeanClipped",
-    "Number",
-    "OfShard",
-    "PullRepeated",
-    "PullRequested",
-    "PushReceived",
-    "RateTempered",
-    "RecordedEvent",
-    "Stop",
-    "SyncRequested",
-    "TimerFired",
-    "WorkerFenced",
-    "WorkerFinished",
-    "WorkerJoined",
-    "WorkerLost",
-]
-
-
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 """An index or a count. Messages from other processes are rejected if they contain numbers outside these bounds."""
 
@@ -178,7 +151,7 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
         warm_up: True if this was the worker's first iteration on an accelerator with batches of this size, for which
             programs are compiled or tuned. Its duration says nothing about the next ones.
         outside_ticks: time since the worker's last pull was answered in which its script did not train, in ticks; see
-            `paceline.core.metrics.time_spent`. 0 in a run with `--hyperparameters raw`.
+            `paceline.core.metrics`. 0 in a run with `--hyperparameters raw`.
         staleness: number of updates since the shard last sent its weights to the worker, if the model needs it.
         at_once: the largest number of workers that have been present at once so far, if the model needs it.
     """
@@ -278,7 +251,7 @@ class SyncRequested(Event, frozen=True, kw_only=True, tag=True):
     Attributes:
         worker: the worker that sent the request.
         source: "schedule" if the run's schedule contains the change, "script" if the training script requested it,
-            "auto" if the coordinator has chosen it (see `paceline.core.sync.auto`). `worker` is then any live worker.
+            "auto" if the coordinator has chosen it (see `paceline.core.auto`). `worker` is then any live worker.
         number: number of the request, counted from 0 for each source.
         sync: the requested model, as in `Change.sync`.
     """

@@ -5,7 +5,7 @@ a message and stored in a trace. A specification creates the *state machines* th
 shard and, if the model plans for the whole job, one for the coordinator. A machine has no access to a host, a clock
 or a tensor. The machine's method `handle` takes an event and returns the resulting actions, in order.
 
-A machine receives only legal events: `paceline.core.protocol.order` checks in advance that each worker pushes, pulls
+A machine receives only legal events: `paceline.core.order` checks in advance that each worker pushes, pulls
 and receives its answer in that order. Therefore a machine stores only what the rule of its model needs. If this rule
 forbids some legal events as well, the machine rejects them in its method `check`, which does not change any state.
 """
@@ -13,16 +13,15 @@ forbids some legal events as well, the machine rejects them in its method `check
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import msgspec
 
 from ..errors import ConfigurationError, InternalError
 from ..state import stateful
 from .actions import AnyAction, ApplyMean, DropPush
-from .counts import Counts
 from .events import (
     AnyEvent,
     IterationFinished,
@@ -35,22 +34,6 @@ from .events import (
     WorkerLost,
 )
 from .ticks import TICKS_PER_S, Seconds, vanishes
-
-__all__ = [
-    "Fault",
-    "Handover",
-    "JobMachine",
-    "Machine",
-    "OneShardModel",
-    "ShardMachine",
-    "SyncModel",
-    "agree_on_means",
-    "require_count",
-    "require_order",
-    "require_seconds",
-    "require_within",
-    "without_torn",
-]
 
 
 class Machine(Protocol):
@@ -171,7 +154,7 @@ class ShardMachine:
         """Handle the verdict about the held pushes of a frozen worker: drop those with a label above `kept`.
 
         None keeps all pushes. The worker's `WorkerLost` event follows, unless the model was told before that the
-        worker has left (see `core.sync.shard_sync`). Then, what was not applied because of the worker is applied now.
+        worker has left (see `core.shard`). Then, what was not applied because of the worker is applied now.
 
         A subclass that overrides this method must call it, or remove the worker from `frozen` itself.
         """
@@ -201,7 +184,7 @@ class ShardMachine:
     def take_over(self, handover: Handover, now_ticks: int) -> list[AnyAction]:
         """Continue from another machine's state: apply the mean of the held pushes, and process the delayed pulls.
 
-        Pushes of frozen workers are not applied. If this machine does not hold them either, `core.sync.shard_sync`
+        Pushes of frozen workers are not applied. If this machine does not hold them either, `core.shard`
         does.
         """
         self.counts = handover.counts
@@ -477,3 +460,345 @@ def require_count(model: str, key: str, value: float, least: int, *, infinite: b
         return
     or_infinite = ', or "inf"' if infinite else ""
     raise ConfigurationError(f"{model}: {key} is {value!r}, expected a whole number >= {least}{or_infinite}.")
+
+
+# -- Keeps c_p, the number of iterations that each live worker p has pushed, and the minimum and maximum of c_p
+#
+# Only legal events reach a model (see `paceline.core.order`), so this module does not check them. Joins and
+# pushes take amortized constant time, regardless of the number of workers, because this module stores the
+# number of workers for each value of c_p. If no worker is left at the minimum, the minimum moves up to the
+# next value that a worker has.
+
+
+@stateful(decides="count slowest fastest furthest joins _at")
+class Counts:
+    """Tracks the progress of the live workers.
+
+    Attributes:
+        count: live worker -> c_p, in order of joining.
+        slowest: smallest c_p of the live workers; unchanged while there are no live workers.
+        fastest: largest c_p of the live workers; unchanged while there are no live workers.
+        furthest: the largest c_p that any worker has ever had.
+        joins: number of joins; a worker that leaves and joins again is counted twice.
+    """
+
+    def __init__(self) -> None:
+        self.count: dict[int, int] = {}
+        self.slowest = 0
+        self.fastest = 0
+        self.furthest = 0
+        self.joins = 0
+        self._at: dict[int, int] = {}  # value of c_p -> number of live workers with this value
+
+    @property
+    def live_count(self) -> int:
+        """Number of live workers."""
+        return len(self.count)
+
+    def at(self, count: int) -> int:
+        """Return the number of live workers with c_p = `count`."""
+        return self._at.get(count, 0)
+
+    def beyond(self, count: int) -> int:
+        """Return the number of live workers with c_p > `count`, in time linear in the number of distinct counts."""
+        return sum(workers for at, workers in self._at.items() if at > count)
+
+    def gap(self, worker: int) -> int:
+        """Return c_p - min c; 0 for a worker that is not live."""
+        return self.count.get(worker, self.slowest) - self.slowest
+
+    def joined(self, worker: int, count: int | None) -> None:
+        """Add a worker with c_p = `count`, or with c_p = min c if `count` is None."""
+        if count is None:
+            count = self.slowest
+        alone = not self.count
+        self.joins += 1
+        self._put(worker, count)
+        self.slowest = count if alone else min(self.slowest, count)
+        self.fastest = count if alone else max(self.fastest, count)
+
+    def left(self, worker: int) -> int:
+        """Remove a worker and return its c_p."""
+        count = self.count.pop(worker)
+        self._take(count)
+        if self.count:
+            self._raise_slowest()
+            if count == self.fastest and count not in self._at:
+                self.fastest = max(self._at)
+        return count
+
+    def pushed(self, worker: int, progress: int | None = None) -> int:
+        """Count a push, and return the worker's c_p before the push.
+
+        If `progress` is given, the push is for that round, and c_p becomes at least `progress` + 1.
+        """
+        before = self.count[worker]
+        count = (before if progress is None else max(before, progress)) + 1
+        self._put(worker, count)
+        self._take(before)
+        if count > self.fastest:
+            self.fastest = count
+        if before == self.slowest:
+            self._raise_slowest()
+        return before
+
+    def validate(self) -> None:
+        """Check that the derived values agree with c_p; raise `InternalError` if they do not."""
+        tally: dict[int, int] = {}
+        for count in self.count.values():
+            tally[count] = tally.get(count, 0) + 1
+        if tally != self._at:
+            raise InternalError(f"the tally of c_p is {self._at}, but the values of c_p are {self.count}")
+        if self.count and (self.slowest, self.fastest) != (
+            min(self.count.values()),
+            max(self.count.values()),
+        ):
+            raise InternalError(
+                f"slowest is {self.slowest} and fastest is {self.fastest}, but the values of c_p are {self.count}"
+            )
+
+    def _put(self, worker: int, count: int) -> None:
+        self.count[worker] = count
+        if count > self.furthest:
+            self.furthest = count
+        self._at[count] = self._at.get(count, 0) + 1
+
+    def _take(self, count: int) -> None:
+        self._at[count] -= 1
+        if not self._at[count]:
+            del self._at[count]
+
+    def _raise_slowest(self) -> None:
+        """Increase `slowest` to the smallest c_p of the live workers.
+
+        The loop usually takes at most one step, and never more steps than there are distinct counts.
+        """
+        for _ in self._at:
+            if self.slowest in self._at:
+                return
+            self.slowest += 1
+        self.slowest = min(self._at)
+
+
+# -- What a sync model does to the result of training, as far as its rule alone tells ------------------------
+#
+# Speed can be simulated without the script of a user, but accuracy cannot. So whatever recommends a model for
+# its speed also says which of these effects it has. Only training with the model shows how large the effect
+# is.
+#
+# The number of samples in an update belongs to what a model does, too: with n workers, an update of one model
+# uses n batches, and an update of another one uses a single batch. The hyper-parameters of a script are
+# usually made for one.
+
+Effect = Literal["exact", "fresh", "stale"]
+
+EFFECTS: dict[Effect, str] = {
+    "exact": "every update is that of one process on the joint batch",
+    "fresh": "no gradient is stale, but late ones are dropped, so an update averages fewer of them",
+    "stale": "gradients are computed on outdated weights, which changes how training proceeds",
+}
+"""The effects as clauses, from the least to the most."""
+
+
+def effect_of(models: Sequence[SyncModel]) -> Effect:
+    """Return the effect of one model for all shards, or of one model for each shard.
+
+    >>> from .notation import parse_shards
+    >>> effect_of(parse_shards("bsp")), effect_of(parse_shards("drop-stragglers:quorum=3"))
+    ('exact', 'fresh')
+    >>> effect_of(parse_shards("bsp|asp"))
+    'stale'
+    """
+    if all(model.lockstep for model in models):
+        return "exact"
+    return "fresh" if all(model.fresh for model in models) else "stale"
+
+
+def backup_quorum(workers: int, slow: int = 1) -> int | None:
+    """Return how many pushes `drop-stragglers` should wait for; None if too few workers would remain.
+
+    Args:
+        workers: number of workers.
+        slow: number of workers that are too slow to be waited for.
+
+    >>> backup_quorum(4), backup_quorum(16, slow=4), backup_quorum(2)
+    (3, 12, None)
+    """
+    quorum = workers - max(1, slow)
+    return quorum if 2 * quorum > workers else None
+
+
+# -- samples of an update ---------------------------------------------------------------------------------
+
+Kind = Literal["rounds", "quorum", "collected", "barriers", "arrival"]
+"""How a model makes updates of pushes.
+
+rounds: the mean of one push of every worker; quorum: of the first ones of a round; collected: of a fixed number of
+pushes, whichever workers they are from; barriers: single pushes, and the mean of all workers at a barrier; arrival:
+single pushes.
+"""
+
+KINDS: dict[str, Kind] = {"drop-stragglers": "quorum", "rennala": "collected", "elastic-bsp": "barriers"}
+"""Name of a model -> its kind. Of the others, those that average are "rounds", and all others "arrival"."""
+
+
+class Samples(NamedTuple):
+    """What the number of samples in an update follows from.
+
+    Attributes:
+        workers: number of workers.
+        batch: batch size of the loader in samples; None if it is unknown.
+        joint: True if the batch size is that of the joint batch, which is divided among the workers.
+        balanced: True if the sizes of the workers' batches follow their speeds.
+        translated: True if the hyper-parameters refer to the joint batch. See `paceline.sync.translation`.
+        divisible: True if the batches of the loader could be divided.
+        loader: False if the script distributes no loader: it makes its batches itself, of a size that nobody knows.
+        asked: True if the run was asked to divide the batches of loaders.
+    """
+
+    workers: int
+    batch: int | None
+    joint: bool = False
+    balanced: bool = False
+    translated: bool = True
+    divisible: bool = True
+    loader: bool = True
+    asked: bool = False
+
+    @property
+    def whose(self) -> str:
+        """Where a batch of unknown size comes from."""
+        return "of the loader" if self.loader else "of the script"
+
+    @property
+    def joint_batch(self) -> int:
+        """Number of samples in a joint batch."""
+        return (self.batch or 1) * (1 if self.joint else self.workers)
+
+    @property
+    def part(self) -> str:
+        """The number of samples in a worker's batch."""
+        if not self.joint:
+            return str(self.batch or 1)
+        least, more = divmod(self.batch or 1, self.workers)
+        if self.balanced:
+            return f"about {max(1, round((self.batch or 1) / self.workers))}"
+        return f"{least} or {least + 1}" if more else str(least)
+
+    def pushes(self, count: int) -> str:
+        """The number of samples in several pushes."""
+        total = count * self.joint_batch / self.workers
+        return f"{total:.0f}" if not self.joint else f"about {total:.0f}"
+
+
+def samples_words(models: Sequence[SyncModel], samples: Samples, option: str = "--joint-batch") -> str:
+    """Return how many samples an update has, and how many the script says; "" for a single worker.
+
+    Args:
+        models: one model for all shards, or one model for each shard.
+        samples: what the numbers follow from.
+        option: how the user divides the batches of the loader among the workers.
+
+    >>> from .notation import parse_shards
+    >>> def words(sync: str, **changes: object) -> str:
+    ...     return samples_words(parse_shards(sync), Samples(3, 16)._replace(**changes))
+    >>> words("bsp")
+    '3 workers x 16 = 48 samples an update; the script says 16: --joint-batch keeps 16'
+    >>> words("bsp", batch=48, joint=True)
+    '48 samples an update, divided over 3 workers'
+    >>> words("asp", translated=False)
+    '16 samples an update, 3 under way at once'
+    >>> words("bsp", workers=1)
+    ''
+    """
+    if samples.workers < 2:
+        return ""
+    told = {_kind(model): model for model in models}
+    clauses = [
+        (f"{model.name}: " if len(told) > 1 else "") + _TABLE[kind](model, samples)
+        for kind, model in told.items()
+    ]
+    return "; ".join([*clauses, *_remedy(set(told), samples, option)])
+
+
+def _kind(model: SyncModel) -> Kind:
+    if model.lockstep or getattr(model, "pushes", "") == "average":
+        return "rounds"
+    return KINDS.get(model.name, "arrival")
+
+
+def _in_rounds(model: SyncModel, samples: Samples) -> str:
+    workers, batch, joint = samples.workers, samples.batch, samples.joint_batch
+    if batch is None:
+        return f"{workers} batches {samples.whose} an update, one of each worker"
+    if samples.joint:
+        return f"{batch} samples an update, {_divided(samples)}"
+    if samples.balanced:
+        return (
+            f"{joint} samples an update ({workers} workers x {batch}), divided in proportion to their speeds"
+        )
+    return f"{workers} workers x {batch} = {joint} samples an update"
+
+
+def _with_quorum(model: SyncModel, samples: Samples) -> str:
+    quorum, workers = min(getattr(model, "quorum", samples.workers), samples.workers), samples.workers
+    if samples.joint:
+        parts = f"{samples.batch}, {_divided(samples)}, of which {quorum} count"
+        return f"{samples.pushes(quorum)} samples an update: {parts}"
+    unit = _unit(samples)
+    return f"{quorum} of {workers} workers x {samples.part} = {samples.pushes(quorum)} {unit} an update"
+
+
+def _collected(model: SyncModel, samples: Samples) -> str:
+    count = getattr(model, "batch", 1)
+    if samples.joint:
+        return f"{samples.pushes(count)} samples an update, in {count} pushes: {samples.batch}, {_divided(samples)}"
+    return f"{count} pushes x {samples.part} = {samples.pushes(count)} {_unit(samples)} an update"
+
+
+def _with_barriers(model: SyncModel, samples: Samples) -> str:
+    of = f": {samples.batch}, {_divided(samples)}" if samples.joint else ""
+    return f"{samples.part} {_unit(samples, 1)} an update, and {samples.joint_batch} at a barrier{of}"
+
+
+def _on_arrival(model: SyncModel, samples: Samples) -> str:
+    of = f": {samples.batch}, {_divided(samples)}" if samples.joint else ""
+    return f"{samples.part} {_unit(samples, 1)} an update, {samples.workers} under way at once{of}"
+
+
+_TABLE: dict[Kind, Callable[[SyncModel, Samples], str]] = {
+    "rounds": _in_rounds,
+    "quorum": _with_quorum,
+    "collected": _collected,
+    "barriers": _with_barriers,
+    "arrival": _on_arrival,
+}
+
+
+def _unit(samples: Samples, pushes: int = 2) -> str:
+    if samples.batch is None:
+        return f"batch{'es' * (pushes > 1)} {samples.whose}"
+    return "samples"
+
+
+def _divided(samples: Samples) -> str:
+    speeds = ", in proportion to their speeds" if samples.balanced else ""
+    return f"divided over {samples.workers} workers{speeds}"
+
+
+def _remedy(kinds: set[Kind], samples: Samples, option: str) -> list[str]:
+    """Return what the script says, and how the joint batch becomes what it says."""
+    batch = samples.batch
+    if not samples.loader:
+        return ["it has distributed no loader" + f", so {option} divides nothing" * samples.asked]
+    if samples.joint or batch is None:
+        return []
+    if "rounds" in kinds:
+        said = f"the script says {batch}"
+    elif samples.translated:
+        refers = f"{samples.workers} x {batch} = {samples.joint_batch} samples"
+        said = f"the hyper-parameters refer to {refers}, the script says {batch}"
+    else:
+        return [f"the script says {batch}"] if kinds & {"quorum", "collected"} else []
+    possible = samples.divisible and batch >= samples.workers
+    return [f"{said}: {option} keeps {batch}" if possible else said]

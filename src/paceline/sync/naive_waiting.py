@@ -31,8 +31,6 @@ from .events import PullRequested, PushReceived, TimerFired, WorkerFinished, Wor
 from .model import Handover, ShardMachine, SyncModel, require_seconds, require_within
 from .ticks import Seconds, in_ticks
 
-__all__ = ["NaiveWaiting"]
-
 
 class NaiveWaiting(SyncModel, frozen=True, repr_omit_defaults=True):
     """ASP with a fixed delay before each pull is answered.

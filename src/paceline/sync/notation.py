@@ -17,22 +17,10 @@ import msgspec
 from ..errors import ConfigurationError, first_line, unknown_name
 from .model import SyncModel
 
-__all__ = [
-    "AUTO",
-    "MODELS",
-    "notation",
-    "parse",
-    "parse_shards",
-    "register",
-    "require_registered",
-    "require_shards",
-    "unknown_model",
-]
-
 M = TypeVar("M", bound=SyncModel)
 
 AUTO = "auto"
-"""In place of the notation of a model, it lets the coordinator choose the models of a run; see `core.sync.auto`."""
+"""In place of the notation of a model, it lets the coordinator choose the models of a run; see `core.auto`."""
 
 MODELS: dict[str, type[SyncModel]] = {}
 """The registered sync models by name."""

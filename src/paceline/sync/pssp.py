@@ -32,12 +32,9 @@ import math
 from collections.abc import Callable
 
 from ..errors import unknown_name
-from .arithmetic import exp
-from .conditions import ConditionMachine, ConditionModel, PullCondition, PullState
+from .conditions import ConditionMachine, ConditionModel, PullCondition, PullState, exp
 from .draws import uniform
 from .model import require_count, require_within
-
-__all__ = ["PSSP", "DynamicPSSP"]
 
 DRAWS = ("shared", "per-shard")
 

@@ -33,8 +33,6 @@ from .actions import AnswerPull, AnyAction, ApplyMean, DropPush, HoldPush
 from .events import PullRequested, PushReceived, WorkerFinished, WorkerLost
 from .model import OneShardModel, ShardMachine, require_count
 
-__all__ = ["Rennala"]
-
 
 class Rennala(OneShardModel, frozen=True, repr_omit_defaults=True):
     """Rennala SGD.

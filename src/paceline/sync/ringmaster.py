@@ -45,8 +45,6 @@ from .events import (
 )
 from .model import JobMachine, OneShardModel, ShardMachine, require_count
 
-__all__ = ["Ringmaster"]
-
 
 class Ringmaster(OneShardModel, frozen=True, repr_omit_defaults=True):
     """Ringmaster ASGD.

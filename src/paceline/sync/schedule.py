@@ -21,13 +21,11 @@ from .bsp import BSP
 from .model import SyncModel
 from .notation import AUTO, notation, parse_shards, require_registered, require_shards
 
-__all__ = ["OVERLAPS", "Schedule", "Step", "read_schedule"]
-
 OVERLAPS = ("shards", "off")
 """Whether each shard answers pulls independently."""
 
 
-class Step(msgspec.Struct, frozen=True):
+class ScheduleStep(msgspec.Struct, frozen=True):
     """One step of a schedule: a model, and when the job begins to use it.
 
     Attributes:
@@ -61,7 +59,7 @@ class Schedule(msgspec.Struct, frozen=True):
         auto: True if the coordinator chooses the models after the first step, which has bsp.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[ScheduleStep, ...]
     auto: bool = False
 
     @property
@@ -109,7 +107,7 @@ def read_schedule(sync: str | SyncModel | Sequence[SyncModel] | Schedule) -> Sch
     if isinstance(sync, Schedule):
         return sync
     if isinstance(sync, SyncModel):
-        return Schedule((Step((_known(sync),)),))
+        return Schedule((ScheduleStep((_known(sync),)),))
     if not isinstance(sync, str):
         if not isinstance(sync, Sequence):
             raise ConfigurationError(
@@ -120,18 +118,18 @@ def read_schedule(sync: str | SyncModel | Sequence[SyncModel] | Schedule) -> Sch
             raise ConfigurationError(
                 "sync is an empty sequence, expected one sync model, or one for each shard."
             )
-        return Schedule((Step(tuple(_known(model) for model in sync)),))
+        return Schedule((ScheduleStep(tuple(_known(model) for model in sync)),))
     return _read_text(sync)
 
 
 def _read_text(sync: str) -> Schedule:
     """Read a schedule from its notation."""
     if sync.strip() == AUTO:
-        return Schedule((Step((BSP(),)),), auto=True)
+        return Schedule((ScheduleStep((BSP(),)),), auto=True)
     if "@" not in sync:
-        return Schedule((Step(parse_shards(sync)),))
+        return Schedule((ScheduleStep(parse_shards(sync)),))
     # Commas also separate parameters, so a comma ends a step only after the step's "@".
-    steps: list[Step] = []
+    steps: list[ScheduleStep] = []
     pending: list[str] = []
     for item in sync.split(","):
         pending.append(item)
@@ -156,7 +154,7 @@ def _read_text(sync: str) -> Schedule:
     return Schedule(tuple(steps))
 
 
-def _read_step(text: str) -> Step:
+def _read_step(text: str) -> ScheduleStep:
     model, _, when = text.rpartition("@")
     unit, colon, number = when.rpartition(":")
     if not number.isascii() or not number.isdigit() or (colon and unit != "epoch"):
@@ -164,7 +162,7 @@ def _read_step(text: str) -> Step:
             f"sync {text!r}: {when!r} is not a valid start, expected an iteration ('@100') or an epoch ('@epoch:5')."
         )
     models = parse_shards(model)
-    return Step(models, None, int(number)) if colon else Step(models, int(number))
+    return ScheduleStep(models, None, int(number)) if colon else ScheduleStep(models, int(number))
 
 
 def _known(model: object) -> SyncModel:

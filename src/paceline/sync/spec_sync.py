@@ -58,19 +58,10 @@ from ..errors import ConfigurationError, InternalError
 from ..state import stateful
 from .actions import AnyAction, RestartWorker, SetTimer
 from .asp import ASP
-from .events import (
-    IterationFinished,
-    IterationStarted,
-    TimerFired,
-    WorkerFinished,
-    WorkerJoined,
-    WorkerLost,
-)
+from .events import IterationFinished, IterationStarted, TimerFired, WorkerFinished, WorkerJoined, WorkerLost
 from .model import JobMachine, ShardMachine, SyncModel, require_seconds, require_within
 from .ssp import SSP
 from .ticks import Seconds, decimal, in_ticks
-
-__all__ = ["Span", "SpecSync", "Speculation", "tune"]
 
 
 class SpecSync(SyncModel, frozen=True, repr_omit_defaults=True):

@@ -30,8 +30,6 @@ from __future__ import annotations
 from .conditions import ConditionMachine, ConditionModel
 from .model import require_count
 
-__all__ = ["SSP"]
-
 
 class SSP(ConditionModel, frozen=True, repr_omit_defaults=True):
     """Stale synchronous parallel.

@@ -17,8 +17,6 @@ from math import lcm
 
 import msgspec
 
-__all__ = ["TICKS_PER_S", "Seconds", "decimal", "in_ticks", "resolution", "vanishes"]
-
 TICKS_PER_S = 1_000_000_000
 """The number of ticks per second, unless times are stated that are not whole numbers of nanoseconds."""
 

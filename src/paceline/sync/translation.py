@@ -42,8 +42,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-__all__ = ["FAMILIES", "HYPERPARAMETERS", "WHOLE", "Family", "Fraction", "Standing", "translate"]
-
 HYPERPARAMETERS = ("raw", "translated")
 """What the hyper-parameters of a script refer to: each update, or a step on the joint batch."""
 

@@ -6,18 +6,16 @@ There are four kinds of tests. `check` runs the first three, which you can also 
 - an `Oracle` specifies in plain functions what a model should do, and the model is compared with these functions;
 - `explore`, `SmallJob` and `Admission` search all interleavings of small jobs for failures;
 - `play` runs a script of events and shows how a model responds.
+
+Imports from `errors`, `state`, `sync` and `core`.
 """
 
 from __future__ import annotations
 
 from .admission import Admission, ShardView, WorkerView
-from .checked_shard import CheckedShard
-from .checking import CheckResult, check
-from .legal_events import LegalEvents
-from .oracle import Oracle
-from .promises import PROMISES
+from .checking import CheckResult, check, explore
+from .promises import PROMISES, CheckedShard, LegalEvents, Oracle
 from .scripts import play
-from .search import explore
 from .small_job import SmallJob
 
 __all__ = [

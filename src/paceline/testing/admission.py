@@ -28,18 +28,6 @@ from ..sync import (
 )
 from ..sync.events import Change, Stop
 
-__all__ = [
-    "NEVER",
-    "STOPPED",
-    "UNKNOWN",
-    "Admission",
-    "ShardView",
-    "WorkerView",
-    "admission",
-    "more_ahead_than",
-    "within",
-]
-
 
 class WorkerView(NamedTuple):
     """A summary of what one shard has received from one worker.

@@ -8,34 +8,48 @@ of a failure usually contains only a few events.
 from __future__ import annotations
 
 import copy
+import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
-from typing import NamedTuple
+from typing import Literal, NamedTuple, assert_never
 
-from ..core.sync.job_sync import JobSync
-from ..core.sync.shard_sync import ShardSync
-from ..errors import ConfigurationError
-from ..plugins.failures import report_of_user_code
+from ..core.job_sync import JobSync
+from ..core.shard import ShardSync
+from ..errors import ConfigurationError, InvalidEventError
 from ..state import snapshot
 from ..sync import ShardMachine, SyncModel, parse
-from ..sync.actions import PublishPlan, RestartWorker, SetTimer
+from ..sync.actions import (
+    AnswerPull,
+    AnyAction,
+    ApplyMean,
+    ApplyPush,
+    DropPush,
+    HoldPush,
+    PublishChange,
+    PublishPlan,
+    ReportFault,
+    RestartWorker,
+    SetTimer,
+)
 from ..sync.events import (
     AnyEvent,
     Change,
     IterationFinished,
     IterationStarted,
+    PullRepeated,
+    PullRequested,
+    PushReceived,
+    Stop,
     TimerFired,
+    WorkerFinished,
     WorkerJoined,
     WorkerLost,
 )
+from ..sync.plugins import report_of_user_code
 from ..sync.ticks import in_ticks
-from .checked_shard import CheckedShard
-from .oracle import Oracle
-from .outside_world import forbidden
-
-__all__ = ["PROMISES", "follow"]
+from .scripts import forbidden
 
 LENGTHS = (4, 8, 16, 32, 64)
 SEEDS_PER_LENGTH = 8
@@ -339,3 +353,365 @@ PROMISES: tuple[Callable[[SyncModel], None], ...] = (
     coordinator_is_deterministic,
 )
 """All promises. The first line of each function's docstring states the promise."""
+
+
+# -- A wrapper that checks the state machine of a shard after every event ------------------------------------
+#
+# These promises are checked for every sync model:
+#
+# - `validate()` passes after every event;
+# - the first action after a push applies, holds or drops the push. Each held push is applied later as part of
+#   exactly one mean, whose pushes are in worker order. An empty push is dropped. A scale is a finite number
+#   above 0;
+# - a pull is answered only if it was requested, and only once. Under a lockstep model, it is not answered
+#   while the worker's own push is held. A worker that is told to continue from a later round does so with its
+#   next push;
+# - at least one live worker does not wait, or a timer is set. When all workers have left, no push remains
+#   held;
+# - a repeated pull is answered immediately, and has no other effect;
+# - a refused event leaves the state machine unchanged.
+#
+# A `ShardSync` must keep the same promises as the state machine that it hosts, even while the model changes.
+
+
+class CheckedShard:
+    """Checks one state machine of a shard, and stores the events that it received and the actions that it returned.
+
+    Args:
+        machine: the state machine: a `ShardMachine`, or a `ShardSync`, which also takes repeated pulls and changes of
+            the model.
+        oracle: if given, the state machine is also compared with this oracle.
+
+    Attributes:
+        machine: the state machine.
+        legal: generator of the events that are legal next.
+        events: all events that the state machine has received.
+        updates: all updates that the state machine has returned.
+        held: the pushes that are held, as (worker, iteration).
+        faults: the reported failures of the user's conditions.
+    """
+
+    def __init__(self, machine: ShardMachine | ShardSync, oracle: Oracle | None = None) -> None:
+        self.machine = machine
+        self.legal = LegalEvents(repeats=isinstance(machine, ShardSync))
+        self.events: list[AnyEvent] = []
+        self.updates: list[ApplyPush | ApplyMean] = []
+        self.held: set[tuple[int, int]] = set()
+        self.faults: list[ReportFault] = []
+        self._oracle = oracle
+
+    def tell(self, event: AnyEvent) -> list[AnyAction]:
+        """Pass a legal event to the state machine, check the promises, and return the actions."""
+        before = snapshot(self.machine) if isinstance(event, PullRepeated) else None
+        self.events.append(event)
+        actions = self.machine.handle(event)
+        self.machine.validate()
+        self.legal.advance(event)
+        if isinstance(event, PullRepeated):
+            assert actions == [AnswerPull(event.worker, event.iteration - 1)], (
+                f"{event} caused {actions}, expected exactly one answer to the repeated pull"
+            )
+            assert snapshot(self.machine) == before, (
+                f"{event} has changed the state machine, expected no change"
+            )
+            return actions
+        fates = [action for action in actions if isinstance(action, ApplyPush | HoldPush | DropPush)]
+        assert len(fates) == isinstance(event, PushReceived), (
+            f"{event} caused {len(fates)} actions that apply, hold or drop a push, expected one per received push"
+        )
+        if isinstance(event, PushReceived):
+            _check_fate(event, actions[0])
+        known = len(self.updates)
+        for action in actions:
+            self._carry_out(event, action)
+        if self.legal.phase:
+            all_wait = self.legal.waiting == self.legal.phase.keys()
+            assert not all_wait or self.legal.timers, f"all workers wait after {event}, and no timer is set"
+        else:
+            assert not self.held, f"all workers have left, but the pushes {self.held} have not been applied"
+        if self._oracle is not None:
+            self._compare(self._oracle, self.updates[known:])
+        return actions
+
+    def walk(self, choices: Iterable[int]) -> None:
+        """Pass legal events to the state machine. Each number in `choices` selects one event."""
+        for choice in choices:
+            self.tell(self.legal.pick(choice))
+
+    def fire_timers(self) -> list[AnyAction]:
+        """Fire all pending timers, in the order in which they were set, and return the actions."""
+        return [action for timer in self.legal.timers for action in self.tell(self.legal.fire(timer))]
+
+    def refuse(self, event: AnyEvent) -> None:
+        """Pass an illegal event to the state machine, and check that the event is refused and changes nothing."""
+        before = snapshot(self.machine)
+        refusal = ""
+        try:
+            self.machine.handle(event)
+        except InvalidEventError as error:
+            refusal = str(error)
+        assert refusal, f"{event} is illegal, but was not refused"
+        assert f"worker {event.worker}" in refusal, (
+            f"the refusal of {event} does not name the worker: {refusal}"
+        )
+        assert snapshot(self.machine) == before, f"{event} was refused, but has changed the state machine"
+
+    def _carry_out(self, event: AnyEvent, action: AnyAction) -> None:
+        match action:
+            case ApplyPush(worker, iteration) | DropPush(worker, iteration) | HoldPush(worker, iteration):
+                assert (worker, iteration) not in self.held, (
+                    f"{action} was returned, but the push is already held"
+                )
+                if isinstance(action, HoldPush):
+                    self.held.add((worker, iteration))
+                elif isinstance(action, ApplyPush):
+                    assert 0 < action.scale < math.inf, (
+                        f"{action} has the scale {action.scale}, expected a finite number > 0"
+                    )
+                    self.updates.append(action)
+            case ApplyMean(pushes):
+                assert pushes, f"{action} contains no pushes"
+                assert list(pushes) == sorted(set(pushes)), (
+                    f"the pushes in {action} are not distinct, or not in worker order"
+                )
+                assert self.held >= set(pushes), (
+                    f"{action} contains pushes that are not held; the held pushes are {self.held}"
+                )
+                self.held -= set(pushes)
+                self.updates.append(action)
+            case AnswerPull(worker, iteration, v_train):
+                assert self.legal.phase.get(worker) == "waiting", (
+                    f"{action} answers a pull that was not requested"
+                )
+                assert iteration == self.legal.label[worker] - 1, (
+                    f"{action} names the wrong iteration, expected {self.legal.label[worker] - 1}"
+                )
+                if isinstance(self.machine, ShardSync) and self.machine.sync.lockstep:
+                    assert (worker, iteration) not in self.held, (
+                        f"{action} was returned before the worker's push was applied"
+                    )
+                self.legal.phase[worker] = "computing"
+                if v_train is not None:
+                    self.legal.progress[worker] = v_train
+            case SetTimer(worker, iteration, due_ticks):
+                assert self.legal.phase.get(worker) == "waiting", (
+                    f"{action} was returned, but worker {worker} does not wait"
+                )
+                assert iteration == self.legal.label[worker] - 1, (
+                    f"{action} names the wrong iteration, expected {self.legal.label[worker] - 1}"
+                )
+                assert due_ticks >= event.now_ticks, (
+                    f"{action} is due before the event that caused it, {event}"
+                )
+                self.legal.timers.append(action)
+            case ReportFault():
+                self.faults.append(action)
+            case PublishPlan() | PublishChange() | RestartWorker():
+                raise AssertionError(f"a shard cannot carry out {action}")
+            case _:
+                assert_never(action)
+
+    def _compare(self, oracle: Oracle, updates: list[ApplyPush | ApplyMean]) -> None:
+        due = oracle.updates_due(self.events)
+        assert updates == due, f"{self.events[-1]} caused {updates}, but the oracle expects {due}"
+        waiting, expected = self.legal.waiting, oracle.must_wait(self.events)
+        assert waiting == expected, f"workers {waiting} wait, but the oracle expects {expected} to wait"
+
+
+def _check_fate(push: PushReceived, action: AnyAction) -> None:
+    assert isinstance(action, ApplyPush | HoldPush | DropPush), (
+        f"the first action after {push} is {action}, expected an action that applies, holds or drops the push"
+    )
+    assert (action.worker, action.iteration) == (push.worker, push.iteration), (
+        f"{action} names a different push, expected the received push {push}"
+    )
+    assert isinstance(action, DropPush) or not push.empty, f"{action} is wrong: an empty push must be dropped"
+
+
+# -- The events that a shard may legally receive next --------------------------------------------------------
+#
+# Each worker joins, then repeatedly pushes, pulls and is answered, and may leave at any time.
+# `paceline.core.order` enforces this order. This module implements the order independently, so that the tests
+# do not depend on that module.
+
+Phase = Literal["computing", "pushed", "waiting"]
+
+MOST_WORKERS = 4
+
+
+class LegalEvents:
+    """Generates legal and illegal events for a shard.
+
+    Args:
+        repeats: True if the state machine under test accepts repeated pulls.
+
+    Attributes:
+        now_ticks: time of the next event, in ticks. The caller may increase this attribute.
+        phase: live worker -> its phase, in order of joining.
+        label: live worker -> iteration that its next push is labeled with.
+        progress: worker -> the later round that the worker was told to continue from; removed by its next push.
+        gone: workers that have left and have not joined again.
+        timers: timers that are set and have not fired.
+    """
+
+    def __init__(self, *, repeats: bool = False) -> None:
+        self.now_ticks = 0
+        self.phase: dict[int, Phase] = {}
+        self.label: dict[int, int] = {}
+        self.progress: dict[int, int] = {}
+        self.gone: list[int] = []
+        self.timers: list[SetTimer] = []
+        self._repeats = repeats
+
+    @property
+    def waiting(self) -> set[int]:
+        """The workers that have an unanswered pull."""
+        return {worker for worker, phase in self.phase.items() if phase == "waiting"}
+
+    def in_phase(self, phase: Phase) -> list[int]:
+        """Return the live workers in this phase, in order of joining."""
+        return [worker for worker, current in self.phase.items() if current == phase]
+
+    def join(self, iteration: int = 0) -> WorkerJoined:
+        """Return the `WorkerJoined` event of a new worker, with this `iteration`."""
+        worker = len(self.phase) + len(self.gone)
+        return WorkerJoined(now_ticks=self.now_ticks, worker=worker, iteration=iteration)
+
+    def push(
+        self,
+        worker: int,
+        *,
+        empty: bool = False,
+        stop: Stop | None = None,
+        change: Change | None = None,
+        significance: float | None = None,
+    ) -> PushReceived:
+        """Return the next push of a worker that is computing."""
+        return PushReceived(
+            now_ticks=self.now_ticks,
+            worker=worker,
+            iteration=self.label[worker],
+            empty=empty,
+            stop=stop,
+            change=change,
+            significance=significance,
+            progress=self.progress.get(worker),
+        )
+
+    def pull(self, worker: int) -> PullRequested:
+        """Return the pull that follows a worker's last push."""
+        return PullRequested(now_ticks=self.now_ticks, worker=worker, iteration=self.label[worker] - 1)
+
+    def repeat(self, worker: int) -> PullRepeated:
+        """Return a repeated pull for the iteration that a worker is computing."""
+        return PullRepeated(now_ticks=self.now_ticks, worker=worker, iteration=self.label[worker])
+
+    def fire(self, timer: SetTimer) -> TimerFired:
+        """Return the `TimerFired` event of a timer, at the time when it is due, or now if it is overdue."""
+        now_ticks = max(self.now_ticks, timer.due_ticks)
+        return TimerFired(now_ticks=now_ticks, worker=timer.worker, iteration=timer.iteration)
+
+    def leave(self, worker: int, *, lost: bool) -> WorkerLost | WorkerFinished:
+        """Return the `WorkerLost` event of a worker if `lost` is true, otherwise its `WorkerFinished` event."""
+        return (WorkerLost if lost else WorkerFinished)(now_ticks=self.now_ticks, worker=worker)
+
+    def pick(self, choice: int) -> AnyEvent:
+        """Return the legal event selected by `choice`, an integer >= 0. One choice in twelve makes a worker leave."""
+        choice, kind = divmod(choice, 12)
+        events: list[AnyEvent] = []
+        if kind == 0:
+            events += [self.leave(worker, lost=lost) for worker in self.phase for lost in (True, False)]
+        else:
+            for worker, phase in self.phase.items():
+                if phase == "computing":
+                    events += [self.push(worker), self.push(worker), self.push(worker, empty=True)]
+                    events += [self.repeat(worker)] * self._repeats
+                elif phase == "pushed":
+                    events += [self.pull(worker)] * 3
+            events += [self.fire(timer) for timer in self.timers]
+        if not events or (kind == 1 and len(self.phase) < MOST_WORKERS):
+            events = [self.join()]
+        return events[choice % len(events)]
+
+    def illegal(self) -> list[AnyEvent]:
+        """Return events that are illegal now: at least one of each kind that can be illegal in the current state."""
+        now_ticks = self.now_ticks
+        stranger = 1000
+        events: list[AnyEvent] = []
+        for worker in [stranger, *self.gone[:2]]:
+            events += [
+                PushReceived(now_ticks=now_ticks, worker=worker, iteration=0),
+                PullRequested(now_ticks=now_ticks, worker=worker, iteration=0),
+                WorkerLost(now_ticks=now_ticks, worker=worker),
+                WorkerFinished(now_ticks=now_ticks, worker=worker),
+            ]
+            events += [PullRepeated(now_ticks=now_ticks, worker=worker, iteration=0)] * self._repeats
+        for worker, phase in self.phase.items():
+            label = self.label[worker]
+            events += [
+                WorkerJoined(now_ticks=now_ticks, worker=worker, iteration=label),
+                # This push has already been received.
+                PushReceived(now_ticks=now_ticks, worker=worker, iteration=label - 1),
+                # This push skips an iteration.
+                PushReceived(now_ticks=now_ticks, worker=worker, iteration=label + 1),
+                # The push that must precede this pull has not been received yet.
+                PullRequested(now_ticks=now_ticks, worker=worker, iteration=label),
+            ]
+            if phase != "computing":
+                events.append(PushReceived(now_ticks=now_ticks, worker=worker, iteration=label))
+            if phase != "pushed":
+                events.append(PullRequested(now_ticks=now_ticks, worker=worker, iteration=label - 1))
+            if self._repeats:
+                events.append(PullRepeated(now_ticks=now_ticks, worker=worker, iteration=label + 1))
+                if phase != "computing":
+                    events.append(PullRepeated(now_ticks=now_ticks, worker=worker, iteration=label))
+        return events
+
+    def advance(self, event: AnyEvent) -> None:
+        """Record an event that the shard has received."""
+        self.now_ticks = max(self.now_ticks, event.now_ticks)
+        worker = event.worker
+        match event:
+            case WorkerJoined():
+                self.phase[worker] = "pushed" if event.pulls else "computing"
+                self.label[worker] = event.iteration
+                if worker in self.gone:
+                    self.gone.remove(worker)
+            case PushReceived():
+                self.phase[worker] = "pushed"
+                self.label[worker] += 1
+                self.progress.pop(worker, None)
+            case PullRequested():
+                self.phase[worker] = "waiting"
+            case WorkerLost() | WorkerFinished():
+                del self.phase[worker], self.label[worker]
+                self.progress.pop(worker, None)
+                self.gone.append(worker)
+            case TimerFired():
+                fired = worker, event.iteration
+                self.timers = [timer for timer in self.timers if (timer.worker, timer.iteration) != fired]
+            case PullRepeated():
+                pass
+            case _:
+                raise AssertionError(f"a shard cannot receive {event}")
+
+
+# -- An oracle: a specification of what a sync model should do, as plain functions of all events so far ------
+
+Events = Sequence[AnyEvent]
+"""All events that a shard has received, in the order in which it received them."""
+
+
+class Oracle(NamedTuple):
+    """Specifies what a sync model should do at a shard.
+
+    Write the functions as directly as possible from the description of the model. They must keep no state, and may be
+    slow. A `CheckedShard` compares the state machine with these functions after every event.
+
+    Attributes:
+        must_wait: function that returns the workers whose pulls must be unanswered after the given events.
+        updates_due: function that returns the updates that the last of the given events must cause.
+    """
+
+    must_wait: Callable[[Events], set[int]]
+    updates_due: Callable[[Events], list[ApplyPush | ApplyMean]]

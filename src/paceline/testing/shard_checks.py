@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from ..core.protocol.entry import Entry
+from ..core.requests import Entry
 from ..sync import ASP, BSP, SyncModel, events
 from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, HoldPush, ReportFault, SetTimer
 from ..sync.notation import parse_shards
 from .admission import Admission, ShardView, WorkerView, admission
 from .state_pools import ServerState, put
-
-__all__ = ["ShardChecks"]
 
 
 class ShardChecks:

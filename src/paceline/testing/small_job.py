@@ -82,11 +82,10 @@ from typing import ClassVar, Literal, TypeVar
 
 import msgspec
 
+from ..core import messages
 from ..core.coordinator import Coordinator
-from ..core.protocol import messages
-from ..core.protocol.host import Host
-from ..core.protocol.layout import Layout
-from ..core.protocol.messages import (
+from ..core.layout import Layout, ModelSpec, OptimizerSpec
+from ..core.messages import (
     Answer,
     ChangePublished,
     Commit,
@@ -103,11 +102,11 @@ from ..core.protocol.messages import (
     SyncRequested,
     WorkerWelcomed,
 )
-from ..core.protocol.model_spec import ModelSpec, OptimizerSpec
-from ..core.protocol.requests import (
+from ..core.requests import (
     COORDINATOR,
     Apply,
     Discard,
+    Host,
     Measure,
     Overwrite,
     Peer,
@@ -120,32 +119,29 @@ from ..core.protocol.requests import (
     worker_peer,
 )
 from ..core.server import Server
-from ..core.sync.shard_sync import ShardSync
+from ..core.shard import ShardSync
 from ..core.worker import Worker
 from ..state import Subject
 from ..sync import ASP, BSP, SSP, Conditions, ElasticBSP, SpecSync, SyncModel, events, parse
 from ..sync.conditions import ConditionMachine
 from ..sync.events import Clip
 from ..sync.notation import parse_shards
-from ..sync.schedule import Schedule
-from ..sync.schedule import Step as ScheduleStep
+from ..sync.schedule import Schedule, ScheduleStep
 from .admission import Admission, ShardView, WorkerView
 from .shard_checks import ShardChecks
 from .state_pools import (
     Call,
     CoordinatorState,
     Interned,
-    Pool,
     Renaming,
     ServerState,
     State,
+    StatePool,
     Step,
     Tape,
     WorkerState,
     put,
 )
-
-__all__ = ["SmallJob"]
 
 Item = TypeVar("Item")
 
@@ -277,9 +273,9 @@ class SmallJob:
             tape, {subject for subject in matters if not matters[subject]}
         )
         self._coordinators: Interned[Coordinator] = Interned(tape, NO_SCRIPTS)
-        self._worker_pool: Pool[WorkerState] = Pool()
-        self._server_pool: Pool[ServerState] = Pool()
-        self._coordinator_pool: Pool[CoordinatorState] = Pool()
+        self._worker_pool: StatePool[WorkerState] = StatePool()
+        self._server_pool: StatePool[ServerState] = StatePool()
+        self._coordinator_pool: StatePool[CoordinatorState] = StatePool()
         self._server_after: dict[tuple[ServerState, Call], tuple[ServerState, tuple[Send, ...]]] = {}
         self._sent: dict[tuple[ServerState, int, Message], ServerState] = {}
         self._labels: dict[tuple[ServerState, int], list[tuple[str, int, Timer | None]]] = {}

@@ -11,29 +11,14 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import msgspec
 
 from ..core.coordinator import Coordinator
-from ..core.protocol.entry import Entry
-from ..core.protocol.messages import ChangePublished, Commit, Message, PlanPublished
-from ..core.protocol.requests import COORDINATOR, Peer, Request, Timer, worker_peer
+from ..core.messages import ChangePublished, Commit, Message, PlanPublished
+from ..core.requests import COORDINATOR, Entry, Peer, Request, Timer, worker_peer
 from ..core.server import Server
 from ..core.worker import Worker
 from ..errors import InternalError
 from ..state import Outlook, Subject, restore, snapshot
 from ..sync.events import Change, Clip, Stop
 from .admission import ShardView
-
-__all__ = [
-    "Call",
-    "CoordinatorState",
-    "Interned",
-    "Pool",
-    "Renaming",
-    "ServerState",
-    "State",
-    "Step",
-    "Tape",
-    "WorkerState",
-    "put",
-]
 
 Item = TypeVar("Item")
 Core = TypeVar("Core", Worker, Server, Coordinator)
@@ -52,7 +37,7 @@ def put(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:
 
 
 def pooled(kind: type[Item]) -> type[Item]:
-    """Make the tuples of a class compare by identity. A `Pool` must then keep only one object per value."""
+    """Make the tuples of a class compare by identity. A `StatePool` must then keep only one object per value."""
     kind.__hash__ = object.__hash__  # type: ignore[method-assign]
     kind.__eq__ = object.__eq__  # type: ignore[method-assign]
     return kind
@@ -154,7 +139,7 @@ Step = tuple[str, Callable[[], State]]
 """A step: its description, which begins with the name of a process, and a function that returns the next state."""
 
 
-class Pool(Generic[Item]):
+class StatePool(Generic[Item]):
     """Stores one object for each value, so that values can be compared by identity, which is fast.
 
     Attributes:
@@ -401,7 +386,7 @@ class Renaming:
         self,
         names: tuple[int, ...],
         cores: tuple[Interned[Worker], Interned[Server], Interned[Coordinator]],
-        pools: tuple[Pool[WorkerState], Pool[ServerState], Pool[CoordinatorState]],
+        pools: tuple[StatePool[WorkerState], StatePool[ServerState], StatePool[CoordinatorState]],
     ) -> None:
         self._names = names
         self._former = sorted(range(len(names)), key=names.__getitem__)

@@ -1,17 +1,12 @@
-"""Recording, reading, replaying and measuring the traces of a run."""
+"""Recording, reading, replaying and measuring the traces of a run.
+
+Imports from `errors`, `state`, `files`, `trust`, `words`, `sync` and `core`.
+"""
 
 from __future__ import annotations
 
-from .recording import (
-    Entry,
-    EntryRecorder,
-    Header,
-    Memory,
-    Recorder,
-    Trace,
-    read,
-    read_run,
-)
+from ..core.requests import Entry, EntryRecorder
+from .recording import Header, Memory, Recorder, Trace, read, read_run
 from .replay import Replay, replay
 
 __all__ = [

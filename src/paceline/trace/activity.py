@@ -13,7 +13,7 @@ iteration has these parts:
     transfer    until the new weights had arrived at the worker
 
 The worker measures its begin, restart, push and end, and how long it was outside of training and loaded (see
-`core.metrics.time_spent`): in total, so that these parts are shown at the begin of the iteration. The shards measure
+`core.metrics`): in total, so that these parts are shown at the begin of the iteration. The shards measure
 what lies in between. A worker on a machine that has joined the run keeps its records. Without them, an iteration
 begins when all shards have answered the pull before, and everything until the push has arrived counts as computing.
 
@@ -33,7 +33,7 @@ from typing import Literal
 
 import msgspec
 
-from ..core.protocol.entry import Entry, EntryRecorder
+from ..core.requests import Entry, EntryRecorder
 from ..sync.actions import AnswerPull, ApplyMean
 from ..sync.events import (
     OfShard,
@@ -49,12 +49,9 @@ from ..sync.events import (
     WorkerLost,
 )
 from ..sync.ticks import TICKS_PER_S
-from .activity_cells import KINDS, NOBODY, Cells, decoded, encoded
+from .activity_cells import KINDS, NOBODY, Boundary, Cells, Era, decoded, encoded
 from .clocks import Converter, MachineClock
-from .eras import Boundary, Era
-from .records import IterationRecord
-
-__all__ = ["SPAN_UNITS_PER_S", "Activity", "Happening", "Reason", "WorkerActivity"]
+from .recording import IterationRecord
 
 COMPUTING, TRANSFER, WAITING, WASTED, PAUSED, OUTSIDE, IDLE, LOADING = range(len(KINDS))
 
@@ -195,7 +192,7 @@ class Activity:
         sync: the first sync model, in the notation of the command line.
         clocks: machine -> its clock. Default: only the coordinator's clock. The times of a machine with an unknown
             clock are used as they are.
-        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
+        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
 
     Attributes:
         cells: what each worker did, in buckets.

@@ -14,11 +14,23 @@ from __future__ import annotations
 import base64
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+
+from ..core.metrics import STATES, WorkerTime
+from ..sync.events import (
+    Change,
+    PushReceived,
+    RecordedEvent,
+    WorkerFenced,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
+from .measures import WorkerPresence
 
 if TYPE_CHECKING:
     Floats = array[float]
@@ -26,10 +38,8 @@ if TYPE_CHECKING:
 else:  # these types have no parameters at run time
     Floats = Integers = array
 
-__all__ = ["KINDS", "NOBODY", "Cells", "decoded", "encoded"]
-
 KINDS = ("computing", "transfer", "waiting", "wasted", "paused", "outside", "idle", "loading")
-"""What a worker can spend its time on, as in `trace.time_use`. Absent workers do nothing.
+"""What a worker can spend its time on, as in `trace.activity_cells`. Absent workers do nothing.
 
 Their order is that of the files in which cells are kept, so further kinds come last.
 """
@@ -201,3 +211,224 @@ def decoded(kind: type, value: Sequence[Any]) -> Any:
     if kind is not array or typecode not in ("f", "h"):
         raise NotImplementedError(f"objects of type {kind} are not part of a state")
     return array(typecode, data)
+
+
+# -- Staleness and waiting while one sync model was in force, in bounded memory ------------------------------
+#
+# The model changes when the last live worker has passed the boundary of the change (see `core.shard`). An
+# *era* is the time in which one model is in force at shard 0. The other shards count what they do in the same
+# era, although they may change their models a moment earlier or later.
+
+LEAST_CLASS_S = 0.001
+"""Upper end of the shortest class of lengths. That of each further class is twice as long."""
+
+MOST_CLASSES = 40
+
+
+class Total(msgspec.Struct):
+    """A sum of durations.
+
+    Attributes:
+        total_s: the sum in seconds.
+        count: number of durations.
+    """
+
+    total_s: float = 0.0
+    count: int = 0
+
+    def add(self, seconds: float) -> None:
+        """Add a duration."""
+        self.total_s += seconds
+        self.count += 1
+
+
+class Era(msgspec.Struct):
+    """What happened while one sync model was in force.
+
+    Attributes:
+        sync: the model in the notation of the command line.
+        from_s: time at which it came into force at shard 0.
+        from_updates: number of updates of shard 0 before.
+        staleness: staleness in updates -> number of pushes with this staleness, counted separately at each shard.
+        waits: (reason, awaited worker or -1) -> the waits of this kind. For each pull, the shard counts at which it
+            waited longest.
+        lengths: class of lengths -> number of waits. Class k ends at `LEAST_CLASS_S` * 2**k.
+    """
+
+    sync: str
+    from_s: float
+    from_updates: int
+    staleness: dict[int, int] = {}
+    waits: dict[tuple[str, int], Total] = {}
+    lengths: dict[int, int] = {}
+
+    def waited(self, reason: str, awaited: int, seconds: float) -> None:
+        """Record that a pull has waited."""
+        key = reason, awaited
+        total = self.waits.get(key)
+        if total is None:
+            total = self.waits[key] = Total()
+        total.add(seconds)
+        length = min(int(seconds / LEAST_CLASS_S).bit_length(), MOST_CLASSES)
+        self.lengths[length] = self.lengths.get(length, 0) + 1
+
+
+class Boundary(msgspec.Struct):
+    """Notices when one shard changes its sync model, from the events of the shard.
+
+    Attributes:
+        changed: number of the last change that was completed; 0 before the first one.
+        sync: the model after this change; "" before the first one.
+        live: the live workers.
+
+    Example:
+        >>> boundary = Boundary(live={0, 1})
+        >>> change = Change(number=1, members=(0, 1), sync="asp")
+        >>> boundary.note(PushReceived(now_ticks=5, worker=0, iteration=3, change=change))
+        False
+        >>> boundary.note(PushReceived(now_ticks=6, worker=1, iteration=3, change=change))
+        True
+    """
+
+    changed: int = 0
+    sync: str = ""
+    live: set[int] = set()
+    _passed: set[int] = set()
+    _fenced: set[int] = set()
+    _change: Change | None = None
+
+    def note(self, event: RecordedEvent) -> bool:
+        """Process an event other than a pull. Return True if the model has changed because of it."""
+        kind = type(event)
+        if isinstance(event, PushReceived):
+            change = event.change
+            if change is None or change.number <= self.changed:
+                return False
+            self._change = change
+            self._passed.add(event.worker)
+        elif kind is WorkerJoined:
+            self.live.add(event.worker)  # type: ignore[union-attr]
+            return False
+        elif kind is WorkerFenced:
+            self._fenced.add(event.worker)  # type: ignore[union-attr]
+            return False
+        elif kind is WorkerLost or kind is WorkerFinished:
+            for workers in (self.live, self._passed, self._fenced):
+                workers.discard(event.worker)  # type: ignore[union-attr]
+        if self._change is None or self._fenced or not self.live <= self._passed:
+            return False
+        self.changed, self.sync = self._change.number, self._change.sync
+        self._change, self._passed = None, set()
+        return True
+
+
+# -- What the workers of a run have spent their time on. The times add up to the duration of the run ---------
+#
+#     computing   computations that were pushed. If the run was cut off, the computation in progress counts, too
+#     loading     the script asked a distributed loader for a batch
+#     waiting     pulls that a shard did not answer at once, from their arrival until they were answered, their worker
+#                 was lost, or the run ended; of several shards, the longest wait counts
+#     transfer    messages on their way: pushes, weights and requests for data. This is what remains of the presence of
+#                 a worker when all other times are subtracted
+#     wasted      computations that were aborted, the pulls after them, and what a worker had computed when it was lost
+#     paused      the worker could not go on, because the run had too few workers
+#     outside     the script did not train: it evaluated or saved the model, waited in a barrier or a reduction, or had
+#                 pushed for the last time. `core.metrics` defines what is outside, and what is loading
+#     idle        time from when a worker finished until the last worker left
+#     absent      time in which the worker had not joined yet, was lost, or had left before its script ended
+#
+# A worker is present from the moment when shard 0 counts it among its workers until it has left. Its presence
+# is the sum of the first seven times. The waits are measured by the shards, each on its own clock; the other
+# times are measured by the workers (see `core.metrics`). So no two clocks are compared, and the sums are
+# exact.
+#
+# A worker that is lost makes no last report. The time since its last report belongs to the activity that it has
+# reported then, except for the time in which it waited.
+
+
+class TimeUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker has spent its time on, in seconds. See the description of this module.
+
+    Attributes:
+        computing_s: computations that were pushed.
+        loading_s: waits for batches of a distributed loader.
+        waiting_s: pulls that were not answered at once.
+        transfer_s: messages on their way.
+        wasted_s: computations that were aborted or lost.
+        paused_s: pauses of the run.
+        outside_s: time outside of training.
+        idle_s: time after the worker had finished.
+        absent_s: time in which the worker did not take part in the run.
+    """
+
+    computing_s: float
+    loading_s: float
+    waiting_s: float
+    transfer_s: float
+    wasted_s: float
+    paused_s: float
+    outside_s: float
+    idle_s: float
+    absent_s: float
+
+    @property
+    def present_s(self) -> float:
+        """Time for which the worker took part in the run, in seconds."""
+        return (
+            self.computing_s
+            + self.loading_s
+            + self.waiting_s
+            + self.transfer_s
+            + self.wasted_s
+            + self.paused_s
+            + self.outside_s
+        )
+
+
+def time_use(
+    presences: Mapping[int, WorkerPresence], spent: Mapping[int, WorkerTime], ticks_per_s: int
+) -> dict[int, TimeUse]:
+    """Return what each worker has spent its time on.
+
+    Args:
+        presences: what the traces tell; see `Meter.presences`.
+        spent: what the workers have reported; see `core.metrics.TimeLedger`.
+        ticks_per_s: number of ticks per second.
+
+    Example:
+        >>> presence = WorkerPresence(present=100, waiting=20, idle=0, absent=0)
+        >>> spent = WorkerTime({"computing": 60, "wasted": 0, "paused": 0, "outside": 0}, {"computing": 25})
+        >>> use = time_use({0: presence}, {0: spent}, ticks_per_s=1)[0]
+        >>> use.computing_s, use.waiting_s, use.transfer_s
+        (80.0, 20.0, 0.0)
+    """
+    found = {}
+    for worker, presence in presences.items():
+        times = dict.fromkeys(STATES, 0)
+        left = presence.present - presence.waiting
+        if worker in spent:
+            times.update(spent[worker].reported)
+            left -= sum(times.values())
+            for state, tail in spent[worker].tails.items():
+                added = max(0, min(tail, left))
+                times[state] += added
+                left -= added
+        found[worker] = TimeUse(
+            **{f"{state}_s": ticks / ticks_per_s for state, ticks in times.items()},
+            waiting_s=presence.waiting / ticks_per_s,
+            transfer_s=left / ticks_per_s,
+            idle_s=presence.idle / ticks_per_s,
+            absent_s=presence.absent / ticks_per_s,
+        )
+    return found
+
+
+def time_shares(uses: Mapping[int, TimeUse]) -> dict[str, float]:
+    """Return the shares of the workers' presence, from 0 to 1: name of the share -> the share."""
+    present_s = sum(use.present_s for use in uses.values())
+    return {
+        f"{state}_share": sum(getattr(use, f"{state}_s") for use in uses.values()) / present_s
+        if present_s
+        else 0.0
+        for state in ("computing", "transfer", *STATES[1:])
+    }

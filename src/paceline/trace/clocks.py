@@ -2,7 +2,7 @@
 
 Each trace contains times on the clock of the machine that recorded it (`Trace.machine`). Machine 0 is the one
 with the coordinator. For each other machine, the run directory contains a file `clock-<machine>.jsonl` with estimates
-of the offset of the coordinator's clock (see `paceline.core.machines.clock_offset`), recorded during the run. They
+of the offset of the coordinator's clock (see `paceline.core.liveness`), recorded during the run. They
 are used to convert times to the coordinator's clock, with a bound on the error. Statistics of a run never need this:
 they only subtract times of the same trace.
 """
@@ -17,14 +17,13 @@ from pathlib import Path
 
 import msgspec
 
-from ..core.machines.clock_offset import OffsetBounds
-from ..core.protocol.messages import ClockOffset
+from ..core.liveness import OffsetBounds
+from ..core.messages import ClockOffset
+from ..core.requests import Entry
 from ..errors import ConfigurationError
 from ..files import read_regular
 from ..sync.ticks import TICKS_PER_S, in_ticks
-from .recording import Entry, Sink, Trace
-
-__all__ = ["ClockRecorder", "Converter", "MachineClock", "Moment", "clock_of", "read_clocks", "timeline"]
+from .recording import Sink, Trace
 
 RECORD_INTERVAL_S = Fraction(3, 4)
 """Least time between two records of an offset. With two heartbeats per second, every other estimate is recorded."""
@@ -80,7 +79,7 @@ class ClockRecorder:
 
     Args:
         file: the file, which is `clock-<machine>.jsonl` in the run directory.
-        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
+        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
     """
 
     def __init__(self, file: Sink, ticks_per_s: int = TICKS_PER_S) -> None:
@@ -145,7 +144,7 @@ class Converter:
     Args:
         clocks: machine -> its clock, as `read_clocks` returns it.
         strict: False to leave the times of a machine as they are if the offset of its clock is unknown.
-        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
+        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
 
     Attributes:
         clocks: see above.

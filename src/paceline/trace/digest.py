@@ -1,7 +1,7 @@
 """The digest of a run: its statistics and the activity of its workers, from all entries and records of the run.
 
-A run with `--traces recent` deletes the oldest segments of its traces and records (see `trace.segments`). Before a
-segment is deleted, a process of low priority digests it (see `trace.digesting`), and keeps the state of the digest in
+A run with `--traces recent` deletes the oldest segments of its traces and records (see `trace.recording`). Before a
+segment is deleted, a process of low priority digests it (see `trace.digest`), and keeps the state of the digest in
 `earlier/digest.msgpack`, with the place in each file from which it goes on. Whoever digests the run directory later
 begins with this state. So the statistics are the same as if nothing had been deleted.
 
@@ -10,24 +10,36 @@ The entries and records of all files are digested in the order of their times, a
 
 from __future__ import annotations
 
+import argparse
 import heapq
+import os
+import select
+import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from ..core.protocol.entry import Entry
+from ..core.requests import Entry
 from ..errors import ConfigurationError
 from ..files import Unfinished, read_regular
 from .activity import Activity
 from .clocks import MachineClock
 from .measures import Meter, MeterState
-from .recording import TraceFile, trace_files
-from .records import IterationRecord, record_files
-from .segments import EARLIER, Follower, Position, last_line
-
-__all__ = ["Digest", "DigestState"]
+from .recording import (
+    EARLIER,
+    KEPT_SEGMENTS,
+    FileFollower,
+    FilePosition,
+    IterationRecord,
+    TraceFile,
+    earlier_segments,
+    last_line,
+    record_files,
+    trace_files,
+)
 
 LOOK_INTERVAL = 1000  # number of entries after which `advance` looks whether it is hurried
 
@@ -45,7 +57,7 @@ class DigestState(msgspec.Struct):
     shards: list[int]
     meter: MeterState
     activity: bytes
-    positions: dict[str, Position]
+    positions: dict[str, FilePosition]
 
 
 class Digest:
@@ -157,15 +169,15 @@ class Digest:
         with Unfinished(_state_path(self._run_dir)) as place:
             place.write_bytes(msgspec.msgpack.encode(state))
 
-    def _of_coordinator(self, path: Path) -> Source:
+    def _of_coordinator(self, path: Path) -> DigestSource:
         decode = msgspec.json.Decoder(Entry).decode
         feed = self.meter.at_coordinator().record
-        return Source(path, self._begin(path), decode, _time_of_entry, feed, headed=True)
+        return DigestSource(path, self._begin(path), decode, _time_of_entry, feed, headed=True)
 
-    def _of_shard(self, place: int, trace: TraceFile) -> Source:
+    def _of_shard(self, place: int, trace: TraceFile) -> DigestSource:
         measure = self.meter.at_shard(place).record
         if self._only_statistics:
-            return Source(
+            return DigestSource(
                 trace.path, self._begin(trace.path), trace.decode, _time_of_entry, measure, headed=True
             )
         note = self.activity.at_shard(place, trace.header.recorded_on).record
@@ -174,7 +186,9 @@ class Digest:
             measure(entry)
             note(entry)
 
-        return Source(trace.path, self._begin(trace.path), trace.decode, _time_of_entry, feed, headed=True)
+        return DigestSource(
+            trace.path, self._begin(trace.path), trace.decode, _time_of_entry, feed, headed=True
+        )
 
     def find(self) -> None:
         """Find the files of workers that have begun to record since the last call."""
@@ -190,17 +204,17 @@ class Digest:
                 self.activity.record(worker, record)
 
             self.sources.append(
-                Source(path, self._begin(path), decode, self._time_of_record, feed, headed=False)
+                DigestSource(path, self._begin(path), decode, self._time_of_record, feed, headed=False)
             )
 
-    def _begin(self, path: Path) -> Position:
-        return self._begins.get(path.name, Position())
+    def _begin(self, path: Path) -> FilePosition:
+        return self._begins.get(path.name, FilePosition())
 
     def _time_of_record(self, record: IterationRecord) -> int:
         return round(record.answered_s * self.ticks_per_s)
 
 
-class Source:
+class DigestSource:
     """A file that is digested.
 
     Args:
@@ -209,13 +223,13 @@ class Source:
         decode: decodes a line.
         time_of: returns the time of a decoded line, in ticks.
         feed: digests a decoded line.
-        headed: see `Follower`.
+        headed: see `FileFollower`.
     """
 
     def __init__(
         self,
         path: Path,
-        position: Position,
+        position: FilePosition,
         decode: Callable[[bytes], Any],
         time_of: Callable[[Any], int],
         feed: Callable[[Any], None],
@@ -223,7 +237,7 @@ class Source:
         headed: bool,
     ) -> None:
         self.path = path
-        self._follower = Follower(path, headed=headed, position=position)
+        self._follower = FileFollower(path, headed=headed, position=position)
         self._decode, self._time_of, self._feed = decode, time_of, feed
         self._lines = self._follower.lines()
         self._head: Any = None  # the next line, decoded
@@ -258,12 +272,12 @@ class Source:
         self._feed(head)
 
     @property
-    def position(self) -> Position:
+    def position(self) -> FilePosition:
         """The place behind what was digested. The segments before it may be deleted."""
         if self._head is None:
             return self._follower.position
         segment = self._follower.place[0]
-        return Position(*self._before) if self._before[0] == segment else Position(segment, 0)
+        return FilePosition(*self._before) if self._before[0] == segment else FilePosition(segment, 0)
 
     def last_ticks(self, segment: Path) -> int:
         """Return the time of the last line of a segment that is complete, in ticks."""
@@ -293,3 +307,105 @@ def _read_state(run_dir: Path) -> DigestState | None:
         return None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} is damaged: {error}") from error
+
+
+# -- The process that digests the oldest segments of a run and deletes them, with a low priority: ------------
+#
+#     python -m paceline.trace.digest RUN_DIR --shards 0,1 --workers 0,1,2,3
+#
+# The launcher starts it when the first segment is full. A segment is deleted only when a state that contains
+# it is on the disk. The process ends when its standard input does, so also when the launcher is killed.
+#
+# It digests only files that are written on this machine. Servers and workers on other machines delete their
+# own oldest segments.
+
+SETTLED_S = 5.0
+"""Age at which a segment is digested. By then, what was recorded before its end is in the other files, too."""
+
+POLL_S = 1.0
+NICENESS = 3  # with 19, it would fall behind while training occupies all cores; it needs 30 us per iteration
+
+
+def trim(digest: Digest, kept: int = KEPT_SEGMENTS, settled_s: float = SETTLED_S) -> bool:
+    """Digest the segments that are not kept, and delete them. Return True if there were any.
+
+    Args:
+        digest: the digest of the run.
+        kept: number of segments of each file that are kept in addition to the newest one.
+        settled_s: time in seconds since a segment was written after which it is digested.
+
+    Raises:
+        ConfigurationError: a file is damaged.
+        OSError: the state cannot be written, or a segment cannot be deleted.
+    """
+    digest.find()
+    written_before_s = time.time() - settled_s
+    excess: list[tuple[DigestSource, dict[int, Path]]] = []
+    for source in digest.sources:
+        segments = list(earlier_segments(source.path).items())[:-kept]
+        settled = {
+            number: segment for number, segment in segments if segment.stat().st_mtime <= written_before_s
+        }
+        if settled:
+            excess.append((source, settled))
+    if not excess:
+        return False
+    digest.advance(max(source.last_ticks(settled[max(settled)]) for source, settled in excess))
+    digest.save()
+    for source, settled in excess:
+        for number, segment in settled.items():
+            if number < source.position.segment:
+                segment.unlink()
+    return True
+
+
+def main() -> None:
+    """Trim a run directory until the standard input ends."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--shards", type=_indices, required=True)
+    parser.add_argument("--workers", type=_indices, required=True)
+    arguments = parser.parse_args()
+    os.nice(NICENESS)
+    try:
+        digest = Digest(arguments.run_dir, shards=arguments.shards, workers=arguments.workers)
+        while not select.select([sys.stdin], [], [], POLL_S)[0]:
+            trim(digest)
+    except (ConfigurationError, OSError) as error:
+        sys.exit(str(error))
+
+
+def _indices(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+# -- How evenly the workers contribute to the updates of a run -----------------------------------------------
+
+Key = TypeVar("Key", int, str)
+
+
+def shares_of_updates(samples: Mapping[Key, int], gradients: Mapping[Key, int]) -> dict[Key, float]:
+    """Return each worker's share of what the updates contain, from 0 to 1.
+
+    Args:
+        samples: worker -> number of samples in its gradients that were applied; all 0 if unknown.
+        gradients: worker -> number of these gradients, which count if the samples are unknown.
+
+    >>> shares_of_updates({0: 30, 1: 10}, {0: 3, 1: 3})
+    {0: 0.75, 1: 0.25}
+    """
+    counts = samples if any(samples.values()) else gradients
+    total = sum(counts.values())
+    return {worker: count / total if total else 0.0 for worker, count in counts.items()}
+
+
+def fairness(shares: Mapping[Key, float]) -> float:
+    """Return Jain's index of the shares: 1 if they are equal, 1 / n if one of n workers contributes everything.
+
+    Reference: Jain, Chiu and Hawe, "A quantitative measure of fairness", 1984.
+
+    >>> fairness({0: 0.75, 1: 0.25})
+    0.8
+    """
+    squares = sum(share * share for share in shares.values())
+    return sum(shares.values()) ** 2 / (len(shares) * squares) if squares else 1.0

@@ -1,10 +1,10 @@
 """Describes in sentences what was wrong with a run, or could be better, and what would help.
 
 Pushes that were never applied, and updates that are missing, come first, because such a run trains less than its
-speed promises. The other sentences are about time that the workers lost (see `report.causes`), and about unusual
+speed promises. The other sentences are about time that the workers lost (see `look.causes`), and about unusual
 clipping. Clipping by each worker is named whenever it occurs, because it changes the result.
 
-What helps is listed in the order of what it does to the result of training (see `sync.effects`): first what leaves
+What helps is listed in the order of what it does to the result of training (see `sync.model`): first what leaves
 it as it is, last the models with stale gradients, and those only with the advice to check the accuracy.
 """
 
@@ -15,22 +15,9 @@ import shlex
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..core.protocol.lease import Order, Split
-from ..sync.effects import EFFECTS
-from .measures import Measures
-from .unapplied import missing_updates, unapplied_pushes
-
-__all__ = [
-    "DISTRIBUTE",
-    "LEAST_S",
-    "LEAST_SHARE",
-    "Handout",
-    "find",
-    "find_moved",
-    "hints_for",
-    "how_to_check",
-    "in_python",
-]
+from ..core.lease import DataOrder, Split
+from ..sync.model import EFFECTS
+from .measures import Measures, missing_updates, unapplied_pushes
 
 OPTION = re.compile(r"--(\w+) ([\w-]+(?::\w+=\w+)?)")
 
@@ -79,7 +66,7 @@ class Handout(NamedTuple):
         return self.divisible and not self.balanced
 
     @classmethod
-    def of(cls, order: Order, *, asked: bool) -> Handout:
+    def of(cls, order: DataOrder, *, asked: bool) -> Handout:
         """Return how data in this order was handed out.
 
         Args:
@@ -105,7 +92,7 @@ def find(
     Args:
         measures: the statistics of the run.
         found: sentences that were found while the run was in progress.
-        lost_time: sentences about the time that the workers lost, and what would help; see `report.causes`.
+        lost_time: sentences about the time that the workers lost, and what would help; see `look.causes`.
         clippable: False if the sync model does not allow the joint gradient to be clipped; see
             `SyncModel.agrees_on_means`.
     """
@@ -159,7 +146,7 @@ def how_to_check(
 
     Args:
         run_dir: the run directory, to be named in the command; None if it lacks records of workers.
-        program: what each worker ran, as in `Order.arguments`; () if it is unknown.
+        program: what each worker ran, as in `DataOrder.arguments`; () if it is unknown.
         syncs: the models.
         changes: options that change the machines.
 

@@ -3,7 +3,7 @@
 The decisions of a core depend only on its state and its events. So a trace whose beginning was deleted can be
 replayed from a keyframe: a description of the core's state that was taken between two events.
 
-A keyframe is written when a segment of a trace begins (see `trace.segments`), and becomes a part of its header. It
+A keyframe is written when a segment of a trace begins (see `trace.recording`), and becomes a part of its header. It
 consists of plain values, and reading one executes no code of the objects in it: it fills a new core, which the
 constructor of the core has created for the model in force. Functions, such as the conditions of a model, are not
 written. The new core has its own. A sync model is written in the notation of the command line.
@@ -32,9 +32,82 @@ from ..state import fields_of, own_names
 from ..sync import SyncModel
 from ..sync.notation import parse
 
-__all__ = ["Keyframe", "fill", "keyframe_of"]
+PURE = ("paceline.core.", "paceline.sync.", "paceline.zipline.")
 
-PURE = ("paceline.core.", "paceline.sync.", "paceline.zipline.", "paceline.plugins.user_conditions")
+FORMER_MODULES = {
+    "core.changes.cut": "core.reconfiguration",
+    "core.changes.edits": "core.reconfiguration",
+    "core.changes.extension": "core.reconfiguration",
+    "core.changes.joining": "core.reconfiguration",
+    "core.changes.reconfiguration": "core.reconfiguration",
+    "core.data.batch_sizes": "core.batch_sizes",
+    "core.data.data_feed": "core.data_feed",
+    "core.data.data_ledger": "core.data_ledger",
+    "core.data.drawn": "core.lease",
+    "core.data.drawn_at_shard": "core.shard",
+    "core.data.epoch_split": "core.epoch_split",
+    "core.data.lease_sizes": "core.batch_sizes",
+    "core.data.loader_ledger": "core.loader_ledger",
+    "core.data.loop_positions": "core.data_ledger",
+    "core.machines.clock_offset": "core.liveness",
+    "core.machines.heartbeats": "core.liveness",
+    "core.machines.liveness": "core.liveness",
+    "core.machines.losses": "core.members",
+    "core.machines.main_worker": "core.members",
+    "core.machines.members": "core.members",
+    "core.machines.quorum": "core.members",
+    "core.machines.server_roster": "core.members",
+    "core.machines.traffic_rates": "core.liveness",
+    "core.machines.waiting_clocks": "core.liveness",
+    "core.metrics.history": "core.metrics",
+    "core.metrics.metric_intake": "core.metrics",
+    "core.metrics.time_spent": "core.metrics",
+    "core.metrics.unsent_metrics": "core.metrics",
+    "core.oversight.agreement": "core.agreement",
+    "core.oversight.divergence": "core.guard",
+    "core.oversight.fingerprints": "core.agreement",
+    "core.oversight.good_weights": "core.guard",
+    "core.oversight.guard": "core.guard",
+    "core.oversight.outliers": "core.guard",
+    "core.oversight.oversight": "core.agreement",
+    "core.protocol.entry": "core.requests",
+    "core.protocol.host": "core.requests",
+    "core.protocol.job_cut": "core.job_cut",
+    "core.protocol.layout": "core.layout",
+    "core.protocol.lease": "core.lease",
+    "core.protocol.model_spec": "core.layout",
+    "core.protocol.order": "core.order",
+    "core.protocol.placement": "core.layout",
+    "core.protocol.requests": "core.requests",
+    "core.protocol.state_entries": "core.layout",
+    "core.protocol.wire_format": "core.layout",
+    "core.status.awaited": "core.status",
+    "core.status.job_progress": "core.status",
+    "core.status.job_status": "core.status",
+    "core.sync.auto": "core.auto",
+    "core.sync.clipped_means": "core.shard",
+    "core.sync.early_pause": "core.job_sync",
+    "core.sync.job_sync": "core.job_sync",
+    "core.sync.joint_batch": "core.joint_batch",
+    "core.sync.joint_calls": "core.joint_batch",
+    "core.sync.joint_norms": "core.joint_batch",
+    "core.sync.paces": "core.paces",
+    "core.sync.shard_sync": "core.shard",
+    "core.sync.standing": "core.joint_batch",
+    "core.sync.turns": "core.paces",
+    "core.sync.versions": "core.shard",
+    "plugins.optimizer_sources": "shard.foreign",
+    "plugins.user_conditions": "sync.plugins",
+    "sync.actions": "sync.events",
+    "sync.counts": "sync.model",
+    "sync.effects": "sync.model",
+    "sync.intervals": "sync.conditions",
+    "sync.schedule": "sync.notation",
+    "zipline.solution": "zipline.end_times",
+    "zipline.sweep": "zipline.zipline",
+    "zipline.whole_times": "zipline.end_times",
+}
+"""Former name of a module -> the module that has its classes now. Older keyframes name the former one."""
 
 MOST_BITS = 63  # integers with more bits are written as text
 
@@ -231,6 +304,8 @@ class _Reader:
 def _class_of(name: str, imports: Collection[str]) -> type | None:
     """Return a class that may be part of a core, by its module and its name; None for any other name."""
     module, _, path = name.partition(":")
+    if (former := module.removeprefix("paceline.")) in FORMER_MODULES:
+        module = f"paceline.{FORMER_MODULES[former]}"
     if not (module.startswith(PURE) or module in imports):
         return None
     found: Any = sys.modules.get(module)

@@ -22,7 +22,7 @@
     gradients   number of pushes that a shard applied or held
     samples     number of samples from which these gradients were computed
     restarts    number of computations that were aborted and restarted
-    pushes      what became of each push; see `PushCounts`
+    pushes      what became of each push; see `PushFates`
 
 The functions have no side effects. A `Meter` processes the entries one by one and does not store them, so its memory
 use does not grow with the number of entries.
@@ -38,6 +38,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ..core.requests import Entry, EntryRecorder
 from ..errors import ConfigurationError
 from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, PublishPlan
 from ..sync.events import (
@@ -52,19 +53,7 @@ from ..sync.events import (
     WorkerLost,
 )
 from ..sync.ticks import TICKS_PER_S
-from .recording import AnyTrace, Entry, EntryRecorder, Trace
-
-__all__ = [
-    "Measures",
-    "Meter",
-    "MeterState",
-    "Presence",
-    "PushCounts",
-    "Wait",
-    "measure",
-    "meter_of",
-    "waits",
-]
+from .recording import AnyTrace, Trace
 
 MOST_PLANS = 1000  # number of plans whose barriers have not ended; only a few of them may still end
 
@@ -92,7 +81,7 @@ class Wait(msgspec.Struct, frozen=True):
         return self.answered_s - self.asked_s
 
 
-class PushCounts(msgspec.Struct, frozen=True, kw_only=True):
+class PushFates(msgspec.Struct, frozen=True, kw_only=True):
     """What became of the pushes. Each push, identified by its worker and iteration, is in exactly one category.
 
     If the shards treated a push differently, the category is that of shard 0, except for lost pushes.
@@ -114,7 +103,7 @@ class PushCounts(msgspec.Struct, frozen=True, kw_only=True):
     lost: int
 
 
-class Presence(NamedTuple):
+class WorkerPresence(NamedTuple):
     """How long one worker index took part in a run, in ticks. The run lasts until the last worker has left.
 
     Attributes:
@@ -208,7 +197,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     delayed_pulls: int
     dropped_pushes: int
     restarts: int
-    pushes: PushCounts
+    pushes: PushFates
     unapplied: int
     clipped_alone: int
 
@@ -289,7 +278,7 @@ class Meter:
 
     Args:
         shards: number of shards.
-        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
+        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
         left: the workers that left before their scripts had ended. To a shard, they have finished, but they are not
             idle afterwards.
         state: the state of another meter, from which this one goes on. Default: nothing has been recorded.
@@ -327,7 +316,7 @@ class Meter:
         """Return the recorder that processes the entries of the coordinator's trace."""
         return self._plans
 
-    def presences(self, until_ticks: int | None = None) -> dict[int, Presence]:
+    def presences(self, until_ticks: int | None = None) -> dict[int, WorkerPresence]:
         """Return for each worker how long it took part in the run. See `measures` for `until_ticks`."""
         end = self._end(until_ticks)
         memberships = self._shards[0].ordered
@@ -342,7 +331,7 @@ class Meter:
                 idle[member.worker] += again - member.until(end)
         waiting = self._waiting.totals([(shard.unanswered, end) for shard in self._shards])
         return {
-            worker: Presence(time, waiting[worker], idle[worker], duration - time - idle[worker])
+            worker: WorkerPresence(time, waiting[worker], idle[worker], duration - time - idle[worker])
             for worker, time in present.items()
         }
 
@@ -413,7 +402,7 @@ class Meter:
         """Return the end of the measured time in ticks."""
         return self._shards[0].now if until_ticks is None else until_ticks
 
-    def _pushes(self) -> PushCounts:
+    def _pushes(self) -> PushFates:
         """Return what became of the pushes."""
         first = self._shards[0]
         counts = {"applied": first.applied, "averaged": first.averaged, "dropped": first.dropped_pushes}
@@ -430,7 +419,7 @@ class Meter:
             elif member.fate in counts:
                 counts[member.fate] -= 1
                 lost += 1
-        return PushCounts(**counts, refused=first.refused, lost=lost)
+        return PushFates(**counts, refused=first.refused, lost=lost)
 
 
 class _Membership(msgspec.Struct):
@@ -447,7 +436,7 @@ class _Membership(msgspec.Struct):
     lost: bool = False
     iterations: int = 0
     iteration: int = -1  # label of the worker's last push
-    fate: str = ""  # category of this push in `PushCounts`; "" while the shard holds the push
+    fate: str = ""  # category of this push in `PushFates`; "" while the shard holds the push
     asked: int = 0  # time at which the worker's last pull arrived
     pulls: int | None = None  # label of this pull; None once it is answered
     pushed: int | None = None  # time at which the worker's last push arrived
@@ -744,3 +733,68 @@ class MeterState(msgspec.Struct):
     plans: _Plans
     shards: list[_ShardMeter]
     staleness: dict[int, int] = msgspec.field(default_factory=dict)
+
+
+# -- Says whether a run has applied the pushes of its workers. A fast run that applies nothing trains nothing
+#
+# A sync model may drop pushes: that is its decision. But each push that it holds must be applied later. A few
+# are lost without the model's fault: when a worker is lost while it pushes, and, when a run ends early, those
+# of the round in progress.
+#
+# A model that drops many pushes may also make fewer updates than bsp, with as many samples. Then an epoch
+# moves the weights less far, which no loss shows: it falls as it should, only more slowly.
+
+MOST_SHARE = 0.01  # a larger share of pushes that were never applied is reported
+
+LEAST_DROPPED = 0.25  # a smaller share of dropped samples is not reported
+MOST_UPDATES = 0.75  # nor are more updates than this share of those that bsp makes
+
+
+def unapplied_pushes(pushes: PushFates, unapplied: int) -> str:
+    """Return a sentence about pushes that were never applied; "" if the run has applied what it should.
+
+    Such a run is named first wherever its results are shown, and its sync model is never recommended.
+
+    Args:
+        pushes: what became of the pushes.
+        unapplied: number of pushes that should have been applied; see `Measures.unapplied`.
+    """
+    received = pushes.applied + pushes.averaged + pushes.dropped + pushes.lost
+    hint = " If the model is your own, test it with paceline.testing.check." if pushes.lost else ""
+    if received and pushes.dropped + pushes.lost == received:
+        return (
+            f"Nothing was trained: none of the {received} pushes was applied. The sync model held {pushes.lost} of "
+            f"them until the end, and {pushes.dropped} were dropped or had no usable gradient.{hint}"
+        )
+    if unapplied > MOST_SHARE * received:
+        return (
+            f"{pushes.lost} of {received} pushes ({pushes.lost / received:.0%}) were never applied: the sync model "
+            f"held them until the end.{hint}"
+        )
+    return ""
+
+
+def missing_updates(measures: Measures) -> str:
+    """Return a sentence about updates that are missing because gradients were dropped; "" if few are.
+
+    It says nothing if the numbers of samples are unknown. bsp makes an update of one gradient of each worker. Every
+    worker that has ever taken part counts, so a run is not wronged because its workers come and go.
+
+    Args:
+        measures: the statistics of the run.
+    """
+    samples = measures.samples + measures.dropped_samples
+    if not measures.samples or measures.dropped_samples < LEAST_DROPPED * samples:
+        return ""
+    # Empty pushes have no samples, so they are no gradients. A dropped gradient is taken to have the usual samples.
+    gradients = measures.sampled_gradients * samples / measures.samples
+    usual = gradients / len(measures.iterations)
+    # With the last round, which is not complete, a model that averages one push of each worker has one more.
+    if measures.updates + 1 > MOST_UPDATES * usual:
+        return ""
+    return (
+        f"{measures.dropped_samples / samples:.0%} of the samples were in gradients that were dropped, because they "
+        f"were late or not usable. So the run has made {measures.updates} updates, while bsp makes about {usual:.0f} "
+        f"with as many samples: an epoch has moved the weights about {measures.updates / usual:.1f} times as far, "
+        "and training may not be finished. Train for more epochs, or use a sync model that applies every gradient."
+    )

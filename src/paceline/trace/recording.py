@@ -7,11 +7,11 @@ processed. An entry contains the event with its exact time, the resulting action
 refused, and the effects of the actions: the version that the shard reached, the staleness of each push that the shard
 applied, and the largest gap (see `measures`) among the workers whose pulls the shard answered.
 
-Times are whole numbers of ticks (see `paceline.sync.ticks`). In version 3 of the format, they were floats in seconds.
+Times are whole numbers of ticks (see `paceline.sync.events`). In version 3 of the format, they were floats in seconds.
 When such a trace is read, they are rounded to whole numbers of nanoseconds. Its decisions can then be replayed unless
 they depended on the rounding errors of the floats.
 
-A long run writes its traces in segments, of which the oldest may be deleted (see `trace.segments`). Each segment has
+A long run writes its traces in segments, of which the oldest may be deleted (see `trace.recording`). Each segment has
 a header of its own. From the second one on, the header contains the state of the core when the segment began, so that
 what is left can be replayed (see `trace.keyframes`). Such a segment is in version 5 of the format. When a trace is
 read, its header is that of the first segment that is left.
@@ -24,32 +24,25 @@ warning. See `replay` for the main use of traces.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Literal, Protocol, cast
 
 import msgspec
 
-from ..core.protocol.entry import Entry, EntryRecorder
-from ..errors import ConfigurationError
-from ..files import open_regular
+from ..core.requests import Entry
+from ..errors import ConfigurationError, unknown_name
+from ..files import open_regular, read_regular
+from ..sync import Conditions, SyncModel
+from ..sync.plugins import LOCAL, load_models
+from ..sync.schedule import read_schedule
 from ..sync.ticks import TICKS_PER_S, in_ticks
+from ..trust import SIGNATURE, is_own, is_signed, printable, signature_of
 from .keyframes import Keyframe
-from .segments import Follower, first_segment, held_files
-
-__all__ = [
-    "AnyTrace",
-    "Entry",
-    "EntryRecorder",
-    "Header",
-    "Memory",
-    "Recorder",
-    "Trace",
-    "TraceFile",
-    "read",
-    "read_run",
-    "trace_files",
-]
 
 DECODER = msgspec.json.Decoder(Entry)
 
@@ -72,7 +65,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         computed_by: for a run in virtual time that computed gradients, a description of the hardware and software
             that computed them. The trace can be reproduced only with the same hardware and software. "" if no
             gradients were computed; the trace is then the same on any machine.
-        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
+        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
         machine: index of the machine whose clock the times are on (see `trace.clocks`). Unset if it is machine 0, the
             one with the coordinator.
         imports: names of the modules that define the user's own models of the run. Unset if there are none.
@@ -236,7 +229,7 @@ class TraceFile:
             ConfigurationError: the file is not a trace.
         """
         with self._checked():
-            for line in Follower(self.path, headed=True).lines():
+            for line in FileFollower(self.path, headed=True).lines():
                 yield self.decode(line)
 
     def decode(self, line: bytes) -> Entry:
@@ -305,3 +298,429 @@ def _converted(line: bytes) -> bytes:
     if "format" in converted:
         converted["format"] = FORMAT
     return msgspec.json.encode(converted)
+
+
+# -- Records of the times of each worker's iterations, stored in `worker-<index>.jsonl` in the run directory
+#
+# A long run writes these files in segments (see `trace.recording`).
+
+
+class IterationRecord(msgspec.Struct, frozen=True):
+    """The times of one iteration, in seconds since the run began.
+
+    Attributes:
+        iteration: number of the iteration, from 0.
+        begun_s: time at which the computation began, after the weights had arrived.
+        computed_s: time at which the gradient was ready. If the worker emulates a slower machine, it slept from this
+            time until `pushed_s`.
+        pushed_s: time at which the push began.
+        answered_s: time at which the new weights of all shards had arrived.
+        loss: the loss that the script has logged for this iteration, or that its closure has returned; None if there
+            is neither.
+        superstep: number of the superstep if the push was the worker's last one of that superstep, else None.
+        change: number of the sync model change if the push was the worker's last one before the change, else None.
+        dropped_s: time at which the computation was aborted in order to be restarted; None if it was not aborted.
+        restarted_s: time at which the computation was restarted; None if it was not restarted.
+        outside_s: part of the time from `begun_s` to `pushed_s` in which the script did not train; see
+            `core.metrics`. Unset if there is none, as in all records of earlier versions.
+        loading_s: part of this time in which the script asked for batches.
+        exchanged_s: part of this time in which the worker requested data, or pulled again after an evaluation.
+        begins_pass: True if the iteration is the first one of a pass over its loader. What is outside of training in
+            this iteration lies between two passes.
+        machine: index of the machine whose clock the times are on (see `trace.clocks`). Unset if it is machine 0, the
+            one with the coordinator.
+    """
+
+    iteration: int
+    begun_s: float
+    computed_s: float
+    pushed_s: float
+    answered_s: float
+    loss: float | None
+    superstep: int | None
+    change: int | None = None
+    dropped_s: float | None = None
+    restarted_s: float | None = None
+    machine: int | msgspec.UnsetType = msgspec.UNSET
+    outside_s: float | msgspec.UnsetType = msgspec.UNSET
+    loading_s: float | msgspec.UnsetType = msgspec.UNSET
+    exchanged_s: float | msgspec.UnsetType = msgspec.UNSET
+    begins_pass: bool | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def apart_s(self) -> tuple[float, float, float]:
+        """The times of this iteration outside of training, of loading, and of exchanges before the push."""
+        return self.outside_s or 0.0, self.loading_s or 0.0, self.exchanged_s or 0.0
+
+    @property
+    def computing_s(self) -> float:
+        """Time of the computation that was pushed: the last one, if the iteration was restarted."""
+        outside_s, loading_s, exchanged_s = self.apart_s
+        apart_s = outside_s + loading_s + exchanged_s
+        begun_s = (
+            self.begun_s + apart_s
+            if self.restarted_s is None
+            else max(self.restarted_s, self.begun_s + apart_s)
+        )
+        return max(0.0, self.pushed_s - begun_s)
+
+    @property
+    def wasted_s(self) -> float:
+        """Time in seconds spent on an aborted computation and the pull after it; 0 if no computation was aborted."""
+        return 0.0 if self.restarted_s is None else self.restarted_s - self.begun_s
+
+
+def record_files(run_dir: Path) -> list[Path]:
+    """Return the path of the records of each worker, in order of the workers' indices."""
+    return held_files(run_dir, "worker-*")
+
+
+def records_in(path: Path) -> Iterator[IterationRecord]:
+    """Yield the records in a file, one by one: those that are left, if the run has deleted the oldest ones.
+
+    An incomplete last line, which a killed worker may leave behind, is ignored.
+    """
+    decode = msgspec.json.Decoder(IterationRecord).decode
+    yield from map(decode, FileFollower(path, headed=False).lines())
+
+
+def read_records(run_dir: Path) -> list[list[IterationRecord]]:
+    """Read all records in a run directory into memory. Return one list for each worker, in order of their indices."""
+    return [list(records_in(path)) for path in record_files(run_dir)]
+
+
+# -- The segments of the files that grow with a run: traces and records --------------------------------------
+#
+# A long run writes each of these files in segments, so that the oldest ones can be deleted while it goes on.
+# The newest segment has the name of the file. When it is full, it is moved to the folder `earlier` next to
+# it, and gets a number there, counted from 0. The newest segment in that folder is never deleted, so the
+# number of every segment is known.
+#
+#     trace-shard-0.jsonl                  the newest segment, or all of a file that has not been full yet
+#     earlier/trace-shard-0.000006.jsonl
+#     earlier/trace-shard-0.000007.jsonl
+#
+# Readers may read while the run writes.
+
+EARLIER = "earlier"
+"""Name of the folder with the segments before the newest one."""
+
+KEPT_SEGMENTS = 3
+"""Number of segments of each file that are kept in addition to the newest one."""
+
+END_BYTES = 1 << 14
+"""Number of bytes at the end of a segment that are first searched for its last line."""
+
+
+def earlier_path(path: Path, number: int) -> Path:
+    """Return the path of a segment of the file `path` that is not the newest one.
+
+    >>> earlier_path(Path("run/worker-3.jsonl"), 7).as_posix()
+    'run/earlier/worker-3.000007.jsonl'
+    """
+    return path.parent / EARLIER / f"{path.stem}.{number:06}{path.suffix}"
+
+
+def earlier_segments(path: Path) -> dict[int, Path]:
+    """Return the segments of a file before the newest one, in order: number -> path.
+
+    If a segment is missing between others, those before the gap are left out.
+    """
+    found = {}
+    for segment in (path.parent / EARLIER).glob(f"{path.stem}.*{path.suffix}"):
+        digits = segment.name[len(path.stem) + 1 : -len(path.suffix)]
+        if digits.isdecimal():
+            found[int(digits)] = segment
+    held: list[int] = []
+    for number in sorted(found, reverse=True):
+        if held and number != held[-1] - 1:
+            break
+        held.append(number)
+    return {number: found[number] for number in reversed(held)}
+
+
+def first_segment(path: Path) -> Path:
+    """Return the path of the first segment of a file that is still there."""
+    return next(iter(earlier_segments(path).values()), path)
+
+
+def last_line(segment: Path) -> bytes:
+    """Return the last line of a segment that is complete. Only the end of the file is read."""
+    size_bytes = segment.stat().st_size
+    with open_regular(segment) as file:
+        read_bytes = 0
+        while True:
+            read_bytes = min(size_bytes, 2 * read_bytes or END_BYTES)
+            file.seek(size_bytes - read_bytes)
+            _, newline, line = file.read(read_bytes).rstrip(b"\n").rpartition(b"\n")
+            if newline or read_bytes == size_bytes:
+                return line
+
+
+def held_files(run_dir: Path, stem: str) -> list[Path]:
+    """Return the paths of files that grow with a run, of which at least one segment is there.
+
+    For a moment, and if a process is killed at this moment, the newest segment of a file may not be there yet.
+
+    Args:
+        run_dir: the run directory.
+        stem: pattern of the names, without the extension. Files with a number at the end are sorted by it.
+    """
+    found = set(run_dir.glob(f"{stem}.jsonl"))
+    for segment in (run_dir / EARLIER).glob(f"{stem}.*.jsonl"):
+        found.add(run_dir / f"{segment.stem.rpartition('.')[0]}.jsonl")
+    return sorted(found, key=_index)
+
+
+def _index(path: Path) -> int:
+    digits = path.stem.rpartition("-")[2]
+    return int(digits) if digits.isdecimal() else 0
+
+
+class FilePosition(msgspec.Struct, frozen=True, array_like=True):
+    """A place in a file: the number of a segment, and the number of bytes before the place in this segment."""
+
+    segment: int = 0
+    offset: int = 0
+
+
+class FileFollower:
+    """Reads the lines of a file in all segments that are there, and, when it is asked again, those that were added.
+
+    Args:
+        path: path of the file.
+        headed: True if each segment begins with a line that is a header. Such lines are left out.
+        position: where to begin.
+
+    Attributes:
+        skipped: True if segments were deleted before they had been read.
+    """
+
+    def __init__(self, path: Path, *, headed: bool, position: FilePosition = FilePosition()) -> None:  # noqa: B008
+        self._path = path
+        self._headed = headed
+        self._segment, self._offset = position.segment, position.offset
+        self.skipped = False
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The segment of the last line that was returned, and the number of bytes up to its end."""
+        return self._segment, self._offset
+
+    @property
+    def position(self) -> FilePosition:
+        """The place behind the last line that was returned.
+
+        It is never at the end of a segment that is complete. So the segments before it may be deleted.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if earlier_path(self._path, self._segment).stat().st_size == self._offset:
+                self._segment, self._offset = self._segment + 1, 0
+        return FilePosition(self._segment, self._offset)
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield the lines that are there now, and have not been returned yet.
+
+        An incomplete last line is left for the next call; a killed process may leave one behind.
+        """
+        while (file := self._open()) is not None:
+            with file:
+                segment = self._segment
+                is_final = earlier_path(self._path, segment).exists()
+                file.seek(self._offset)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    is_header = self._headed and not self._offset
+                    self._offset += len(line)
+                    if not is_header:
+                        yield line
+            if self._segment != segment:
+                continue  # its end was noticed before
+            if is_final:
+                self._segment, self._offset = segment + 1, 0
+            elif not earlier_path(self._path, segment).exists():
+                return  # otherwise, the segment was moved meanwhile, and lines may have been added before that
+
+    def _open(self) -> IO[bytes] | None:
+        """Open the segment that is to be read; None if it is not there yet."""
+        while True:
+            earlier = earlier_segments(self._path)
+            if earlier and self._segment < min(earlier):
+                self._segment, self._offset, self.skipped = min(earlier), 0, True
+            newest = self._segment not in earlier
+            try:
+                file = open_regular(self._path if newest else earlier[self._segment])
+            except FileNotFoundError:
+                if newest and not earlier_path(self._path, self._segment).exists():
+                    return None
+                continue  # it was moved or deleted a moment ago
+            if newest and earlier_path(self._path, self._segment).exists():
+                file.close()  # it was moved a moment ago, so this may be the next one
+                continue
+            return file
+
+
+# -- The modules with a user's own sync models and conditions, whose names are kept with each run ------------
+#
+# The sync model of a finished run can then be simulated and replayed without naming its module again.
+# `summary.json` also contains the folder in which each module was found, because it may be next to the script
+# of the run.
+#
+# To import a module is to run it. So what the summary says about modules is signed (see `paceline.trust`),
+# and a module that is not imported yet is imported only if the run is this user's, or if the user says so.
+
+
+def modules_of_models(models: Iterable[SyncModel]) -> tuple[str, ...]:
+    """Return the names of the modules that define these models or their conditions, without those of Paceline."""
+    names: list[str] = []
+    for model in models:
+        names.append(type(model).__module__)
+        if isinstance(model, Conditions):
+            names += [name.partition(":")[0] for name in (model.pull, model.push) if name]
+    own = [name for name in names if not name.startswith("paceline.") and name not in ("__main__", LOCAL)]
+    return tuple(dict.fromkeys(own))
+
+
+def kept_modules(modules: Sequence[str]) -> dict[str, Any]:
+    """Return what the summary of a run says about the modules that it has imported, signed if there are any."""
+    content = {"imports": folders_of(modules)}
+    return {**content, SIGNATURE: signature_of(content)} if modules else content
+
+
+def folders_of(modules: Sequence[str]) -> dict[str, str]:
+    """Return a mapping from the name of each imported module to the folder in which Python has found it.
+
+    For a module in a package, this is the folder that contains the package. It is "" if the folder is unknown.
+    """
+    found = {}
+    for name in modules:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        depth = name.count(".") + (file is not None and Path(file).name == "__init__.py")
+        found[name] = str(Path(file).resolve().parents[depth]) if file is not None else ""
+    return found
+
+
+def load_kept_models(run_dir: Path, *, trust: bool = False) -> tuple[str, ...]:
+    """Import the modules that the summary of a run names, and return their names; () if there is no summary.
+
+    A module that is not on the module search path is imported from the folder that the summary names, unless it is in
+    the run directory: what is in there is data.
+
+    Args:
+        run_dir: the directory of the run.
+        trust: True to import them whoever has written the summary.
+
+    Raises:
+        ConfigurationError: a module cannot be imported, or it would be imported because somebody else says so.
+    """
+    path = run_dir / "summary.json"
+    try:
+        summary = json.loads(read_regular(path))
+        kept: Mapping[str, str] = {str(name): str(folder) for name, folder in summary["imports"].items()}
+        sync = str(summary["sync"])
+        content = {"imports": summary["imports"], SIGNATURE: summary.get(SIGNATURE)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ()
+    trust = trust or (is_signed(content) and is_own(run_dir, path))
+    if not trust:
+        require_known(kept, run_dir, [folder for name, folder in kept.items() if _is_missing(name)])
+    for name, folder in kept.items():
+        if _is_missing(name) and folder not in sys.path and _is_outside(Path(folder), run_dir):
+            sys.path.append(folder)
+    load_models(sync, kept)
+    require_known([name for name in modules_in(sync) if name not in kept], run_dir)
+    return tuple(kept)
+
+
+def modules_in(sync: str) -> tuple[str, ...]:
+    """Return the modules with the conditions in the notation of a sync model; () if it cannot be read here."""
+    try:
+        return modules_of_models(read_schedule(sync).models)
+    except ConfigurationError:  # whoever needs the model says what is wrong
+        return ()
+
+
+def require_known(modules: Iterable[str], where: object, folders: Sequence[str] = ()) -> None:
+    """Require that the modules which data names are imported already, so that data does not decide what is run.
+
+    Args:
+        modules: names of modules.
+        where: what names them.
+        folders: the folders from which they would be imported, if these are known.
+
+    Raises:
+        ConfigurationError: a module is not imported, or is one of Python's own, which are no sync models.
+    """
+    unknown = [name for name in modules if name not in sys.modules or _is_of_python(name)]
+    if unknown:
+        found = f" from {printable(folders)}" if folders else ""
+        raise ConfigurationError(
+            f"{where} names the module {printable(unknown)}{found}, but your key has not signed this, so somebody "
+            "else may have written it; look at the module, and name it with --import, or add --trust. In Python, "
+            "import it first, or give trust=True."
+        )
+
+
+def _is_of_python(name: str) -> bool:
+    """Return True if an imported module belongs to Python itself."""
+    file = getattr(sys.modules[name], "__file__", None)
+    if name.partition(".")[0] not in sys.stdlib_module_names:
+        return False
+    return file is None or (Path(os.__file__).parent in Path(file).parents and "site-packages" not in file)
+
+
+def _is_missing(name: str) -> bool:
+    return name not in sys.modules and find_spec(name.partition(".")[0]) is None
+
+
+def _is_outside(folder: Path, run_dir: Path) -> bool:
+    return folder.is_absolute() and not folder.resolve().is_relative_to(run_dir.resolve())
+
+
+# -- What is kept of the traces and records of a run: the option `--traces` ----------------------------------
+
+KEPT = ("full", "recent", "off")
+
+
+class KeptTraces(msgspec.Struct, frozen=True):
+    """What is kept of the traces and records of a run.
+
+    Attributes:
+        kept: "full" if everything is kept, "recent" if the oldest parts are deleted during the run, or "off" if there
+            are no traces.
+        megabytes: about how many megabytes recent traces and records may occupy in the run directory.
+
+    Example:
+        >>> KeptTraces.read("recent:7").size_bytes, str(KeptTraces.read("recent:7")), str(KeptTraces())
+        (7000000, 'recent:7', 'recent')
+    """
+
+    kept: Literal["full", "recent", "off"] = "recent"
+    megabytes: int = 100
+
+    @classmethod
+    def read(cls, text: str) -> KeptTraces:
+        """Parse the notation of the command line.
+
+        Raises:
+            ConfigurationError: the notation is not valid.
+        """
+        kept, colon, size = text.partition(":")
+        if kept not in KEPT:
+            raise unknown_name("traces", text, KEPT)
+        if colon and not (kept == "recent" and size.isascii() and size.isdecimal() and int(size) > 0):
+            raise ConfigurationError(
+                f"traces is {text!r}, expected a number of megabytes only for recent traces, such as 'recent:500'."
+            )
+        known = cast(Literal["full", "recent", "off"], kept)
+        return cls(known, int(size)) if size else cls(known)
+
+    def __str__(self) -> str:
+        usual = self.kept != "recent" or self.megabytes == KeptTraces().megabytes
+        return self.kept if usual else f"{self.kept}:{self.megabytes}"
+
+    @property
+    def size_bytes(self) -> int:
+        """About how many bytes recent traces and records may occupy in the run directory."""
+        return self.megabytes * 10**6

@@ -7,23 +7,31 @@ exact. If the beginning of a trace was deleted, the replay begins with the state
 from __future__ import annotations
 
 import contextlib
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from ..core.coordinator import Coordinator
-from ..core.protocol.entry import Entry
+from ..core.requests import Entry
 from ..core.shard import Shard
 from ..errors import ConfigurationError, InvalidEventError
-from ..plugins import load_models
-from ..sync.events import RecordedEvent
+from ..sync import SyncModel
+from ..sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, SetTimer
+from ..sync.events import (
+    PullRequested,
+    PushReceived,
+    RecordedEvent,
+    TimerFired,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
+from ..sync.plugins import load_models
 from ..sync.schedule import read_schedule
-from .kept_models import modules_of_models, require_known
 from .keyframes import fill
-from .recording import Header, Memory, Trace
-
-__all__ = ["Replay", "replay"]
+from .recording import Header, Memory, Trace, modules_of_models, require_known
 
 
 class Replay:
@@ -111,3 +119,208 @@ def replay(trace: Trace, *, trust: bool = False) -> list[str]:
 def _decision(entry: Entry) -> object:
     """Return what a core has decided about an event: its refusal, or its actions and the standings of updates."""
     return entry.refused or ((entry.actions, entry.standings) if entry.standings else entry.actions)
+
+
+# -- What another sync model would have decided about the recorded events of a run ---------------------------
+#
+# The events of a shard were caused in part by the recorded decisions: a worker pushes again only after its
+# pull was answered. Another model would have answered at other times, and later events would have been
+# others. So the pushes and pulls of each worker are passed to the other model in their recorded order and at
+# their recorded times. A pull counts as delayed if the model answers later than on arrival. A worker whose
+# pull the model has not answered yet has its next push counted as *too early*: with this model, the worker
+# would not have sent this push at that time. The push and all that the worker sends after it are deferred
+# until the model answers.
+
+UNDERSTOOD = (PushReceived, PullRequested, WorkerFinished, WorkerJoined, WorkerLost)
+"""The events that do not depend on the model. The timers are those that the other model sets itself."""
+
+
+class Decisions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model has decided at one shard.
+
+    Attributes:
+        sync: the model.
+        pushes: number of pushes that the shard has received.
+        updates: number of optimizer steps.
+        dropped: number of pushes that were dropped.
+        delayed: worker -> number of its pulls that were not answered on arrival.
+        waited_s: worker -> seconds for which its pulls waited, as far as they were answered.
+        mean_staleness: mean staleness of the pushes that were applied, in updates.
+        max_staleness: largest staleness of a push that was applied.
+        too_early: worker -> number of its pushes that it would have sent later under this model.
+        differs_s: time of the first event about which the model has decided otherwise than was recorded, in seconds
+            since the run began; None if there is none.
+    """
+
+    sync: str
+    pushes: int
+    updates: int
+    dropped: int
+    delayed: dict[int, int]
+    waited_s: dict[int, float]
+    mean_staleness: float
+    max_staleness: int
+    too_early: dict[int, int]
+    differs_s: float | None = None
+
+
+class _Tally:
+    """Counts the decisions of a shard."""
+
+    def __init__(self, sync: str, ticks_per_s: int) -> None:
+        self._sync, self._ticks_per_s = sync, ticks_per_s
+        self._pushes = self._updates = self._dropped = 0
+        self._delayed: Counter[int] = Counter()
+        self._waited: Counter[int] = Counter()
+        self._pulled: dict[int, int] = {}  # worker -> time of its pull that is not answered
+        self._staleness: list[int] = []
+        self.too_early: Counter[int] = Counter()
+        self.differs_s: float | None = None
+
+    def note(self, entry: Entry) -> None:
+        event, now = entry.event, entry.event.now_ticks
+        self._pushes += isinstance(event, PushReceived)
+        self._staleness += [updates for _, _, updates in entry.staleness]
+        if isinstance(event, PullRequested):
+            self._pulled[event.worker] = now
+        for action in entry.actions:
+            self._updates += isinstance(action, ApplyPush | ApplyMean)
+            self._dropped += isinstance(action, DropPush)
+            if (
+                isinstance(action, AnswerPull)
+                and (pulled := self._pulled.pop(action.worker, None)) is not None
+            ):
+                self._waited[action.worker] += now - pulled
+        if isinstance(event, PullRequested) and event.worker in self._pulled:
+            self._delayed[event.worker] += 1
+
+    def decisions(self) -> Decisions:
+        staleness = self._staleness
+        return Decisions(
+            sync=self._sync,
+            pushes=self._pushes,
+            updates=self._updates,
+            dropped=self._dropped,
+            delayed=dict(sorted(self._delayed.items())),
+            waited_s={worker: ticks / self._ticks_per_s for worker, ticks in sorted(self._waited.items())},
+            mean_staleness=sum(staleness) / len(staleness) if staleness else 0.0,
+            max_staleness=max(staleness, default=0),
+            too_early=dict(sorted(self.too_early.items())),
+            differs_s=self.differs_s,
+        )
+
+
+def decisions_of(trace: Trace) -> Decisions:
+    """Return what was decided at a shard, from its trace."""
+    tally = _Tally(trace.header.sync, trace.header.ticks_per_s)
+    for entry in trace.entries:
+        if entry.refused is None:
+            tally.note(entry)
+    return tally.decisions()
+
+
+def redecide(trace: Trace, model: SyncModel) -> Decisions:
+    """Return what another model would have decided about the events of a shard.
+
+    Args:
+        trace: the whole trace of a shard.
+        model: the other model. It must not need plans from the coordinator.
+    """
+    return _Other(trace, model).decisions()
+
+
+class _Other:
+    """Passes the events of a trace to a shard with another model."""
+
+    def __init__(self, trace: Trace, model: SyncModel) -> None:
+        header = trace.header
+        self._trace = trace
+        self._memory = Memory(msgspec.structs.replace(header, sync=str(model)))
+        self._shard = Shard(
+            header.index,
+            read_schedule(str(model)).first,
+            header.seed,
+            recorder=self._memory,
+            ticks_per_s=header.ticks_per_s,
+        )
+        self._tally = _Tally(str(model), header.ticks_per_s)
+        self._waiting: set[int] = set()
+        self._deferred: dict[int, deque[RecordedEvent]] = {}
+        self._timers: list[SetTimer] = []
+        self._progress: dict[int, int] = {}  # worker -> round from which it was told to continue
+        self._answered: deque[int] = deque()  # workers whose deferred events may be passed on
+
+    def decisions(self) -> Decisions:
+        for recorded in self._trace.entries:
+            event = recorded.event
+            if recorded.refused is not None or not isinstance(event, UNDERSTOOD):
+                continue
+            self._fire(event.now_ticks)
+            decided = self._offer(event)
+            if self._tally.differs_s is None and decided != recorded.actions:
+                self._tally.differs_s = self._trace.header.time_s(recorded)
+        last_ticks = self._trace.entries[-1].event.now_ticks if self._trace.entries else 0
+        self._fire(last_ticks + 1)
+        return self._tally.decisions()
+
+    def _fire(self, now_ticks: int) -> None:
+        """Fire the timers that are due before a time. At the same time, messages come first."""
+        while due := [timer for timer in self._timers if timer.due_ticks < now_ticks]:
+            first = min(due, key=lambda timer: timer.due_ticks)
+            self._timers.remove(first)
+            self._take(TimerFired(now_ticks=first.due_ticks, worker=first.worker, iteration=first.iteration))
+            self._catch_up(first.due_ticks)
+
+    def _offer(self, event: RecordedEvent) -> list[AnyAction] | None:
+        """Pass on an event, or defer it if its worker still waits. Return the actions; None if it was deferred."""
+        assert isinstance(event, UNDERSTOOD)
+        worker = event.worker
+        if worker in self._waiting:  # a timer that is due at the same time may answer its pull
+            self._fire(event.now_ticks + 1)
+        leaves = isinstance(event, WorkerLost)
+        if leaves:
+            self._deferred.pop(worker, None)
+        if not leaves and (worker in self._waiting or worker in self._deferred):
+            if isinstance(event, PushReceived):
+                self._tally.too_early[worker] += 1
+            self._deferred.setdefault(worker, deque()).append(event)
+            return None
+        decided = self._take(event)
+        self._catch_up(event.now_ticks)
+        return decided
+
+    def _take(self, event: RecordedEvent) -> list[AnyAction] | None:
+        """Let the shard handle an event, and return the actions; None if it is not allowed under this model."""
+        if isinstance(event, PushReceived):  # what the recorded model's own plans have added
+            progress = self._progress.pop(event.worker, None)
+            event = msgspec.structs.replace(event, stop=None, change=None, progress=progress)
+        try:
+            self._shard.handle(event)
+        except InvalidEventError:
+            return None
+        entry = self._memory.trace.entries[-1]
+        self._tally.note(entry)
+        if isinstance(event, PullRequested):
+            self._waiting.add(event.worker)
+        elif isinstance(event, WorkerLost | WorkerFinished):
+            self._waiting.discard(event.worker)
+        for action in entry.actions:
+            if isinstance(action, SetTimer):
+                self._timers.append(action)
+            elif isinstance(action, AnswerPull):
+                self._waiting.discard(action.worker)
+                self._answered.append(action.worker)
+                if action.v_train is not None:
+                    self._progress[action.worker] = action.v_train
+        return entry.actions
+
+    def _catch_up(self, now_ticks: int) -> None:
+        """Pass on what workers have sent while they would have waited, until they wait again."""
+        while self._answered:
+            worker = self._answered.popleft()
+            deferred = self._deferred.get(worker)
+            while deferred and worker not in self._waiting:
+                event = deferred.popleft()
+                self._take(msgspec.structs.replace(event, now_ticks=max(now_ticks, event.now_ticks)))
+            if not deferred:
+                self._deferred.pop(worker, None)

@@ -1,5 +1,8 @@
 """Communication between processes: framed streams, rings and shared memory.
 
-This package handles bytes and addresses. It does not depend on tensors, on synchronization models or on how processes
-are started and stopped.
+It carries bytes between addresses. It does not know tensors, synchronization models, or how processes are started.
+
+Read first: `stream`, then `transports`.
+
+Imports from `errors` and `core`.
 """

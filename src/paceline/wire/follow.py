@@ -13,15 +13,14 @@ shared. Only such a view can be locked for the device: a private page that is lo
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Iterable
+from typing import Protocol
+from weakref import WeakSet
 
 import numpy as np
-
-from .forks import close_in_forks
-
-__all__ = ["Follower", "Reader"]
 
 PAGE_BYTES = mmap.PAGESIZE
 ENTRY_BYTES = 8  # size of the pagemap entry of one page
@@ -33,7 +32,7 @@ ALL_SHARED = bytes(byte for byte in range(256) if byte & SHARED)
 COMPARED_BYTES = 1024 * 1024  # maximum number of bytes that are compared at a time
 
 
-class Follower:
+class MemoryFollower:
     """A private mapping of shared memory that detects whether this process has edited the memory.
 
     Args:
@@ -98,7 +97,7 @@ class Follower:
         return self._entries[TOP]
 
 
-class Reader:
+class MappedMemory:
     """A read-only mapping of shared memory.
 
     Args:
@@ -133,3 +132,44 @@ def _byte_ranges(pages: Iterable[int]) -> list[tuple[int, int]]:
         else:
             ranges.append((start, start + PAGE_BYTES))
     return ranges
+
+
+# -- Closes inherited file descriptors in forked child processes ---------------------------------------------
+#
+# A script may fork, for example by using a `DataLoader` with workers. The child inherits every file
+# descriptor, and a connection stays open while any process holds its descriptor. Without this module, the
+# connections of a killed worker would stay open until all of its children had exited. Therefore, each object
+# that owns descriptors registers itself here, and a forked child closes these descriptors before it runs any
+# code of the script. Shared memory stays mapped in the child, because the script may read the model's weights
+# there.
+#
+# A program that is started with `exec` inherits no descriptors, because Python's descriptors are close-on-exec.
+
+
+class Owner(Protocol):
+    """An object that owns file descriptors."""
+
+    def close_in_fork(self) -> None:
+        """Close the descriptors in a forked child, without sending anything."""
+        ...
+
+
+_owners: WeakSet[Owner] = WeakSet()
+_registered = False
+
+
+def close_in_forks(owner: Owner) -> None:
+    """Close the descriptors of `owner` in every child that is forked from now on, as long as `owner` exists."""
+    global _registered
+    if not _registered:
+        _registered = True
+        os.register_at_fork(after_in_child=_close_all)
+    _owners.add(owner)
+
+
+def _close_all() -> None:
+    for owner in list(_owners):
+        # These errors are raised if the descriptors are already closed.
+        with contextlib.suppress(OSError, ValueError):
+            owner.close_in_fork()
+    _owners.clear()

@@ -28,33 +28,19 @@ stream. These classes handle only bytes, not tensors.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
 import resource
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal, Protocol
 
-from ..core.protocol.layout import Layout, Piece, ShardSlice, item_bytes, of_set, ranges_of
+from ..core.layout import Layout, Piece, ShardSlice, item_bytes, of_set, ranges_of
 from ..errors import ProtocolError
-from .follow import Follower, Reader
-from .forks import close_in_forks
+from .follow import MappedMemory, MemoryFollower, close_in_forks
 from .ring import RING_BYTES
-
-__all__ = [
-    "MASTER",
-    "PIECE_BYTES",
-    "Inbox",
-    "Master",
-    "Region",
-    "SharedInbox",
-    "StreamedInbox",
-    "cut",
-    "cut_pieces",
-    "file_limit",
-    "find_memory",
-    "shared_memory_available",
-]
 
 NAME = "paceline"  # name of memory whose descriptor is passed over a connection
 PAGE_BYTES = mmap.PAGESIZE
@@ -192,7 +178,7 @@ class Master:
         weights: mapping from dtype to the whole vector of weights, as bytes.
     """
 
-    def __init__(self, layout: Layout, view: Follower | Reader) -> None:
+    def __init__(self, layout: Layout, view: MemoryFollower | MappedMemory) -> None:
         places, _ = _places(layout, MASTER)
         self.weights = {dtype: view.memory[a:b] for (_, dtype), (a, b) in places.items()}
         self.edited = view.edited
@@ -213,7 +199,7 @@ class Master:
         _, size_bytes = _places(layout, MASTER)
         try:
             _require_final(descriptor, size_bytes)
-            return cls(layout, (Reader if read_only else Follower)(descriptor, size_bytes))
+            return cls(layout, (MappedMemory if read_only else MemoryFollower)(descriptor, size_bytes))
         except OSError:
             os.close(descriptor)
             return None
@@ -392,3 +378,83 @@ def _places(layout: Layout, kinds: Sequence[Kind]) -> tuple[dict[tuple[Kind, str
             places[kind, dtype] = (end, end + size_bytes)
             end += -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
     return places, max(end, PAGE_BYTES)
+
+
+# -- Passes connected sockets to another process, over a pair of Unix sockets --------------------------------
+#
+# The process that listens has one end of the pair, and the process that the connections are for has the other
+# one. A socket that is under way belongs to nobody: if the process ends before it has received the socket,
+# the system closes the connection.
+
+MARK = b"+"
+
+
+class PushSource(Protocol):
+    """Where a host gets its connections from: a listening socket, or the sockets that another process passes on."""
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when a connection is waiting."""
+        ...
+
+    def accept(self) -> tuple[socket.socket, object]:
+        """Return the next connection, and the address of the peer.
+
+        Raises:
+            BlockingIOError: no connection is waiting.
+            OSError: the next connection is lost, or cannot be accepted.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop accepting connections."""
+        ...
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Return the end that passes sockets on, and the end that receives them. The first one never blocks."""
+    sender, receiver = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sender.setblocking(False)
+    return sender, receiver
+
+
+def pass_on(sock: socket.socket, sender: socket.socket) -> None:
+    """Pass a socket to the process at the other end. The caller must close its own descriptor.
+
+    Raises:
+        BlockingIOError: the process has not received the earlier ones yet, and there is no room for more.
+        BrokenPipeError: the process has ended.
+    """
+    try:
+        socket.send_fds(sender, [MARK], [sock.fileno()])
+    except OSError as error:
+        if error.errno in (errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS):
+            raise BlockingIOError(error.errno, error.strerror) from error
+        if error.errno == errno.ECONNRESET:
+            raise BrokenPipeError(error.errno, error.strerror) from error
+        raise
+
+
+class PassedSockets:
+    """Receives the sockets that another process passes on. See `PushSource`.
+
+    Args:
+        receiver: an end of a pair of sockets, of which this object takes ownership.
+    """
+
+    def __init__(self, receiver: socket.socket) -> None:
+        receiver.setblocking(False)
+        self._receiver = receiver
+
+    def fileno(self) -> int:
+        return self._receiver.fileno()
+
+    def accept(self) -> tuple[socket.socket, object]:
+        data, descriptors, _, _ = socket.recv_fds(self._receiver, len(MARK), 1, socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            raise OSError(errno.ESHUTDOWN, "the process that listens has ended")
+        if not descriptors:  # the system has closed the connection
+            raise ConnectionAbortedError(errno.ECONNABORTED, "there was no descriptor for a connection")
+        return socket.socket(fileno=descriptors[0]), None
+
+    def close(self) -> None:
+        self._receiver.close()

@@ -12,24 +12,13 @@ the client reports. It is not authenticated: whoever could forge it could also c
 
 from __future__ import annotations
 
+import socket
 import struct
-from typing import NamedTuple
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 from ..errors import ProtocolError
-
-__all__ = [
-    "ANY_RUN",
-    "BUSY",
-    "COORDINATOR",
-    "ENDED",
-    "OTHER_RUN",
-    "OTHER_VERSION",
-    "PREFACE_BYTES",
-    "REFUSALS",
-    "UNKNOWN",
-    "Preface",
-    "Refusal",
-]
 
 VERSION = 1
 FORMAT = struct.Struct("!4sBxH8s")
@@ -115,3 +104,138 @@ OTHER_VERSION = Refusal("another version of Paceline is running there", 70, "TLS
 
 REFUSALS = {refusal.name: refusal for refusal in (BUSY, ENDED, UNKNOWN, OTHER_RUN, OTHER_VERSION)}
 """OpenSSL's name for an alert -> what it means here."""
+
+
+# -- The only rule by which this package gives up waiting for a transfer: nothing has moved for too long -----
+#
+# A transfer takes as long as its size and the link require. So no limit applies to its duration, and none to
+# the time between two messages, which may be large. Progress is counted in bytes: as long as bytes move in
+# either direction, the other side is alive and the link works.
+
+SILENCE_S = 30.0
+"""Time in seconds for which a transfer may stand still.
+
+After a link was down, TCP sends lost data again at growing intervals. With this limit, a transfer survives a link
+that was down for 15 s.
+"""
+
+LOOK_INTERVAL_S = 0.5
+"""Interval in seconds at which the bytes of a transfer are counted."""
+
+
+class Patience:
+    """Measures for how long no byte of a transfer has moved. Call `look` at least every `LOOK_INTERVAL_S`.
+
+    Time in which nobody looked counts as silence only up to two intervals: this process was probably suspended, and
+    could not have noticed anything.
+
+    Args:
+        moved_bytes: function that returns the number of bytes that have moved so far, in both directions.
+        limit_s: number of seconds for which nothing may move. Default: `SILENCE_S`.
+
+    Attributes:
+        quiet_s: number of seconds for which nothing had moved when `look` was last called.
+
+    """
+
+    def __init__(self, moved_bytes: Callable[[], int], limit_s: float | None = None) -> None:
+        self.quiet_s = 0.0
+        self._limit_s = SILENCE_S if limit_s is None else limit_s
+        self._moved_bytes = moved_bytes
+        self._moved, self._looked_s = moved_bytes(), time.monotonic()
+
+    def look(self) -> bool:
+        """Count the bytes. Return True if some have moved since the previous call."""
+        before, before_s = self._moved, self._looked_s
+        self._moved, self._looked_s = self._moved_bytes(), time.monotonic()
+        if self._moved != before:
+            self.quiet_s = 0.0
+            return True
+        self.quiet_s += min(self._looked_s - before_s, 2 * LOOK_INTERVAL_S)
+        return False
+
+    @property
+    def over(self) -> bool:
+        """True if nothing has moved for too long."""
+        return self.quiet_s >= self._limit_s
+
+    @property
+    def wait_s(self) -> float:
+        """Number of seconds after which `look` must be called again."""
+        return max(0.0, min(LOOK_INTERVAL_S, self._limit_s - self.quiet_s))
+
+
+# -- The number of bytes that a TCP connection has carried, as the kernel counts them ------------------------
+#
+# Reading the counters takes one system call, and counting costs the processes nothing.
+
+# The fields tcpi_bytes_acked and tcpi_bytes_received of struct tcp_info, see linux/tcp.h.
+COUNTERS = struct.Struct("=QQ")
+COUNTERS_START = 120
+BUSY_TIME = struct.Struct("=Q")  # the field tcpi_busy_time, in microseconds
+BUSY_START = 168
+
+
+class Traffic(NamedTuple):
+    """The number of bytes that a connection has carried so far.
+
+    Attributes:
+        sent: number of bytes that were sent and that the other side has acknowledged. At the side that has opened the
+            connection, the handshake counts as one byte.
+        received: number of bytes that were received.
+    """
+
+    sent: int
+    received: int
+
+
+class Sending(NamedTuple):
+    """What a connection has sent so far.
+
+    Attributes:
+        sent: number of bytes that were sent and that the other side has acknowledged.
+        busy_s: number of seconds in which there were bytes that the other side had yet to acknowledge.
+    """
+
+    sent: int
+    busy_s: float
+
+
+class Optioned(Protocol):
+    """A socket, or a TLS connection over one."""
+
+    @property
+    def family(self) -> int:
+        """The address family of the socket."""
+        ...
+
+    def getsockopt(self, level: int, option: int, size: int, /) -> bytes:
+        """Return an option of the socket."""
+        ...
+
+
+def traffic_of(sock: Optioned) -> Traffic | None:
+    """Return the traffic of a connection; None if it is no TCP connection, or the kernel does not count it."""
+    info = _info(sock, COUNTERS_START + COUNTERS.size)
+    return None if info is None else Traffic(*COUNTERS.unpack_from(info, COUNTERS_START))
+
+
+def sending_of(sock: Optioned) -> Sending | None:
+    """Return what a connection has sent; None if it is no TCP connection, or the kernel does not measure it."""
+    info = _info(sock, BUSY_START + BUSY_TIME.size)
+    if info is None:
+        return None
+    sent, _ = COUNTERS.unpack_from(info, COUNTERS_START)
+    [busy_us] = BUSY_TIME.unpack_from(info, BUSY_START)
+    return Sending(sent, busy_us / 1e6)
+
+
+def _info(sock: Optioned, size: int) -> bytes | None:
+    """Return the beginning of a connection's struct tcp_info; None if it has not as many bytes."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6) or not hasattr(socket, "TCP_INFO"):
+        return None
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+    except OSError:  # the connection has been closed
+        return None
+    return info if len(info) == size else None

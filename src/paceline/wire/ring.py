@@ -26,8 +26,6 @@ from __future__ import annotations
 import platform
 import threading
 
-__all__ = ["RING_BYTES", "Ring", "available"]
-
 DATA_BYTES = 64 * 1024  # a power of two
 WORD_BYTES = 8
 LINE_WORDS = 8  # number of words in a cache line

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
+import datetime
+import os
+import re
+import secrets
 import select
 import socket
 import ssl
+import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
-from ..errors import ProtocolError
-from .preface import BUSY, ENDED, PREFACE_BYTES, REFUSALS, Preface
-from .tls import Contexts, require_member
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.x509.oid import NameOID
 
-__all__ = ["SecureSocket"]
+from ..errors import ConfigurationError, ProtocolError
+from .preface import ANY_RUN, BUSY, ENDED, PREFACE_BYTES, REFUSALS, Preface
 
 RECORD_BYTES = 16 * 1024  # maximum size of a TLS record
 WRITE_BYTES = 4 * RECORD_BYTES  # maximum number of bytes that are encrypted before the socket is tried again
@@ -232,3 +245,214 @@ def _chunk(parts: Sequence[memoryview]) -> bytes | memoryview:
         if len(small) == RECORD_BYTES:
             break
     return bytes(small)
+
+
+# -- Authenticated and encrypted connections between the machines of a run: TLS 1.3 with keys from the run's secret
+#
+# All processes of a run derive the same Ed25519 key pair from the secret, and from it the same self-signed
+# certificate, bit by bit. Each side of a connection proves that it holds the key, and accepts only this
+# certificate. So whoever knows the secret can connect, and nobody else; there is no certificate authority, no
+# file with a key, and nothing to renew.
+#
+# Time plays no part: a certificate is compared as a whole, so its dates say nothing, and a machine whose
+# clock is wrong can join a run.
+#
+# The traffic is encrypted with keys that are new for each connection. Whoever records it and learns the
+# secret later cannot decrypt it. There are no session tickets, so a connection cannot be resumed without the
+# key.
+
+PURPOSE = b"paceline tls 1"
+"""Part of the derived key. A new version of the protocol uses another one."""
+
+BEGIN = datetime.datetime(2000, 1, 1)
+END = datetime.datetime(9999, 12, 31)
+
+NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which the ssl module does not name
+
+
+class Contexts(NamedTuple):
+    """What the two sides of a connection use.
+
+    Attributes:
+        server: the context of the side that accepts a connection.
+        client: the context of the side that opens a connection.
+        certificate: the certificate of both sides in DER format.
+        mark: the mark of the run, see `Preface`.
+    """
+
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+    certificate: bytes
+    mark: bytes = ANY_RUN
+
+
+@cache
+def contexts(secret: str, job: str = "") -> Contexts:
+    """Return the TLS contexts of a run.
+
+    Args:
+        secret: the secret of the run, as hexadecimal digits.
+        job: name of the run. With the same secret, runs with different names cannot connect to each other.
+
+    >>> one, other = contexts("ab" * 32, "first"), contexts("ab" * 32, "second")
+    >>> one.certificate == other.certificate
+    False
+    """
+    derived = HKDF(SHA256(), length=32, salt=job.encode(), info=PURPOSE).derive(bytes.fromhex(secret))
+    key = Ed25519PrivateKey.from_private_bytes(derived)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "paceline")])
+    # Ed25519 signatures are deterministic, and nothing here is random, so all processes obtain the same bytes.
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), 1, BEGIN, END)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, None)
+    )
+    pem = certificate.public_bytes(serialization.Encoding.PEM)
+    both = pem + key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return Contexts(
+        _context(ssl.PROTOCOL_TLS_SERVER, pem, both),
+        _context(ssl.PROTOCOL_TLS_CLIENT, pem, both),
+        certificate.public_bytes(serialization.Encoding.DER),
+    )
+
+
+def require_member(connection: ssl.SSLSocket | ssl.SSLObject, known: Contexts) -> None:
+    """Raise `ProtocolError` unless the peer has shown the run's certificate, after the handshake."""
+    if connection.version() != "TLSv1.3" or connection.getpeercert(binary_form=True) != known.certificate:
+        raise ProtocolError("the peer has not shown the certificate of this run")
+
+
+def _context(purpose: int, certificate: bytes, both: bytes) -> ssl.SSLContext:
+    """Return a context that shows and requires the certificate; `both` is the certificate with the key, as PEM."""
+    context = ssl.SSLContext(purpose)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # the certificate names no host; it is compared as a whole
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=certificate.decode())
+    context.verify_flags = ssl.VerifyFlags(context.verify_flags | NO_CHECK_TIME)
+    context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_TICKET
+    if purpose == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0
+    # The ssl module reads a key only from a file. This one is in memory, and is gone when it is closed.
+    descriptor = os.memfd_create("paceline-key")
+    try:
+        os.write(descriptor, both)
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+    return context
+
+
+# -- The secret of a run whose workers are on several machines. Whoever knows it can join the run ------------
+#
+# A secret consists of 32 random bytes, written as 64 hexadecimal digits. It is read from the environment or
+# from a file, never from the command line, which other users of a machine can see. A passphrase is refused:
+# somebody who records the traffic could try many of them.
+#
+# A program that takes the secret from its environment removes it there, so that what the program starts does
+# not inherit it. The kernel shows the memory of the initial environment in `/proc/PID/environ`, and would go
+# on to show the secret after `unsetenv`. So this memory is overwritten, too.
+
+VARIABLE = "PACELINE_SECRET"
+"""The environment variable that contains the secret."""
+
+SECRET = "secret"
+"""Name of the file with the secret in the directory of a run."""
+
+SIZE_BYTES = 32
+FORMAT = re.compile(f"[0-9a-fA-F]{{{2 * SIZE_BYTES}}}")
+HOW = f"expected {2 * SIZE_BYTES} hexadecimal digits, such as `openssl rand -hex {SIZE_BYTES}` prints"
+
+
+def new_secret() -> str:
+    """Return a new secret."""
+    return secrets.token_hex(SIZE_BYTES)
+
+
+def take_secret(environment: MutableMapping[str, str], file: Path | None = None) -> str:
+    """Return the secret in a file or, without a file, in the environment; "" if there is none in the environment.
+
+    In either case, the environment does not contain a secret afterwards.
+
+    Args:
+        environment: the variables of the environment. For `os.environ`, the initial environment of this process,
+            which the kernel shows to its user, is changed as well.
+        file: the file that contains the secret.
+
+    Raises:
+        ConfigurationError: the secret is not valid, or other users may read the file.
+
+    >>> environment = {"PACELINE_SECRET": "AB" * 32, "HOME": "/root"}
+    >>> take_secret(environment) == "ab" * 32, environment
+    (True, {'HOME': '/root'})
+    """
+    if environment is os.environ:
+        _overwrite(VARIABLE)
+    text = environment.pop(VARIABLE, "")
+    if file is not None:
+        return read_secret(file)
+    return _checked(text, f"the environment variable {VARIABLE}") if text else ""
+
+
+def read_secret(file: Path) -> str:
+    """Return the secret in a file.
+
+    Raises:
+        ConfigurationError: the secret is not valid, or other users may read the file.
+    """
+    return _checked(_content(file), f"the file {str(file)!r}")
+
+
+def without_secret(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for a process that must not know the secret."""
+    return {name: value for name, value in environment.items() if name != VARIABLE}
+
+
+def _checked(text: str, where: str) -> str:
+    """Return the secret in a text, which has been found at `where`. The error message does not contain it."""
+    text = text.strip()
+    if not FORMAT.fullmatch(text):
+        raise ConfigurationError(f"{where} contains {len(text)} characters that are not a secret; {HOW}.")
+    return text.lower()
+
+
+def write_secret(secret: str, file: Path) -> None:
+    """Write a secret to a new file that only its owner may read. If the disk is full, there is no file."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(descriptor, "w") as target:
+            target.write(f"{secret}\n")
+    except OSError:
+        file.unlink()
+        raise
+
+
+def _overwrite(variable: str) -> None:
+    """Overwrite the memory with the value of a variable of this process's environment, if the variable is set."""
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_void_p
+    address = libc.getenv(variable.encode())
+    if address:
+        ctypes.memset(address, 0, len(ctypes.string_at(address)))
+
+
+def _content(file: Path) -> str:
+    """Return the text of a file that belongs to this user, and that no other user may read."""
+    try:
+        # Without O_NONBLOCK, opening a named pipe would wait until somebody writes to it.
+        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as source:
+            status = os.fstat(source.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigurationError(f"the secret's file {str(file)!r} is not a regular file.")
+            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                raise ConfigurationError(
+                    f"the secret's file {str(file)!r} may be read by others: its mode is "
+                    f"{stat.S_IMODE(status.st_mode):o}, expected 600, and it must belong to you. Run `chmod 600` on "
+                    "it and, if others could read it, use a new secret."
+                )
+            return source.read(4096)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigurationError(f"the secret's file {str(file)!r} cannot be read: {reason}.") from error

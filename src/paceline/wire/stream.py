@@ -38,15 +38,12 @@ from typing import Any, Generic, NamedTuple, TypeVar, Union, cast
 
 import msgspec
 
-from ..core.protocol.messages import Bell, Message, Phase, expected, refusal
+from ..core.messages import Bell, Message, Phase, expected, refusal
 from ..errors import DeadlineError, PeerLostError, ProtocolError
-from .forks import close_in_forks
-from .patience import Patience
+from .follow import close_in_forks
+from .preface import Patience, Traffic, traffic_of
 from .ring import Ring
 from .secure import SecureSocket
-from .traffic import Traffic, traffic_of
-
-__all__ = ["HEADER_LIMIT_BYTES", "Sink", "Stream", "decoder", "no_payload"]
 
 T = TypeVar("T", bound=Message)
 
@@ -62,8 +59,8 @@ MAGIC = b"PCL1"
 HEADER_LIMIT_BYTES = 64 * 1024 * 1024  # enough for a layout with a million parameter tensors
 GREETING_LIMIT_BYTES = 4096  # limit for the header of a peer that has not sent the token yet
 BUFFERS_PER_CALL = 512  # maximum number of buffers per call of sendmsg; the system's limit is 1024
-# Size of the send buffer on loopback. In such a small buffer, data is still in the CPU cache when the receiver copies
-# it, so transfers of 25 to 100 MB take about 20 % less time.
+# Size of the send buffer on loopback. In such a small buffer, data is still in the CPU cache when the
+# receiver copies it, so transfers of 25 to 100 MB take about 20 % less time.
 LOOPBACK_BUFFER_BYTES = 384 * 1024
 BUFFER_BYTES = 64 * 1024  # size of the receive buffer, which has room for the headers of many messages
 ANCILLARY_BYTES = socket.CMSG_SPACE(4 * 4)  # room for a few descriptors
@@ -121,7 +118,7 @@ class Stream(Generic[T]):
     Args:
         sock: a connected stream socket or TLS connection, of which the stream takes ownership.
         phase: the phase of what the peer sends, which says what it may send. See
-        `paceline.core.protocol.messages.protocol_table`.
+        `paceline.core.messages.table`.
         sink: function that returns the memory into which a payload is received.
         trusted: False until the peer has sent the token. Only a small header is accepted from an untrusted peer.
         takes_descriptor: True while the peer may pass one file descriptor (AF_UNIX only).

@@ -21,12 +21,13 @@ Learning (2021), sections 4 to 6.1. The modules cite this paper as "ElasticBSP (
 >>> pushes = generate_pushes(10, np.random.default_rng(0))
 >>> solve_periodic(*LastInterval()(pushes), lookahead=15).picks.shape
 (10,)
+
+Imports from `errors`.
 """
 
-from .baselines import bsp_barrier, random_barrier
-from .generator import generate_pushes
-from .prediction import LastInterval, MeanInterval, MedianInterval, Predictor
-from .solution import Solution
+from .end_times import Solution
+from .prediction import LastInterval, MeanInterval, MedianInterval, Predictor, generate_pushes
+from .searches import bsp_barrier, random_barrier
 from .solver import METHODS, solve, solve_periodic
 from .zipline import candidate_waits
 

@@ -10,16 +10,19 @@ from collections.abc import Callable
 from numpy.typing import ArrayLike
 
 from ..errors import unknown_name
-from . import sweep
-from .end_times import EndTimes, Floats, Matrix, Progressions, checked_matrix, checked_progressions
-from .grid_scan import full_grid_scan, grid_scan
-from .naive import naive
-from .solution import Solution
-from .whole_times import whole_times
-from .zipline import zipline
-from .zipline_opt import zipline_opt, zipline_opt_bs
-
-__all__ = ["METHODS", "solve", "solve_periodic"]
+from . import zipline as sweep
+from .end_times import (
+    EndTimes,
+    Floats,
+    Matrix,
+    Progressions,
+    Solution,
+    checked_matrix,
+    checked_progressions,
+    whole_times,
+)
+from .searches import full_grid_scan, grid_scan, naive
+from .zipline import zipline, zipline_opt, zipline_opt_bs
 
 
 def _auto(times: EndTimes) -> Solution:

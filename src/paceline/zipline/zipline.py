@@ -17,15 +17,15 @@ at or before the barrier (the last column if several end times are equal).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from math import inf
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .end_times import Floats, checked_times
-from .solution import Solution, solution_at
-
-__all__ = ["candidate_waits", "timeline", "zipline"]
+from .end_times import EndTimes, Floats, Indices, Solution, checked_times, solution_at
 
 
 def timeline(times: Floats) -> list[tuple[float, int, int]]:
@@ -58,3 +58,229 @@ def _candidates(times: Floats) -> Iterator[tuple[float, float]]:
         z[p] = t
         if len(z) == len(times):
             yield t - min(z.values()), t
+
+
+# -- ZipLineOpt and ZipLineOptBS: variants of ZipLine that keep Z sorted -------------------------------------
+#
+# Z is a list in the order of the timeline, so its first element is min(Z) and its last element is max(Z).
+# When a new end time replaces the previous one of the same worker, there are two cases:
+#
+# 1. The previous end time was the first element of Z. Then min(Z) may have increased, so the new Z is
+# evaluated. 2. Otherwise min(Z) is unchanged and max(Z) does not decrease, so the new Z is not narrower
+# (Theorem 3) and is
+#    skipped.
+#
+# The two methods differ in how they find the previous end time in Z. ZipLineOpt scans Z in O(n) time.
+# ZipLineOptBS reads the previous end time from the matrix and finds it in Z by binary search in O(log n)
+# time.
+#
+# Source: Zhao et al., ElasticBSP (2021), sections 5.3.1 and 5.3.2. Deviation: Z is sorted by (end time,
+# worker, column). All three numbers are known for the previous end time, so it is found even if several end
+# times are equal.
+
+Element = tuple[float, int, int]  # end time, worker, column
+
+
+def zipline_opt(times: Floats) -> Solution:
+    """Run ZipLineOpt on an (n, R) matrix."""
+
+    def position(z: list[Element], p: int, i: int) -> int:
+        return next(k for k, (_, worker, _) in enumerate(z) if worker == p)
+
+    return _scan(times, position)
+
+
+def zipline_opt_bs(times: Floats) -> Solution:
+    """Run ZipLineOptBS on an (n, R) matrix."""
+    rows = times.tolist()
+
+    def position(z: list[Element], p: int, i: int) -> int:
+        return bisect_left(z, (rows[p][i], p, i))
+
+    return _scan(times, position)
+
+
+def _scan(times: Floats, position: Callable[[list[Element], int, int], int]) -> Solution:
+    """Run the scan. `position(z, p, i)` must return the index in z of the end time of worker p in column i."""
+    z: list[Element] = []
+    wait = barrier = inf
+    candidates = 0
+    for t, p, i in timeline(times):
+        replaced = 0
+        if i > 0:
+            replaced = position(z, p, i - 1)
+            del z[replaced]
+        z.append((t, p, i))
+        # A worker's first end time replaces no other one. Z is complete when it contains an end time of every worker.
+        if replaced == 0 and len(z) == len(times):
+            candidates += 1
+            d = t - z[0][0]
+            if d < wait:
+                wait, barrier = d, t
+    return solution_at(times, barrier, candidates)
+
+
+# -- The fast exact search (method "auto"), which never forms a set Z and leaves most of the end times unsorted
+#
+# Theory. A window is an interval that contains an end time of every worker. The shortest window that starts
+# at time s ends at
+#
+#     end(s) = the maximum, over all workers, of the worker's first end time at or after s,
+#
+# and the result is the smallest end(s) - s over all end times s. To compute end(s), go through all end times in
+# ascending order. When an end time is passed, the next end time of the same worker takes its place, so
+#
+#     end(s) = max(the first end times of all workers, the successors of all end times before s),
+#
+# where the successor of an end time is the next end time of the same worker. So end(s) is a running maximum.
+# The expensive part is sorting, which takes O(Rn log(Rn)) time. Two bounds make most of the sorting
+# unnecessary.
+#
+# *Only slow workers matter* (`narrowest_window`). Let gap_p be the longest interval between successive end
+# times of worker p. The first end time of p at or after s is at most gap_p after s, unless it is p's very
+# first end time. So the search may leave out workers whose gap is less than the result, as long as it takes
+# two things into account for all workers: their first end times, and the earliest of their last end times,
+# after which no window can start. The result for a subset of the workers is never larger than the result for
+# all workers, since a window for all workers is also a window for the subset. So a first search covers the
+# slowest third of the workers, and a second search covers all workers whose gap is at least the result of the
+# first one. (A much smaller subset would give a poor bound: workers of almost equal speed stay in phase, so
+# their end times are close together most of the time.)
+#
+# *Only some times matter* (`_sort_promising`). Divide the timeline into equal buckets. The running maximum
+# over all buckets before the bucket of s is a lower bound on end(s), and equals end(s) for the earliest s in
+# the bucket. So for each bucket, one window that starts in it is known exactly, and no window that starts in
+# it is narrower than the distance from the bucket's latest s to that lower bound. A bucket is sorted only if
+# a window that is narrower than the narrowest known one may start in it. (If an outlier stretches the
+# timeline so that all other end times fall into one bucket, everything is sorted, as it would be without
+# buckets.)
+#
+# Both bounds also hold for floating-point numbers: rounding never reverses the order of two differences, and
+# if it makes several differences equal, the earliest window is chosen.
+#
+# Source: the search solves Problem 1 of Zhao et al., ElasticBSP (2021), and returns the same result as
+# ZipLine (Theorem 2). The search itself is not from the paper, whose methods maintain a complete set Z at
+# every step.
+
+# If there are at most this many end times, sorting all of them is fastest.
+FEW = 4096
+# Mean number of end times per bucket. Smaller buckets slow down the running maximum, larger ones the final
+# sort.
+PER_BUCKET = 6
+
+
+class Window(NamedTuple):
+    """The narrowest window that contains an end time of every worker; the earliest one if there are several.
+
+    Attributes:
+        wait: width of the window.
+        barrier: end of the window.
+        candidates: number of start times whose windows were measured in the last search.
+    """
+
+    wait: float
+    barrier: float
+    candidates: int
+
+
+def narrowest_window(times: EndTimes) -> Window:
+    """Return the narrowest window that contains an end time of every worker."""
+    first = times.first
+    n, size = len(first), len(first) * times.lookahead
+    every_first = first.max()
+    if size <= FEW:
+        return _sort_all(times.rows(slice(None)), every_first)
+    # One window contains the first end times of all workers. If even this window is narrower than a bucket, no bucket
+    # can be excluded.
+    first_width = every_first - first.min()
+    if first_width * size < (times.last.min() - first.min()) * PER_BUCKET:
+        return _sort_all(times.rows(slice(None)), every_first)
+    gaps = times.gaps()
+    # Workers with a gap below the width of this window can be left out. If these are few, search all workers at once:
+    # the narrowest window has at most this width, so it excludes even fewer workers.
+    if np.count_nonzero(gaps >= first_width) > n // 2:
+        return _sort_promising(times, np.arange(n), every_first)
+    part = max(1, n // 3)
+    slowest = gaps.argpartition(n - part)[n - part :]
+    window = _sort_promising(times, slowest, every_first)
+    deciding = np.flatnonzero(gaps >= window.wait)
+    if len(deciding) <= part:
+        return window
+    return _sort_promising(times, deciding, every_first)
+
+
+def _sort_all(rows: Floats, every_first: np.float64) -> Window:
+    """Return the narrowest window of the workers with the given rows, by sorting all of their end times."""
+    start = rows.ravel()
+    following = np.empty_like(start)
+    following[:-1] = start[1:]
+    following[rows.shape[1] - 1 :: rows.shape[1]] = np.inf
+    order = start.argsort()
+    return _narrowest(start[order], following[order], every_first)
+
+
+def _sort_promising(times: EndTimes, workers: Indices, every_first: np.float64) -> Window:
+    """Return the narrowest window of the given workers, by sorting only the end times in promising buckets.
+
+    The worker whose last end time is the earliest is always added to the given workers.
+    """
+    first_to_run_out = times.last.argmin()
+    last_start = times.last[first_to_run_out]
+    rows = times.rows(np.append(workers, first_to_run_out))
+    start = rows.ravel()
+    # No window starts after `last_start`, so all later end times go into the last bucket.
+    offset = np.minimum(start, last_start)
+    origin = offset.min()
+    buckets_per_time = (start.size // PER_BUCKET) / max(last_start - origin, 1e-290)
+    offset -= origin
+    offset *= buckets_per_time
+    bucket = offset.astype(np.intp)
+    count = int((last_start - origin) * buckets_per_time) + 1
+    earliest, latest, successor = np.full(count, np.inf), np.full(count, -np.inf), np.full(count, -np.inf)
+    np.minimum.at(earliest, bucket, start)
+    np.maximum.at(latest, bucket, start)
+    latest[-1] = last_start
+    # The element after a worker's last end time belongs to another worker. The result is still correct: each worker's
+    # last end time is in the last bucket, whose successors are not used.
+    np.maximum.at(successor, bucket[:-1], start[1:])
+    reached = np.empty(count)
+    reached[0] = every_first
+    reached[1:] = successor[:-1]
+    np.maximum.accumulate(reached, out=reached)
+    known = reached - earliest
+    known[earliest == np.inf] = np.inf
+    best = known.argmin()
+    bound = reached - latest
+    # Of equally narrow windows, the earliest is chosen. So a later bucket is promising only if it may contain a
+    # narrower window; for an earlier bucket, an equally narrow window suffices.
+    promising = bound < known[best]
+    promising[: best + 1] = bound[: best + 1] <= known[best]
+    # Exclude end times after `last_start`: the last bucket may contain many of them.
+    found = np.flatnonzero(promising[bucket] & (start <= last_start))
+    if 2 * len(found) > start.size:
+        return _sort_all(rows, every_first)
+    order = found[start[found].argsort()]
+    following = start.take(order + 1, mode="clip")
+    following[order % times.lookahead == times.lookahead - 1] = np.inf
+    return _narrowest(start[order], following, reached[bucket[order]])
+
+
+def _narrowest(start: Floats, following: Floats, reached: np.float64 | Floats) -> Window:
+    """Return the narrowest of the windows that begin at the `start` times, which are ascending.
+
+    Args:
+        start: start times of the windows.
+        following: for each start time, the next end time of the same worker; inf if there is none.
+        reached: lower bound on the end of each window, or one bound for all windows. It accounts for the end times
+            that are not in `start`.
+    """
+    end = np.empty_like(start)
+    end[1:] = following[:-1]
+    if isinstance(reached, np.ndarray):
+        end[0] = -np.inf
+        np.maximum(end, reached, out=end)
+    else:
+        end[0] = reached
+    np.maximum.accumulate(end, out=end)
+    # If there are several minima, argmin returns the first one, which has the earliest barrier: `end` is ascending.
+    best = (end - start).argmin()
+    return Window(float(end[best] - start[best]), float(end[best]), start.size)

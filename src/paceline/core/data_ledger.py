@@ -1,0 +1,290 @@
+"""The ledger of the data: which worker has which positions of which epoch of which loader, without I/O.
+
+It has one `LoaderLedger` for each loader that a script distributes, and knows how each worker numbers its loaders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence, Set
+
+from ..errors import InternalError, ProtocolError
+from ..state import restore, snapshot, stateful
+from ..sync.ticks import TICKS_PER_S
+from .epoch_split import Grant
+from .job_cut import LoaderCut, LoopCut
+from .lease import DataOrder, PackedPushed, Pushed
+from .loader_ledger import LoaderLedger, PositionCounts
+from .messages import EpochReached, LoopEntered, LoopLimits, LoopPosition, StatesDecided, TrainingStopped
+from .requests import Request, Send, worker_peer
+
+
+@stateful(decides="keeps _loaders _names")
+class DataLedger:
+    """The ledger of the data of a job, for all loaders that its script distributes.
+
+    Args:
+        loaders: where to begin, if the run resumes another one.
+
+    Attributes:
+        keeps: True to settle nothing that workers request data after, so that it is known until later what they have.
+            A later request settles it as well. May be set.
+    """
+
+    def __init__(self, loaders: Sequence[LoaderCut] = ()) -> None:
+        self.keeps = False
+        self._loaders = {cut.name: LoaderLedger(cut) for cut in loaders}
+        # worker -> the names of the loaders by the worker's numbers
+        self._names: dict[int, dict[int, str]] = {}
+
+    def request(
+        self,
+        worker: int,
+        loader: int,
+        name: str,
+        epoch: int,
+        order: DataOrder,
+        *,
+        drawn: int,
+        committed: PackedPushed,
+        now_s: float,
+        live: Set[int],
+        lockstep: bool,
+        end: tuple[int, int] | None = None,
+        times: Sequence[tuple[int, float]] = (),
+        least: int = 1,
+        step: int = 1,
+    ) -> Grant:
+        """Hand out data to a worker that has none left, or that begins an epoch.
+
+        Args:
+            worker: index of the worker.
+            loader: the worker's own number for the loader.
+            name: name of the loader, which is the same in all workers.
+            epoch: number of the epoch, counted from 0 for each loader.
+            order: the order of the epoch.
+            drawn: number of batches of this loader that the worker has passed to its script since it joined.
+            committed: what the worker had drawn before its last push that every shard has received. See `Pushed`.
+            now_s: current time in seconds.
+            live: the workers that take part in the job.
+            lockstep: True if the sync model in force keeps all workers in lockstep.
+            end: an epoch and the size of its order, if it was not known in advance and the worker has found the end.
+            times: the number of positions in each of the worker's latest iterations, and its time in seconds.
+            least: minimum size of the worker's batches if the order is balanced.
+            step: number of which the sizes of the worker's batches are multiples if the order is balanced.
+
+        Raises:
+            ConfigurationError: the order differs from the order of another worker.
+            ProtocolError: the request contradicts an earlier request of the worker, or itself.
+        """
+        if self._names.get(worker, {}).get(loader, name) != name:
+            raise ProtocolError(
+                f"worker {worker} requests data for loader {loader} under another name: {name!r}"
+            )
+        ledger = self._loaders.get(name) or LoaderLedger()
+        pushed = Pushed.unpack(committed)
+        ledger.require_plausible(worker, epoch, order, drawn, pushed.batches, end)
+        self._loaders[name] = ledger
+        self._names.setdefault(worker, {})[loader] = name
+        if not self.keeps:
+            ledger.settle(worker, pushed, pushed)
+        ledger.observe(worker, times, least, step)
+        ledger.begin(worker, epoch, order, drawn, live, lockstep)
+        if end is not None:
+            ledger.trim(worker, *end, drop_last=order.drop_last)
+        return ledger.grant(worker, epoch, order, drawn, now_s, live)
+
+    def leave(
+        self, worker: int, drawn: Sequence[tuple[PackedPushed, PackedPushed]], live: Set[int], *, early: bool
+    ) -> None:
+        """Take back the unused positions of a worker that has left.
+
+        Args:
+            worker: index of the worker.
+            drawn: for each of the worker's loaders, what the worker had drawn before its last push, at the shards
+                that have received the fewest and the most of its pushes. A missing entry means no push.
+            live: the workers that remain in the job.
+            early: True if the worker was lost, or left before its script had ended. Its unused positions are then
+                handed out in any epoch; otherwise, only in the epoch that its script has not used completely.
+        """
+        numbers = {name: number for number, name in self._names.pop(worker, {}).items()}
+        for name, ledger in self._loaders.items():
+            number = numbers.get(name, len(drawn))
+            if number < len(drawn):
+                least, most = map(Pushed.unpack, drawn[number])
+                ledger.settle(worker, least, most)
+            ledger.leave(worker, live, early=early)
+
+    def cut(self, drawn: Mapping[int, Sequence[tuple[PackedPushed, PackedPushed]]]) -> tuple[LoaderCut, ...]:
+        """Return what is left of the data if all workers are lost. The ledger itself does not change.
+
+        Args:
+            drawn: worker -> what it had drawn before its last push. See `leave`.
+        """
+        copy = DataLedger()
+        restore(copy, snapshot(self))
+        for worker, names in copy._names.items():
+            for number, (least, most) in enumerate(drawn.get(worker, ())):
+                if (name := names.get(number)) is not None:
+                    copy._loaders[name].settle(worker, Pushed.unpack(least), Pushed.unpack(most))
+        return tuple(ledger.cut(name) for name, ledger in copy._loaders.items())
+
+    def has_leases(self, worker: int) -> bool:
+        """Return True if some positions of the worker are not settled: it may have used them or not."""
+        return any(ledger.has_leases(worker) for ledger in self._loaders.values())
+
+    def counts(self) -> dict[str, PositionCounts]:
+        """Return the number of positions in each state, for each loader."""
+        return {name: ledger.counts() for name, ledger in self._loaders.items()}
+
+    @property
+    def moved(self) -> int:
+        """Number of positions of earlier epochs that a static split has handed out in a later one."""
+        return sum(ledger.moved for ledger in self._loaders.values())
+
+    def newest_order(self, worker: int) -> DataOrder | None:
+        """Return the order of the loader that a worker has begun last for the first time; None if there is none."""
+        names = self._names.get(worker)
+        return self._loaders[names[max(names)]].last_order[0] if names else None
+
+    def last_order(self, name: str) -> tuple[DataOrder, int]:
+        """Return the order of the last epoch that was opened of a loader, and the number of opened epochs."""
+        return self._loaders[name].last_order
+
+    def most_used_order(self) -> tuple[DataOrder, int] | None:
+        """Return `last_order` of the loader from which the most samples were used; None if none were used."""
+        counts = self.counts()
+        most = max(counts, key=lambda name: counts[name].used, default=None)
+        return None if most is None or not counts[most].used else self.last_order(most)
+
+    def validate(self) -> None:
+        """Raise `InternalError` unless every position is in exactly one state."""
+        for counts in self.counts().values():
+            left, leased, settled = counts.left, counts.leased, counts.used + counts.torn
+            if left + leased + settled + counts.returned + counts.left_out != counts.total:
+                raise InternalError(f"the states of the positions do not add up: {counts}")
+
+
+# -- How far the scripts of a job have come in their training loops, without I/O. See `paceline.epochs` ------
+#
+# A worker that joins a run in progress runs its script from the first line, but its training loop begins with
+# the epoch that the job has reached. The workers reach the epochs at different times. The position of the job
+# is that of one worker: the one with the lowest index of those that take part. This worker also sends the
+# states of the objects that its script tracks, so both belong together. If it is lost, the next one takes its
+# place at the next epoch.
+#
+# At the end of a loop there is no next epoch. So a worker that ends a loop sends the states if no worker with
+# a lower index has sent them before, and they are not lost with any worker.
+
+AT_THE_BEGINNING = LoopCut()
+
+
+@stateful(decides="limits start stopped _newest _of _begun _ended", fixed="_first")
+class LoopPositions:
+    """The position of the job, and the worker that keeps the states of tracked objects.
+
+    Args:
+        cut: where to begin, if the run resumes another one.
+        ticks_per_s: number of ticks per second.
+
+    Attributes:
+        limits: the limits of the last loop that has begun; None if they are unknown.
+        start: number of updates, and of samples, at the beginning of this loop.
+        stopped: the loops that a worker has stopped.
+    """
+
+    def __init__(self, cut: LoopCut = AT_THE_BEGINNING, ticks_per_s: int = TICKS_PER_S) -> None:
+        self.limits: LoopLimits | None = cut.limits
+        self.start = cut.start
+        self.stopped = set(cut.stopped)
+        self._newest: LoopPosition | None = cut.position
+        self._first = cut.position  # where workers begin that have not asked for their position
+        self._of: dict[int, LoopPosition | None] = {}  # worker -> the position that it has reached
+        # number of the last loop that has begun, and the time at which it began, in ticks
+        self._begun = (cut.begun, -round(cut.elapsed_s * ticks_per_s))
+        # number of the last loop that has ended, and the worker whose states were sent last
+        self._ended = cut.ended
+
+    @property
+    def loop(self) -> int:
+        """Number of the last loop that has begun; -1 for none."""
+        return self._begun[0]
+
+    @property
+    def begun_ticks(self) -> int:
+        """Time at which this loop began."""
+        return self._begun[1]
+
+    def cut(self, now_ticks: int, ticks_per_s: int, worker: int | None = None) -> LoopCut:
+        """Return the place of the job in its training loops; with the position of one worker, if it is given."""
+        begun, begun_ticks = self._begun
+        return LoopCut(
+            position=self._newest if worker is None else self._of.get(worker, self._first),
+            begun=begun,
+            elapsed_s=(now_ticks - begun_ticks) / ticks_per_s if begun >= 0 else 0.0,
+            limits=self.limits,
+            start=self.start,
+            stopped=tuple(sorted(self.stopped)),
+            ended=self._ended,
+        )
+
+    def begun(
+        self, loop: int, now_ticks: int, limits: LoopLimits | None = None, start: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Record that a worker has begun a loop.
+
+        Args:
+            loop: number of the loop.
+            now_ticks: current time.
+            limits: the limits of the loop; None if they are unknown.
+            start: number of updates, and of samples, at its beginning.
+        """
+        if loop > self._begun[0]:
+            self._begun, self.limits, self.start = (loop, now_ticks), limits, start
+
+    def entry(self, worker: int, loop: int, address: str, now_ticks: int, ticks_per_s: int) -> LoopEntered:
+        """Return the answer to a worker that joins a run in progress and begins a loop.
+
+        Args:
+            worker: index of the worker.
+            loop: number of the loop.
+            address: the address of the server of shard 0.
+            now_ticks: current time.
+            ticks_per_s: number of ticks per second.
+        """
+        self._of[worker] = self._newest
+        begun, begun_ticks = self._begun
+        elapsed_s = (now_ticks - begun_ticks) / ticks_per_s if loop == begun else 0.0
+        return LoopEntered(self._newest or LoopPosition(0, 0), elapsed_s, address)
+
+    def reached(
+        self, worker: int, message: EpochReached, present: Collection[int], now_ticks: int
+    ) -> list[Request]:
+        """Handle a worker that has reached the beginning of an epoch or the end of a loop."""
+        position = self._of[worker] = message.position
+        self.begun(position.loop, now_ticks, message.limits, (position.updates, position.samples))
+        wanted = self._takes(worker, message, present)
+        if wanted:
+            self._newest = position
+        if wanted and message.over:
+            self._ended = position.loop, worker
+        return [Send(worker_peer(worker), StatesDecided(wanted))] if message.tracks else []
+
+    def left(self, worker: int) -> None:
+        """Forget a worker that has left."""
+        self._of.pop(worker, None)
+
+    def stop(self, loop: int, live: Collection[int]) -> list[Request]:
+        """Stop a loop in all live workers, unless this has been done already."""
+        if loop in self.stopped:
+            return []
+        self.stopped.add(loop)
+        return [Send(worker_peer(worker), TrainingStopped(loop)) for worker in sorted(live)]
+
+    def _takes(self, worker: int, message: EpochReached, present: Collection[int]) -> bool:
+        """Return True if the position of the job becomes that of this worker."""
+        position, newest = message.position, self._newest
+        ended, keeper = self._ended
+        if message.over and position.loop >= ended:
+            return position.loop > ended or worker <= keeper
+        ahead = newest is None or (position.loop, position.epoch) > (newest.loop, newest.epoch)
+        return ahead and worker == min(present, default=-1)

@@ -1,0 +1,834 @@
+"""The guard of a run: it judges what the workers report of their pushes, and says when training goes wrong.
+
+The guard lives at the coordinator and decides nothing about pushes. It says each thing once, when it happens, with
+figures, the sync model, the mean staleness and what to do. What else it does depends on its mode:
+
+    off       it says only what is certain: the weights, or the gradients of all workers, contain NaN or inf
+    tell      it says everything that it notices
+    temper    if training diverges, it also halves the learning rate at all shards, at most four times. When nothing
+              has been wrong for 200 updates, it doubles the rate again; each time, it waits twice as long
+    stop      if training diverges, it ends the run, whose host keeps the last weights that were good
+
+`temper` leaves models in lockstep alone: under bsp, training is what one process would compute. In every mode, a
+worker that pushes NaN ten times in a row is named, and taken out if the others do not.
+
+With its push, a worker reports the loss, the norm of its gradient, which the check for NaN computes anyway, and the
+norm of its weights, from a sample of 8192 elements (`Observation`). A live worker observes a push every 2 ms at most,
+and reports every 10 ms at most, which bounds the cost to less than 1 % of a step of 5 ms. In virtual time, all pushes
+are observed. With the guard off, only gradients with NaN are reported.
+
+A new factor of the learning rate goes to all servers (`RateTempered`). Each shard handles it as an event that is
+recorded, and passes it on in the `Standing` of its updates, so a replay repeats it exactly. No sync model sees it.
+Shards may receive it between different updates, which changes by how much these move the weights, but nothing else. A
+worker that is taken out because of NaN does not join again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Sequence
+from itertools import product
+from statistics import median
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from ..errors import ConfigurationError, unknown_name
+from ..state import stateful
+from .job_cut import CourseCut, GuardCut
+from .messages import Observation
+
+GuardMode = Literal["off", "tell", "temper", "stop"]
+
+GUARD_MODES: tuple[GuardMode, ...] = ("off", "tell", "temper", "stop")
+
+ON_NAN = ("stop", "skip")
+"""What happens if a gradient contains NaN or inf: the run ends, or the push is left out."""
+
+DIVERGED = "training"
+"""What has failed, in a failure that ends a run because its guard has stopped it."""
+
+NAMED_NAN, MOST_NAN = 5, 10
+"""Numbers of pushes with NaN in a row after which a worker is named, and taken out."""
+
+SURE_NAN = 2
+"""Number of pushes with NaN in a row of every worker after which nobody is expected to push others."""
+
+LEAST_FACTOR = 1 / 16
+"""Smallest factor of the rate: half, four times."""
+
+AGAIN = 40
+"""Number of points after which the rate is halved again: three windows, so that the first half has had its effect."""
+
+RESTORED = 200
+"""Number of points without a symptom after which the rate is doubled, the first time."""
+
+CONFIRMED = 24
+"""Number of sound points after which what precedes them is certainly good: two windows."""
+
+SMOOTHED = 32
+"""Number of pushes over which the mean staleness is smoothed."""
+
+LOWER = "Lower the learning rate or the momentum"
+LOCKSTEP = f"{LOWER}, or clip the gradients."
+LOOK = "Look at its data and its machine."
+UNDECIDED = (
+    "With two workers, nobody can say which of them is wrong. Look at the data and the machine of both."
+)
+RELAXED = (
+    f"{LOWER}, clip the gradients, or use --sync bsp with --batch balanced, under which no update is stale."
+)
+
+
+def guard_mode(guard: str | None, *, translated: bool) -> GuardMode:
+    """Return the mode of a run's guard.
+
+    Args:
+        guard: the user's choice; None for the default, which is "temper" if hyper-parameters are translated, else
+            "off".
+        translated: True if hyper-parameters are translated.
+
+    Raises:
+        ConfigurationError: there is no such mode, or it cannot be used in this run.
+
+    >>> guard_mode(None, translated=True), guard_mode(None, translated=False), guard_mode("tell", translated=False)
+    ('temper', 'off', 'tell')
+    """
+    if guard is None:
+        return "temper" if translated else "off"
+    if guard not in GUARD_MODES:
+        raise unknown_name("guard", guard, GUARD_MODES)
+    if guard == "temper" and not translated:
+        raise ConfigurationError(
+            "guard is 'temper' and hyperparameters is 'raw', but raw hyper-parameters are used as they are. Use "
+            "guard 'tell' or 'stop', or translated hyper-parameters."
+        )
+    return guard
+
+
+class GuardVerdict(msgspec.Struct, frozen=True):
+    """What the guard has noticed, and what is to be done.
+
+    Attributes:
+        words: what has been noticed, in sentences.
+        factor: new factor of the learning rate at all shards; None if it does not change.
+        stops: True if the run must end.
+        takes_out: worker without which the run continues; None if there is none.
+    """
+
+    words: str
+    factor: float | None = None
+    stops: bool = False
+    takes_out: int | None = None
+
+
+@stateful(
+    decides=(
+        "factor points sound _said _courses _outliers _nan _last_updates _staleness _changed _wrong _patience"
+    ),
+    fixed="mode _skips_nan",
+)
+class Guard:
+    """Judges the pushes of all workers of a run.
+
+    Args:
+        mode: what the guard does.
+        skips_nan: True if gradients with NaN or inf are not pushed, False if the first of them ends the run.
+
+    Attributes:
+        mode: what the guard does.
+        factor: the factor of the learning rate in force.
+        points: number of points that have been judged, of all parameter sets.
+        sound: the last of these points at which nothing was wrong. See `CONFIRMED`.
+    """
+
+    def __init__(self, mode: GuardMode = "off", *, skips_nan: bool = False) -> None:
+        self.mode = mode
+        self.factor = 1.0
+        self.points = self.sound = 0
+        self._skips_nan = skips_nan
+        self._said: set[tuple[str, int]] = set()  # (kind, worker or -1)
+        self._courses: dict[int, Course] = {}
+        self._outliers: dict[int, Outliers] = {}
+        self._nan: dict[tuple[int, int], int] = {}  # (worker, set) -> number of its latest pushes with NaN
+        self._last_updates: dict[int, int] = {}
+        self._staleness = 0.0
+        self._changed = -AGAIN  # the point at which the factor was changed
+        self._wrong = 0  # the last point at which something was wrong
+        self._patience = RESTORED
+
+    def take(
+        self, worker: int, seen: Observation, *, present: Collection[int], sync: str, lockstep: bool
+    ) -> list[GuardVerdict]:
+        """Judge a push.
+
+        Args:
+            worker: the worker that has pushed.
+            seen: what it has seen.
+            present: the workers that take part in the run.
+            sync: the sync model in force.
+            lockstep: True if the model keeps all workers in lockstep.
+        """
+        self._note_staleness(worker, seen.updates)
+        where = f"update {seen.updates}, {sync}, mean staleness {self._staleness:.1f}"
+        advice = LOCKSTEP if lockstep else RELAXED
+        if seen.weights is not None and not math.isfinite(seen.weights):
+            return self._certain("weights", f"The weights contain NaN or inf ({where}).", advice)
+        if seen.gradient is None:
+            return []
+        key = worker, seen.set_index
+        if not math.isfinite(seen.gradient):
+            self._nan[key] = self._nan.get(key, 0) + 1
+            return self._of_nan(worker, seen, present, where, advice)
+        self._nan.pop(key, None)
+        if self.mode == "off":
+            return []
+        verdicts = self._of_worker(worker, seen, where)
+        course = self._courses.setdefault(seen.set_index, Course())
+        if not course.take(seen):
+            return verdicts
+        self.points += 1
+        symptom = course.symptom(loss_counts=len(self._courses) == 1)
+        if symptom is None:
+            if course.is_full:
+                self.sound = self.points
+            return verdicts + self._restore(where, lockstep)
+        return verdicts + self._diverges(
+            symptom.kind, f"Training diverges ({where}): {symptom.words}.", advice, lockstep
+        )
+
+    def cut(self) -> GuardCut:
+        """Return what the guard of a run that goes on begins with."""
+        courses = (course.cut(set_index) for set_index, course in sorted(self._courses.items()))
+        return GuardCut(self.factor, self._patience, tuple(filter(None, courses)))
+
+    def resume(self, cut: GuardCut) -> None:
+        """Go on from what the guard of an earlier run kept: its factor of the rate, and how training began."""
+        if self.mode == "temper":
+            self.factor, self._patience = cut.factor, cut.patience or RESTORED
+            self._changed = 0
+        self._courses = {each.set_index: Course.resumed(each) for each in cut.courses}
+
+    def left(self, worker: int) -> None:
+        """Forget a worker that has left the run."""
+        self._last_updates.pop(worker, None)
+        self._said -= {("worker", worker), ("pair", -1)}
+        for outliers in self._outliers.values():
+            outliers.forget(worker)
+        for key in [key for key in self._nan if key[0] == worker]:
+            del self._nan[key]
+
+    def _note_staleness(self, worker: int, updates: int) -> None:
+        """Count the updates by others between the weights of two pushes of a worker: the staleness of the first."""
+        before = self._last_updates.get(worker)
+        self._last_updates[worker] = updates
+        if before is not None and updates > before:
+            self._staleness += (updates - before - 1 - self._staleness) / SMOOTHED
+
+    def _certain(self, kind: str, words: str, advice: str) -> list[GuardVerdict]:
+        """Say what is said in every mode, once."""
+        if not self._is_new(kind):
+            return []
+        return [GuardVerdict(f"{words} {advice}", stops=self.mode == "stop")]
+
+    def _is_new(self, kind: str, worker: int = -1) -> bool:
+        """Return True if this has not been said yet, and record that it has."""
+        new = (kind, worker) not in self._said
+        self._said.add((kind, worker))
+        return new
+
+    def _of_nan(
+        self, worker: int, seen: Observation, present: Collection[int], where: str, advice: str
+    ) -> list[GuardVerdict]:
+        """Judge a push whose gradient contains NaN or inf."""
+        key = worker, seen.set_index
+        if not self._skips_nan:  # the worker fails, and says why
+            words = f"The gradient of {seen.parameter!r} contains NaN or inf at worker {worker} ({where})."
+            return [GuardVerdict(f"{words} {advice}", stops=True)] if self.mode == "stop" else []
+        streaks = [self._nan.get((other, seen.set_index), 0) for other in present]
+        if all(streak >= SURE_NAN for streak in streaks):
+            words = (
+                f"The gradients of all workers contain NaN or inf, as that of {seen.parameter!r} ({where})."
+            )
+            return self._certain("gradients", words, f"Nothing is learned any more. {advice}")
+        streak = self._nan[key]
+        if streak not in (NAMED_NAN, MOST_NAN) or all(streaks):
+            return []
+        words = (
+            f"Worker {worker} has sent NaN or inf {streak} times in a row, the last time in the gradient of "
+            f"{seen.parameter!r}, and the others have not ({where})."
+        )
+        if streak == NAMED_NAN:
+            return [GuardVerdict(f"{words} After {MOST_NAN} times, the run continues without it. {LOOK}")]
+        return [GuardVerdict(f"{words} The run continues without it. {LOOK}", takes_out=worker)]
+
+    def _of_worker(self, worker: int, seen: Observation, where: str) -> list[GuardVerdict]:
+        """Judge whether a worker differs from the others."""
+        outliers = self._outliers.setdefault(seen.set_index, Outliers())
+        outliers.take(worker, seen)
+        difference = outliers.difference(worker)
+        if difference is None:
+            return []
+        if (other := difference.other) is not None:
+            if not self._is_new("pair"):
+                return []
+            words = f"Worker {worker} differs from worker {other} ({where}): {difference.words}. {UNDECIDED}"
+        elif self._is_new("worker", worker):
+            words = f"Worker {worker} differs from all others ({where}): {difference.words}. {LOOK}"
+        else:
+            return []
+        return [GuardVerdict(words)]
+
+    def _diverges(self, kind: str, words: str, advice: str, lockstep: bool) -> list[GuardVerdict]:
+        """Say that training diverges, and lower the rate, if that is to be done."""
+        self._wrong = self.points
+        new = self._is_new(kind)
+        tempers = self.mode == "temper" and not lockstep
+        if not tempers or self.points < self._changed + AGAIN:
+            return [GuardVerdict(f"{words} {advice}", stops=self.mode == "stop")] if new else []
+        if self.factor <= LEAST_FACTOR:
+            then = "The learning rate has been halved four times, which has not helped."
+            return [GuardVerdict(f"{words} {then} {advice}")] if self._is_new("helpless") else []
+        self._change(self.factor / 2)
+        words = f"{words} The learning rate is multiplied by {self.factor:g} now."
+        return [GuardVerdict(f"{words} {advice}" if new else words, self.factor)]
+
+    def _restore(self, where: str, lockstep: bool) -> list[GuardVerdict]:
+        """Double the rate if nothing has been wrong for long enough. Models in lockstep get all of it at once."""
+        if self.factor == 1.0:
+            return []
+        if lockstep:
+            self._change(1.0)
+            return [GuardVerdict(f"The learning rate is no longer reduced ({where}).", self.factor)]
+        good = self.points - max(self._changed, self._wrong)
+        if good < self._patience:
+            return []
+        self._patience *= 2
+        self._change(2 * self.factor)
+        return [
+            GuardVerdict(
+                f"Nothing has been wrong for {good} updates ({where}). The learning rate is multiplied by "
+                f"{self.factor:g} now, instead of {self.factor / 2:g}.",
+                self.factor,
+            )
+        ]
+
+    def _change(self, factor: float) -> None:
+        self.factor = factor
+        self._changed = self.points
+        for course in self._courses.values():
+            course.forget_window()
+
+
+# -- Decides from what the workers report of their pushes whether training diverges --------------------------
+#
+# A `Course` follows one parameter set. Pushes that were computed from the same weights form one *point*, so a
+# window of points is a window of updates under every sync model: under bsp, all workers of a round form a
+# point, under asp almost every push. Everything is compared with how training began, when nothing had
+# diverged yet:
+#
+# - the *loss*: with a beginning b and a reach r (how far below b the loss has come, which is positive for
+#   what has been learned), it has risen if it is above b + max(2 |b|, r), and has relapsed if it is back
+#   above b - r / 4, where r is at least 0.4 |b|. Warm restarts and noise stay below both. If the data change,
+#   the loss jumps and falls again, but the weights stay where they were: so it counts as a relapse only if
+#   their norm has grown, too, or if it lasts. A loss in an adversarial game says nothing, so it is not used
+#   if the script has several optimizers;
+# - the *gradient*: its norm is more than ten times larger than any level of it that was usual for a window;
+# - the *weights*: their norm is at least five times that of the beginning, and tripled within twenty points.
+#   Without a loss, it must be ten times that of the beginning, since small initial weights grow, too.
+#
+# A single batch proves nothing: ten of twelve points must show the same, and a loss or a gradient that falls
+# within the window counts as recovering. Weights do not recover by chance, so three points suffice.
+
+WINDOW = 12
+"""Number of points that are judged together: with ten of them, a divergence is named within 20 updates."""
+
+MOST_NORMAL = 2
+"""Maximum number of points in the window that do not show a symptom. More would wait for every lucky batch."""
+
+FIRST_NORMS = 3
+"""Number of pushes whose median is the beginning: usually, all of them are computed from the initial weights."""
+
+RISE = 2.0
+"""A loss has risen if it exceeds its beginning by more than this multiple of it."""
+
+LEARNED, KEPT = 0.4, 0.25
+"""Something has been learned if the loss has fallen by the first share of its beginning. It is lost if less than the
+second share of what was learned remains."""
+
+FALLING = 0.72
+"""A loss or a norm falls if this share of the pairs of an earlier and a later point fall, among those that show the
+symptom. Without a trend, one window in ten has so many (Mann and Whitney's U)."""
+
+GRADIENT = 10.0
+"""A gradient is beyond anything seen if its norm is larger by this factor."""
+
+BEST = 0.1
+"""Larger gradients are nothing to worry about while the loss is within this share of its lowest level."""
+
+WEIGHTS, WEIGHTS_ALONE, TRIPLED = 5.0, 10.0, 3.0
+"""Growth of the norm of the weights: since the beginning, the same if no loss is known, and in twenty points."""
+
+LATELY = 20
+"""Number of points in which the weights must have tripled."""
+
+FALLEN = 0.1
+"""Weights may grow if the loss has fallen by this share of its beginning: small initial weights must."""
+
+FEW = 3
+"""Number of points in a row at which the weights must have tripled."""
+
+MOVED, LASTING = 1.03, 100
+"""What was learned is lost if the norm of the weights has grown by this factor lately, or if it has been lost for
+this number of points. If only the data have changed, the weights have not, and the loss falls again."""
+
+
+class Symptom(msgspec.Struct, frozen=True):
+    """What shows that training goes wrong.
+
+    Attributes:
+        kind: "loss", "gradient" or "weights".
+        words: the same in words with figures, as a clause.
+    """
+
+    kind: str
+    words: str
+
+
+class Point(NamedTuple):
+    """What was seen of the pushes that were computed from the same weights: means over the pushes.
+
+    Attributes:
+        loss: loss; None if it is unknown.
+        gradient: norm of the gradient of a worker.
+        weights: norm of the weights.
+    """
+
+    loss: float | None
+    gradient: float
+    weights: float
+
+    @classmethod
+    def of(cls, pushes: Sequence[Observation]) -> Point:
+        losses = [
+            math.inf if math.isnan(each.loss) else each.loss for each in pushes if each.loss is not None
+        ]
+        return cls(
+            _mean(losses) if losses else None,
+            _mean([each.gradient or 0.0 for each in pushes]),
+            _mean([each.weights or 0.0 for each in pushes]),
+        )
+
+
+@stateful(decides="_first _begun _open _window _weights _gradients _usual _level _lowest _relapsed")
+class Course:
+    """The course of the training of one parameter set."""
+
+    def __init__(self) -> None:
+        self._first: list[Observation] = []  # the first pushes
+        self._begun: Point | None = None  # the beginning; None until it is known
+        self._open: list[Observation] = []  # the pushes of the point that is not complete
+        self._window: deque[Point] = deque(maxlen=WINDOW)
+        self._weights: deque[float] = deque(maxlen=LATELY)
+        self._gradients: deque[float] = deque(maxlen=LATELY)  # recent levels of the gradient
+        self._usual = 0.0  # highest level of the gradient before them
+        self._level: float | None = None  # level of the loss
+        self._lowest = math.inf  # lowest level of the loss
+        self._relapsed = 0  # number of points for which what was learned has been lost
+
+    @classmethod
+    def resumed(cls, cut: CourseCut) -> Course:
+        """Return the course of a run that goes on: it is compared with how the job began."""
+        course = cls()
+        course._begun = Point(cut.loss, cut.gradient, cut.weights)
+        course._usual = cut.usual
+        course._lowest = math.inf if cut.lowest is None else cut.lowest
+        return course
+
+    def cut(self, set_index: int) -> CourseCut | None:
+        """Return what a run needs to go on with this course; None if the beginning is not known yet."""
+        if self._begun is None:
+            return None
+        lowest = self._lowest if math.isfinite(self._lowest) else None
+        return CourseCut(set_index, *self._begun, max([self._usual, *self._gradients]), lowest)
+
+    @property
+    def is_full(self) -> bool:
+        """True if the window is full, so that what has happened in it has been noticed."""
+        return len(self._window) == WINDOW
+
+    def take(self, seen: Observation) -> bool:
+        """Record a push with a finite gradient. Return True if this completes a point."""
+        if self._begun is None:
+            self._begin(seen)
+        complete = bool(self._open) and seen.updates != self._open[0].updates
+        if complete:
+            self._close(Point.of(self._open))
+            self._open.clear()
+        self._open.append(seen)
+        return complete
+
+    def forget_window(self) -> None:
+        """Judge only what comes from now on, because something was changed."""
+        self._window.clear()
+        self._weights.clear()
+        self._relapsed = 0
+
+    def symptom(self, *, loss_counts: bool) -> Symptom | None:
+        """Return what is wrong at the last point, or None.
+
+        Args:
+            loss_counts: False if the loss says nothing about progress.
+        """
+        begun = self._begun
+        if begun is None:
+            return None
+        if not loss_counts:
+            begun = begun._replace(loss=None)
+        return self._of_loss(begun) or self._of_gradient(begun) or self._of_weights(begun)
+
+    def _begin(self, seen: Observation) -> None:
+        self._first.append(seen)
+        if len(self._first) < FIRST_NORMS:
+            return
+        points = [Point.of([each]) for each in self._first]
+        loss = _middle([point.loss for point in points])
+        self._begun = Point(
+            loss if loss is not None and math.isfinite(loss) else None,
+            median(point.gradient for point in points),
+            points[0].weights,
+        )
+
+    def _close(self, point: Point) -> None:
+        self._window.append(point)
+        self._weights.append(point.weights)
+        if not self.is_full:
+            return
+        if len(self._gradients) == LATELY:
+            self._usual = max(self._usual, self._gradients[0])
+        self._gradients.append(median([each.gradient for each in self._window]))
+        self._level = _middle([each.loss for each in self._window])
+        if self._level is not None:
+            self._lowest = min(self._lowest, self._level)
+
+    def _of_loss(self, begun: Point) -> Symptom | None:
+        losses = [point.loss for point in self._window if point.loss is not None]
+        if begun.loss is None or self._level is None or len(losses) < WINDOW:
+            return None
+        reach = max(0.0, begun.loss - self._lowest)
+        top = begun.loss + max(RISE * abs(begun.loss), reach)
+        back = begun.loss - KEPT * reach
+        lost = reach >= LEARNED * abs(begun.loss) and _most_above(back, losses)
+        self._relapsed = self._relapsed + 1 if lost else 0
+        figures = f"{begun.loss:.3g} at the beginning, {self._lowest:.3g} at best, and is {self._level:.3g}"
+        if _stays_above(top, losses):
+            return Symptom("loss", f"the loss grows: it was {figures}")
+        moved = lost and self._weights[-1] >= MOVED * min(self._weights)
+        if (moved and _stays_above(back, losses)) or self._relapsed >= LASTING:
+            return Symptom("loss", f"what was learned is lost: the loss was {figures}")
+        return None
+
+    def _of_gradient(self, begun: Point) -> Symptom | None:
+        if not self.is_full:
+            return None
+        level = None if begun.loss is None else self._level
+        if level is not None and level <= self._lowest + BEST * abs(self._lowest):
+            return None
+        gradients = [point.gradient for point in self._window]
+        usual = max(begun.gradient, self._usual)
+        if not usual or not _stays_above(GRADIENT * usual, gradients):
+            return None
+        return Symptom(
+            "gradient",
+            f"the norm of the gradients is {median(gradients):.3g}, and was at most {usual:.3g} before",
+        )
+
+    def _of_weights(self, begun: Point) -> Symptom | None:
+        factor = WEIGHTS_ALONE if begun.loss is None else WEIGHTS
+        least = max(factor * begun.weights, TRIPLED * min(self._weights))
+        if not begun.weights or self._weights[-1] < least or len(self._window) < FEW:
+            return None
+        latest = list(self._window)[-FEW:]
+        if min(point.weights for point in latest) < least:
+            return None
+        level = _middle([point.loss for point in latest])
+        if begun.loss is not None and level is not None and level < begun.loss - FALLEN * abs(begun.loss):
+            return None
+        return Symptom(
+            "weights",
+            f"the weights explode: their norm was {begun.weights:.3g}, and is {latest[-1].weights:.3g}",
+        )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _middle(values: Sequence[float | None]) -> float | None:
+    """Return the median of the values that are known; None if there are none."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _most_above(bound: float, values: Sequence[float]) -> bool:
+    """Return True if almost all values exceed a bound."""
+    return sum([value <= bound for value in values]) <= MOST_NORMAL
+
+
+def _stays_above(bound: float, values: Sequence[float]) -> bool:
+    """Return True if almost all values of a window exceed a bound, and do not fall."""
+    if not _most_above(bound, values):
+        return False
+    above = [value for value in values if value > bound]
+    half = len(above) // 2
+    pairs = [after < before for before, after in product(above[:half], above[half:])]
+    return sum(pairs) < FALLING * len(pairs)
+
+
+# -- Finds a worker whose losses or gradients differ from those of all others, as with corrupted data --------
+#
+# Near the end of training, the losses and the norms of single batches have heavy tails: one hard sample makes
+# a norm a hundred times as large as that of the next batch. So a ratio proves nothing by itself. The test
+# asks how unlikely a worker's values are among those of the others:
+#
+# - **One push.** Let y be the logarithm of half the worker's value. Its p-value with respect to another
+#   worker is the share of that worker's last `WINDOW` values, and of y itself, that are at least y. Beyond
+#   them, p decreases with the exponent of their tail, as Hill estimates it: the more the others' values
+#   scatter, the less a large value says. The largest p over all others counts, so a worker that resembles
+#   another one is no outlier.
+# - **Many pushes.** If the worker's values are distributed like the others', whatever their distribution is,
+#   then 1 / (2 sqrt(p)) has a mean of at most 1 (a p-to-e calibrator [1]). So each product of these numbers
+#   over consecutive pushes is a test martingale. The largest product that ends at the latest push is kept
+#   (Page's CUSUM, at least 1). The worker is named when it reaches `RARE`.
+# - **False alarms.** By Ville's inequality, a healthy worker is named once in `RARE` = 10**6 of its pushes on
+#   average, with all looks counted, if its pushes are independent. Two rules make it rarer, since samples
+#   come back: half of a value is compared, because the data of workers may be unequal, and all values below a
+#   share of the beginning are equal, because no fault matters there. In 200 healthy runs, each judged from
+#   three beginnings, nobody was named (`tests/core/test_outliers.py`).
+#
+# One push adds at most `MOST`, so three pushes are needed. A fault that multiplies usual losses by ten is
+# named after three to five pushes, so within 20 updates of four workers.
+#
+# If only one other worker is known, nobody can say which of the two is wrong. The finding then names both.
+#
+# [1] Vovk, Wang: E-values: calibration, combination and applications. The Annals of Statistics 49(3), 2021.
+
+LEAST = 5
+"""Number of values that must be known of a worker before others are compared with it."""
+
+FIRST_COMPARED = 8
+"""Number of the first values, of all workers, whose median is the beginning."""
+
+FACTOR = 2.0
+"""Factor by which the values of healthy workers may differ, because their data do."""
+
+LEAST_LOSS, LEAST_GRADIENT = 0.25, 0.1
+"""Shares of the beginning below which all losses, and all norms of gradients, are equal."""
+
+ROUNDING = 1e-6
+"""Losses below this value are mostly roundings of float32 numbers."""
+
+LEAST_TAIL = 0.25
+"""Least scale of the tail of the logarithms: regular values do not make one that is slightly larger suspicious."""
+
+RARE = 1e6
+"""Product at which a worker is named: the mean number of pushes of a healthy worker between two false alarms."""
+
+MOST = 5.0
+"""The most that the logarithm of the product increases with one push."""
+
+HUGE = 1e30  # stands for larger values, and for infinite ones
+
+
+class Deviation(NamedTuple):
+    """How a worker differs from all others.
+
+    Attributes:
+        words: what differs, as a clause about the worker.
+        other: the only other worker that is known; None if there are several.
+    """
+
+    words: str
+    other: int | None
+
+
+@stateful(decides="_losses _gradients")
+class Outliers:
+    """The latest losses and norms of gradients of each worker."""
+
+    def __init__(self) -> None:
+        self._losses = Values(LEAST_LOSS, ROUNDING)
+        self._gradients = Values(LEAST_GRADIENT, 0.0)
+
+    def take(self, worker: int, seen: Observation) -> None:
+        """Record a push with a finite gradient."""
+        if seen.gradient is not None:
+            self._gradients.take(worker, seen.gradient)
+        if seen.loss is not None and not math.isnan(seen.loss):
+            self._losses.take(worker, seen.loss)
+
+    def forget(self, worker: int) -> None:
+        """Forget a worker that has left."""
+        self._losses.forget(worker)
+        self._gradients.forget(worker)
+
+    def difference(self, worker: int) -> Deviation | None:
+        """Return how the pushes of a worker differ from those of all others; None if they do not."""
+        for values, name in ((self._losses, "its losses"), (self._gradients, "the norms of its gradients")):
+            if values.stands_out(worker):
+                own, largest, other = values.compared(worker)
+                whose = "the others" if other is None else f"worker {other}"
+                return Deviation(f"{name} are usually {own:.3g}, and at most {largest:.3g} at {whose}", other)
+        return None
+
+
+@stateful(decides="_share _rounding _first _latest _evidence")
+class Values:
+    """The latest values of one kind of each worker, and how much they say against it.
+
+    Args:
+        share: share of the beginning below which all values are equal.
+        rounding: the same as an absolute number.
+    """
+
+    def __init__(self, share: float, rounding: float) -> None:
+        self._share = share
+        self._rounding = rounding
+        self._first: list[float] = []  # the first values of all workers
+        self._latest: dict[int, Latest] = {}
+        self._evidence: dict[int, float] = {}  # worker -> logarithm of the product, if it is larger than 0
+
+    def take(self, worker: int, value: float) -> None:
+        """Record a value of a worker, and compare it with the latest values of all others."""
+        if len(self._first) < FIRST_COMPARED:
+            self._first.append(value)
+        begun = median(self._first)
+        level = max(self._share * begun, self._rounding)
+        if level > 0:
+            own = math.log(min(max(value, level), HUGE))
+            if len(self._first) == FIRST_COMPARED:
+                added = self._compare(worker, own - math.log(FACTOR)) if value > level else -math.inf
+                self._evidence[worker] = max(0.0, self._evidence.get(worker, 0.0) + added)
+            self._latest.setdefault(worker, Latest()).take(value, own)
+
+    def forget(self, worker: int) -> None:
+        self._latest.pop(worker, None)
+        self._evidence.pop(worker, None)
+        # What speaks against a worker counts only as long as there is a worker with which it can be compared.
+        known = self._known()
+        self._evidence = {w: each for w, each in self._evidence.items() if any(other != w for other in known)}
+
+    def stands_out(self, worker: int) -> bool:
+        """Return True if the latest values of a worker are very unlikely among those of each other worker."""
+        return self._evidence.get(worker, 0.0) >= math.log(RARE)
+
+    def compared(self, worker: int) -> tuple[float, float, int | None]:
+        """Return the usual value of a worker, the largest usual one of the others, and the other if it is alone."""
+        others = [other for other in self._known() if other != worker]
+        largest = max(self._latest[other].usual for other in others)
+        return self._latest[worker].lately, largest, others[0] if len(others) == 1 else None
+
+    def _known(self) -> list[int]:
+        return [worker for worker, latest in self._latest.items() if latest.is_known]
+
+    def _compare(self, worker: int, y: float) -> float:
+        """Return the logarithm of 1 / (2 sqrt(p)) of a value. It is 0 if half of the others are not known yet."""
+        smallest, known, others = MOST, 0, 0
+        for other, latest in self._latest.items():
+            if other == worker:
+                continue
+            others += 1
+            if latest.is_known:
+                known += 1
+                smallest = min(smallest, -latest.log_p(y) / 2 - math.log(2))
+                if smallest < 0:  # it resembles this worker, as nearly all values of nearly all workers do
+                    return smallest
+        return smallest if known and 2 * known >= others else 0.0
+
+
+@stateful(decides="_values _logs _tail")
+class Latest:
+    """The latest values of one worker, and the tail of their logarithms."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=WINDOW)
+        self._logs: deque[float] = deque(maxlen=WINDOW)
+        self._tail = LEAST_TAIL
+
+    def take(self, value: float, log: float) -> None:
+        self._values.append(value)
+        self._logs.append(log)
+        largest = sorted(self._logs, reverse=True)
+        count = max(2, len(largest) // 4)
+        if len(largest) > count:
+            self._tail = max(LEAST_TAIL, sum(largest[:count]) / count - largest[count])
+
+    @property
+    def is_known(self) -> bool:
+        return len(self._values) >= LEAST
+
+    @property
+    def usual(self) -> float:
+        return median(self._values)
+
+    @property
+    def lately(self) -> float:
+        """The median of the last three values, since which something may have changed."""
+        return median(list(self._values)[-3:])
+
+    def log_p(self, y: float) -> float:
+        """Return the logarithm of the p-value of y with respect to these values."""
+        largest, count = max(self._logs), len(self._logs) + 1
+        if y > largest:
+            return -math.log(count) - (y - largest) / self._tail
+        return math.log((1 + sum(log >= y for log in self._logs)) / count)
+
+
+# -- Keeps weights that are certainly good: nothing was wrong when they were taken, and for some time after that
+#
+# A divergence is noticed up to 20 updates after it begins. So the weights that are taken now are only a
+# candidate, until `CONFIRMED` further points have been sound; then they replace the good ones. At most two
+# copies are kept.
+
+Weights = TypeVar("Weights")
+
+
+class GoodWeights(Generic[Weights]):
+    """The last good weights, and the candidate that may replace them.
+
+    Args:
+        guard: the guard of the run.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._good: Weights | None = None
+        self._candidate: tuple[Weights, int] | None = None  # the weights, and the points that had been judged
+
+    @property
+    def wanted(self) -> bool:
+        """True if weights that are taken now could become the good ones."""
+        self._confirm()
+        return self._candidate is None and 0 < self._guard.points == self._guard.sound
+
+    def take(self, weights: Weights) -> None:
+        """Take weights as the candidate. Later ones replace those that have not been confirmed."""
+        self._candidate = weights, self._guard.points
+
+    @property
+    def good(self) -> Weights | None:
+        """The last weights that are certainly good; None if there are none."""
+        self._confirm()
+        return self._good
+
+    def _confirm(self) -> None:
+        if self._candidate is None:
+            return
+        weights, points = self._candidate
+        if self._guard.sound >= points + CONFIRMED:
+            self._good, self._candidate = weights, None
+        elif (
+            self._guard.sound < self._guard.points
+        ):  # it may have been taken when something was wrong already
+            self._candidate = None

@@ -1,0 +1,646 @@
+"""The layout of parameters in flat vectors, and the slicing of those vectors into shards.
+
+This module contains only arithmetic and does not import torch. A *parameter set* consists of the parameters that one
+optimizer of the script trains. The parameters of a set are placed one after another in one flat vector per dtype, and
+each parameter begins at a 64-byte boundary. The name of a vector is its dtype; for sets after the first one, "/" and
+the index of the set follow. So each set is sliced by itself, and a push or a pull of one set is a selection of whole
+vectors.
+
+A script may add parameters after training has begun: with a later optimizer, or as a later group of an existing one.
+The parameters that are added together form a *part* of the layout. Each part has vectors of its own, whose names end
+with "." and the number of the part, so parameters and slices that exist already keep their places.
+
+Elastic Parameter Slicing, or EPS, then cuts each vector into parts of almost equal size, regardless of the sizes of
+the layers, so a layer may be spread over several shards. EPS is described in section III of the FluentPS paper. A
+push or a pull transfers slices of these vectors without conversion.
+
+>>> layout = Layout.of([Parameter(("w",), (4, 5), "float32"), Parameter(("b",), (4,), "float32")])
+>>> layout.sizes, layout.offsets  # 20 elements, padded to 32; then 4, padded to 16
+({'float32': 48}, (0, 32))
+>>> [shard.bounds for shard in layout.slice_evenly(2)]
+[{'float32': (0, 16)}, {'float32': (16, 48)}]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Literal, NamedTuple, TypeVar, cast
+
+import msgspec
+
+from ..errors import ConfigurationError, ProtocolError
+
+ALIGNMENT_BYTES = 64
+
+SLICINGS = ("even", "by-parameter")
+"""The ways to slice the parameters. See `Layout.sliced`."""
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+"""Size in bytes of one element of each dtype that a parameter may have. Each key is the name of a dtype in torch."""
+
+T = TypeVar("T")
+
+Range = tuple[str, int, int]
+"""A part of a flat vector: its name, the index of the first element, and that of the last element plus one."""
+
+
+def without_last(ranges: Sequence[Range], missing_bytes: int) -> list[Range]:
+    """Return what is left of some ranges if the last bytes of all of them together are missing.
+
+    >>> without_last([("float32", 0, 8), ("float64", 0, 4)], 33)
+    [('float32', 0, 7)]
+    """
+    left = []
+    for vector, start, stop in reversed(ranges):
+        if (end := stop + -missing_bytes // item_bytes(vector)) > start:
+            left.append((vector, start, end))
+        missing_bytes = max(missing_bytes - (stop - start) * item_bytes(vector), 0)
+    return left[::-1]
+
+
+def dtype_of(vector: str) -> str:
+    """Return the dtype of the vector with this name."""
+    return vector.partition("/")[0]
+
+
+def item_bytes(vector: str) -> int:
+    """Return the size in bytes of one element of the vector with this name."""
+    return ITEM_BYTES[dtype_of(vector)]
+
+
+def of_set(vectors: Mapping[str, T], set_index: int | None) -> dict[str, T]:
+    """Return the vectors of one parameter set; all vectors if `set_index` is None.
+
+    >>> of_set({"float32": 1, "float64": 2, "float32/1": 3, "float32/1.4": 4}, 1)
+    {'float32/1': 3, 'float32/1.4': 4}
+    """
+    if set_index is None:
+        return dict(vectors)
+    return {name: vector for name, vector in vectors.items() if _set_of(name) == set_index}
+
+
+def _set_of(vector: str) -> int:
+    """Return the index of the parameter set to which the vector with this name belongs."""
+    return int(vector.partition("/")[2].partition(".")[0] or 0)
+
+
+class Parameter(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The description of a trainable tensor of the model.
+
+    Attributes:
+        names: all names of the tensor in the model's `state_dict`; more than one if the parameter is tied.
+        shape: shape of the tensor.
+        dtype: name of the dtype in torch, for example "float32".
+        set_index: index of the parameter set that the parameter belongs to.
+        part: number of the part of the layout with which the parameter was added; 0 if it was there from the start.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    set_index: int = 0
+    part: int = 0
+
+    @property
+    def vector(self) -> str:
+        """Name of the vector that contains the parameter."""
+        if self.part:
+            return f"{self.dtype}/{self.set_index}.{self.part}"
+        return f"{self.dtype}/{self.set_index}" if self.set_index else self.dtype
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.names[0]} {self.dtype}{list(self.shape)}"
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """The part of one parameter that lies in one shard.
+
+    Attributes:
+        parameter: index of the parameter.
+        dtype: name of the vector that contains the segment: the dtype, with the set and the part if they are not 0.
+        start: index of the segment's first element within the shard's slice of the vector.
+        stop: index of the segment's last element within the shard's slice of the vector, plus one.
+        offset: index of the segment's first element within the flattened parameter.
+    """
+
+    parameter: int
+    dtype: str
+    start: int
+    stop: int
+    offset: int
+
+
+class Piece(NamedTuple):
+    """A range [start, stop) within a shard's slice of one vector, and the indices of the parameters in this range."""
+
+    dtype: str
+    start: int
+    stop: int
+    parameters: frozenset[int]
+
+
+def ranges_of(pieces: Sequence[Piece]) -> list[Range]:
+    """Return the ranges of the given pieces, in order. Adjacent pieces are merged.
+
+    >>> empty = frozenset()
+    >>> ranges_of([Piece("float32", 0, 8, empty), Piece("float32", 8, 16, empty), Piece("float64", 0, 8, empty)])
+    [('float32', 0, 16), ('float64', 0, 8)]
+    """
+    ranges: list[Range] = []
+    for vector, start, stop, _ in pieces:
+        if ranges and ranges[-1][0] == vector and ranges[-1][2] == start:
+            ranges[-1] = (vector, ranges[-1][1], stop)
+        else:
+            ranges.append((vector, start, stop))
+    return ranges
+
+
+class ShardSlice(msgspec.Struct, frozen=True):
+    """The slice that one shard holds: its bounds (start, stop) in each vector, and its segments."""
+
+    index: int
+    bounds: dict[str, tuple[int, int]]
+    segments: tuple[Segment, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Size in bytes of a push to this shard, or of a pull from this shard."""
+        return sum((stop - start) * item_bytes(dtype) for dtype, (start, stop) in self.bounds.items())
+
+    @property
+    def rounded_bytes(self) -> int:
+        """Size in bytes of a push or a pull in which float32 values are rounded to bfloat16."""
+        sizes = {vector: stop - start for vector, (start, stop) in self.bounds.items()}
+        halved = sum(size for vector, size in sizes.items() if dtype_of(vector) == "float32")
+        return self.size_bytes - halved * (ITEM_BYTES["float32"] - ITEM_BYTES["bfloat16"])
+
+    def of_set(self, set_index: int) -> ShardSlice:
+        """Return the part of the slice that belongs to one parameter set."""
+        bounds = of_set(self.bounds, set_index)
+        return ShardSlice(self.index, bounds, tuple(s for s in self.segments if s.dtype in bounds))
+
+    def pieces(self, size_bytes: int) -> tuple[Piece, ...]:
+        """Return the slice as pieces of at most `size_bytes`, in order. Each piece can be sent separately."""
+        pieces = []
+        for dtype, (low, high) in self.bounds.items():
+            step = max(1, size_bytes // item_bytes(dtype))
+            for start in range(0, high - low, step):
+                stop = min(start + step, high - low)
+                inside = {
+                    s.parameter
+                    for s in self.segments
+                    if s.dtype == dtype and s.start < stop and start < s.stop
+                }
+                pieces.append(Piece(dtype, start, stop, frozenset(inside)))
+        return tuple(pieces)
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """The position of each parameter in the flat vectors.
+
+    Attributes:
+        parameters: the parameters: part by part, in each part set by set, in the order of the optimizer's groups.
+        offsets: for each parameter, the index of its first element in the vector of its dtype.
+        sizes: name of each vector -> number of its elements, including padding.
+    """
+
+    parameters: tuple[Parameter, ...]
+    offsets: tuple[int, ...]
+    sizes: dict[str, int]
+
+    @classmethod
+    def of(cls, parameters: Sequence[Parameter]) -> Layout:
+        """Return the layout of the given parameters, in the given order.
+
+        Raises:
+            ConfigurationError: there are no parameters, or a parameter has a dtype that cannot be trained.
+        """
+        if not any(parameter.size for parameter in parameters):
+            raise ConfigurationError("The optimizer has no parameters to train.")
+        sizes: dict[str, int] = {}
+        offsets = []
+        for parameter in parameters:
+            if parameter.dtype not in ITEM_BYTES:
+                raise ConfigurationError(
+                    f"Parameter {parameter} has a dtype that Paceline cannot train; "
+                    f"expected one of {', '.join(ITEM_BYTES)}."
+                )
+            offsets.append(sizes.get(parameter.vector, 0))
+            sizes[parameter.vector] = aligned(offsets[-1] + parameter.size, parameter.dtype)
+        return cls(tuple(parameters), tuple(offsets), dict(sorted(sizes.items())))
+
+    @property
+    def size_bytes(self) -> int:
+        """Total size in bytes of a push to all shards, or of a pull from all shards."""
+        return sum(size * item_bytes(dtype) for dtype, size in self.sizes.items())
+
+    def sliced(self, shards: int, slicing: str) -> tuple[ShardSlice, ...]:
+        """Return the slices. `slicing` selects `slice_evenly` ("even") or `slice_by_parameter` ("by-parameter")."""
+        return {"even": self.slice_evenly, "by-parameter": self.slice_by_parameter}[slicing](shards)
+
+    def slice_evenly(self, shards: int) -> tuple[ShardSlice, ...]:
+        """Cut every vector into one part per shard, and return the slices of all shards.
+
+        Each vector is cut only between blocks of 64 bytes, so that every slice of it is aligned. The parts of one
+        vector differ by at most one block, and the slices of two shards therefore by at most 64 bytes for each
+        vector. This holds for the sizes with padding, which are what is stored, sent and updated. The number of
+        parameters' elements may differ more, because each parameter is padded to whole blocks:
+
+        >>> scalars = [Parameter((f"scale{i}",), (1,), "float32") for i in range(32)]
+        >>> layout = Layout.of([*scalars, Parameter(("weight",), (512,), "float32")])
+        >>> slices = layout.slice_evenly(2)
+        >>> [shard.size_bytes for shard in slices]
+        [2048, 2048]
+        >>> [sum(segment.stop - segment.start for segment in shard.segments) for shard in slices]
+        [32, 512]
+        """
+        bounds = [
+            {
+                dtype: (_cut(size, dtype, shard, shards), _cut(size, dtype, shard + 1, shards))
+                for dtype, size in self.sizes.items()
+            }
+            for shard in range(shards)
+        ]
+        return tuple(ShardSlice(i, b, self._segments(b)) for i, b in enumerate(bounds))
+
+    def slice_by_parameter(self, shards: int) -> tuple[ShardSlice, ...]:
+        """Return slices of whole, adjacent parameters. The parameter counts of the slices differ by at most one.
+
+        By default, PS-Lite slices in this way: it divides the range of parameter keys equally. The shard with the
+        largest layer then holds most of the model (FluentPS, section III). This slicing is provided for comparison.
+        Each part of the layout is sliced by itself.
+
+        Raises:
+            ConfigurationError: there are fewer parameters than shards at the start of training.
+        """
+        parts = [
+            [index for index, parameter in enumerate(self.parameters) if parameter.part == part]
+            for part in range(max(parameter.part for parameter in self.parameters) + 1)
+        ]
+        count = len(parts[0])
+        if shards > count:
+            raise ConfigurationError(
+                f"shards is {shards}, but the model has {count} parameters, and with slicing 'by-parameter' each "
+                f"shard needs at least one. Use at most {count} shards, or slicing 'even'."
+            )
+        bounds: list[dict[str, tuple[int, int]]] = []
+        ends = dict.fromkeys(self.sizes, 0)
+        for shard in range(shards):
+            starts = dict(ends)
+            for part in parts:
+                for index in part[len(part) * shard // shards : len(part) * (shard + 1) // shards]:
+                    parameter = self.parameters[index]
+                    ends[parameter.vector] = self.offsets[index] + aligned(parameter.size, parameter.dtype)
+            bounds.append({dtype: (starts[dtype], ends[dtype]) for dtype in self.sizes})
+        return tuple(ShardSlice(i, b, self._segments(b)) for i, b in enumerate(bounds))
+
+    def _segments(self, bounds: dict[str, tuple[int, int]]) -> tuple[Segment, ...]:
+        segments = []
+        for index, (parameter, offset) in enumerate(zip(self.parameters, self.offsets, strict=True)):
+            low, high = bounds[parameter.vector]
+            start, stop = max(offset, low), min(offset + parameter.size, high)
+            if start < stop:
+                segments.append(Segment(index, parameter.vector, start - low, stop - low, start - offset))
+        return tuple(segments)
+
+
+def _block(dtype: str) -> int:
+    return ALIGNMENT_BYTES // item_bytes(dtype)
+
+
+def aligned(size: int, dtype: str) -> int:
+    """Round a number of elements up to the next multiple of the alignment, at which a parameter may begin."""
+    block = _block(dtype)
+    return -(-size // block) * block
+
+
+def _cut(size: int, dtype: str, part: int, parts: int) -> int:
+    block = _block(dtype)
+    return size // block * part // parts * block
+
+
+# -- The description of a model, as sent between processes: its parameters, its optimizer, and its other tensors
+#
+# Each worker registers a description. The coordinator checks that all descriptions are equal, apart from the
+# hyper-parameters, and the servers create their shards from the description. This module does not import torch.
+
+HyperParameter = float | int | bool | str | tuple[float, ...] | None
+
+HyperParameters = dict[str, HyperParameter]
+"""The settings of one parameter group: `lr`, `momentum`, `betas`, ..."""
+
+
+class OptimizerSpec(msgspec.Struct, frozen=True):
+    """The description of the user's optimizer.
+
+    Attributes:
+        name: name of the class in `torch.optim` that the servers use, or "module:Class" for any other class.
+        groups: hyper-parameters of each group.
+        group_of: for each parameter of the optimizer's parameter set, in the order of the layout, the index of its
+            group. Parameters that the optimizer does not train, because it has replaced one that did, have group 0.
+        replaced: number of times that another optimizer has replaced the set's optimizer. Its state is then dropped.
+    """
+
+    name: str
+    groups: tuple[HyperParameters, ...]
+    group_of: tuple[int, ...]
+    replaced: int = 0
+
+
+class BufferSpec(msgspec.Struct, frozen=True):
+    """A tensor of the model's `state_dict` that is not a parameter, such as a running mean of BatchNorm.
+
+    Attributes:
+        name: name of the tensor in the `state_dict`.
+        shape: shape of the tensor.
+        dtype: name of the dtype in torch.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{list(self.shape)}"
+
+
+class FrozenSpec(BufferSpec, frozen=True):
+    """A parameter of the model that no optimizer trains. Training does not change it.
+
+    Attributes:
+        digest: hash of the dtype, the shape and the values, as 64 hexadecimal digits (see `shard.vectors`).
+    """
+
+    digest: str
+
+
+class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The description of the model that a worker trains. All workers of a job must train the same model.
+
+    A script may train with several optimizers. Each of them has a parameter set of its own. A script may also add
+    parameters after training has begun. The description is then replaced by an extended one, in which all earlier
+    parameters keep their places.
+
+    Attributes:
+        layout: layout of the parameters of all sets.
+        optimizer: the optimizer of the first parameter set.
+        buffers: the tensors that are not parameters, and that each worker changes on its own.
+        frozen: the parameters that no optimizer trains, with the digests of this worker's values.
+        further: the optimizers of the other parameter sets, in order.
+    """
+
+    layout: Layout
+    optimizer: OptimizerSpec
+    buffers: tuple[BufferSpec, ...]
+    further: tuple[OptimizerSpec, ...] = ()
+    frozen: tuple[FrozenSpec, ...] = ()
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """The digests of the frozen parameters, in order."""
+        return tuple(spec.digest for spec in self.frozen)
+
+    @property
+    def optimizers(self) -> tuple[OptimizerSpec, ...]:
+        """The optimizer of each parameter set."""
+        return (self.optimizer, *self.further)
+
+    def buffers_beyond(self, before: ModelSpec) -> list[BufferSpec]:
+        """Return the buffers that this model has and a model without its latest parameters does not have."""
+        known = {buffer.name for buffer in before.buffers}
+        return [buffer for buffer in self.buffers if buffer.name not in known]
+
+    def frozen_beyond(self, before: ModelSpec) -> list[FrozenSpec]:
+        """Return the frozen parameters that this model has and a model without its latest parameters lacks."""
+        known = {spec.name for spec in before.frozen}
+        return [spec for spec in self.frozen if spec.name not in known]
+
+    @property
+    def optimizers_over_layout(self) -> tuple[OptimizerSpec, ...]:
+        """The optimizer of each parameter set, where `group_of` lists all parameters of the layout.
+
+        The group of a parameter that belongs to another set is 0.
+        """
+        parameters = self.layout.parameters
+        spread = []
+        for set_index, optimizer in enumerate(self.optimizers):
+            groups = iter(optimizer.group_of)
+            group_of = tuple(next(groups) if p.set_index == set_index else 0 for p in parameters)
+            spread.append(msgspec.structs.replace(optimizer, group_of=group_of))
+        return tuple(spread)
+
+
+def first_difference(model: ModelSpec, other: ModelSpec) -> str:
+    """Describe the first difference between `model` and `other`; return "" if there is none.
+
+    Hyper-parameters and the values of frozen parameters may differ.
+    """
+    pairs = zip(model.layout.parameters, other.layout.parameters, strict=False)
+    for expected, found in pairs:
+        if expected != found:
+            return f"{found} instead of {expected}"
+    counts = len(model.layout.parameters), len(other.layout.parameters)
+    if counts[0] != counts[1]:
+        return f"{counts[1]} parameters instead of {counts[0]}"
+    counts = len(model.optimizers), len(other.optimizers)
+    if counts[0] != counts[1]:
+        return f"{counts[1]} optimizers instead of {counts[0]}"
+    for expected_optimizer, found_optimizer in zip(model.optimizers, other.optimizers, strict=True):
+        if difference := _difference_of_optimizers(expected_optimizer, found_optimizer):
+            return difference
+    for kind, expected_tensors, found_tensors in (
+        ("buffer", model.buffers, other.buffers),
+        ("frozen parameter", model.frozen, other.frozen),
+    ):
+        for expected_tensor, found_tensor in zip(expected_tensors, found_tensors, strict=False):
+            if str(expected_tensor) != str(found_tensor):
+                return f"{kind} {found_tensor} instead of {expected_tensor}"
+        if len(expected_tensors) != len(found_tensors):
+            return f"{len(found_tensors)} {kind}s instead of {len(expected_tensors)}"
+    return ""
+
+
+def require_extension(model: ModelSpec, extended: ModelSpec) -> None:
+    """Check that an extended model contains all of a model at the same place, and further parameters in one new part.
+
+    Raises:
+        ProtocolError: it does not.
+    """
+    before, after = model.layout.parameters, extended.layout.parameters
+    part = max(parameter.part for parameter in before) + 1
+    if after[: len(before)] != before or not {parameter.part for parameter in after[len(before) :]} <= {part}:
+        raise ProtocolError(
+            f"the extended model does not consist of the earlier parameters and those of part {part}"
+        )
+    for old, new in zip(model.optimizers, extended.optimizers, strict=False):
+        groups, members = len(old.groups), len(old.group_of)
+        if new.replaced == old.replaced + 1:
+            continue
+        if new.replaced != old.replaced or (
+            new.name != old.name
+            or len(new.groups) < groups
+            or new.group_of[:members] != old.group_of
+            or any(group < groups for group in new.group_of[members:])
+        ):
+            raise ProtocolError("the extended model changes the groups of earlier parameters")
+    if len(extended.optimizers) < len(model.optimizers):
+        raise ProtocolError("the extended model lacks an optimizer")
+    for kind, earlier, later in (
+        ("buffer", model.buffers, extended.buffers),
+        ("frozen parameter", model.frozen, extended.frozen),
+    ):
+        named = {spec.name: str(spec) for spec in earlier}
+        for spec in later:
+            if named.get(spec.name, str(spec)) != str(spec):
+                raise ProtocolError(f"the {kind} {named[spec.name]} has become {spec} since training began")
+
+
+def _difference_of_optimizers(expected: OptimizerSpec, found: OptimizerSpec) -> str:
+    if expected.name != found.name:
+        return f"optimizer {found.name} instead of {expected.name}"
+    counts = len(expected.groups), len(found.groups)
+    if counts[0] != counts[1]:
+        return f"{counts[1]} parameter groups instead of {counts[0]}"
+    if expected.group_of != found.group_of:
+        return "the parameters are assigned to groups differently"
+    return ""
+
+
+# -- The format in which float32 gradients and weights travel between processes: the option `--wire` ---------
+#
+# On a slow link, the transfers of a large model take longer than its gradients. With the format bf16, the
+# sender rounds float32 values to bfloat16, which has the same exponents, and the receiver widens them again.
+# So half as many bytes travel. Each direction has a format of its own: gradients from the workers to the
+# servers, and weights back. The shards hold float32 weights and apply updates to those, so an update that is
+# too small to change a rounded weight is not lost. `core.requests` says which messages contain rounded
+# values.
+#
+# The outbox of a worker rounds a piece when it is sent, into memory of half the size. Its checksums are those
+# of the bits before. The inbox of a server widens a piece when its message is complete. In the other
+# direction, a server rounds the weights of a shard once for all answers between two updates, and flags each
+# `Answer`. It needs this flag because an answer to an edit, or to a pull for an evaluation, is exact.
+
+Format = Literal["float32", "bf16"]
+FORMATS = ("float32", "bf16")
+DIRECTIONS = ("gradients", "weights")
+
+
+class WireFormat(msgspec.Struct, frozen=True):
+    """The format of float32 values in each direction: "float32" for their own, or "bf16" for bfloat16.
+
+    Attributes:
+        gradients: format of the gradients that workers send to servers.
+        weights: format of the weights that servers send to workers.
+
+    Example:
+        >>> str(WireFormat.read("gradients=bf16")), str(WireFormat.read("gradients=bf16,weights=bf16"))
+        ('gradients=bf16,weights=float32', 'bf16')
+    """
+
+    gradients: Format = "float32"
+    weights: Format = "float32"
+
+    @classmethod
+    def read(cls, text: str) -> WireFormat:
+        """Parse the notation of the command line: a format, or `gradients=FORMAT,weights=FORMAT`.
+
+        A direction that is not named has the format "float32".
+
+        Raises:
+            ConfigurationError: the notation is not valid.
+        """
+        pairs = [part.partition("=")[::2] for part in text.split(",")] if "=" in text else []
+        named = dict(pairs) if pairs else dict.fromkeys(DIRECTIONS, text)
+        known = named.keys() <= set(DIRECTIONS) and all(value in FORMATS for value in named.values())
+        if not known or len(named) < len(pairs):
+            raise ConfigurationError(
+                f"wire is {text!r}, expected 'float32' or 'bf16', or a format for each direction, such as "
+                "'gradients=bf16,weights=float32'."
+            )
+        return cls(**cast(dict[str, Format], named))
+
+    def __str__(self) -> str:
+        if self.gradients == self.weights:
+            return self.gradients
+        return f"gradients={self.gradients},weights={self.weights}"
+
+    @property
+    def exact(self) -> bool:
+        """True if nothing is rounded."""
+        return self == EXACT
+
+
+EXACT = WireFormat()
+"""The format in which nothing is rounded."""
+
+
+# -- What a shard's optimizer state consists of, without its vectors: enough to lay out the files of a checkpoint
+
+
+class StateEntries(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The entries of a shard's optimizer state. The values of vectors are left out, because they are large.
+
+    Attributes:
+        vectors: "<segment>/<key>" -> name of the dtype in torch, for entries with one value per element.
+        numbers: "<segment>/<key>" -> (name of the dtype in torch, value), for entries with one value.
+        groups: for each parameter set, the hyper-parameters of each group as the last push had set them.
+        counters: for each parameter set, what the optimizer itself has changed in each group. Only optimizers that
+            are not torch's do that.
+    """
+
+    vectors: dict[str, str]
+    numbers: dict[str, tuple[str, float | int]]
+    groups: tuple[tuple[HyperParameters, ...], ...]
+    counters: tuple[tuple[HyperParameters, ...], ...] = ()
+
+
+# -- Where the shards of a run are: each shard is held by a server -------------------------------------------
+#
+# The placement is a value. All processes of a run compute the same one from the numbers of shards and
+# servers, so it needs no message. Nothing outside this module computes the server of a shard.
+
+Item = TypeVar("Item")
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """The place of each shard.
+
+    Attributes:
+        server_of: for each shard, the index of its server.
+        servers: the indices of all servers.
+
+    >>> placement = round_robin(shards=5, servers=2)
+    >>> placement.server_of, placement.shards_of(1)
+    ((0, 1, 0, 1, 0), (1, 3))
+    >>> placement.held_by(1, ["a", "b", "c", "d", "e"])
+    ('b', 'd')
+    """
+
+    server_of: tuple[int, ...]
+    servers: range
+
+    @property
+    def shards(self) -> range:
+        """The indices of all shards."""
+        return range(len(self.server_of))
+
+    def shards_of(self, server: int) -> tuple[int, ...]:
+        """Return the indices of a server's shards, in ascending order."""
+        return tuple(shard for shard, holder in enumerate(self.server_of) if holder == server)
+
+    def held_by(self, server: int, items: Sequence[Item]) -> tuple[Item, ...]:
+        """Return the items that belong to a server's shards. `items` contains one item for each shard."""
+        return tuple(items[shard] for shard in self.shards_of(server))
+
+
+@cache
+def round_robin(shards: int, servers: int) -> Placement:
+    """Return the placement of a run: shard k is at server k modulo `servers`."""
+    return Placement(tuple(shard % servers for shard in range(shards)), range(servers))

@@ -1,0 +1,386 @@
+"""Leases: batches of an epoch's order that the coordinator hands out to a worker.
+
+The order of an epoch is a permutation of the items of a dataset. Every worker can compute it from the run's seed and
+the number of the epoch. So the coordinator and the workers exchange *positions* in the order, not indices of items.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple, get_args
+
+import msgspec
+
+from ..state import stateful
+from ..sync.events import Number
+
+Split = Literal["auto", "dynamic", "static"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+"""The ways to divide an epoch: by demand, in equal shares, or whichever of the two suits the sync model."""
+
+BatchSizing = Literal["equal", "balanced"]
+BATCH_SIZINGS: tuple[BatchSizing, ...] = get_args(BatchSizing)
+"""The ways to size batches: all workers have batches of the same size, or the sizes follow the workers' speeds."""
+
+
+class DataOrder(msgspec.Struct, frozen=True, array_like=True):
+    """What all workers must agree on before an epoch is split between them.
+
+    Attributes:
+        size: number of positions in the epoch; None if it is not known in advance.
+        batch: number of positions in a full batch of one worker; in a joint batch of all workers if `joint` is True.
+        drop_last: True to leave out a last batch that is not full.
+        split: how the epoch is split: "dynamic" hands out each batch when a worker needs it, "static" gives all
+            workers equal shares, and "auto" is "static" if the sync model keeps all workers in lockstep, else
+            "dynamic".
+        digest: hash of the first items of the order, to detect workers with different orders.
+        balanced: True if the sizes of the workers' batches follow the workers' speeds. With equal shares, the size
+            of a joint batch is fixed: `batch` positions for each worker.
+        most: maximum size of a worker's batch if `balanced` or `joint` is True; None for no maximum.
+        joint: True if `batch` is the size of a joint batch, which is divided among the workers that are there. Only
+            for an order of known size.
+    """
+
+    size: Number | None
+    batch: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    drop_last: bool
+    split: Split
+    digest: Annotated[str, msgspec.Meta(max_length=64)]
+    balanced: bool = False
+    most: Annotated[int, msgspec.Meta(ge=1, le=2**53)] | None = None
+    joint: bool = False
+
+    def __post_init__(self) -> None:
+        if self.balanced and self.size is None:
+            raise ValueError("an order of unknown size cannot be balanced")
+        if self.joint and self.size is None:
+            raise ValueError("the joint batches of an order of unknown size cannot be divided")
+
+    @property
+    def end(self) -> int | None:
+        """The first position that is not handed out, whatever the workers are; None if the size is unknown."""
+        if self.size is None or not (self.joint and self.drop_last):
+            return self.size
+        return self.size - self.size % self.batch
+
+
+class Batch(NamedTuple):
+    """One batch: `size` positions in the order of an epoch, from `start` on.
+
+    If the size of the order was not known in advance, the batch may extend beyond the end of the order; it then has
+    only the positions that exist. If the order has fewer than `least_size` positions, the batch does not exist.
+    """
+
+    epoch: int
+    start: int
+    size: int
+    least_size: int
+
+
+class Lease(msgspec.Struct, frozen=True, array_like=True):
+    """Batches that a worker may use. Batch i, counted from 0, begins at position `start + i * stride`.
+
+    Attributes:
+        epoch: the epoch to whose order the positions refer.
+        start: first position of the first batch.
+        batch: number of positions in each batch. It is 0 if the worker has no part in a joint batch of the others.
+        stride: distance between the first positions of two consecutive batches.
+        count: number of batches; None if the lease continues until the end of the order, because the size of the
+            order is not known in advance. A batch of such a lease exists only if its whole joint batch exists. So all
+            workers have the same number of batches.
+    """
+
+    epoch: int
+    start: int
+    batch: int
+    stride: int
+    count: int | None = 1
+
+
+class Pushed(NamedTuple):
+    """What a worker's pushes have made of the batches that its script had drawn from a loader before the last push.
+
+    Attributes:
+        batches: number of these batches.
+        skipped: number of their positions that the script has skipped, so that they belong to no push.
+    """
+
+    batches: int
+    skipped: int
+
+    @property
+    def packed(self) -> PackedPushed:
+        """The same as it is sent: scripts rarely skip a batch, so a single number is usually enough."""
+        return (self.batches, self.skipped) if self.skipped else self.batches
+
+    @classmethod
+    def unpack(cls, packed: PackedPushed) -> Pushed:
+        return cls(packed, 0) if isinstance(packed, int) else cls(*packed)
+
+
+# The pair is not a `tuple[Number, Number]`: msgspec 0.22 crashes in the garbage collector if a union contains
+# a tuple of fixed length.
+PackedPushed = Number | Annotated[tuple[Number, ...], msgspec.Meta(min_length=2, max_length=2)]
+
+
+def remove_first(lease: Lease, batches: int) -> Lease | None:
+    """Return a lease without its first `batches` batches; None if no batches are left."""
+    if not batches:
+        return lease
+    if lease.count is not None and batches >= lease.count:
+        return None
+    return msgspec.structs.replace(
+        lease,
+        start=lease.start + batches * lease.stride,
+        count=None if lease.count is None else lease.count - batches,
+    )
+
+
+def nth_batch(lease: Lease, number: int) -> Batch:
+    """Return a batch of a lease; the batches are counted from 0."""
+    start = lease.start + number * lease.stride
+    if lease.count is not None:
+        return Batch(lease.epoch, start, lease.batch, start + 1)
+    return Batch(lease.epoch, start, lease.batch, (start // lease.stride + 1) * lease.stride)
+
+
+def single(epoch: int, start: int, size: int) -> Lease:
+    """Return a lease of one batch."""
+    return Lease(epoch, start, size, size)
+
+
+def positions(leases: Iterable[Lease]) -> int:
+    """Return the number of positions in some leases. Leases whose `count` is None are ignored."""
+    return sum(lease.batch * lease.count for lease in leases if lease.count is not None)
+
+
+def trim(leases: deque[Lease], epoch: int, size: int, *, drop_last: bool) -> tuple[int, int]:
+    """Remove the positions of an epoch from `size` on from some leases, because its order has no such positions.
+
+    If `drop_last` is True, also remove a batch that is incomplete without these positions. Shares of a static split
+    stay as they are, because the worker itself ends them.
+
+    Returns:
+        The number of removed positions that do not exist, and the number of removed positions that do.
+    """
+    nonexistent = left_out = 0
+    for _ in range(len(leases)):
+        lease = leases.popleft()
+        if lease.epoch != epoch or lease.count is None or lease.stride != lease.batch:
+            leases.append(lease)
+            continue
+        existing = min(max(size - lease.start, 0), lease.batch * lease.count)
+        nonexistent += lease.batch * lease.count - existing
+        full, rest = divmod(existing, lease.batch)
+        if full:
+            leases.append(msgspec.structs.replace(lease, count=full))
+        if drop_last:
+            left_out += rest
+        elif rest:
+            leases.append(single(epoch, lease.start + full * lease.batch, rest))
+    return nonexistent, left_out
+
+
+def with_end(leases: Iterable[Lease], size: int) -> list[Lease]:
+    """Give a count to leases whose `count` is None, because the order has `size` positions. Leave out empty ones."""
+    rounds = [(lease, size // lease.stride - lease.start // lease.stride) for lease in leases]
+    return [msgspec.structs.replace(lease, count=count) for lease, count in rounds if count > 0]
+
+
+def split_rest(leases: Collection[Lease], end: int) -> tuple[int, list[Lease]]:
+    """Find the longest part before the position `end` that some leases of one epoch contain completely.
+
+    Args:
+        leases: leases of positions before `end`. No two of them contain the same position.
+        end: a position.
+
+    Returns:
+        The first position of this part, and what the leases contain before it.
+
+    >>> split_rest([Lease(0, 4, 2, 4, 3), Lease(0, 10, 2, 4, 2), Lease(0, 16, 3, 3, 1)], 19)
+    (8, [Lease(epoch=0, start=4, batch=2, stride=4, count=1)])
+    """
+    contained = range(end + 1)
+    begin = bisect_left(
+        contained, True, key=lambda start: sum(_from(lease, start) for lease in leases) == end - start
+    )
+    before = [
+        (lease, min(max(-((lease.start - begin) // lease.stride), 0), lease.count or 0)) for lease in leases
+    ]
+    return begin, [msgspec.structs.replace(lease, count=count) for lease, count in before if count]
+
+
+def _from(lease: Lease, start: int) -> int:
+    """Return the number of positions of a lease that are not before a position."""
+    assert lease.count is not None
+    gone, part = divmod(max(start - lease.start, 0), lease.stride)
+    return max(lease.count - gone, 0) * lease.batch - (min(part, lease.batch) if gone < lease.count else 0)
+
+
+def deal(lease: Lease, parts: int) -> tuple[list[Lease], list[Lease]]:
+    """Deal the batches of a lease in rounds.
+
+    Return one lease for each part ([] if there is no full round), and one lease for each remaining batch.
+    """
+    assert lease.count is not None
+    rounds, more = divmod(lease.count, parts)
+    stride = lease.stride
+    dealt = [
+        Lease(lease.epoch, lease.start + part * stride, lease.batch, parts * stride, rounds)
+        for part in range(parts if rounds else 0)
+    ]
+    first = lease.start + rounds * parts * stride
+    return dealt, [single(lease.epoch, first + batch * stride, lease.batch) for batch in range(more)]
+
+
+def divide_evenly(total: int, parts: int) -> list[int]:
+    """Divide a number of samples into parts whose sizes differ by at most 1."""
+    size, more = divmod(total, parts)
+    return [size + (part < more) for part in range(parts)]
+
+
+def order_difference(order: DataOrder, other: DataOrder, *, static: bool) -> str:
+    """Return how an order differs from another worker's order; "" if both can be split together."""
+    if order.size != other.size:
+        return f"it has {_size(order)} items instead of {_size(other)}"
+    if order.digest != other.digest:
+        return (
+            "its order is different. The sampler must draw from torch's default generator, or yield the same order "
+            "in every worker"
+        )
+    if (static or order.balanced) and order.batch != other.batch:
+        return f"its batch size is {order.batch} instead of {other.batch}. Unequal sizes need split='dynamic'"
+    for name in ("drop_last", "split", "balanced", "most", "joint"):
+        if getattr(order, name) != getattr(other, name):
+            return f"its {name} is {getattr(order, name)!r} instead of {getattr(other, name)!r}"
+    return ""
+
+
+def _size(order: DataOrder) -> str:
+    return "an unknown number of" if order.size is None else str(order.size)
+
+
+# -- What becomes of the batches that a script has drawn from one loader: which of them belong to the next push
+#
+# A batch that was drawn is *undecided* until a gradient is accumulated. Then it is *used*, so it belongs to
+# the next push, or *skipped*, so it belongs to no push. The batch that was drawn last is used. An earlier
+# one, for which no gradient was accumulated before the next batch was drawn, is used if its forward pass is a
+# part of this gradient, because the script may have added up the losses of several batches. If no forward
+# pass was seen before the next batch was drawn, it is used if the script still holds it, because the script
+# may have collected several batches. Otherwise, it is skipped: for example, the script has caught an
+# exception, or the loss was not finite.
+#
+# If accumulated gradients are dropped, their batches are undecided again. If a script accumulates no gradient
+# before a push, for example because it sets gradients by itself, the push contains all undecided batches.
+
+
+@stateful(decides="positions samples is_held passed watched contributes")
+@dataclass(slots=True)
+class DrawnBatch:
+    """A batch that a script has drawn.
+
+    Attributes:
+        positions: number of positions in the batch.
+        samples: number of samples in the batch; None if it is unknown.
+        is_held: function that returns True if the script may still use the batch. Once False, it remains False.
+        passed: True if a push has followed, so that the batch is among those that `Drawn.pushed` counts.
+        watched: True if a forward pass with the batch was seen, so that `contributes` is known.
+        contributes: True if this forward pass is a part of an accumulated gradient.
+    """
+
+    positions: int
+    samples: int | None
+    is_held: Callable[[], bool]
+    passed: bool = False
+    watched: bool = False
+    contributes: bool = False
+
+
+MOST_BATCHES = 1024
+"""Maximum number of undecided batches, for a script that draws batches and never pushes. More are not held."""
+
+
+@stateful(decides="count pushed _undecided _used _skipped")
+class Drawn:
+    """The batches that a script has drawn from one loader.
+
+    Attributes:
+        count: number of batches that the script has drawn.
+        pushed: what the script had drawn before its last push.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.pushed: Pushed = Pushed(0, 0)
+        self._undecided: list[DrawnBatch] = []
+        # Batches that were decided since the last push.
+        self._used: list[DrawnBatch] = []
+        self._skipped: list[DrawnBatch] = []
+
+    def draw(self, batch: DrawnBatch) -> None:
+        """Record that the script has drawn a batch."""
+        self.count += 1
+        if len(self._undecided) >= MOST_BATCHES:
+            self._undecided[:] = [_joined(self._undecided)]
+        self._undecided.append(batch)
+
+    def accumulate(self) -> None:
+        """Decide on all undecided batches, because a gradient is accumulated."""
+        decided = self._undecided[:]
+        del self._undecided[: len(decided)]  # a thread of the script may draw another batch meanwhile
+        for batch in decided[:-1]:
+            used = batch.contributes if batch.watched else batch.is_held()
+            (self._used if used else self._skipped).append(batch)
+        self._used += decided[-1:]
+
+    def drop(self) -> None:
+        """Make the used batches undecided again, because their gradients are dropped."""
+        for batch in self._used:
+            batch.contributes = False
+        self._undecided[:0] = self._used
+        self._used.clear()
+
+    def samples(self, *, accumulated: bool) -> int | None:
+        """Return the number of samples in the next push; None if it is unknown, or if there is no batch.
+
+        Args:
+            accumulated: False if no gradient has been accumulated since the last push.
+        """
+        batches = self._used if accumulated else [*self._used, *self._undecided]
+        counts = [batch.samples for batch in batches if batch.samples is not None]
+        return sum(counts) if batches and len(counts) == len(batches) else None
+
+    def push(self, *, accumulated: bool) -> int:
+        """Record a push. Return the number of positions that have been skipped since the last push.
+
+        Args:
+            accumulated: False if no gradient has been accumulated since the last push.
+        """
+        skipped = sum(batch.positions for batch in self._skipped)
+        self._used.clear()
+        self._skipped.clear()
+        if not accumulated:
+            self._undecided.clear()
+        for batch in self._undecided:
+            batch.passed = True
+        self.pushed = Pushed(self.count, self.pushed.skipped + skipped)
+        return skipped
+
+    def end(self) -> Pushed:
+        """Return `pushed` when the script ends: batches that were undecided at the last push are skipped."""
+        batches = [*self._undecided, *self._used, *self._skipped]
+        passed = sum(batch.positions for batch in batches if batch.passed)
+        return self.pushed._replace(skipped=self.pushed.skipped + passed)
+
+
+def _joined(batches: Sequence[DrawnBatch]) -> DrawnBatch:
+    counts = [batch.samples for batch in batches if batch.samples is not None]
+    return DrawnBatch(
+        sum(batch.positions for batch in batches),
+        sum(counts) if len(counts) == len(batches) else None,
+        lambda: False,
+        all(batch.passed for batch in batches),
+    )

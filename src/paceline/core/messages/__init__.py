@@ -1,0 +1,23 @@
+"""The messages between the processes of a run.
+
+On a connection, a message is a small MessagePack header, followed by its payload: raw binary data, such as slices of
+weights and gradients. Each side decodes only the messages that its peer may send now; see `protocol`. In virtual
+time, the same objects are passed without encoding. Indices and counts that a worker or a reader sends have the type
+`Number`, which limits their range.
+
+The messages are grouped by subject, one module each. Each class states who sends it to whom, and when: the table of
+all messages is in docs/messages.md. Other packages import them from here.
+
+A message that becomes an event at its receiver has the same name as the event. The exception is `Commit`: it becomes
+a push event and, if it includes a pull, a pull event.
+"""
+
+from __future__ import annotations
+
+from .connection import *
+from .cuts import *
+from .data import *
+from .machines import *
+from .membership import *
+from .push import *
+from .table import *

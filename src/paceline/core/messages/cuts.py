@@ -1,0 +1,286 @@
+"""Messages with which a cut of a job is made. See `paceline.core.reconfiguration`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ...sync.events import Number
+from ..layout import StateEntries
+from ..lease import PackedPushed
+from .table import Message, sent
+
+__all__ = [
+    "CheckpointRequested",
+    "CopiesReserved",
+    "CutAgreed",
+    "CutCopied",
+    "CutOffered",
+    "CutPiece",
+    "CutProposed",
+    "CutTaken",
+    "CutWritten",
+    "FetchCut",
+    "KeepWorkerState",
+    "LastPush",
+    "PushCounts",
+    "ReserveCopies",
+    "ShardState",
+    "StateWanted",
+    "WriteCut",
+]
+
+
+class ShardState(msgspec.Struct, frozen=True):
+    """How far the weights of one shard have come.
+
+    Attributes:
+        version: number of updates that the weights include.
+        samples: number of samples in the pushes of these updates, as far as it is known.
+        at_once: the largest number of workers that have been present at once; 0 if it is unknown. In a cut of a job,
+            it is the largest number at any shard, since one may see a departure before a join, and another after it.
+    """
+
+    version: int = 0
+    samples: int = 0
+    at_once: int = 0
+
+
+class PushCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """What has become of the pushes that a shard has received, by number. Each push is counted once.
+
+    Attributes:
+        applied: pushes that were applied by themselves.
+        averaged: pushes that were part of a mean.
+        dropped: pushes that are in no update: those without a gradient, those that came too late, and edits.
+        lost: pushes of lost workers that are in no update, because not every shard has received them, and pushes that
+            were held at a cut.
+        dropped_samples: number of samples in the dropped pushes, as far as it is known.
+    """
+
+    applied: int = 0
+    averaged: int = 0
+    dropped: int = 0
+    lost: int = 0
+    dropped_samples: int = 0
+
+    def plus(self, other: PushCounts) -> PushCounts:
+        """Return the sums of both."""
+        return PushCounts(
+            applied=self.applied + other.applied,
+            averaged=self.averaged + other.averaged,
+            dropped=self.dropped + other.dropped,
+            lost=self.lost + other.lost,
+            dropped_samples=self.dropped_samples + other.dropped_samples,
+        )
+
+
+class LastPush(msgspec.Struct, frozen=True):
+    """The last push of a worker whose effect is in the weights of a shard.
+
+    Attributes:
+        worker: index of the worker.
+        iteration: label of the push; the label before its first one if there is none.
+        drawn: `drawn` of this push. See `Commit`.
+    """
+
+    worker: int
+    iteration: int
+    drawn: tuple[PackedPushed, ...] = ()
+
+
+@sent("coordinator", to="server", during="serving", forwarded=False)
+class ReserveCopies(Message, frozen=True, tag=True):
+    """A cut is to be made soon, so the server must reserve memory for copies, and then answer `CopiesReserved`."""
+
+
+@sent("server", to="coordinator", during="serving", forwarded=False)
+class CopiesReserved(Message, frozen=True, tag=True):
+    """A server has reserved memory for copies of its shards, or could not.
+
+    Attributes:
+        fault: why there is no memory; "" if there is.
+    """
+
+    fault: str = ""
+
+
+@sent("coordinator", to="server", during="serving")
+class CutProposed(Message, frozen=True, tag=True):
+    """A cut is about to be made under a lockstep model, so each server must send a `CutOffered`.
+
+    Attributes:
+        number: number of the cut.
+        left: the workers that have left the run. The server answers when it has noticed each of these departures.
+    """
+
+    number: int
+    left: tuple[int, ...] = ()
+
+
+@sent("server", to="coordinator", during="serving")
+class CutOffered(Message, frozen=True, tag=True):
+    """A server says how many rounds its shards have completed.
+
+    It is the answer to `CutProposed` and, if a shard has already gone beyond the round in a `CutAgreed`, to that
+    message.
+
+    Attributes:
+        number: number of the cut.
+        round: the largest number of rounds that one of its shards has completed.
+    """
+
+    number: int
+    round: int
+
+
+@sent("coordinator", to="server", during="serving")
+class CutAgreed(Message, frozen=True, tag=True):
+    """Each shard must be cut. An earlier cut is given up, even if its shards have been cut already.
+
+    Attributes:
+        number: number of the cut.
+        round: number of rounds after which each shard is cut; None to cut it at once.
+        left: the workers that have left the run. The server cuts no shard before it has noticed each of these
+            departures.
+    """
+
+    number: int
+    round: int | None = None
+    left: tuple[int, ...] = ()
+
+
+@sent("worker", to="coordinator", forwarded=False)
+class CheckpointRequested(Message, frozen=True, tag=True):
+    """A script asks for a checkpoint. The n-th requests of all workers are the same request.
+
+    Attributes:
+        number: number of the worker's request, counted from 1.
+    """
+
+    number: Number
+
+
+@sent("server", to="coordinator", during="serving")
+class CutTaken(Message, frozen=True, tag=True):
+    """A shard was cut: its host has copied the weights.
+
+    Attributes:
+        number: number of the cut.
+        shard: index of the shard.
+        state: how far the shard has come.
+        pushes: what has become of the pushes that it has received. Held pushes count as lost.
+        workers: for each live worker, its last push that is part of the cut.
+    """
+
+    number: int
+    shard: int
+    state: ShardState
+    pushes: PushCounts
+    workers: tuple[LastPush, ...]
+
+
+@sent("server", to="coordinator", during="serving", forwarded=False)
+class CutCopied(Message, frozen=True, tag=True):
+    """The host of a server has copied a shard for a cut, just before `CutTaken`.
+
+    The payload of shard 0 contains the model's buffers, pooled over the workers, in the order of the model.
+
+    Attributes:
+        number: number of the cut.
+        shard: index of the shard.
+        entries: the entries of the copied optimizer state.
+    """
+
+    number: int
+    shard: int
+    entries: StateEntries
+
+
+@sent("coordinator", to="server", during="serving", forwarded=False)
+class WriteCut(Message, frozen=True, tag=True):
+    """The server must write its copies to their places in the files of a checkpoint, and then answer `CutWritten`.
+
+    Attributes:
+        number: number of the cut.
+        path: the directory of the files.
+        token: what the files say about themselves. A directory without it is another one, on another machine.
+    """
+
+    number: int
+    path: str
+    token: str
+
+
+@sent("server", to="coordinator", during="serving", forwarded=False)
+class CutWritten(Message, frozen=True, tag=True):
+    """A server has written its copies, or could not.
+
+    Attributes:
+        number: number of the cut.
+        fault: why the copies could not be written; "" if they were.
+        seen: False if the server does not see the files. It keeps the copies, and awaits `FetchCut`.
+    """
+
+    number: int
+    fault: str = ""
+    seen: bool = True
+
+
+@sent("coordinator", to="server", during="serving", forwarded=False)
+class FetchCut(Message, frozen=True, tag=True):
+    """The server must send a piece of its copy of a shard in a `CutPiece`.
+
+    Attributes:
+        number: number of the cut.
+        shard: index of the shard.
+        begin: where the piece begins in the content of the shard, in bytes.
+        size_bytes: size of the piece.
+    """
+
+    number: int
+    shard: int
+    begin: int
+    size_bytes: int
+
+
+@sent("server", to="coordinator", during="serving", forwarded=False)
+class CutPiece(Message, frozen=True, tag=True):
+    """A piece of the copy of a shard, in the order of `checkpoints.writing.shard_content`.
+
+    The payload is the piece. It is empty if the server has no such copy.
+
+    Attributes:
+        number: number of the cut.
+        shard: index of the shard.
+    """
+
+    number: int
+    shard: int
+
+
+@sent("coordinator", to="worker", during="training")
+class StateWanted(Message, frozen=True, tag=True):
+    """All shards have been cut, so the worker must give what its script holds, unless it has done so.
+
+    It does so in a `KeepWorkerState`, as soon as its script is between two batches, or waits in a call.
+
+    Attributes:
+        number: number of the cut.
+    """
+
+    number: int
+
+
+@sent("worker", to="coordinator", during="training")
+class KeepWorkerState(Message, frozen=True, tag=True):
+    """What the script of a worker holds, for a cut. The payload is in the format of `shard.optimizers`.
+
+    A later message for the same cut and the same label replaces an earlier one.
+
+    Attributes:
+        number: number of the cut.
+        iteration: label of the last push of the worker; the label before its first one if there is none.
+    """
+
+    number: int
+    iteration: int

@@ -1,0 +1,430 @@
+"""Messages with which workers get data, and agree on the epoch and on what they track."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ...sync.events import Number
+from ..lease import DataOrder, Lease, PackedPushed
+from .table import Message, sent
+
+__all__ = [
+    "MOST_LOADERS",
+    "MOST_STATES_BYTES",
+    "MOST_TIMES",
+    "ConnectionTraffic",
+    "DataGranted",
+    "DataRequested",
+    "EntryRequested",
+    "EpochReached",
+    "FetchBuffers",
+    "FetchFrozen",
+    "FetchInitialBuffers",
+    "FetchOptimizerState",
+    "FetchSnapshot",
+    "FetchStates",
+    "FetchWaits",
+    "FrozenTensors",
+    "InitialBuffers",
+    "KeepStates",
+    "KeptStates",
+    "LoopEntered",
+    "LoopLimits",
+    "LoopPosition",
+    "OptimizerState",
+    "PooledBuffers",
+    "ShardWaits",
+    "Snapshot",
+    "StatesDecided",
+    "StopRequested",
+    "TrainingStopped",
+    "Waits",
+]
+
+
+MOST_LOADERS = 1024
+"""Maximum number of loaders that a script may distribute at the same time."""
+
+MOST_TIMES = 64
+"""Maximum number of measured times in a request for data."""
+
+BatchTaken = tuple[
+    Annotated[int, msgspec.Meta(ge=1, le=2**53)], Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+]
+"""The number of positions in an iteration, and the time in seconds that the worker took for it."""
+
+
+@sent("worker", to="coordinator")
+class DataRequested(Message, frozen=True, tag=True):
+    """A worker needs data: it begins an epoch of a loader, or has used its leases.
+
+    Attributes:
+        loader: the worker's own number for the loader, which also numbers the entries of `drawn` in a `Commit`.
+        name: name of the loader, which is the same in all workers.
+        epoch: number of the epoch, counted from 0 for each loader.
+        order: the order of the epoch.
+        drawn: number of batches of this loader that the script has drawn since the worker joined.
+        committed: `drawn` of the worker's last push that every shard has received. See `Commit`.
+        end: an epoch and the number of positions in its order, if the worker has reached an end that was not known in
+            advance.
+        times: the number of positions in each of the worker's iterations since its last request, and the time in
+            seconds that the worker took for it. Only sent if the order is balanced.
+        least: minimum size of the worker's batches if the order is balanced or its batches are joint ones.
+        step: number of which the sizes of the worker's batches are multiples if the order is balanced. See
+            `paceline.core.batch_sizes.in_steps`.
+    """
+
+    loader: Annotated[int, msgspec.Meta(ge=0, lt=MOST_LOADERS)]
+    name: Annotated[str, msgspec.Meta(max_length=256)]
+    epoch: Number
+    order: DataOrder
+    drawn: Number
+    committed: PackedPushed
+    end: tuple[Number, Number] | None = None
+    times: Annotated[tuple[BatchTaken, ...], msgspec.Meta(max_length=MOST_TIMES)] = ()
+    least: Annotated[int, msgspec.Meta(ge=1, le=2**53)] = 1
+    step: Annotated[int, msgspec.Meta(ge=1, le=2**53)] = 1
+
+
+@sent("coordinator", to="worker")
+class DataGranted(Message, frozen=True, tag=True):
+    """The answer to a `DataRequested`.
+
+    Attributes:
+        loader: the worker's own number for the loader.
+        epoch: number of the epoch.
+        leases: the batches that the worker may use, in order.
+        last: True if the worker receives no more batches in this epoch.
+    """
+
+    loader: int
+    epoch: int
+    leases: tuple[Lease, ...]
+    last: bool
+
+
+@sent("worker", to="coordinator")
+class StopRequested(Message, frozen=True, tag=True):
+    """A worker's script stops a training loop in all workers, or a loop has used up its time.
+
+    Attributes:
+        loop: number of the loop, in the order in which the script begins its loops.
+    """
+
+    loop: Number
+
+
+@sent("coordinator", to="worker")
+class TrainingStopped(Message, frozen=True, tag=True):
+    """A worker must end its training loop with this number after the current iteration."""
+
+    loop: int
+
+
+class LoopPosition(msgspec.Struct, frozen=True):
+    """The beginning of an epoch of a training loop, or the end of the loop. See `paceline.epochs`.
+
+    Attributes:
+        loop: number of the loop, in the order in which the script begins its loops.
+        epoch: number of the epoch; the number of the last epoch plus 1 at the end of the loop.
+        updates: number of updates of the weights at the beginning of the loop.
+        samples: number of samples that all workers together had used at the beginning of the loop.
+        passes: (name, number of passes that have begun) for each distributed loader.
+    """
+
+    loop: Number
+    epoch: Number
+    updates: Number = 0
+    samples: Number = 0
+    passes: Annotated[
+        tuple[tuple[Annotated[str, msgspec.Meta(max_length=256)], Number], ...],
+        msgspec.Meta(max_length=MOST_LOADERS),
+    ] = ()
+
+
+Limit = Annotated[int, msgspec.Meta(ge=1, le=2**53)] | None
+
+
+class LoopLimits(msgspec.Struct, frozen=True):
+    """The limits of a training loop, counted from its beginning. The first one that is reached ends the loop.
+
+    Attributes:
+        epochs: number of epochs; None for no limit.
+        time_s: time in seconds; None for no limit.
+        updates: number of updates of the weights; None for no limit.
+        samples: number of samples that all workers together use; None for no limit.
+    """
+
+    epochs: Limit = None
+    time_s: Annotated[float, msgspec.Meta(gt=0.0)] | None = None
+    updates: Limit = None
+    samples: Limit = None
+
+
+@sent("worker", to="coordinator")
+class EntryRequested(Message, frozen=True, tag=True):
+    """A worker that has not trained yet begins a training loop, and waits for a `LoopEntered`.
+
+    Attributes:
+        loop: number of the loop, in the order in which the script begins its loops.
+        limits: the limits of the loop.
+    """
+
+    loop: Number
+    limits: LoopLimits | None = None
+
+
+@sent("coordinator", to="worker")
+class LoopEntered(Message, frozen=True, tag=True):
+    """The answer to an `EntryRequested`.
+
+    Attributes:
+        position: the position of a run in progress; None if the run is only beginning.
+        elapsed_s: time in seconds since the loop began; 0 if another loop is in progress.
+        address: the address of the server that keeps the tracked states; "" if `position` is None.
+    """
+
+    position: LoopPosition | None = None
+    elapsed_s: float = 0.0
+    address: str = ""
+
+
+@sent("worker", to="coordinator")
+class EpochReached(Message, frozen=True, tag=True):
+    """A worker's script has reached the beginning of an epoch, or the end of a training loop.
+
+    Attributes:
+        position: the position.
+        over: True at the end of the loop.
+        tracks: True if the script tracks objects. The worker then waits for a `StatesDecided`.
+        limits: the limits of the loop.
+    """
+
+    position: LoopPosition
+    over: bool = False
+    tracks: bool = False
+    limits: LoopLimits | None = None
+
+
+@sent("coordinator", to="worker")
+class StatesDecided(Message, frozen=True, tag=True):
+    """The answer to an `EpochReached`: whether the worker must send the states of its tracked objects."""
+
+    wanted: bool
+
+
+# -- Messages that read or keep the state of a run: snapshots, optimizer states, buffers, tracked objects, waits
+
+MOST_STATES_BYTES = 2**30
+"""Maximum size of the states of the objects that a script tracks."""
+
+
+@sent("worker", to="server", forwarded=False)
+@sent("reader", to="server", forwarded=False)
+class FetchOptimizerState(Message, frozen=True, tag=True):
+    """Request the optimizer state of a shard."""
+
+    shard: Number
+
+
+@sent("server", to="reader", forwarded=False)
+@sent("server", to="worker", forwarded=False)
+class OptimizerState(Message, frozen=True, tag=True):
+    """The optimizer state of a shard. The payload is in safetensors format."""
+
+    shard: int
+
+
+@sent("worker", to="server", forwarded=False)
+class FetchBuffers(Message, frozen=True, tag=True):
+    """A worker requests the model's buffers, pooled over the workers, from the server of shard 0."""
+
+    shard: Literal[0]
+
+
+@sent("server", to="worker", forwarded=False)
+class PooledBuffers(Message, frozen=True, tag=True):
+    """The model's buffers, pooled over the workers. They are the payload, in the order of the model's buffers."""
+
+    shard: int
+
+
+@sent("worker", to="server", forwarded=False)
+class FetchInitialBuffers(Message, frozen=True, tag=True):
+    """A worker requests the initial values of the buffers that were added last, from the server of shard 0.
+
+    Attributes:
+        shard: 0.
+        checksum: checksum of the worker's own values.
+    """
+
+    shard: Literal[0]
+    checksum: Number
+
+
+@sent("server", to="worker", forwarded=False)
+class InitialBuffers(Message, frozen=True, tag=True):
+    """The initial values of the buffers that were added last. They are the payload, in the order of the model.
+
+    Attributes:
+        shard: 0.
+        equal: True if the worker has the same values, so that there is no payload.
+    """
+
+    shard: int
+    equal: bool = False
+
+
+@sent("worker", to="server", forwarded=False)
+@sent("reader", to="server", forwarded=False)
+@sent("server", to="worker", forwarded=False)
+class FetchFrozen(Message, frozen=True, tag=True):
+    """Request values of frozen parameters: from the server of shard 0, or by this server from a worker.
+
+    The server keeps no values until they are requested. It then requests them from a worker that has them.
+
+    Attributes:
+        shard: 0.
+        digests: the digests of the values, each of them once.
+    """
+
+    shard: Literal[0]
+    digests: tuple[str, ...]
+
+
+@sent("worker", to="server", forwarded=False)
+@sent("server", to="reader", forwarded=False)
+@sent("server", to="worker", forwarded=False)
+class FrozenTensors(Message, frozen=True, tag=True):
+    """Values of frozen parameters: the answer to a `FetchFrozen`. They are the payload, in the order of `digests`.
+
+    Attributes:
+        shard: 0.
+        digests: those of the requested digests whose values are known, in the order of the request.
+    """
+
+    shard: Literal[0]
+    digests: tuple[str, ...]
+
+
+@sent("worker", to="server", forwarded=False)
+class KeepStates(Message, frozen=True, tag=True):
+    """The states of the objects that the script tracks, to be kept by the server of shard 0. They are the payload.
+
+    Attributes:
+        shard: 0.
+        position: the position at which the states were taken.
+    """
+
+    shard: Literal[0]
+    position: LoopPosition
+
+
+@sent("reader", to="server", forwarded=False)
+class FetchStates(Message, frozen=True, tag=True):
+    """Request the states that were kept last, from the server of shard 0."""
+
+    shard: Literal[0]
+
+
+@sent("server", to="reader", forwarded=False)
+class KeptStates(Message, frozen=True, tag=True):
+    """The states that were kept last. They are the payload.
+
+    Attributes:
+        shard: 0.
+        position: the position at which the states were taken; None if there are none.
+    """
+
+    shard: int
+    position: LoopPosition | None = None
+
+
+@sent("coordinator", to="server", during="serving")
+@sent("reader", to="server", forwarded=False)
+class FetchSnapshot(Message, frozen=True, tag=True):
+    """Request the current weights of a shard. Sent by readers, and by the coordinator at the end of a run.
+
+    Attributes:
+        shard: index of the shard.
+        left: the workers that have left the run, if the coordinator sends this message. The server answers once it
+            has noticed the departure of each of them.
+    """
+
+    shard: Number
+    left: tuple[Number, ...] = ()
+
+
+@sent("server", to="coordinator", during="serving", forwarded=False)
+@sent("server", to="reader", forwarded=False)
+class Snapshot(Message, frozen=True, tag=True):
+    """The current weights of a shard, with their version.
+
+    The payload contains the weights and, for shard 0, the buffers of the model, pooled across workers, followed by
+    those values of frozen parameters that the server keeps.
+
+    Attributes:
+        shard: index of the shard.
+        version: number of updates of the shard.
+        digests: the digests of the values of frozen parameters in the payload.
+    """
+
+    shard: int
+    version: int
+    digests: tuple[str, ...] = ()
+
+
+class ShardWaits(msgspec.Struct, frozen=True):
+    """The workers that wait at one shard.
+
+    Attributes:
+        shard: index of the shard.
+        sync: the sync model in force at this shard.
+        pulls: (worker, iteration) of each delayed pull, sorted by worker.
+        reasons: for each delayed pull, in the same order, what the pull waits for.
+        staleness: (worker, number of updates since it has received the weights) of each live worker.
+    """
+
+    shard: int
+    sync: str
+    pulls: tuple[tuple[int, int], ...]
+    reasons: tuple[str, ...]
+    staleness: tuple[tuple[int, int], ...] = ()
+
+
+class ConnectionTraffic(msgspec.Struct, frozen=True, array_like=True):
+    """The number of bytes on a server's connection to a worker since it was opened.
+
+    Attributes:
+        worker: index of the worker.
+        sent_bytes: number of bytes that the server has sent.
+        received_bytes: number of bytes that the server has received.
+    """
+
+    worker: int
+    sent_bytes: int
+    received_bytes: int
+
+
+@sent("coordinator", to="server", forwarded=False)
+class FetchWaits(Message, frozen=True, tag=True):
+    """Request the list of workers that wait at a server. A server that does not answer is considered hung."""
+
+
+@sent("server", to="coordinator")
+class Waits(Message, frozen=True, tag=True):
+    """The workers that wait at each shard of a server.
+
+    Attributes:
+        shards: one entry per shard.
+        timers: True if the server has a pending timer, which may release a worker.
+        traffic: one entry per TCP connection to a worker.
+        moved_ticks: (worker, time at which data last moved on its connection), for each connected worker.
+    """
+
+    shards: tuple[ShardWaits, ...]
+    timers: bool
+    traffic: tuple[ConnectionTraffic, ...] = ()
+    moved_ticks: tuple[tuple[int, int], ...] = ()

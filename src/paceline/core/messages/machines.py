@@ -1,0 +1,279 @@
+"""Messages about the machines of a run, the heartbeats that they send, and the status of the run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ...sync.events import Number
+from .connection import MOST_WORDS
+from .table import Message, sent
+
+__all__ = [
+    "MOST_PROCESSES",
+    "CheckpointPiece",
+    "ClockOffset",
+    "FetchCheckpoint",
+    "FetchStatus",
+    "Heartbeat",
+    "HeartbeatAnswered",
+    "KillOrdered",
+    "MachineAdmitted",
+    "MachineJoined",
+    "MachineLeaving",
+    "ProcessEnded",
+    "ProcessState",
+    "RunEnded",
+    "RunResumes",
+    "ServerEnded",
+    "StatusReported",
+    "TakenOut",
+]
+
+MOST_PROCESSES = 4096
+"""Maximum number of processes on a machine."""
+
+
+@sent("agent", to="coordinator", during="offering", forwarded=False)
+class FetchCheckpoint(Message, frozen=True, tag=True):
+    """A machine that is about to join needs a piece of the checkpoint with which the run begins, if there is any.
+
+    Attributes:
+        name: path of a file in the directory of the checkpoint.
+        begin: where the piece begins, in bytes.
+    """
+
+    name: Annotated[str, msgspec.Meta(max_length=64)]
+    begin: Number = 0
+
+
+@sent("coordinator", to="agent", during="offering", forwarded=False)
+class CheckpointPiece(Message, frozen=True, tag=True):
+    """A piece of the checkpoint with which the run begins. The payload is empty at the end of the file.
+
+    Attributes:
+        path: the directory of the checkpoint on the machine of the coordinator; "" if the run begins anew.
+        begun: True if training has begun, so that the rest of the checkpoint is fetched at a lower rate.
+    """
+
+    path: str = ""
+    begun: bool = False
+
+
+@sent("agent", to="coordinator", during="offering joined", then="joined", forwarded=False)
+class MachineJoined(Message, frozen=True, tag=True):
+    """A machine offers to run workers and servers. Its *agent* is the process that sends this and starts them.
+
+    Attributes:
+        version: version of Paceline on the machine.
+        workers: number of workers that the machine can run.
+        wanted: the indices that these workers should have if they are free.
+        servers: number of servers that the machine brings.
+    """
+
+    version: Annotated[str, msgspec.Meta(max_length=64)]
+    workers: Number
+    wanted: Annotated[tuple[Number, ...], msgspec.Meta(max_length=MOST_PROCESSES)] = ()
+    servers: Number = 0
+
+
+@sent("coordinator", to="agent", during="offering joined", then="joined", forwarded=False)
+class MachineAdmitted(Message, frozen=True, tag=True):
+    """A machine may start the workers and servers that it has offered.
+
+    Attributes:
+        workers: the index of each of its workers, and how often this index has been used before.
+        job: the configuration of the run, encoded by `paceline.run.job`.
+        now_ticks: the time of the run at which this message was sent.
+        machine: index of the machine, by which the records of its clock are named.
+        servers: the indices of its servers.
+    """
+
+    workers: dict[int, int]
+    job: bytes
+    now_ticks: int
+    machine: int
+    servers: tuple[int, ...] = ()
+
+
+@sent("agent", to="coordinator", during="joined", forwarded=False)
+class MachineLeaving(Message, frozen=True, tag=True):
+    """A machine that has brought servers was asked to leave.
+
+    A run in progress ends, because it cannot continue without them, and its weights are saved. The servers stay until
+    then.
+    """
+
+
+@sent("agent", to="coordinator", during="joined", forwarded=False)
+class ProcessEnded(Message, frozen=True, tag=True):
+    """The process of a worker on the agent's machine has ended.
+
+    Attributes:
+        worker: index of the worker.
+        how: a phrase that says how the process ended.
+        crashed: True if the process has crashed.
+        asked: True if the machine had asked its workers to leave.
+        returns: True if the worker has finished, or was only cut off. It joins again if the run goes on from a
+            checkpoint.
+    """
+
+    worker: Number
+    how: Annotated[str, msgspec.Meta(max_length=MOST_WORDS)]
+    crashed: bool
+    asked: bool = False
+    returns: bool = False
+
+
+@sent("agent", to="coordinator", during="joined", forwarded=False)
+class ServerEnded(Message, frozen=True, tag=True):
+    """The process of a server on the agent's machine has ended.
+
+    Attributes:
+        server: index of the server.
+        how: a phrase that says how the process ended.
+        output: the last lines of its output; "" if it has ended as it should.
+    """
+
+    server: Number
+    how: Annotated[str, msgspec.Meta(max_length=MOST_WORDS)]
+    output: Annotated[str, msgspec.Meta(max_length=MOST_WORDS)] = ""
+
+
+class ProcessState(msgspec.Struct, frozen=True, array_like=True):
+    """The state of a process on an agent's machine.
+
+    Attributes:
+        role: role of the process.
+        index: index of the worker or server.
+        state: "running", "stopped" by a signal, "traced" (a debugger has stopped it), or "gone".
+        incarnation: how often the worker's index had been used before this process was started.
+    """
+
+    role: Literal["worker", "server"]
+    index: Number
+    state: Literal["running", "stopped", "traced", "gone"]
+    incarnation: Number = 0
+
+
+Ticks = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
+"""A time or a difference of times on the clock of some machine."""
+
+
+class ClockOffset(msgspec.Struct, frozen=True):
+    """The offset of the coordinator's clock to a machine's clock. See `core.liveness`.
+
+    Attributes:
+        at_ticks: time on the machine's clock at which the offset holds.
+        offset_ticks: estimate of the time on the coordinator's clock minus the time on the machine's clock.
+        bound_ticks: maximum error of the estimate.
+        drift_ppb: estimated change of the offset, in nanoseconds per second; None if it is not known yet.
+    """
+
+    at_ticks: Ticks
+    offset_ticks: Ticks
+    bound_ticks: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+    drift_ppb: Ticks | None = None
+
+
+@sent("agent", to="coordinator", during="joined", forwarded=False)
+class Heartbeat(Message, frozen=True, tag=True):
+    """An agent reports that its machine is alive, at regular intervals and when the state of a process changes.
+
+    Attributes:
+        sent_ticks: time on the machine's clock at which the message was sent.
+        states: the states of the processes that the agent has started.
+        clock: the latest estimate of the offset between the two clocks; None if there is none yet.
+    """
+
+    sent_ticks: Ticks
+    states: Annotated[tuple[ProcessState, ...], msgspec.Meta(max_length=MOST_PROCESSES)]
+    clock: ClockOffset | None = None
+
+
+@sent("coordinator", to="agent", during="joined", forwarded=False)
+class HeartbeatAnswered(Message, frozen=True, tag=True):
+    """The answer to a heartbeat, from which the agent estimates the offset between the two clocks.
+
+    Attributes:
+        sent_ticks: `sent_ticks` of the heartbeat.
+        received_ticks: time on the coordinator's clock at which the heartbeat arrived.
+        answered_ticks: time on the coordinator's clock at which this message was sent.
+    """
+
+    sent_ticks: Ticks
+    received_ticks: Ticks
+    answered_ticks: Ticks
+
+
+@sent("observer", to="coordinator", forwarded=False)
+class FetchStatus(Message, frozen=True, tag=True):
+    """An observer asks the coordinator for the state of the job, which is sent as a `StatusReported`."""
+
+
+@sent("coordinator", to="observer", forwarded=False)
+class StatusReported(Message, frozen=True, tag=True):
+    """The answer to a `FetchStatus`.
+
+    Attributes:
+        status: the state of the job, a `JobStatus` in MessagePack.
+    """
+
+    status: bytes
+
+
+@sent("coordinator", to="agent", during="joined", forwarded=False)
+class KillOrdered(Message, frozen=True, tag=True):
+    """An agent must kill the process of a worker or server, because of the reason `why`."""
+
+    role: Literal["worker", "server"]
+    index: int
+    why: str
+
+
+@sent("coordinator", to="worker")
+@sent("coordinator", to="agent", during="joined", forwarded=False)
+class TakenOut(Message, frozen=True, tag=True):
+    """A worker is no longer part of the run, although its process has not ended.
+
+    This message is sent to the worker, which reads it when it runs again, and to its agent. Nothing that this
+    incarnation of the worker sends from now on is used.
+
+    Attributes:
+        worker: index of the worker.
+        incarnation: how often this index had been used before.
+        reason: why the coordinator no longer counts on the worker.
+        for_good: True if the worker must not join again.
+    """
+
+    worker: int
+    incarnation: int
+    reason: str
+    for_good: bool = False
+
+
+@sent("coordinator", to="agent", forwarded=False)
+class RunEnded(Message, frozen=True, tag=True):
+    """The run is over, so the workers that are left must end. It is sent again when its results have been saved.
+
+    Attributes:
+        failure: the reason why the run has failed or was interrupted; "" if it has not.
+        saved: True if the results have been saved. If the weights are incomplete, `failure` says so.
+    """
+
+    failure: str
+    saved: bool = False
+
+
+@sent("coordinator", to="agent", during="joined", forwarded=False)
+class RunResumes(Message, frozen=True, tag=True):
+    """The run has lost a server and goes on from a checkpoint. The coordinator closes all connections next.
+
+    Every machine then joins the run again, with its workers and its servers.
+
+    Attributes:
+        words: what has happened, and from which checkpoint the run goes on.
+    """
+
+    words: str

@@ -1,0 +1,406 @@
+"""Messages at the start of a run, and when a worker joins it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ...sync.events import Number
+from ..layout import ModelSpec, ShardSlice
+from .connection import MOST_WORDS
+from .cuts import ShardState
+from .table import Message, sent
+
+__all__ = [
+    "LONGEST_PATH",
+    "Combined",
+    "Contributed",
+    "CreateShards",
+    "ExtendShards",
+    "ExtensionReady",
+    "InitialState",
+    "InitialWeights",
+    "InitialWeightsRequested",
+    "JoinOffered",
+    "JoinProposed",
+    "MainChosen",
+    "MainRequested",
+    "ModelDescribed",
+    "ModelExtended",
+    "ModelRequested",
+    "Paused",
+    "Ready",
+    "Refused",
+    "Register",
+    "Resumed",
+    "StandInAllowed",
+    "Started",
+    "StoodIn",
+    "WorkerJoined",
+    "WorkerWelcomed",
+    "WorkingDirectory",
+]
+
+
+LONGEST_PATH = 4096
+
+
+class WorkingDirectory(msgspec.Struct, frozen=True):
+    """The working directory of a worker's process.
+
+    Attributes:
+        path: the absolute path.
+        number: number of the directory in its file system, by which another machine sees whether it has the same one.
+    """
+
+    path: Annotated[str, msgspec.Meta(max_length=LONGEST_PATH)]
+    number: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+@sent("worker", to="coordinator", during="joining", then="training")
+class Register(Message, frozen=True, tag=True):
+    """A worker is about to compute its first gradient, and will train this model.
+
+    Attributes:
+        model: the model to train.
+        samples: number of samples in the worker's first push; None if it is unknown.
+        directory: the working directory of the worker; None if it has none.
+    """
+
+    model: ModelSpec
+    samples: Number | None = None
+    directory: WorkingDirectory | None = None
+
+
+@sent("coordinator", to="server", during="starting", then="serving")
+class CreateShards(Message, frozen=True, tag=True):
+    """A server must create its shards. The initializer will send the initial weights of the shards.
+
+    With shared memory, the file descriptor of the memory that holds the weights is attached to this message and to
+    `Started`.
+
+    Attributes:
+        model: the model to train.
+        shards: the slices that this server holds.
+        sync: the first sync model, or one model per shard, in the notation of the command line.
+        workers: the workers that take part from the start, in ascending order.
+        initializer: the worker that sends the initial weights.
+        usual_samples: number of samples in the first push of the initializer; None if it is unknown.
+        incarnations: (worker, its incarnation) for those of the workers whose index has been used before.
+        observes: True if the server of shard 0 reports how fast the workers are (see `core.paces`).
+        resumed: the state of each shard in `shards`, if a cut is resumed; else (). The server then has the weights,
+            and the initializer does not send any.
+        lacking: True if the cut lacks parameters of the model, because the script has them earlier than before. The
+            initializer then sends initial weights nevertheless, and those of the cut replace them.
+    """
+
+    model: ModelSpec
+    shards: tuple[ShardSlice, ...]
+    sync: str
+    workers: tuple[int, ...]
+    initializer: int
+    usual_samples: int | None = None
+    incarnations: tuple[tuple[int, int], ...] = ()
+    observes: bool = False
+    resumed: tuple[ShardState, ...] = ()
+    lacking: bool = False
+
+
+@sent("server", to="coordinator", during="starting", then="serving")
+class Ready(Message, frozen=True, tag=True):
+    """A server has received its shards, so workers may connect to the server."""
+
+
+@sent("coordinator", to="worker", during="joining", then="training")
+class Started(Message, frozen=True, tag=True):
+    """A worker may connect to the servers and begin training.
+
+    Attributes:
+        shards: the slices of all shards, in order.
+        addresses: for each shard, the address on which its server listens.
+        initializer: the worker that sends the initial weights; -1 if they have been sent already.
+        iteration: label of the worker's first iteration.
+        sync: the sync model in force, in the notation of the command line; "" for the first model of the run.
+        extension: number of the extension of the model in force; 0 if the model has not been extended.
+        main_worker: the main worker (see `core.members`).
+        digests: the digests of the run's values of the frozen parameters, in the order of the model.
+        resumed: number of the cut that the run resumes; 0 if it resumes none, or is in progress already.
+        directory: the working directory of the first main worker, in which the script's relative paths are meant.
+    """
+
+    shards: tuple[ShardSlice, ...]
+    addresses: tuple[str, ...]
+    initializer: int
+    iteration: int = 0
+    sync: str = ""
+    extension: int = 0
+    main_worker: int = 0
+    digests: tuple[str, ...] = ()
+    resumed: int = 0
+    directory: WorkingDirectory | None = None
+
+
+@sent("worker", to="coordinator")
+class MainRequested(Message, frozen=True, tag=True):
+    """A worker asks which worker is the main worker now, and waits for a `MainChosen`."""
+
+
+@sent("coordinator", to="worker")
+@sent("coordinator", to="agent", forwarded=False)
+class MainChosen(Message, frozen=True, tag=True):
+    """The main worker (see `core.members`): the answer to a `MainRequested`, and sent to all after a
+    change.
+
+    Attributes:
+        worker: index of the worker; -1 for nobody.
+    """
+
+    worker: int
+
+
+@sent("worker", to="coordinator")
+class ModelRequested(Message, frozen=True, tag=True):
+    """A worker that has not trained yet asks for the model of the job, and waits for a `ModelDescribed`."""
+
+
+@sent("coordinator", to="worker")
+class ModelDescribed(Message, frozen=True, tag=True):
+    """The answer to a `ModelRequested`, with which the worker can read the model from the servers.
+
+    Attributes:
+        model: the model of a run in progress; None if the run is only beginning.
+        shards: the slices of all shards, in order.
+        addresses: for each shard, the address on which its server listens.
+    """
+
+    model: ModelSpec | None = None
+    shards: tuple[ShardSlice, ...] = ()
+    addresses: tuple[str, ...] = ()
+
+
+@sent("coordinator", to="worker")
+@sent("coordinator", to="agent", forwarded=False)
+class Refused(Message, frozen=True, tag=True):
+    """The coordinator refuses a worker, which then cannot take part in the run."""
+
+    reason: str
+
+
+@sent("coordinator", to="server", during="serving")
+class JoinProposed(Message, frozen=True, tag=True):
+    """A worker is about to join a run in progress, so each server must send a `JoinOffered`. See
+    `core.reconfiguration`.
+
+    Attributes:
+        worker: index of the worker.
+        incarnation: how often this index has been used before.
+        left: the workers that have left the run. The server answers when it has noticed each of these departures.
+    """
+
+    worker: int
+    incarnation: int
+    left: tuple[int, ...] = ()
+
+
+@sent("server", to="coordinator", during="serving")
+class JoinOffered(Message, frozen=True, tag=True):
+    """A server says with which label and c_p a worker could join at its shards now.
+
+    It is the answer to `JoinProposed` and, if a shard has already gone beyond the c_p in a `WorkerJoined`, to that
+    message.
+
+    Attributes:
+        worker: index of the worker.
+        incarnation: how often this index has been used before.
+        iteration: the smallest label that the worker may use for its first iteration.
+        count: the least c_p with which the worker may join.
+    """
+
+    worker: int
+    incarnation: int
+    iteration: int
+    count: int
+
+
+@sent("coordinator", to="server", during="serving")
+class WorkerJoined(Message, frozen=True, tag=True):
+    """A worker joins a run in progress. See the event of the same name.
+
+    If the worker has already joined with a smaller `count`, which another server has refused, it joins again.
+    """
+
+    worker: int
+    incarnation: int
+    iteration: int
+    count: int
+    superstep: int
+
+
+@sent("server", to="coordinator", during="serving")
+class WorkerWelcomed(Message, frozen=True, tag=True):
+    """A server acknowledges the `WorkerJoined` message with this `count`: the worker has joined at all its shards."""
+
+    worker: int
+    incarnation: int
+    count: int
+
+
+@sent("worker", to="server", forwarded=False)
+class InitialState(Message, frozen=True, tag=True):
+    """The optimizer state of a shard. When a run is resumed, the initializer sends this message before the weights.
+
+    The payload is in safetensors format. If the model is being extended, it is the state of the new parameters.
+    """
+
+    shard: Number
+
+
+@sent("worker", to="server")
+class InitialWeights(Message, frozen=True, tag=True):
+    """The initial weights of a shard, sent by the initializer.
+
+    The payload contains the weights and, for shard 0, the buffers of the model. If the model is being extended,
+    it contains only those that are new.
+    """
+
+    shard: Number
+
+
+# -- Messages with which parameters are added to the model of a run ------------------------------------------
+
+
+@sent("coordinator", to="server", during="serving")
+class ExtendShards(Message, frozen=True, tag=True):
+    """A server must prepare to extend its shards: the script has added parameters. See `core.reconfiguration`.
+
+    With shared memory, the file descriptor of the memory for all weights of the extended model is attached to this
+    message and to the `ModelExtended` messages to the workers. The message is repeated if the initializer is lost.
+
+    Attributes:
+        model: the extended model.
+        shards: the slices that this server will hold.
+        initializer: the worker that sends the initial weights of the new parameters.
+        number: number of the extension. The extensions of a run are numbered from 1.
+        resumed: number of the cut that contains the new parameters, because an earlier run had added them. The server
+            then has their weights, and the initializer does not send any. 0 if they are new.
+        lacking: True if the cut contains only some of them. The initializer then sends initial weights nevertheless,
+            and those of the cut replace them.
+    """
+
+    model: ModelSpec
+    shards: tuple[ShardSlice, ...]
+    initializer: int
+    number: int
+    resumed: int = 0
+    lacking: bool = False
+
+
+@sent("server", to="worker")
+class InitialWeightsRequested(Message, frozen=True, tag=True):
+    """The initializer must send the initial weights of the new parameters to a shard."""
+
+    shard: int
+
+
+@sent("server", to="coordinator", during="serving")
+class ExtensionReady(Message, frozen=True, tag=True):
+    """A server has received the initial weights of the new parameters from the initializer, for all of its shards.
+
+    Attributes:
+        initializer: the worker that has sent the initial weights.
+        number: number of the extension.
+    """
+
+    initializer: int
+    number: int
+
+
+@sent("coordinator", to="worker", during="training")
+@sent("coordinator", to="server", during="serving")
+class ModelExtended(Message, frozen=True, tag=True):
+    """All servers are ready, so the extension takes effect, and the workers connect to the servers again.
+
+    A server may receive the greeting of a worker before this message.
+
+    Attributes:
+        shards: the slices of all shards, in order.
+        number: number of the extension.
+        digests: the digests of the run's values of the frozen parameters, in the order of the extended model.
+    """
+
+    shards: tuple[ShardSlice, ...]
+    number: int
+    digests: tuple[str, ...] = ()
+
+
+# -- Messages of barriers and reductions, and of the pauses that they cause ----------------------------------
+
+
+@sent("worker", to="coordinator")
+class Contributed(Message, frozen=True, tag=True):
+    """A worker's script has called `paceline.barrier` or `paceline.reduce`, or has added parameters, and waits.
+
+    See `core.joint_batch` and `core.reconfiguration`.
+
+    Attributes:
+        call: the call and the structure of its argument, in words; the same in all workers.
+        number: the number of such calls that this worker has made, including this one.
+        op: "mean" or "sum".
+        numbers: the numbers to combine, as native float64; b"" for a barrier.
+        weight: the weight of the numbers in a mean.
+        may_push: True if the worker may push without a gradient while it waits, so that others need not wait for it.
+        model: the extended model, if the script has added parameters; else None.
+        since_step: number of earlier such calls since the worker's last step, or since it has begun an epoch.
+    """
+
+    call: Annotated[str, msgspec.Meta(max_length=MOST_WORDS)]
+    number: Number
+    op: Literal["mean", "sum"] = "sum"
+    numbers: Annotated[bytes, msgspec.Meta(max_length=2**20)] = b""
+    weight: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    may_push: bool = False
+    model: ModelSpec | None = None
+    since_step: Number = 0
+
+    @property
+    def name(self) -> str:
+        """A short name for the call, such as "barrier 3"."""
+        return f"{self.call.partition('(')[0]} {self.number}"
+
+
+@sent("worker", to="coordinator", during="training")
+class StoodIn(Message, frozen=True, tag=True):
+    """In lockstep, a worker has pushed without a gradient for the first time, while its script was not training."""
+
+
+@sent("coordinator", to="worker")
+class StandInAllowed(Message, frozen=True, tag=True):
+    """In lockstep, a worker may push without a gradient while it waits in a barrier or a reduction.
+
+    Sent once, when a worker has reported a `StoodIn`: from then on, the workers need not have the same number of
+    steps when they make a call.
+    """
+
+
+@sent("coordinator", to="worker")
+class Paused(Message, frozen=True, tag=True):
+    """The run has too few workers. Begin no further iteration until `Resumed` arrives."""
+
+
+@sent("coordinator", to="worker")
+class Resumed(Message, frozen=True, tag=True):
+    """The run has enough workers again, so it continues."""
+
+
+@sent("coordinator", to="worker")
+class Combined(Message, frozen=True, tag=True):
+    """All live workers have made a call, so the call ends.
+
+    Attributes:
+        numbers: the sum or the mean of the workers' numbers, as native float64.
+        refused: the reason why the calls have no result, because the workers' calls differ; else "".
+    """
+
+    numbers: bytes = b""
+    refused: str = ""

@@ -1,0 +1,497 @@
+"""Messages during an iteration: pushes, pulls, plans, restarts and changes of the sync model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ...sync.events import Change, Clip, Edit, Number, Stop
+from ..lease import PackedPushed
+from .connection import Ticks
+from .table import Message, sent
+
+__all__ = [
+    "LONGEST_NAME",
+    "MOST_LOGGED",
+    "MOST_OBSERVED",
+    "MOST_PARAMETER",
+    "MOST_REPORTED_BYTES",
+    "AllCommitted",
+    "Answer",
+    "ChangePublished",
+    "Commit",
+    "Committed",
+    "Content",
+    "Cycle",
+    "FaultReported",
+    "GradientHashed",
+    "HyperParametersReported",
+    "IterationFinished",
+    "IterationStarted",
+    "LoggedValue",
+    "MeanAwaited",
+    "MeanClipped",
+    "MeanMeasured",
+    "MeanMissing",
+    "MetricsLogged",
+    "Observation",
+    "PacesObserved",
+    "PlanPublished",
+    "PullAllowed",
+    "PullRepeated",
+    "PullRequested",
+    "PushesObserved",
+    "RateTempered",
+    "RestartOrdered",
+    "Source",
+    "Stage",
+    "SyncRequested",
+]
+
+
+MOST_REPORTED_BYTES = 16 * 1024
+"""Maximum size of the hyper-parameters in one report."""
+
+
+@sent("worker", to="server", forwarded=False)
+class Stage(Message, frozen=True, tag=True):
+    """Pieces of a gradient, sent before the commit while other pieces are still being computed.
+
+    The payload contains the pieces, in order. The pieces take effect only with the commit. If a piece is sent twice,
+    the later copy is used.
+    """
+
+    shard: Number
+    pieces: tuple[Number, ...]
+
+
+class Content(msgspec.Struct, frozen=True, array_like=True):
+    """The content of a push for one shard.
+
+    Attributes:
+        present: for each parameter, 1 if the parameter has a gradient, and 0 otherwise.
+        groups: the hyper-parameters of the parameter groups, encoded as MessagePack.
+        pieces: indices of the pieces of the gradient that are in the payload.
+        buffers: for shard 0, the indices of the changed buffers. The buffers follow the pieces in the payload.
+    """
+
+    present: bytes
+    groups: bytes
+    pieces: tuple[Number, ...] = ()
+    buffers: tuple[Number, ...] = ()
+
+
+@sent("worker", to="server")
+class Commit(Message, frozen=True, tag=True, omit_defaults=True):
+    """A worker's finished iteration, sent to one shard: a push and, usually, the pull that follows it.
+
+    The payload contains the pieces of the gradient that were not staged, followed by the buffers. With shared memory,
+    the payload contains no pieces, because the shared memory already contains the gradient.
+
+    Attributes:
+        shard: index of the shard.
+        iteration: label of the iteration.
+        content: content of the push; None in virtual time.
+        empty: True if the worker skipped the iteration; the payload then contains no gradient.
+        stop: the stop at the barrier, if this is the worker's last push of its superstep; else None.
+        change: the change of the sync model, if this is the worker's last push before the change; else None.
+        significance: |g| / |w|, the norm of the whole gradient divided by the norm of all weights; None if the sync
+            model does not need it.
+        progress: the round that the push is for; None unless a shard has told the worker to continue from a later
+            round.
+        pulls: False if the worker pulls later, with a `PullRequested`.
+        samples: number of samples of which the gradient is the mean; None if it is unknown.
+        drawn: for each distributed loader, the number of batches that the worker's script has drawn before the push,
+            and, if the script has skipped some of them, the number of their positions. See `Pushed`.
+        clip: set if the script clips the gradient that is applied; else None.
+        clipped: True if the script has clipped this worker's own gradient with `torch.nn.utils.clip_grad_norm_`.
+        edit: set if the payload contains new values of the parameters in `content.present` instead of a gradient.
+        set_index: the parameter set whose gradient is pushed, and whose weights are pulled; None for all sets.
+        repeated: True if an earlier push was computed from the same samples, so they are not counted again.
+        warm_up: see the event `PushReceived`.
+        outside_ticks: see the event `PushReceived`.
+    """
+
+    shard: Number
+    iteration: Number
+    content: Content | None = None
+    empty: bool = False
+    stop: Stop | None = None
+    change: Change | None = None
+    significance: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    progress: Number | None = None
+    pulls: bool = True
+    samples: Number | None = None
+    drawn: tuple[PackedPushed, ...] = ()
+    clip: Clip | None = None
+    clipped: bool = False
+    edit: Edit | None = None
+    set_index: Number | None = None
+    repeated: bool = False
+    warm_up: bool = False
+    outside_ticks: Ticks = 0
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Indices of the pieces of the gradient that are in the payload."""
+        return self.content.pieces if self.content is not None else ()
+
+
+@sent("server", to="worker")
+class Committed(Message, frozen=True, tag=True):
+    """A shard has received a push that did not include a pull."""
+
+    shard: int
+    iteration: int
+
+
+@sent("worker", to="coordinator", during="training")
+class AllCommitted(Message, frozen=True, tag=True):
+    """With overlap off: every shard has received the sender's push of this iteration.
+
+    Attributes:
+        iteration: the iteration.
+        updates: number of updates that shard 0 had applied to the weights from which the push was computed.
+    """
+
+    iteration: Number
+    updates: Number
+
+
+@sent("coordinator", to="worker", during="training")
+class PullAllowed(Message, frozen=True, tag=True):
+    """With overlap off: every shard has received the pushes of all workers for this round, so the worker may pull."""
+
+    iteration: int
+
+
+@sent("worker", to="server")
+class PullRequested(Message, frozen=True, tag=True):
+    """A pull that was not included in a commit."""
+
+    shard: Number
+    iteration: Number
+
+
+@sent("worker", to="server")
+class PullRepeated(Message, frozen=True, tag=True):
+    """A worker that is computing `iteration` needs the current weights. See the event of the same name."""
+
+    shard: Number
+    iteration: Number
+    restart: bool = True
+    edit: Number | None = None
+
+
+@sent("server", to="worker")
+class Answer(Message, frozen=True, tag=True, omit_defaults=True):
+    """The answer to a pull. The payload is the shard's slice of the weights; with shared memory, it is empty.
+
+    Attributes:
+        shard: index of the shard.
+        iteration: label of the iteration that the worker has pushed; -1 for the worker's first weights.
+        version: version of the weights, that is, the number of updates that the weights include.
+        v_train: the round from which the worker must continue because its push came too late for its own round; None
+            if the push was not late.
+        in_place: True if the worker must read the weights directly from the servers' memory until its next commit.
+        samples: number of samples in all pushes that the shard has received from all workers and not dropped.
+        edits: True if the worker, which begins an edit, is the one whose edit counts. Only shard 0 decides this.
+        rounded: True if float32 weights in the payload are rounded to bfloat16. The host of the server decides this.
+        cut: number of a cut that was made immediately before the answer, so that the weights are those of the cut; 0
+            if there is none. Only shard 0 says this.
+    """
+
+    shard: int
+    iteration: int
+    version: int
+    v_train: int | None = None
+    in_place: bool = False
+    samples: int = 0
+    edits: bool = False
+    rounded: bool = False
+    cut: int = 0
+
+
+@sent("worker", to="coordinator", during="training")
+class IterationFinished(Message, frozen=True, tag=True):
+    """A worker has pushed an iteration to all shards.
+
+    Workers send this if the sync model has a state machine at the coordinator, or if the push carries a change.
+
+    Attributes:
+        iteration: label of the iteration.
+        superstep: number of the superstep, if this was the worker's last push before its barrier; else None.
+        change: number of the model change, if this was the worker's last push before the change; else None.
+        attempt: number of times that the worker has restarted the iteration.
+        warm_up: see the event `PushReceived`.
+        outside_ticks: see the event `PushReceived`.
+    """
+
+    iteration: Number
+    superstep: Number | None = None
+    change: Number | None = None
+    attempt: Number = 0
+    warm_up: bool = False
+    outside_ticks: Ticks = 0
+
+
+@sent("worker", to="coordinator", during="training")
+class IterationStarted(Message, frozen=True, tag=True):
+    """A worker has received its weights and starts to compute this iteration.
+
+    Workers send this if the sync model requires such reports, and for the first iteration after a change.
+    """
+
+    iteration: Number
+
+
+@sent("worker", to="coordinator", during="training")
+class GradientHashed(Message, frozen=True, tag=True):
+    """A hash of the gradient that a worker pushes with this iteration. See `paceline.core.agreement`.
+
+    Attributes:
+        iteration: label of the iteration.
+        gradient: the hash; "" if the push contains no gradient other than zero.
+    """
+
+    iteration: Number
+    gradient: Annotated[str, msgspec.Meta(max_length=32)]
+
+
+@sent("worker", to="coordinator")
+class HyperParametersReported(Message, frozen=True, tag=True, omit_defaults=True):
+    """The hyper-parameters with which a worker trains at a mark. See `paceline.core.agreement`.
+
+    Attributes:
+        set_index: the parameter set of the optimizer.
+        step: number of steps that the worker has made with this optimizer.
+        groups: the hyper-parameters of the first parameter groups, encoded as MessagePack.
+        epoch: number of the epoch of the loader over which the worker makes a pass; None if it makes no pass.
+        loader: name of the loader.
+        schedule: number of steps of the schedule that determines the hyper-parameters and follows the job, at which
+            they were read; None if there is no such schedule.
+        within: True if the hyper-parameters have changed within a pass, or if there are no passes.
+        late: True if the worker has joined a run in progress.
+    """
+
+    set_index: Number
+    step: Number
+    groups: Annotated[bytes, msgspec.Meta(max_length=MOST_REPORTED_BYTES)]
+    epoch: Number | None = None
+    loader: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    schedule: Number | None = None
+    within: bool = False
+    late: bool = False
+
+
+@sent("coordinator", to="worker")
+class PlanPublished(Message, frozen=True, tag=True):
+    """One worker's part of a plan: the worker must stop after its first push whose label is at least `iteration`."""
+
+    stop: Stop
+    iteration: int
+
+
+@sent("coordinator", to="worker")
+class RestartOrdered(Message, frozen=True, tag=True):
+    """A worker must abort its computation of this iteration, pull, and compute the iteration again.
+
+    If the worker has already pushed the iteration, or has restarted it more than `attempt` times, the message has no
+    effect.
+    """
+
+    iteration: int
+    attempt: Number = 0
+
+
+@sent("worker", to="coordinator")
+class SyncRequested(Message, frozen=True, tag=True):
+    """A worker's schedule or script requests a change of the sync model. See the event of the same name."""
+
+    source: Literal["schedule", "script"]
+    number: Number
+    sync: str
+
+
+@sent("coordinator", to="worker")
+class ChangePublished(Message, frozen=True, tag=True):
+    """A worker must flag its next push with this change. Earlier plans are no longer valid."""
+
+    change: Change
+
+
+@sent("server", to="coordinator", during="serving")
+class FaultReported(Message, frozen=True, tag=True):
+    """A user-defined condition has failed at a shard, which continues with the sync model `sync`."""
+
+    shard: int
+    reason: str
+    traceback: str
+    sync: str
+
+
+# -- Messages with which the servers clip a mean by the norm over all shards ---------------------------------
+
+
+@sent("server", to="coordinator", during="serving")
+class MeanMeasured(Message, frozen=True, tag=True):
+    """A shard has computed a mean that must be clipped, and waits for the factor. See `core.joint_batch`.
+
+    Attributes:
+        shard: index of the shard.
+        pushes: (worker, iteration) of each push in the mean.
+        max_norm: largest norm of the joint gradient, according to the most advanced worker that clips.
+        square: squared L2 norm of the shard's slice of the mean.
+    """
+
+    shard: int
+    pushes: tuple[tuple[int, int], ...]
+    max_norm: float
+    square: float
+
+
+@sent("coordinator", to="server", during="serving")
+class MeanClipped(Message, frozen=True, tag=True):
+    """The factor by which a shard must multiply a mean before it applies the mean. See the event of the same name."""
+
+    shard: int
+    pushes: tuple[tuple[int, int], ...]
+    factor: float
+
+
+@sent("coordinator", to="server", during="serving")
+class MeanAwaited(Message, frozen=True, tag=True):
+    """A worker was lost whose push is in a mean that another shard has measured.
+
+    If the shard will not measure a mean with any of these pushes, it must send a `MeanMissing`.
+    """
+
+    shard: int
+    pushes: tuple[tuple[int, int], ...]
+
+
+@sent("server", to="coordinator", during="serving")
+class MeanMissing(Message, frozen=True, tag=True):
+    """A shard will never measure a mean with any of the pushes that a `MeanAwaited` has named."""
+
+    shard: int
+    pushes: tuple[tuple[int, int], ...]
+
+
+# -- What a run with `--sync auto` observes of its workers ---------------------------------------------------
+
+Cycle = tuple[Annotated[int, msgspec.Meta(ge=-1)], Annotated[float, msgspec.Meta(ge=0.0)]]
+"""The number of samples of a push, -1 if it is unknown, and the time in seconds of the cycle that it ends."""
+
+
+@sent("server", to="coordinator", during="serving")
+class PacesObserved(Message, frozen=True, tag=True):
+    """The server of shard 0 has observed some cycles of the workers. See `core.paces`.
+
+    Attributes:
+        cycles: (worker, its latest cycles) for each worker with cycles that have not been reported before.
+        pushes: number of pushes with a gradient that shard 0 has received since the run began.
+        batches: number of these pushes that were computed from a batch of their own.
+        samples: number of samples in the pushes that shard 0 has received and not dropped.
+        now_s: time of the last of these pushes, in seconds.
+        clips: True if the script clips the joint gradient, which not all sync models allow.
+    """
+
+    cycles: tuple[tuple[Number, tuple[Cycle, ...]], ...]
+    pushes: Number
+    batches: Number
+    samples: Number
+    now_s: float
+    clips: bool = False
+
+
+# -- What a worker reports of its pushes to the guard of the run, and how the guard lowers the rate of the shards
+
+MOST_OBSERVED = 256
+"""Maximum number of observations in one report."""
+
+
+MOST_PARAMETER = 1024
+"""Maximum length of the name of a parameter in an observation. Longer names are cut off."""
+
+
+class Observation(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker has seen of one of its pushes. See `paceline.core.guard`.
+
+    Attributes:
+        updates: number of updates in the weights from which the gradient was computed, at shard 0.
+        loss: loss of the iteration, which may be NaN or inf; None if the script has passed none.
+        gradient: L2 norm of the worker's own gradient; NaN or inf if an element is. None if there is no gradient.
+        weights: L2 norm of a sample of the weights from which the gradient was computed, scaled up to all weights;
+            NaN or inf if an element of the sample is.
+        parameter: name of the first parameter whose gradient contains NaN or inf; "" if there is none.
+        set_index: the parameter set that is pushed.
+    """
+
+    updates: Number
+    loss: float | None = None
+    gradient: float | None = None
+    weights: float | None = None
+    parameter: Annotated[str, msgspec.Meta(max_length=MOST_PARAMETER)] = ""
+    set_index: Number = 0
+
+
+@sent("worker", to="coordinator", during="training")
+class PushesObserved(Message, frozen=True, tag=True):
+    """What a worker has seen of its latest pushes, in order."""
+
+    observed: Annotated[tuple[Observation, ...], msgspec.Meta(max_length=MOST_OBSERVED)]
+
+
+@sent("coordinator", to="server", during="serving")
+class RateTempered(Message, frozen=True, tag=True):
+    """The factor by which all shards multiply the learning rate from now on. See the event of the same name."""
+
+    factor: float
+
+
+# -- What a worker reports of the metrics that its script has logged -----------------------------------------
+
+LONGEST_NAME = 100
+"""Maximum length of the name of a metric, in characters."""
+
+MOST_LOGGED = 1000
+"""Maximum number of values in one report."""
+
+Source = Literal["script", "closure", "guess"]
+"""Where a value comes from, the best source first: the script has logged it, a closure has returned it, or it is the
+tensor on which the script has called `backward()`."""
+
+
+class LoggedValue(msgspec.Struct, frozen=True, array_like=True):
+    """The mean of what a script has logged under one name, at one progress of the job, for one push.
+
+    Attributes:
+        name: name of the metric.
+        value: the mean.
+        weight: its weight in a mean over the workers: the number of samples of the push.
+        count: number of values that were logged.
+        age_s: seconds since the last of them was logged, so that no two clocks are compared.
+        samples: number of samples that all workers together had used by then; 0 if unknown.
+        updates: number of updates by then.
+        source: where the values come from.
+        evaluating: True if they were logged inside `paceline.evaluating()`.
+    """
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_NAME)]
+    value: float
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1e15)]
+    count: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    age_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+    samples: Number
+    updates: Number
+    source: Source = "script"
+    evaluating: bool = False
+
+
+@sent("worker", to="coordinator")
+class MetricsLogged(Message, frozen=True, tag=True):
+    """What the script of a worker has logged since the worker's last report."""
+
+    values: Annotated[tuple[LoggedValue, ...], msgspec.Meta(max_length=MOST_LOGGED)]

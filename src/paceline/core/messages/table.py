@@ -1,0 +1,196 @@
+"""The protocol as a table: who sends each message to whom, in which phase of a connection, and what it leads to.
+
+A class of messages states its rows of the table itself, with `sent`, and nothing else repeats them: what a process
+accepts on a connection, its decoders, the page about the messages and the tests follow from the rows.
+
+A connection has two *directions*, from each of its ends to the other. Each direction has a *phase*, which only its
+own messages change. So both ends know the phase of a direction without a further message, although messages in
+opposite directions may cross. The first message of a process that opens a connection is its greeting (`Hello`).
+
+    worker -> coordinator     greeting -Hello-> joining -Register-> training -WorkerFinished-> left
+    coordinator -> server     starting -CreateShards-> serving
+
+The table says what a process may send by what it is and by what it has sent. Everything else is checked where it is
+known: the order of labels in `core.order`, the members of the run in `core.members`, and what was
+asked for by those who have asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from ...errors import ProtocolError
+
+__all__ = [
+    "ROWS",
+    "Message",
+    "MessageRow",
+    "Phase",
+    "Role",
+    "expected",
+    "first_phase",
+    "greeted",
+    "phases",
+    "refusal",
+    "row_phases",
+    "sent",
+]
+
+Role = Literal["coordinator", "server", "worker", "reader", "agent", "observer"]
+"""What a process is in a run: a reader reads weights, an agent starts the processes of a machine, and an observer
+shows the state of the job."""
+
+GREETING, OPEN, LEFT = "greeting", "open", "left"
+"""The phase before the first message of a caller, the only phase of a direction whose rows name none, and the phase
+after the last message."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """The base class of all messages."""
+
+
+class MessageRow(NamedTuple):
+    """One row of the table: a kind of message in one direction.
+
+    Attributes:
+        message: the class of the message.
+        sender: role of the process that sends it.
+        receiver: role of the process that receives it.
+        during: the phases of the direction in which it may be sent; () for all except "greeting" and "left".
+        then: the phase that begins with it; "" if it changes nothing.
+        forwarded: True if the receiving host passes it to its core. Otherwise, it is for the host alone.
+    """
+
+    message: type[Message]
+    sender: Role
+    receiver: Role
+    during: tuple[str, ...] = ()
+    then: str = ""
+    forwarded: bool = True
+
+
+class Phase(NamedTuple):
+    """A phase of one direction of a connection.
+
+    Attributes:
+        sender: role of the sending end; "" if the caller has not said yet what it is.
+        receiver: role of the receiving end.
+        name: name of the phase.
+    """
+
+    sender: Role | Literal[""]
+    receiver: Role
+    name: str
+
+
+ROWS: list[MessageRow] = []
+"""The table. The rows of one message follow each other."""
+
+Kind = TypeVar("Kind", bound=type[Message])
+
+
+def sent(
+    sender: Role, *, to: Role, during: str = "", then: str = "", forwarded: bool = True
+) -> Callable[[Kind], Kind]:
+    """Add a row for a class of messages to the table, as a decorator. See `MessageRow`.
+
+    Args:
+        sender: role of the process that sends the message.
+        to: role of the process that receives it.
+        during: names of phases, separated by spaces.
+        then: name of a phase.
+        forwarded: see `MessageRow`.
+    """
+
+    def add(kind: Kind) -> Kind:
+        ROWS.append(MessageRow(kind, sender, to, tuple(during.split()), then, forwarded))
+        expected.cache_clear()
+        return kind
+
+    return add
+
+
+def phases(sender: str, receiver: str) -> list[str]:
+    """Return the names of the phases of a direction, in order."""
+    rows = [row for row in ROWS if (row.sender, row.receiver) == (sender, receiver)]
+    turns = {name: row.then for row in rows for name in row.during if row.then not in ("", name)}
+    later = {LEFT, *turns.values()}
+    names = [next((name for row in rows for name in row.during if name not in later), OPEN)]
+    while names[-1] in turns:
+        names.append(turns[names[-1]])
+    return names + [LEFT] * any(row.then == LEFT for row in rows)
+
+
+def first_phase(sender: Role | Literal[""], receiver: Role) -> Phase:
+    """Return the first phase of a direction. An empty sender stands for a caller that is not known yet."""
+    return Phase(sender, receiver, phases(sender, receiver)[0] if sender else GREETING)
+
+
+def greeted(caller: Role, receiver: Role) -> Phase:
+    """Return the phase after the greeting of a caller.
+
+    Raises:
+        ProtocolError: callers with this role do not connect to this host.
+    """
+    for row in ROWS:
+        if (row.sender, row.receiver, row.during) == (caller, receiver, (GREETING,)):
+            return Phase(caller, receiver, row.then)
+    raise ProtocolError(f"{_a(caller)} does not connect to {_a(receiver)}")
+
+
+@cache
+def expected(phase: Phase) -> Mapping[type[Message], Phase]:
+    """Return what may be sent in a phase: each class of messages, with the phase after such a message."""
+    found = {}
+    for row in ROWS:
+        if row.receiver == phase.receiver and phase.sender in ("", row.sender):
+            anytime = not row.during and phase.name not in (GREETING, LEFT)
+            if anytime or phase.name in row.during:
+                after = row.then if row.then and phase.sender else phase.name
+                found[row.message] = phase._replace(name=after)
+    return found
+
+
+def refusal(phase: Phase, name: str) -> str:
+    """Return the reason why a message is not expected in a phase; "" if it is, or if there is no such message.
+
+    Args:
+        phase: the phase.
+        name: name of the class of the message.
+
+    >>> refusal(Phase("reader", "server", "reading"), "Commit")
+    'Commit is not expected from a reader: it is sent by a worker to a server'
+    >>> refusal(Phase("worker", "coordinator", "training"), "Register")
+    "Register is not expected in the phase 'training' of a connection, only in 'joining'"
+    """
+    rows = [row for row in ROWS if row.message.__name__ == name]
+    own = [row for row in rows if (row.sender, row.receiver) == phase[:2]]
+    if not rows or rows[0].message in expected(phase):
+        return ""
+    if not phase.sender:
+        return f"{name} is not expected before the greeting with the run's token"
+    if own:
+        during = " or ".join(map(repr, row_phases(own[0])))
+        return f"{name} is not expected in the phase {phase.name!r} of a connection, only in {during}"
+    ways = " or ".join(f"by {_a(row.sender)} to {_a(row.receiver)}" for row in rows)
+    return f"{name} is not expected from {_a(phase.sender)}: it is sent {ways}"
+
+
+def row_phases(row: MessageRow) -> list[str]:
+    """Return the names of the phases in which a message may be sent."""
+    return list(row.during) or [
+        name for name in phases(row.sender, row.receiver) if name not in (GREETING, LEFT)
+    ]
+
+
+def _a(role: str) -> str:
+    """Return a role with its article.
+
+    >>> _a("agent"), _a("coordinator"), _a("reader")
+    ('an agent', 'the coordinator', 'a reader')
+    """
+    return f"{'the' if role == 'coordinator' else 'an' if role[0] in 'aeiou' else 'a'} {role}"

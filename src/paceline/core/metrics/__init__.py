@@ -1,1 +1,0 @@
-"""What scripts have logged, and what workers have spent their time on."""

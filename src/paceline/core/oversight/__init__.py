@@ -1,1 +1,0 @@
-"""What is watched in order to warn the user: gradients, hyper-parameters, and divergence."""

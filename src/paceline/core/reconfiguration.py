@@ -1,0 +1,748 @@
+"""What changes a run while it goes on: which reconfigurations are in progress, and which wait for them to end.
+
+There are three kinds of reconfigurations that change something, and each goes through the same phases:
+
+    proposed   somebody has asked for the reconfiguration; its content is not fixed yet
+    agreed     its content is fixed, and those whom it concerns are told
+    in force   all of them follow it; nothing is left to do
+
+               join (`joining`)           change of the sync model (`job_sync`)   extension (`extension`)
+    proposed   admitted; JoinProposed     SyncRequested                           Contributed, from each live worker
+    agreed     WorkerJoined to servers    ChangePublished to the live workers     ExtendShards to servers
+    in force   WorkerWelcomed from all    a worker starts its first iteration     ExtensionReady from all servers,
+               servers; Started           after the change                        ModelExtended
+
+`WAITS_FOR` says which of them exclude each other. A worker joins one at a time, with a label that the sync model in
+force determines, and its answer names this model and the extensions in force; so a join waits for everything else.
+The members of a change are the live workers, so a change waits for the join that is in progress. The requests for
+changes that have arrived during a join come before the next join.
+
+Two rules need no entry. All live workers take part in an extension, and a worker that has been admitted is live, so
+no extension begins before the worker has joined. And the next change waits for the current one in the queue of
+`JobSync`, because the events of a trace determine this queue. A change and an extension do not exclude each other: an
+extension is not an event of the sync model.
+
+A cut of the job (`cut`) changes nothing, so nothing waits for it. It waits for everything else, and also for open
+losses; if any of them begins, the cut begins again afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Literal
+
+from ..errors import ProtocolError
+from ..state import stateful
+from ..sync.events import Edit
+from .job_cut import LoopCut
+from .job_sync import JobSync
+from .layout import ModelSpec, Placement, ShardSlice, require_extension
+from .lease import PackedPushed
+from .members import NOBODY, Members, WorkerLoss
+from .messages import (
+    CutAgreed,
+    CutOffered,
+    CutProposed,
+    CutTaken,
+    ExtendShards,
+    ExtensionReady,
+    JoinOffered,
+    JoinProposed,
+    LastPush,
+    ModelExtended,
+    PushesReported,
+    SyncRequested,
+    WorkerJoined,
+    WorkerWelcomed,
+)
+from .requests import CompleteCut, Discard, Overwrite, Request, Send, server_peer, worker_peer
+
+Kind = Literal["join", "change", "extension", "cut"]
+
+WAITS_FOR: Mapping[Kind, frozenset[Kind]] = {
+    "join": frozenset({"join", "change", "extension"}),
+    "change": frozenset({"join"}),
+    "extension": frozenset({"extension"}),
+    "cut": frozenset({"join", "change", "extension"}),
+}
+"""Kind of reconfiguration -> the kinds of which none may be in progress when it is agreed."""
+
+
+@stateful(
+    decides="join extension extensions cut cuts wants_cut giving joining _postponed", fixed="_placement _sync"
+)
+class Reconfigurations:
+    """The reconfigurations of a run that are in progress, and those that wait.
+
+    Args:
+        placement: the servers of the shards.
+        sync: runs the coordinator's part of the sync model, and carries out its changes.
+
+    Attributes:
+        join: the join that is in progress, of the first worker in `joining`; None if there is none.
+        extension: the extension that is in progress; None if there is none.
+        extensions: number of extensions that have been in force.
+        cut: the cut that is in progress; None if there is none.
+        cuts: number of the last cut that has begun.
+        wants_cut: True if a cut is to be made, or is in progress.
+        giving: what the workers give for the last cut that has begun; None if it is complete or was given up.
+        joining: the workers that have been admitted and have not joined yet. They join in this order.
+    """
+
+    def __init__(self, placement: Placement, sync: JobSync) -> None:
+        self.join: Join | None = None
+        self.extension: Extension | None = None
+        self.extensions = 0
+        self.cut: Cut | None = None
+        self.cuts = 0
+        self.wants_cut = False
+        self.giving: StateCollection | None = None
+        self.joining: list[int] = []
+        self._postponed: list[
+            tuple[int, SyncRequested]
+        ] = []  # requests for changes that wait: (worker, message)
+        self._placement = placement
+        self._sync = sync
+
+    @property
+    def in_progress(self) -> frozenset[Kind]:
+        """The kinds of reconfigurations that are in progress."""
+        kinds: dict[Kind, bool] = {
+            "join": self.join is not None,
+            "change": self._sync.changing,
+            "extension": self.extension is not None,
+        }
+        return frozenset(kind for kind, begun in kinds.items() if begun)
+
+    @property
+    def waiting(self) -> bool:
+        """True if a worker is to join, or a cut to be made."""
+        return self.wants_cut or bool(self.joining)
+
+    def may_begin(self, kind: Kind) -> bool:
+        """Return True if a reconfiguration of this kind need not wait."""
+        return WAITS_FOR[kind].isdisjoint(self.in_progress)
+
+    # -- cuts ---------------------------------------------------------------------------------------------
+
+    def begin_cut(self, members: Members, *, lockstep: bool) -> list[Request]:
+        """Begin the cut that is to be made, unless it has to wait. Give it up if it would have to wait now."""
+        if not self.may_begin("cut"):
+            self.give_up_cut()
+        elif self.wants_cut and self.cut is None:
+            self.cuts += 1
+            self.cut = Cut(self.cuts, self._placement, members.gone)
+            self.giving = StateCollection(self.cuts)
+            return self.cut.begin(lockstep=lockstep)
+        return []
+
+    def offered_cut(self, server: int, offer: CutOffered) -> list[Request]:
+        """Handle a server's offer, unless the cut has been given up."""
+        if self.cut is None:
+            return []
+        requests = self.cut.offered(server, offer)
+        if self.cuts != self.cut.number:
+            self.cuts = self.cut.number
+            self.giving = StateCollection(self.cuts)
+        return requests
+
+    def give_up_cut(self) -> None:
+        """Give up the cut that is in progress, unless all shards have been cut. It begins again."""
+        self.cut = None
+        if self.giving is not None and self.giving.labels is None:
+            self.giving = None
+
+    # -- joins --------------------------------------------------------------------------------------------
+
+    def begin_join(self, members: Members) -> list[Request]:
+        """Begin the next join, unless it has to wait."""
+        if not self.joining or self._postponed or not self.may_begin("join"):
+            return []
+        worker = self.joining[0]
+        self.join = Join(worker, members.incarnation(worker), len(self._placement.servers))
+        return self.join.begin(members.gone)
+
+    def offered(self, server: int, offer: JoinOffered) -> list[Request]:
+        """Handle a server's offer, unless the join that it concerns has failed."""
+        return [] if self.join is None else self.join.offered(server, offer, self._sync.next_superstep)
+
+    def welcomed(self, server: int, message: WorkerWelcomed) -> WorkerJoined | None:
+        """Handle a server's acknowledgment. After the last one, the join is in force: return what was agreed."""
+        if self.join is None:
+            return None
+        self.join.welcomed(server, message)
+        if self.join.phase != "in force":
+            return None
+        joined, self.join = self.join.joined, None
+        del self.joining[0]
+        return joined
+
+    def left(self, worker: int) -> bool:
+        """Remove a worker that has left before it has joined. Return True if its join was in progress."""
+        if worker not in self.joining:
+            return False
+        self.joining.remove(worker)
+        if self.join is None or self.join.worker != worker:
+            return False
+        self.join = None
+        return True
+
+    # -- changes of the sync model ------------------------------------------------------------------------
+
+    def postpones(self, worker: int, message: SyncRequested) -> bool:
+        """Return True if a request for a change has to wait. `next_change` returns it later."""
+        if self.may_begin("change"):
+            return False
+        self._postponed.append((worker, message))
+        return True
+
+    def next_change(self) -> tuple[int, SyncRequested] | None:
+        """Remove the oldest request for a change that has waited, and return it with its worker."""
+        return self._postponed.pop(0) if self._postponed else None
+
+    # -- extensions of the model --------------------------------------------------------------------------
+
+    def require_extension(self, before: ModelSpec | None, model: ModelSpec) -> None:
+        """Raise `ProtocolError` unless a worker may propose to extend the model of the run to `model`."""
+        if before is None or not self.may_begin("extension"):
+            raise ProtocolError("the model cannot be extended now")
+        require_extension(before, model)
+
+    def extend(
+        self,
+        slices: Sequence[ShardSlice],
+        models: Mapping[int, ModelSpec],
+        resumed: int = 0,
+        *,
+        lacking: bool = False,
+    ) -> list[Request]:
+        """Begin an extension on which all live workers have agreed. See `Extension`."""
+        number = self.extensions + 1
+        self.extension = Extension(slices, models, self._placement, number, resumed, lacking=lacking)
+        return self.extension.begin()
+
+    def leave_extension(self, worker: int) -> list[Request]:
+        """Continue an extension without a worker that has left. Without any worker, it is given up."""
+        if self.extension is None:
+            return []
+        requests = self.extension.left(worker)
+        if self.extension.is_void:
+            self.extension = None
+        return requests
+
+    def extended(self, server: int, message: ExtensionReady) -> tuple[list[Request], Extension | None]:
+        """Handle a server's report. Return the requests and, after the last report, the extension in force."""
+        extension = self.extension
+        if extension is None:
+            return [], None  # it has been given up
+        requests = extension.ready(server, message)
+        if extension.phase != "in force":
+            return requests, None
+        self.extension = None
+        self.extensions += 1
+        return requests, extension
+
+
+# -- How a worker joins a run in progress: with the same label and the same c_p at every shard ---------------
+#
+# The coordinator decides alone, in two rounds of messages with the servers:
+#
+#     JoinProposed     to each server
+#     JoinOffered      from each server: the label and the c_p with which the worker could join at its shards now; the
+#                      sync models determine the c_p (`ShardMachine.entry`)
+#     WorkerJoined     to each server: the worker joins, with the largest label and the largest c_p of all offers
+#     WorkerWelcomed   from each server. After the last one, the worker receives Started, and connects to the servers
+#
+# The run goes on meanwhile. So a shard may have gone beyond the c_p when `WorkerJoined` arrives. Its server
+# then sends another `JoinOffered`, and the coordinator sends another `WorkerJoined`; at the servers that have
+# accepted the earlier one, the worker leaves and joins again. Each time, the coordinator doubles the number
+# of rounds that it adds to the offer, so the worker joins at last, however fast the run is. A c_p that is too
+# large does no harm: only the worker itself waits, until the other workers have reached it.
+#
+# A server makes its offer when it has noticed the departure of all workers that have left according to the
+# coordinator. So the next incarnation of a worker joins only when the earlier one has left every shard.
+
+
+@stateful(decides="worker joined phase _incarnation _servers _offers _welcomed _margin")
+class Join:
+    """The coordinator's part of a join that is in progress.
+
+    Args:
+        worker: the worker that joins.
+        incarnation: how often the index of the worker has been used before.
+        servers: number of servers.
+
+    Attributes:
+        worker: the worker that joins.
+        joined: the last message that was sent to all servers; None before the first one.
+        phase: the phase of the join. See `paceline.core.reconfiguration`.
+    """
+
+    def __init__(self, worker: int, incarnation: int, servers: int) -> None:
+        self.worker = worker
+        self.joined: WorkerJoined | None = None
+        self.phase: Literal["proposed", "agreed", "in force"] = "proposed"
+        self._incarnation = incarnation
+        self._servers = servers
+        self._offers: dict[int, JoinOffered] = {}  # server -> its last offer
+        self._welcomed: set[int] = set()  # servers that have accepted `joined`
+        self._margin = 0  # number of rounds that are added to the offers
+
+    def begin(self, left: Iterable[int]) -> list[Request]:
+        """Ask all servers for offers. `left` contains the workers that have left the run."""
+        return self._to_servers(JoinProposed(self.worker, self._incarnation, tuple(sorted(left))))
+
+    def offered(self, server: int, offer: JoinOffered, superstep: int) -> list[Request]:
+        """Handle an offer. `superstep` is the first superstep that would wait for the worker."""
+        if not self._concerns(offer):
+            return []
+        self._offers[server] = offer
+        offers = self._offers.values()
+        count = max(each.count for each in offers)
+        if len(offers) < self._servers or (self.joined is not None and count <= self.joined.count):
+            return []
+        if self.joined is not None:
+            self._margin = 2 * self._margin + 1
+        iteration = max(each.iteration for each in offers)
+        self.joined = WorkerJoined(self.worker, self._incarnation, iteration, count + self._margin, superstep)
+        self.phase = "agreed"
+        self._welcomed.clear()
+        return self._to_servers(self.joined)
+
+    def welcomed(self, server: int, message: WorkerWelcomed) -> None:
+        """Handle a server's acknowledgment. After the last one, the join is in force."""
+        if self.joined is not None and self._concerns(message) and message.count == self.joined.count:
+            self._welcomed.add(server)
+            if len(self._welcomed) == self._servers:
+                self.phase = "in force"
+
+    def _concerns(self, message: JoinOffered | WorkerWelcomed) -> bool:
+        """Return True unless a server has sent the message about an earlier join, which has failed."""
+        return (message.worker, message.incarnation) == (self.worker, self._incarnation)
+
+    def _to_servers(self, message: JoinProposed | WorkerJoined) -> list[Request]:
+        return [Send(server_peer(server), message) for server in range(self._servers)]
+
+
+# -- The extension of the model: a script adds parameters after training has begun, with an optimizer or as a group
+#
+# All live workers make a call with the extended model, and wait in it as in a barrier (see `core.joint_batch`).
+# Then:
+#
+#     Contributed     from each live worker to the coordinator, with the extended model
+#     ExtendShards    to each server, which allocates memory
+#     InitialWeightsRequested, InitialWeights
+#                     each server fetches the initial weights of the new parameters from the initializer
+#     ExtensionReady  from each server to the coordinator
+#     ModelExtended   to all; each worker connects to the servers again, with memory for the extended model, and
+#                     receives all weights, as it did at the start
+#
+# Each extension has a number, which these messages and the workers' greetings contain. A worker whose
+# greeting contains the number of an extension has been told that all servers are ready for it. So a server
+# may extend its shards when it receives the first such greeting, even if it has not been told itself. A
+# worker that is lost just after it has connected may have left a greeting that is read much later, perhaps
+# during the next extension. The server then serves it with the extension in force, or refuses it.
+#
+# The initializer is the worker with the lowest index. If it is lost before all servers are ready, the next
+# worker takes its place, and sends its weights to all servers. So the initial weights of all shards come from
+# one worker. Until all servers are ready, the shards keep their earlier parameters only. The digests of
+# frozen parameters are the initializer's, too. If all of these workers are lost, the extension is given up.
+# The coordinator proposes the next join only then, so a server that receives `JoinProposed` no longer waits
+# for the initial weights of an extension. The number is used again.
+#
+# An extension is not an event of the sync model: no worker computes while it lasts, it is not an iteration,
+# and it is not an update.
+#
+# The new parameters form a new *part* of the layout, with vectors of their own, which is sliced by itself. So
+# earlier parameters keep their indices, and slices keep their bounds. A server carries out the extension when
+# it hears of it from the coordinator, or when the first worker connects again, whichever is first. A larger
+# store takes over the weights, the optimizer state, and the pushes that are held back, which have no
+# gradients for the new parameters. A worker closes its former connections only after it has connected again,
+# because a server considers a worker without a connection as lost.
+#
+# Of its earlier parameters, a worker keeps the weights that it has pulled: in `encoder(x)` and then
+# `new_head(...)`, the graph already holds those of the encoder. It takes the new ones only if it has made
+# empty pushes while it waited, and has called no module with trained parameters before.
+#
+# In a run that resumes a cut, the scripts add parameters again that the earlier run had added. The servers
+# then take their values from the cut. A cut may also have been made before an extension, while some workers
+# waited in it already or were about to propose it. Nothing prevents this, because a worker may wait there for
+# long. When the scripts go on, they may have the new parameters from the beginning: of what the run begins
+# with, the cut then *lacks* a part. The initializer sends all initial weights as in a new run, and the
+# servers replace those that the cut has. The other way round, a run is not cut before its scripts have added
+# again what the earlier run had trained.
+
+
+@stateful(decides="slices phase _models _workers _placement _number _resumed _lacking _ready")
+class Extension:
+    """The coordinator's part of an extension that is in progress.
+
+    Args:
+        slices: the slices of the extended model.
+        models: the extended model of each worker that waits for the extension.
+        placement: the servers of the shards.
+        number: number of the extension.
+        resumed: number of the cut that contains the new parameters; 0 if they are new.
+        lacking: True if this cut contains only some of them.
+
+    Attributes:
+        slices: the slices of the extended model.
+        phase: "agreed" until all servers have received the initial weights from the same worker, then "in force". See
+            `paceline.core.reconfiguration`.
+    """
+
+    def __init__(
+        self,
+        slices: Sequence[ShardSlice],
+        models: Mapping[int, ModelSpec],
+        placement: Placement,
+        number: int,
+        resumed: int = 0,
+        *,
+        lacking: bool = False,
+    ) -> None:
+        self.slices = tuple(slices)
+        self.phase: Literal["agreed", "in force"] = "agreed"
+        self._models = models
+        self._workers = sorted(models)
+        self._placement = placement
+        self._number = number
+        self._resumed = resumed
+        self._lacking = lacking
+        self._ready: set[int] = set()  # servers that have received the initial weights
+
+    @property
+    def model(self) -> ModelSpec:
+        """The extended model, as the initializer has described it."""
+        return self._models[self._workers[0]]
+
+    @property
+    def is_void(self) -> bool:
+        """True if no worker is left that waits for the extension."""
+        return not self._workers
+
+    def begin(self) -> list[Request]:
+        """Let the servers fetch the initial weights from the initializer."""
+        self._ready.clear()
+        return [
+            Send(
+                server_peer(server),
+                ExtendShards(
+                    self.model,
+                    self._placement.held_by(server, self.slices),
+                    self._workers[0],
+                    self._number,
+                    self._resumed,
+                    self._lacking,
+                ),
+            )
+            for server in self._placement.servers
+        ]
+
+    def ready(self, server: int, message: ExtensionReady) -> list[Request]:
+        """Handle a server's report. After the last report, the extension takes effect."""
+        if message.number != self._number or message.initializer not in self._workers[:1]:
+            # The initializer has been lost meanwhile. The server fetches the weights of the next worker, if any.
+            return []
+        self._ready.add(server)
+        if len(self._ready) < len(self._placement.servers):
+            return []
+        self.phase = "in force"
+        extended = ModelExtended(self.slices, self._number, self.model.digests)
+        return [
+            *(Send(server_peer(each), extended) for each in self._placement.servers),
+            *(Send(worker_peer(worker), extended) for worker in self._workers),
+        ]
+
+    def left(self, worker: int) -> list[Request]:
+        """Handle a lost worker. If it is the initializer, the next worker takes its place."""
+        if worker not in self._workers:
+            return []
+        first = self._workers[0]
+        self._workers.remove(worker)
+        return self.begin() if worker == first and self._workers else []
+
+
+# -- A shard's part of an edit: values that a script sets between two iterations (see `DistributedOptimizer.editing`)
+#
+# Every worker runs the block of an edit, and the edit of one worker takes effect in all of them. An edit
+# travels as a push that contains new values instead of a gradient. Like any push, it has a label, and the
+# sync model decides when it takes effect: on arrival, or when its round closes. But an edit is never part of
+# a mean, and never dropped: it is carried out after the gradients of its round. An edit is not an update: it
+# changes neither the version nor any staleness.
+#
+# All shards must take the same worker's edit. There are two cases:
+#
+# - In lockstep, every worker pushes its edit, and the shards take the edit of the worker with the lowest
+#   index in the round. Rounds are the same at all shards. If a worker is lost inside the block, the next
+#   worker's edit is taken.
+# - Otherwise, shard 0 names one editor: the first worker that enters the block. Only this worker pushes its
+#   edit; the other workers' pushes are empty. If the editor is lost before its push, the next worker that
+#   enters the block is named, unless a later edit has already been made.
+#
+# Two edits by different editors may reach two shards in different orders. Therefore an edit leaves those
+# parameters alone that an edit with a higher number has set (`Store.overwrite`).
+#
+# As every worker sends its commits to shard 0 last, an edit that shard 0 has carried out was sent to all
+# shards. If the editor is lost before, some shards may have carried out its edit; the next editor's edit then
+# replaces it.
+#
+# With rounded values, the weights from which an edit begins must be those of the servers, to the bit. So in
+# lockstep, a worker pulls before it edits. Under other models it pulls anyway, and shard 0 names the editor
+# in its answer.
+
+Key = tuple[int, int]
+"""A push: (worker, iteration)."""
+
+
+@stateful(decides="pending _next _editors", fixed="_shard")
+class Edits:
+    """The edits of one shard that are yet to be carried out, and the editors that the shard has named.
+
+    Args:
+        shard: index of the shard.
+
+    Attributes:
+        pending: the pushes that contain edits, and have not been carried out or discarded yet.
+    """
+
+    def __init__(self, shard: int) -> None:
+        self._shard = shard
+        self.pending: dict[Key, Edit] = {}
+        self._next = 0  # 1 + the highest number of an edit that has been carried out
+        self._editors: dict[int, int] = {}  # live worker -> number of the edit for which it was last named
+
+    def name(self, worker: int, number: int) -> bool:
+        """Return True if this worker, which enters the block of an edit, is the one whose edit counts."""
+        if number < self._next or any(edit.number == number for edit in self.pending.values()):
+            return False
+        if number not in self._editors.values():
+            self._editors[worker] = number
+        return self._editors.get(worker) == number
+
+    def leave(self, worker: int) -> None:
+        """Record that a worker has left. Another worker may become the editor of its unfinished edit."""
+        self._editors.pop(worker, None)
+
+    def receive(self, push: Key, edit: Edit) -> None:
+        """Record a push that contains an edit."""
+        self.pending[push] = edit
+
+    def discard(self, push: Key) -> list[Request]:
+        """Return the request that discards an edit, which some shards have not received from a lost worker."""
+        del self.pending[push]
+        return [Discard(self._shard, *push)]
+
+    def carry_out(self, pushes: Iterable[Key]) -> list[Request]:
+        """Return the requests for the edits of one round: one edit of each number is carried out, in ascending order.
+
+        In lockstep, all edits of a round have the same number. Under other models, the editors of different edits may
+        stop at the same barrier.
+        """
+        edits = sorted(
+            ((push, self.pending.pop(push)) for push in pushes), key=lambda each: (each[1].number, each[0])
+        )
+        chosen: dict[int, Key] = {}  # number -> the push with the edit that is carried out
+        for push, edit in edits:
+            if edit.sole or edit.number >= self._next:
+                chosen.setdefault(edit.number, push)
+        self._next = max(self._next, *(edit.number + 1 for _, edit in edits))
+        return [
+            Overwrite(self._shard, *push, edit.number)
+            if chosen.get(edit.number) == push
+            else Discard(self._shard, *push)
+            for push, edit in edits
+        ]
+
+
+# -- How a job is cut while it goes on: with which updates, pushes and data a later run begins ---------------
+#
+# A cut treats every worker as if it were lost (see `core.members`), but on a copy of the ledger, while
+# training goes on. The coordinator asks the shards to cut themselves, and each of them reports which pushes
+# of each worker its weights contain:
+#
+#     CutProposed   to each server, under a lockstep model
+#     CutOffered    from each server: the number of rounds that its shards have completed
+#     CutAgreed     to each server: cut each shard after this round or, under other models, at once
+#     CutTaken      for each shard: it has been cut
+#
+# In lockstep, the updates of a round are the same at all shards, so no push is torn. A shard is cut when the
+# scripts ask for their next batches: just before the first push after the round that has newly drawn data. A
+# shard that has already completed the round makes another offer; the coordinator then agrees on another cut,
+# with twice as many rounds in between. Under other models, each shard is cut at a version of its own, so the
+# last pushes of some workers may be torn. They count as torn, and their data is not used again. Held pushes
+# are returned with their data.
+#
+# Nothing waits for a cut, and a cut waits for everything else: it begins when no reconfiguration is in
+# progress and no loss is open, and begins again with the next number if one of them begins before all shards
+# have been cut. From the beginning of a cut to its end, the ledger settles nothing, so it still knows what
+# every worker has received.
+#
+# What has been cut is copied by the hosts of the shards (`TakeCut`), and written by the host of the
+# coordinator (`SaveCut`). It is whole when every worker that is still present has given what its script holds
+# (`CompleteCut`):
+#
+#     KeepWorkerState   from a worker, which has learned of the cut from an answer
+#     StateWanted       to each worker that has not done so when all shards have been cut
+#     KeepWorkerState   from this worker, when its script asks for its next batch or waits in a call
+#
+# Nothing else ends this wait, because without the state of a worker, its script cannot go on where it was. A
+# worker that leaves is no longer awaited. But only the main worker has the objects that the scripts track. If
+# the main worker leaves before it has given its state, the cut is abandoned (`AbandonCut`), and the job is
+# cut again.
+
+MOST_LABELS = 4
+"""Number of states of a worker that are remembered until all shards have been cut."""
+
+
+@stateful(decides="number taken _placement _left _offers _margin _round")
+class Cut:
+    """The coordinator's part of a cut that is in progress.
+
+    Args:
+        number: number of the cut.
+        placement: the servers of the shards.
+        left: the workers that have left the run.
+
+    Attributes:
+        number: number of the cut. It increases while the cut is in progress.
+        taken: shard -> what it has reported, for each shard that has been cut.
+    """
+
+    def __init__(self, number: int, placement: Placement, left: Collection[int]) -> None:
+        self.number = number
+        self.taken: dict[int, CutTaken] = {}
+        self._placement = placement
+        self._left = tuple(sorted(left))
+        self._offers: dict[int, int] = {}  # server -> number of rounds
+        self._margin = 1  # number of rounds that are added to the offers
+        self._round: int | None = None
+
+    def begin(self, *, lockstep: bool) -> list[Request]:
+        """Ask the servers for offers or, unless the model keeps the workers in lockstep, to cut their shards."""
+        if lockstep:
+            return self._to_servers(CutProposed(self.number, self._left))
+        return self._to_servers(CutAgreed(self.number, None, self._left))
+
+    def offered(self, server: int, offer: CutOffered) -> list[Request]:
+        """Handle an offer. When all servers have made one, agree on a round that no shard has completed."""
+        if offer.number != self.number:
+            return []
+        self._offers[server] = offer.round
+        if len(self._offers) < len(self._placement.servers):
+            return []
+        if self._round is not None:  # a shard has gone beyond this round
+            self._margin *= 2
+            self.number += 1
+            self.taken.clear()
+        self._round = max(self._offers.values()) + self._margin
+        return self._to_servers(CutAgreed(self.number, self._round, self._left))
+
+    def take(self, message: CutTaken) -> bool:
+        """Handle a shard that has been cut. Return True if all shards have been."""
+        if message.number == self.number:
+            self.taken[message.shard] = message
+        return len(self.taken) == len(self._placement.server_of)
+
+    def last_pushes(self) -> list[dict[int, LastPush]]:
+        """Return for each shard, in order, the last push of each worker that is part of the cut."""
+        return [{push.worker: push for push in self.taken[shard].workers} for shard in sorted(self.taken)]
+
+    def _to_servers(self, message: CutProposed | CutAgreed) -> list[Request]:
+        return [Send(server_peer(server), message) for server in self._placement.servers]
+
+
+@stateful(decides="number labels _main _given _loop")
+class StateCollection:
+    """What the workers give for a cut: the states of their scripts.
+
+    A state belongs to the cut if it was taken after the worker's last push of the cut. The earliest of these counts.
+
+    Args:
+        number: number of the cut.
+
+    Attributes:
+        number: number of the cut.
+        labels: worker -> label of its last push in the cut, for each worker that took part and has not left without
+            a state; None until all shards have been cut.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.labels: dict[int, int] | None = None
+        self._main = NOBODY
+        # worker -> label of a state -> the place of the job in its loops when the state arrived
+        self._given: dict[int, dict[int, LoopCut]] = {}
+        self._loop = LoopCut()
+
+    def begin(self, labels: Mapping[int, int], main: int, loop: LoopCut) -> None:
+        """Record that all shards have been cut.
+
+        Args:
+            labels: worker -> label of its last push in the cut.
+            main: the main worker.
+            loop: the place of the job in its training loops now.
+        """
+        self.labels, self._main, self._loop = dict(labels), main, loop
+
+    def give(self, worker: int, label: int, loop: LoopCut) -> None:
+        """Record that a worker has given a state, when the job was at this place in its training loops."""
+        given = self._given.setdefault(worker, {})
+        given[label] = loop
+        for earlier in sorted(given)[:-MOST_LABELS]:
+            del given[earlier]
+
+    def left(self, worker: int) -> bool:
+        """Handle a worker that has left. Return True if the cut cannot be completed without its state."""
+        if self.labels is None or worker not in self.awaited:
+            return False
+        del self.labels[worker]
+        return worker == self._main
+
+    @property
+    def awaited(self) -> list[int]:
+        """The workers that have not given a state yet."""
+        return [worker for worker in self.labels or () if self._label_of(worker) is None]
+
+    @property
+    def completed(self) -> CompleteCut | None:
+        """The request that completes the cut; None if a state is awaited."""
+        if self.labels is None or self.awaited:
+            return None
+        states = tuple(
+            (worker, label) for worker in sorted(self.labels) if (label := self._label_of(worker)) is not None
+        )
+        # The workers reach an epoch at different times. All of them go on where the first one was, which also has
+        # what the scripts track. Those that were elsewhere get back its schedule (see `train.worker_state`).
+        loop = self._given[states[0][0]][states[0][1]] if states else self._loop
+        return CompleteCut(self.number, states, loop)
+
+    def _label_of(self, worker: int) -> int | None:
+        """Return the label of the state of a worker that belongs to the cut; None if there is none."""
+        assert self.labels is not None
+        least = self.labels[worker]
+        return min((label for label in self._given.get(worker, ()) if label >= least), default=None)
+
+
+def cut_pushes(
+    last: Collection[Mapping[int, LastPush]],
+) -> tuple[dict[int, int], dict[int, list[tuple[PackedPushed, PackedPushed]]], int]:
+    """Decide which pushes are part of a cut, as if all workers were lost.
+
+    Args:
+        last: for each shard, the last push of each worker that is part of the cut. All shards have the same workers.
+
+    Returns:
+        For each worker, the label of its last push that is in the weights of all shards, and what it had drawn before
+        (see `WorkerLoss.drawn`); and the number of torn pushes.
+    """
+    labels, drawn, torn = {}, {}, 0
+    shards = dict(enumerate(last))
+    for worker in shards[0]:
+        loss = WorkerLoss(worker, 0, set(shards))
+        for shard, pushes in shards.items():
+            push = pushes[worker]
+            loss.reported(shard, PushesReported(worker, 0, (push.iteration,), (False,), (push.drawn,)))
+        labels[worker], drawn[worker] = loss.kept, loss.drawn
+        torn += loss.torn
+    return labels, drawn, torn

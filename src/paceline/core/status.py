@@ -1,0 +1,624 @@
+"""The state of a run as a table of plain values, for displays."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from ..sync.ticks import TICKS_PER_S
+from .coordinator import Coordinator
+from .liveness import LinkCounters, LinkTraffic
+from .messages import LoopLimits, Waits
+from .requests import worker_peer
+
+# -- How far a job has come, how fast it goes on, and for whom it waits, without I/O -------------------------
+#
+# The *progress* is the part of the training loop in progress that is done. It is known if the loop has a
+# limit (`paceline.epochs`): the part of the limit that has been used, of the limit that is nearest to its end
+# if there are several. The workers do not reach an epoch at the same time, so an epoch counts as the mean of
+# what they report. A loop over `range` tells nobody how long it is; then only the part of the epoch in
+# progress is known.
+#
+# The time left is extrapolated from the second half of the time since the loop began: an early part of it
+# says little, because the first iterations are slow, and a short one also, because a script evaluates its
+# model now and then.
+
+POINTS = 32  # number of earlier values, within the span, from which a rate is computed
+SPEED_SPAN_S = 10.0  # time over which the speed of the job is averaged
+LOSS_SPAN_S = 2.0  # time constant of the moving mean of the loss
+LEAST_S = 1.0  # time after which a rate is known
+
+
+class JobProgress(msgspec.Struct, frozen=True):
+    """How far a job has come, and how fast it goes on. A value is None if it is not known.
+
+    Attributes:
+        progress: the part of the training loop in progress that is done, from 0 to 1.
+        left_s: the time in seconds that the loop will take from now on.
+        samples_per_s: number of samples per second that all workers together use.
+        loss: the mean of the losses that the workers have reported last, a moving mean over some seconds.
+        epoch: number of the epoch in progress, counted from 1.
+        epochs: number of epochs of the loop.
+        epoch_progress: the part of the epoch in progress that is done, from 0 to 1.
+    """
+
+    progress: float | None = None
+    left_s: float | None = None
+    samples_per_s: float | None = None
+    loss: float | None = None
+    epoch: int | None = None
+    epochs: int | None = None
+    epoch_progress: float | None = None
+
+
+class Rate:
+    """Measures how fast a number grows.
+
+    Example:
+        >>> rate = Rate(ticks_per_s=1)
+        >>> for second, value in enumerate((0, 10, 20, 60)):
+        ...     rate.note(value, second, span_ticks=2)
+        >>> rate.per_s(60, now_ticks=3)
+        25.0
+    """
+
+    def __init__(self, ticks_per_s: int = TICKS_PER_S) -> None:
+        self._ticks_per_s = ticks_per_s
+        self._points: deque[tuple[int, float]] = deque()
+
+    def note(self, value: float, now_ticks: int, span_ticks: int) -> None:
+        """Record the number. The rate is averaged over about `span_ticks` before the last call."""
+        points = self._points
+        if points and now_ticks - points[-1][0] < span_ticks / POINTS:
+            return
+        points.append((now_ticks, value))
+        while len(points) > 1 and points[1][0] <= now_ticks - span_ticks:
+            points.popleft()
+
+    def per_s(self, value: float, now_ticks: int) -> float | None:
+        """Return the rate per second if the number is `value` now; None if it is not known yet."""
+        if not self._points:
+            return None
+        ticks, before = self._points[0]
+        elapsed_s = (now_ticks - ticks) / self._ticks_per_s
+        return (value - before) / elapsed_s if elapsed_s >= LEAST_S else None
+
+
+class ProgressMeter:
+    """Follows the progress of one job.
+
+    Args:
+        ticks_per_s: number of ticks per second.
+    """
+
+    def __init__(self, ticks_per_s: int = TICKS_PER_S) -> None:
+        self._ticks_per_s = ticks_per_s
+        self._loop = -1  # the training loop to which `_done` refers
+        self._done = Rate(ticks_per_s)
+        self._samples = Rate(ticks_per_s)
+        self._loss: float | None = None
+        self._noted_ticks = 0
+        self._looks = WaitSamples(ticks_per_s)
+
+    def note(self, core: Coordinator, now_ticks: int) -> None:
+        """Record what the workers have reported by now. Call this several times per second."""
+        if core.loops.loop != self._loop:
+            self._loop, self._done = core.loops.loop, Rate(self._ticks_per_s)
+        progress = _progress(core, now_ticks, self._ticks_per_s).progress
+        if progress is not None:
+            since_ticks = now_ticks - core.loops.begun_ticks
+            self._done.note(progress, now_ticks, max(since_ticks // 2, 1))
+        if (samples := _samples(core)) > 0:
+            self._samples.note(samples, now_ticks, round(SPEED_SPAN_S * self._ticks_per_s))
+        self._note_loss(core, (now_ticks - self._noted_ticks) / self._ticks_per_s)
+        self._noted_ticks = now_ticks
+
+    def look(self, core: Coordinator, now_ticks: int) -> None:
+        """Record who waits for whom. Call this when all servers have answered a `FetchWaits`."""
+        self._looks.look(core, now_ticks)
+
+    def awaited(self, now_ticks: int) -> Awaited:
+        """Return the workers for which others have waited most often in the last seconds."""
+        return self._looks.awaited(now_ticks)
+
+    def read(self, core: Coordinator, now_ticks: int) -> JobProgress:
+        """Return the progress of the job."""
+        found = _progress(core, now_ticks, self._ticks_per_s)
+        samples = _samples(core)
+        speed = self._samples.per_s(samples, now_ticks) if samples else None
+        left_s = self._left_s(core, found.progress, now_ticks)
+        return msgspec.structs.replace(found, left_s=left_s, samples_per_s=speed, loss=self._loss)
+
+    def _note_loss(self, core: Coordinator, elapsed_s: float) -> None:
+        losses = [status.loss for worker, status in core.board.items() if worker in core.members.live]
+        known = [loss for loss in losses if loss is not None]
+        if not known:
+            return
+        mean, before = sum(known) / len(known), self._loss
+        if before is None or not math.isfinite(before) or not math.isfinite(mean):
+            self._loss = mean
+        else:
+            self._loss = before + (mean - before) * -math.expm1(-elapsed_s / LOSS_SPAN_S)
+
+    def _left_s(self, core: Coordinator, progress: float | None, now_ticks: int) -> float | None:
+        """Return how long the loop will go on; None if this is unknown."""
+        if progress is None:
+            return None
+        found = []
+        if progress >= 1.0:
+            found.append(0.0)
+        elif (speed := self._done.per_s(progress, now_ticks)) is not None and speed > 0:
+            found.append((1.0 - progress) / speed)
+        limits = core.loops.limits
+        if limits is not None and limits.time_s is not None:
+            since_s = (now_ticks - core.loops.begun_ticks) / self._ticks_per_s
+            found.append(max(limits.time_s - since_s, 0.0))
+        return min(found, default=None)
+
+
+def _progress(core: Coordinator, now_ticks: int, ticks_per_s: int) -> JobProgress:
+    """Return what is known of the progress at one moment: neither times nor speeds nor the loss."""
+    loops, limits = core.loops, core.loops.limits or LoopLimits()
+    updates = max((status.updates for status in core.board.values()), default=0)
+    since_s = (now_ticks - loops.begun_ticks) / ticks_per_s
+    passed, by_data = _epochs(core, limits.epochs)
+    epoch = epoch_progress = None
+    if passed is not None:
+        before = int(passed) if limits.epochs is None else min(int(passed), limits.epochs - 1)
+        epoch, epoch_progress = before + 1, min(passed - before, 1.0) if by_data else None
+    used = (
+        (passed, limits.epochs),
+        (since_s if loops.loop >= 0 else None, limits.time_s),
+        (updates - loops.start[0], limits.updates),
+        (_samples(core) - loops.start[1], limits.samples),
+    )
+    parts = [done / limit for done, limit in used if done is not None and limit is not None]
+    progress = min(max(*parts, 0.0), 1.0) if parts else None
+    return JobProgress(progress, epoch=epoch, epochs=limits.epochs, epoch_progress=epoch_progress)
+
+
+def _epochs(core: Coordinator, limit: int | None) -> tuple[float | None, bool]:
+    """Return how many epochs are done, None if unknown, and True if the data of the present one is counted.
+
+    That is the mean over the workers that take part or have finished. A worker that has finished has done them all.
+    """
+    done, by_data = [], False
+    for worker, status in core.board.items():
+        fate = core.members.fate(worker)
+        if status.epoch is None or fate not in ("", "finished"):
+            continue
+        by_data = by_data or status.part is not None
+        reached = status.epoch + (status.part or 0.0)
+        done.append(float(limit) if fate == "finished" and limit is not None else reached)
+    return sum(done) / len(done) if done else None, by_data
+
+
+def _samples(core: Coordinator) -> int:
+    """Return the number of samples that all workers together have used, as far as a worker knows; 0 if unknown."""
+    return max((status.samples for status in core.board.values()), default=0)
+
+
+# -- The state of a job as a table of plain values, for the progress display and for `paceline status` -------
+#
+# The table contains what the coordinator knows: the workers' reports, the servers' answers to `FetchWaits`,
+# and what its host has observed. Computing it changes nothing and asks nobody.
+
+LOCAL = "this machine"
+"""The name of the coordinator's machine, on which the servers run unless other machines bring them."""
+
+LONG_S = 1.0
+"""Time after which a wait is stated by its length. Shorter ones are stated by how often they occur."""
+
+HELD = {"stopped": "stopped by a signal", "traced": "held by a debugger"}
+"""The states of processes that are shown in place of the state that the worker has reported last."""
+
+
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """The state of one worker.
+
+    Attributes:
+        worker: index of the worker.
+        machine: name of its machine.
+        state: what the worker is doing.
+        state_s: seconds since it began to do this, in its latest iteration; None if unknown.
+        iteration: the iteration that it has reported last; None before its first report.
+        loss: the loss that it has reported last; None if it has reported none.
+        samples_per_s: its speed in samples per second; None if unknown.
+        staleness: number of updates, at the shard with the most, since the worker has received the weights; None if
+            unknown.
+        waits_for: what it waits for according to the sync model, or the call in which it waits; "" if it does not
+            wait.
+        last: the workers that keep it waiting: in a call, those that have not made it; otherwise, of the workers that
+            do not wait themselves, those in the earliest iteration. () if it does not wait.
+        losses: why each of its incarnations that were lost was lost, in order; () if none was.
+        guessed: True if `loss` is a guess: the tensor on which the script has called `backward()`.
+        device: its device and the model of this device; unset if no worker is known to be on an accelerator.
+    """
+
+    worker: int
+    machine: str
+    state: str
+    state_s: float | None = None
+    iteration: int | None = None
+    loss: float | None = None
+    samples_per_s: float | None = None
+    staleness: int | None = None
+    waits_for: str = ""
+    last: tuple[int, ...] = ()
+    losses: tuple[str, ...] = ()
+    guessed: bool = False
+    device: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class MachineStatus(msgspec.Struct, frozen=True):
+    """The heartbeats of one machine.
+
+    Attributes:
+        machine: name of the machine.
+        silent_s: seconds since its last sign of life (see `core.liveness`).
+        suspicion: `silent_s` divided by the time after which it is taken out.
+        servers: the servers that it has brought.
+    """
+
+    machine: str
+    silent_s: float
+    suspicion: float
+    servers: tuple[int, ...] = ()
+
+
+class LinkStatus(msgspec.Struct, frozen=True):
+    """The traffic from one machine to another.
+
+    Attributes:
+        sender: name of the machine that sends.
+        receiver: name of the machine that receives.
+        bytes_per_s: bytes per second, on average over the last seconds; None if it is not known yet.
+        total_bytes: number of bytes on the connections that are open.
+    """
+
+    sender: str
+    receiver: str
+    bytes_per_s: float | None
+    total_bytes: int
+
+
+class JobStatus(msgspec.Struct, frozen=True):
+    """The state of a job.
+
+    Attributes:
+        sync: the sync model in force.
+        servers: number of servers.
+        elapsed_s: seconds since the run began.
+        workers: one entry per worker, in the order of their indices.
+        machines: one entry per machine that sends heartbeats, in the order of their names.
+        links: one entry per pair of machines with traffic, in the order of the names.
+        shortage: how many workers and servers the run has and needs, if it waits for machines to join; else "".
+        main_worker: the main worker (see `core.members`); -1 for nobody.
+        progress: the part of the training loop in progress that is done, from 0 to 1; None if its length is unknown.
+        left_s: the time in seconds that the loop will take from now on; None if unknown.
+        samples_per_s: number of samples per second that all workers together use; None if unknown.
+        loss: the mean of the workers' losses, a moving mean over some seconds; None if unknown.
+        epoch: number of the epoch in progress, counted from 1; None if unknown.
+        epochs: number of epochs of the loop; None if unknown.
+        epoch_progress: the part of the epoch in progress that is done, from 0 to 1; None if unknown.
+        awaited: the workers for which others wait; () for none.
+        awaited_s: for how many seconds others have been waiting for them; None if nobody waits at this moment.
+        awaited_share: the part of the last seconds in which others have waited for them; None if unknown.
+    """
+
+    sync: str
+    servers: int
+    elapsed_s: float
+    workers: tuple[WorkerStatus, ...]
+    machines: tuple[MachineStatus, ...] = ()
+    links: tuple[LinkStatus, ...] = ()
+    shortage: str = ""
+    main_worker: int = 0
+    progress: float | None = None
+    left_s: float | None = None
+    samples_per_s: float | None = None
+    loss: float | None = None
+    epoch: int | None = None
+    epochs: int | None = None
+    epoch_progress: float | None = None
+    awaited: tuple[int, ...] = ()
+    awaited_s: float | None = None
+    awaited_share: float | None = None
+
+
+# -- Who keeps the workers of a job waiting, according to the servers' answers to `FetchWaits`, without I/O
+#
+# A single answer shows one moment. If the workers wait for 40 ms in each iteration, as for a worker that is
+# three times slower, every other answer may find nobody waiting. So `WaitSamples` keeps several answers: in the
+# part of them in which others waited for a worker, others wait for it for the same part of the time.
+
+
+class Awaited(NamedTuple):
+    """The workers that keep others waiting.
+
+    Attributes:
+        workers: their indices, in order; () if nobody is awaited.
+        share: the part of the last seconds in which others have waited for them.
+    """
+
+    workers: tuple[int, ...] = ()
+    share: float | None = None
+
+
+class Observed(msgspec.Struct, frozen=True):
+    """What the host of a coordinator has observed.
+
+    Attributes:
+        servers: number of servers.
+        elapsed_s: seconds since the run began.
+        connected: the workers that have connected to the coordinator at any time.
+        machine_of: worker -> name of its machine. Workers that are missing run on the coordinator's machine.
+        devices: worker -> its device and the model of this device; {} if no worker is on an accelerator.
+        state_s: worker -> seconds since its state or its iteration has changed.
+        usual_s: worker -> usual duration of its iterations in seconds.
+        processes: worker -> state of its process according to its agent.
+        machines: the heartbeats of the machines.
+        traffic: the traffic between the machines.
+        progress: how far the job has come.
+        awaited: for whom others have waited most often in the last seconds.
+    """
+
+    servers: int
+    elapsed_s: float
+    connected: Collection[int]
+    machine_of: Mapping[int, str] = {}
+    devices: Mapping[int, str] = {}
+    state_s: Mapping[int, float] = {}
+    usual_s: Mapping[int, float] = {}
+    processes: Mapping[int, str] = {}
+    machines: tuple[MachineStatus, ...] = ()
+    traffic: Mapping[LinkCounters, LinkTraffic] = {}
+    progress: JobProgress = JobProgress()
+    awaited: Awaited = Awaited()
+
+
+class StateTimes:
+    """Measures for how long each worker has been in its state.
+
+    A worker that is never seen to wait computes all the time, but one iteration after another. So what is noted for a
+    worker includes its iteration.
+
+    Example:
+        >>> times = StateTimes()
+        >>> times.note({0: ("computing", 7), 1: ("waiting", 6)}, now_ticks=0)
+        >>> times.note({0: ("computing", 7), 1: ("computing", 7)}, now_ticks=2 * TICKS_PER_S)
+        >>> times.state_s(now_ticks=3 * TICKS_PER_S)
+        {0: 3.0, 1: 1.0}
+    """
+
+    def __init__(self, ticks_per_s: int = TICKS_PER_S) -> None:
+        self._ticks_per_s = ticks_per_s
+        self._since: dict[int, tuple[Hashable, int]] = {}
+
+    def note(self, states: Mapping[int, Hashable], now_ticks: int) -> None:
+        """Record the current states of all workers."""
+        before = self._since
+        self._since = {
+            worker: before[worker] if worker in before and before[worker][0] == state else (state, now_ticks)
+            for worker, state in states.items()
+        }
+
+    def state_s(self, now_ticks: int) -> dict[int, float]:
+        """Return, for each worker, the seconds since its state has changed."""
+        return {
+            worker: (now_ticks - since_ticks) / self._ticks_per_s
+            for worker, (_, since_ticks) in self._since.items()
+        }
+
+
+def job_status(core: Coordinator, observed: Observed, local: str = LOCAL) -> JobStatus:
+    """Return the state of a job.
+
+    Args:
+        core: the coordinator. It is not changed.
+        observed: what its host has observed.
+        local: name of the coordinator's machine.
+    """
+    waits = dict(sorted(core.waits.items()))
+    waiting = still_waiting(core)
+    reasons = {worker: why for worker, why in waiting_for(waits.values()).items() if worker in waiting}
+    staleness: dict[int, int] = {}
+    for answer in waits.values():
+        for shard in answer.shards:
+            for worker, updates in shard.staleness:
+                staleness[worker] = max(updates, staleness.get(worker, 0))
+    gathered = core.collectives.waiting
+    uncalled = tuple(sorted(core.members.live - gathered.keys()))
+    last = last_workers(core, core.members.live - reasons.keys() - gathered.keys())
+    losses: dict[int, list[str]] = {}
+    for departure in core.members.departures:
+        if departure.fate == "lost":
+            losses.setdefault(departure.worker, []).append(core.cause(departure))
+    rows = []
+    for worker in sorted({*core.members.live, *core.members.finished, *core.members.lost}):
+        gone = bool(core.members.fate(worker))
+        state = worker_state(core, worker, worker in observed.connected)
+        held = held_state(core, worker, observed.processes)
+        reported = core.board.get(worker)
+        samples, usual_s = core.first_samples(worker), observed.usual_s.get(worker)
+        call = gathered.get(worker)
+        waits_for = "" if gone else f"the end of {call.name}" if call is not None else reasons.get(worker, "")
+        if state == "paused":
+            waits_for = "other workers to join"
+        rows.append(
+            WorkerStatus(
+                worker,
+                observed.machine_of.get(worker, local),
+                held or state,
+                observed.state_s.get(worker),
+                reported.iteration if reported is not None else None,
+                reported.loss if reported is not None else None,
+                None if gone or samples is None or not usual_s else samples / usual_s,
+                None if gone else staleness.get(worker),
+                waits_for,
+                () if not waits_for else uncalled if call is not None else last,
+                tuple(losses.get(worker, ())),
+                reported is not None and reported.guessed,
+                observed.devices.get(worker, msgspec.UNSET),
+            )
+        )
+    links = tuple(
+        LinkStatus(link.sender, link.receiver, traffic.bytes_per_s, traffic.total_bytes)
+        for link, traffic in sorted(observed.traffic.items())
+    )
+    machines = tuple(sorted(observed.machines, key=lambda machine: machine.machine))
+    awaited, awaited_s = _awaited_now(rows)
+    return JobStatus(
+        core.sync,
+        observed.servers,
+        observed.elapsed_s,
+        tuple(rows),
+        machines,
+        links,
+        core.shortage,
+        core.main.worker,
+        **msgspec.structs.asdict(observed.progress),
+        awaited=awaited or observed.awaited.workers,
+        awaited_s=awaited_s,
+        awaited_share=None if awaited else observed.awaited.share,
+    )
+
+
+def _awaited_now(rows: Sequence[WorkerStatus]) -> tuple[tuple[int, ...], float | None]:
+    """Return the workers that keep most others waiting, and for how long one of those has waited, at least `LONG_S`.
+
+    They are named only if they are not more than those that wait: the first worker at the end of a round waits for
+    all others, and none of these is slow.
+    """
+    waiting = [row for row in rows if row.last and row.state_s is not None and row.state_s >= LONG_S]
+    if not waiting:
+        return (), None
+    [(last, count)] = Counter(row.last for row in waiting).most_common(1)
+    if count < len(last):
+        return (), None
+    return last, max(row.state_s or 0.0 for row in waiting if row.last == last)
+
+
+def worker_state(core: Coordinator, worker: int, connected: bool) -> str:
+    """Return what a worker is doing, as far as the coordinator knows.
+
+    Args:
+        core: the coordinator.
+        worker: index of the worker.
+        connected: True if the worker has connected to the coordinator.
+    """
+    if gone := core.members.fate(worker):
+        return gone
+    if call := core.collectives.waiting.get(worker):
+        return f"waits in {call.name}"
+    if worker in core.board:
+        return core.board[worker].state
+    if core.expects_model(worker_peer(worker)):
+        return "before its first forward pass"
+    return "waiting for the others to start" if connected else "starting"
+
+
+def held_state(core: Coordinator, worker: int, processes: Mapping[int, str]) -> str:
+    """Return what keeps the process of a worker from running; "" if nothing does, or the worker is gone.
+
+    Args:
+        core: the coordinator.
+        worker: index of the worker.
+        processes: worker -> state of its process.
+    """
+    return "" if core.members.fate(worker) else HELD.get(processes.get(worker, ""), "")
+
+
+MOST_LOOKS = 20
+OLDEST_S = 30.0  # age of a look from which it is no longer used
+LEAST_LOOKS = 2
+LEAST_SHARE = 0.25
+"""Part of the looks in which others must wait for a worker. Of equally fast workers, none is awaited as often."""
+
+CLOSE = 0.8
+"""Workers that are awaited this much less often than the one that is awaited most are named together with it."""
+
+
+class WaitSamples:
+    """What the last answers of the servers have shown.
+
+    Args:
+        ticks_per_s: number of ticks per second.
+    """
+
+    def __init__(self, ticks_per_s: int) -> None:
+        self._oldest_ticks = round(OLDEST_S * ticks_per_s)
+        self._looks: deque[tuple[int, frozenset[int]]] = deque(maxlen=MOST_LOOKS)
+
+    def look(self, core: Coordinator, now_ticks: int) -> None:
+        """Record who waits now. Call this when all servers have answered. Before training begins, it has no effect.
+
+        The workers that are awaited are not noted if they are more than those that wait: the first workers at the end
+        of a round wait for all others, and none of these is slow.
+        """
+        if not core.started:
+            return
+        waiting = still_waiting(core)
+        last = last_workers(core, core.members.live - waiting)
+        self._looks.append((now_ticks, frozenset(last if len(last) <= len(waiting) else ())))
+
+    def awaited(self, now_ticks: int) -> Awaited:
+        """Return the workers for which others have waited most often in the last seconds."""
+        looks = [last for ticks, last in self._looks if now_ticks - ticks <= self._oldest_ticks]
+        counts = Counter(worker for last in looks for worker in last)
+        most = max(counts.values(), default=0)
+        if len(looks) < LEAST_LOOKS or most < LEAST_SHARE * len(looks):
+            return Awaited()
+        workers = tuple(sorted(worker for worker, count in counts.items() if count >= CLOSE * most))
+        return Awaited(workers, most / len(looks))
+
+
+def still_waiting(core: Coordinator) -> set[int]:
+    """Return the workers whose pulls are not answered, according to the servers' last answers.
+
+    A worker that has reported since then that it computes a later iteration waits no longer.
+    """
+    pulled: dict[int, int] = {}
+    for answer in core.waits.values():
+        for shard in answer.shards:
+            for worker, iteration in shard.pulls:
+                pulled[worker] = max(iteration, pulled.get(worker, iteration))
+    return {worker for worker, iteration in pulled.items() if not _computes_after(core, worker, iteration)}
+
+
+def _computes_after(core: Coordinator, worker: int, iteration: int) -> bool:
+    """Return True if a worker has reported that it computes an iteration after this one."""
+    reported = core.board.get(worker)
+    return reported is not None and reported.state == "computing" and reported.iteration > iteration
+
+
+def waiting_for(answers: Collection[Waits]) -> dict[int, str]:
+    """Return, for each worker that waits at a shard, whom it waits for and why.
+
+    The shards are named only if the worker waits for something else at some of them.
+    """
+    shards = [shard for answer in answers for shard in answer.shards]
+    found: dict[int, dict[str, list[int]]] = {}
+    for shard in shards:
+        for (worker, _), reason in zip(shard.pulls, shard.reasons, strict=True):
+            found.setdefault(worker, {}).setdefault(reason, []).append(shard.shard)
+    return {worker: "; ".join(_named(at, len(shards))) for worker, at in sorted(found.items())}
+
+
+def _named(reasons: Mapping[str, list[int]], shards: int) -> list[str]:
+    """Return the reasons, each with the shards for which it holds unless it holds for all."""
+    return [
+        reason if len(where) == shards else f"{reason} (shard {', '.join(map(str, sorted(where)))})"
+        for reason, where in reasons.items()
+    ]
+
+
+def last_workers(core: Coordinator, workers: Collection[int]) -> tuple[int, ...]:
+    """Return those of the workers that are in the earliest iteration, according to their last reports."""
+    iterations = {worker: core.board[worker].iteration for worker in workers if worker in core.board}
+    earliest = min(iterations.values(), default=0)
+    return tuple(sorted(worker for worker, iteration in iterations.items() if iteration == earliest))

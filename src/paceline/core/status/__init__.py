@@ -1,1 +1,0 @@
-"""The state of a run as a table of plain values, for displays."""

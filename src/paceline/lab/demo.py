@@ -1,0 +1,503 @@
+"""Handwritten digits: the data, a small network, and the training function that every worker runs.
+
+The 1,797 images of 8 x 8 pixels are part of scikit-learn, so nothing is downloaded. The launcher loads the images and
+passes them to the workers as tensors, so workers do not import scikit-learn.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.text import Text
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ..core.lease import BatchSizing
+from ..errors import ConfigurationError
+from ..files import Unfinished, write_json
+from ..look.summary import Curve, accuracy_picture
+from ..look.tables import TrialOutcome, comparison_table, medians
+from ..look.timelines import can_draw, no_picture, save
+from ..run.job_options import make_job
+from ..start.launch import launch
+from ..start.results import RunResult
+from ..start.terminal import print_sentence
+from ..sync import PullState
+from ..train.data import distribute
+from ..train.optimizer import DistributedOptimizer
+from ..words import run_name
+
+TEST_SHARE = 0.2
+SPLIT_SEED = 0
+CLASSES = 10
+BRIGHTEST = 16.0  # scikit-learn's pixels range from 0 to 16
+
+
+class Digits(msgspec.Struct, frozen=True):
+    """The images and labels, split into a training set and a test set.
+
+    Attributes:
+        train_images: float32 tensor of shape (n, 1, 8, 8) with values from 0 to 1.
+        train_labels: int64 tensor of shape (n,) with values from 0 to 9.
+        test_images: images of the test set, in the same format. The two sets are disjoint.
+        test_labels: labels of the test set, in the same format.
+    """
+
+    train_images: torch.Tensor
+    train_labels: torch.Tensor
+    test_images: torch.Tensor
+    test_labels: torch.Tensor
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """The hyper-parameters and the length of a worker's training.
+
+    A worker trains on its part of each pass over the training set, until the duration or the number of iterations is
+    reached.
+
+    Attributes:
+        learning_rate: learning rate of SGD.
+        momentum: momentum of SGD; 0 disables it.
+        batch_size: images per worker and iteration.
+        duration_s: training time in seconds; infinity for no limit.
+        seed: random seed for the initial weights, which are the same in all workers.
+        iterations: number of iterations of the worker; None for no limit.
+    """
+
+    learning_rate: float
+    momentum: float
+    batch_size: int
+    duration_s: float
+    seed: int
+    iterations: int | None = None
+
+
+class DigitsNet(nn.Sequential):
+    """A network with two convolutional and two fully connected layers, 9,802 parameters in total.
+
+    It has no dropout and no batch normalization, so that workers differ only in their data.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(1, 8, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(8, 16, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(16 * 4 * 4, 32),
+            nn.ReLU(),
+            nn.Linear(32, CLASSES),
+        )
+
+
+def load() -> Digits:
+    """Load the digits and split them. The test set is always the same and contains a fifth of each class.
+
+    Raises:
+        ConfigurationError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ConfigurationError(
+            "the digits are part of scikit-learn, which is not installed. Run: pip install 'paceline[demo]'"
+        ) from error
+    raw = load_digits()
+    images = torch.from_numpy(raw.images).to(torch.float32).unsqueeze(1) / BRIGHTEST
+    labels = torch.from_numpy(raw.target).to(torch.int64)
+    test = _test_part(labels)
+    return Digits(images[~test], labels[~test], images[test], labels[test])
+
+
+def train(digits: Digits, recipe: Recipe) -> None:
+    """Train as one worker of a run.
+
+    In the demo, workers stop after a fixed time, not after a fixed number of epochs. Thus, each sync model gets the
+    same training time, and the slow worker does not train alone after the others have finished.
+    """
+    torch.manual_seed(recipe.seed)
+    model = DigitsNet()
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=recipe.learning_rate, momentum=recipe.momentum), model=model
+    )
+    images = TensorDataset(digits.train_images, digits.train_labels)
+    part = distribute(DataLoader(images, recipe.batch_size, shuffle=True, drop_last=True))
+    begun_s: float | None = None
+    batches = itertools.chain.from_iterable(itertools.repeat(part))
+    for x, y in itertools.islice(batches, recipe.iterations):
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> float:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            return loss.item()
+
+        optimizer.step(closure)
+        now_s = time.monotonic()
+        begun_s = begun_s or now_s  # the first step is not timed, since it includes the wait for all workers
+        if now_s - begun_s >= recipe.duration_s:
+            return
+
+
+def accuracy(state_dict: dict[str, torch.Tensor], digits: Digits) -> float:
+    """Return the accuracy of a network with these weights on the test images, from 0 to 1."""
+    model = DigitsNet()
+    model.load_state_dict(state_dict)
+    with torch.inference_mode():
+        predicted = model(digits.test_images).argmax(dim=1)
+    return float((predicted == digits.test_labels).float().mean())
+
+
+def _test_part(labels: torch.Tensor) -> torch.Tensor:
+    """Return the mask that selects the test images: a fifth of each class, and always the same images."""
+    generator = torch.Generator().manual_seed(SPLIT_SEED)
+    test = torch.zeros(len(labels), dtype=torch.bool)
+    for digit in range(CLASSES):
+        (of_class,) = torch.nonzero(labels == digit, as_tuple=True)
+        shuffled = of_class[torch.randperm(len(of_class), generator=generator)]
+        test[shuffled[: round(TEST_SHARE * len(of_class))]] = True
+    return test
+
+
+# -- The settings that the demo compares, and the training task that all of them share -----------------------
+
+Hyperparameters = Literal["raw", "translated"]
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """The training task, which is the same for all sync models.
+
+    A worker's computation takes a few milliseconds, much less than the minimum iteration times, so even two cores are
+    mostly idle. Thus, the timing depends on the emulated machines, not on the real one.
+
+    Attributes:
+        pace_s: minimum time of an iteration in seconds, for each worker.
+        servers: number of servers.
+        batch_size: images per worker and iteration.
+        duration_s: training time in seconds.
+        snapshot_every_s: time between two snapshots of the weights, in seconds.
+        target_accuracy: target accuracy on the test images, from 0 to 1.
+    """
+
+    pace_s: tuple[float, ...] = (0.03, 0.03, 0.03, 0.09)
+    servers: int = 2
+    batch_size: int = 32
+    duration_s: float = 16.0
+    snapshot_every_s: float = 0.25
+    target_accuracy: float = 0.95
+
+
+class DemoSetting(msgspec.Struct, frozen=True):
+    """A sync model, the sizes of the workers' batches, and the hyper-parameters.
+
+    Without staleness, raw and translated hyper-parameters are the same.
+
+    Attributes:
+        sync: the sync model, in the notation of `--sync`.
+        learning_rate: learning rate of SGD.
+        momentum: momentum of SGD; 0 disables it.
+        batch: sizes of the workers' batches: "equal" or "balanced".
+        hyperparameters: "translated" if the learning rate and momentum are those of a joint batch, or "raw" if they
+            were found for this sync model. See `paceline.launch`.
+    """
+
+    sync: str
+    learning_rate: float
+    momentum: float
+    batch: BatchSizing = "equal"
+    hyperparameters: Hyperparameters = "raw"
+
+    @property
+    def name(self) -> str:
+        """The name of the sync model, marked if the batches are balanced or the hyper-parameters translated."""
+        return run_name(self.sync, self.batch, self.hyperparameters)
+
+    def __str__(self) -> str:
+        return f"{self.name}, learning rate {self.learning_rate:g}, momentum {self.momentum:g}"
+
+
+def within_two_of_the_slowest(state: PullState) -> bool:
+    """Answer a pull (return True) if the worker is at most two iterations ahead of the slowest worker."""
+    return state.gap <= 2
+
+
+OWN_BEST = (
+    DemoSetting("bsp", learning_rate=0.14, momentum=0.9),
+    DemoSetting("bsp", learning_rate=0.14, momentum=0.9, batch="balanced"),
+    DemoSetting("ssp:staleness=3", learning_rate=0.0088, momentum=0.9),
+    DemoSetting("asp", learning_rate=0.14, momentum=0.0),
+    DemoSetting("elastic-bsp:lookahead=15", learning_rate=0.14, momentum=0.0),
+)
+"""Each sync model with the best learning rate and momentum that a search found for it.
+
+BSP makes the same updates with equal and with balanced batches, so both settings have the same learning rate and
+momentum.
+
+The search (`make tune`) tries momentum 0 and 0.9, each with a grid of learning rates that is extended until the best
+point lies inside the grid. All points are measured with one seed. The best few and their neighbors are measured with
+three seeds and compared by their median time to the target. `docs/demo.md` describes the conditions of the search.
+"""
+
+_bsp, _balanced, _ssp, _asp, _elastic = OWN_BEST
+
+TRANSLATED = tuple(
+    msgspec.structs.replace(_bsp, sync=setting.sync, hyperparameters="translated")
+    for setting in (_ssp, _asp, _elastic)
+)
+"""The other sync models with the hyper-parameters of BSP, as a user has them who changes only `--sync`."""
+
+SETTINGS = (_bsp, _balanced, *TRANSLATED, _ssp, _asp, _elastic)
+"""The settings of the demo: first those with the hyper-parameters of BSP, then each model with its own best ones."""
+
+
+def _like(setting: DemoSetting, sync: str) -> DemoSetting:
+    """Return a setting for another sync model, with the learning rate and momentum of the given setting."""
+    return msgspec.structs.replace(setting, sync=sync)
+
+
+EVERY_SETTING = (
+    _bsp,
+    _balanced,
+    _like(_bsp, "drop-stragglers:quorum=3"),
+    _ssp,
+    _like(_ssp, "ssp:staleness=3,execution=lazy"),
+    _like(_ssp, "ssp:staleness=5"),
+    _like(_ssp, "pssp:staleness=3,probability=0.333333"),
+    _like(_ssp, "dynamic-pssp:staleness=3"),
+    _like(_ssp, "dssp:lower=3,upper=15"),
+    _like(_ssp, "dsps:lower=1,upper=15"),
+    _like(_ssp, "conditions:pull=paceline.lab.demo:within_two_of_the_slowest"),
+    _asp,
+    _like(_asp, "naive-waiting:delay_s=0.004"),
+    _like(_asp, "spec-sync"),
+    _like(_asp, "spec-sync:abort_time_s=0.01,abort_rate=0.2"),
+    _like(_ssp, "spec-sync:base=ssp:staleness=3"),
+    _elastic,
+)
+"""The settings of `paceline demo --all`, each with a learning rate and momentum.
+
+All hyper-parameters are raw. A model that is not in `OWN_BEST` uses the learning rate and momentum of a similar
+model: BSP for models that average gradients, SSP for models that bound staleness, and ASP for all others.
+PSSP(3, 1/3) and SSP(5) have the same regret bound (FluentPS, Theorem 1: s + 1/c - 1).
+"""
+
+
+# -- A trial: one live run that trains on the digits with one setting, and the evaluation of its weights -----
+#
+# The evaluation does not disturb the timing of the run: a reader takes snapshots of the weights at regular
+# intervals, and the snapshots are evaluated after the run.
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """The result of a trial.
+
+    Attributes:
+        outcome: settings and results of the run.
+        curve: accuracy on the test images over time.
+        run_dir: directory of the run.
+    """
+
+    outcome: TrialOutcome
+    curve: Curve
+    run_dir: Path
+
+
+def run_trial(
+    digits: Digits, problem: Problem, setting: DemoSetting, seed: int, *, run_dir: Path, progress: bool | None
+) -> Trial:
+    """Train in new processes, then evaluate the weights.
+
+    A trial takes the duration given by `problem`, plus the time to start the processes. Gradients that are not finite
+    are skipped, so that a trial has a result even if training diverges.
+
+    Raises:
+        ConfigurationError: an argument is invalid; nothing was started.
+        RunFailedError: a process failed.
+    """
+    recipe = Recipe(
+        learning_rate=setting.learning_rate,
+        momentum=setting.momentum,
+        batch_size=problem.batch_size,
+        duration_s=problem.duration_s,
+        seed=seed,
+    )
+    result = launch(
+        train,
+        args=(digits, recipe),
+        workers=len(problem.pace_s),
+        servers=problem.servers,
+        devices="cpu",
+        sync=setting.sync,
+        batch=setting.batch,
+        hyperparameters=setting.hyperparameters,
+        seed=seed,
+        pace=problem.pace_s,
+        on_nan="skip",
+        run_dir=run_dir,
+        progress=progress,
+        snapshot_every_s=problem.snapshot_every_s,
+    )
+    times_s, accuracies = _evaluate(result, digits, problem.snapshot_every_s)
+    reached_s = time_to_target(times_s, accuracies, problem.target_accuracy)
+    summary = result.summary
+    present_s = len(problem.pace_s) * summary["duration_s"]
+    pulls = sum(summary["iterations"].values()) * problem.servers
+    outcome = TrialOutcome(
+        sync=setting.sync,
+        batch=setting.batch,
+        hyperparameters=setting.hyperparameters,
+        learning_rate=setting.learning_rate,
+        momentum=setting.momentum,
+        seeds=(seed,),
+        target_accuracy=problem.target_accuracy,
+        time_to_target_s=reached_s,
+        final_accuracy=accuracy(result.state_dict, digits),
+        delayed_share=summary["delayed_pulls"] / pulls if pulls else 0.0,
+        wasted_share=summary["wasted_s"] / present_s if present_s else 0.0,
+        **{
+            key: summary[key]
+            for key in (
+                "updates_per_s",
+                "gradients_per_s",
+                "samples_per_s",
+                "waiting_share",
+                "mean_staleness",
+                "max_staleness",
+                "restarts",
+                "emulated",
+            )
+        },
+    )
+    return Trial(outcome, Curve(setting.name, times_s, accuracies, reached_s), run_dir)
+
+
+def time_to_target(times_s: Sequence[float], accuracies: Sequence[float], target: float) -> float | None:
+    """Return the first time at which two consecutive evaluations have reached the target, or None.
+
+    >>> time_to_target([0.0, 0.5, 1.0, 1.5, 2.0], [0.1, 0.96, 0.94, 0.95, 0.97], target=0.95)
+    2.0
+    """
+    for index in range(1, len(times_s)):
+        if min(accuracies[index - 1], accuracies[index]) >= target:
+            return times_s[index]
+    return None
+
+
+def _evaluate(
+    result: RunResult, digits: Digits, interval_s: float
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the times of the evaluations, which are multiples of the interval, and the accuracy at each time.
+
+    If the times of several snapshots round to the same multiple, because some were late, only the first is used.
+    """
+    by_tick: dict[int, float] = {}
+    for taken_s, snapshot in result.snapshots:
+        tick = round(taken_s / interval_s)
+        if tick not in by_tick:
+            by_tick[tick] = accuracy(snapshot.state_dict, digits)
+    return tuple(round(tick * interval_s, 6) for tick in by_tick), tuple(by_tick.values())
+
+
+# -- Compares sync models for the demo, and equal batches with balanced ones ---------------------------------
+#
+# Four workers train on handwritten digits, and one of them is three times slower than the others. A table and
+# a picture show how much time is lost by waiting for the slowest worker, and how much of it is saved by an
+# elastic barrier or by balanced batches. Each sync model runs twice: with the learning rate and momentum that
+# are best for BSP, translated, as a user has them who changes only `--sync`; and with its own best ones, used
+# as they are.
+
+
+def run_demo(
+    *,
+    console: Console,
+    run_dir: Path | None = None,
+    seeds: Sequence[int] = (0,),
+    settings: Sequence[DemoSetting] = SETTINGS,
+    problem: Problem | None = None,
+    progress: bool | None = True,
+) -> list[TrialOutcome]:
+    """Train with each setting and each seed, one run after another, then print and save the results.
+
+    Afterwards, the run directory contains `summary.json` (one object per setting, with medians over the seeds),
+    `trials.json` (one object per run), `curves.csv`, `comparison.png`, and a directory for each run.
+
+    Args:
+        console: console on which the table and the messages are printed.
+        run_dir: directory for the results. Default: a new directory under ./runs.
+        seeds: random seeds. Each seed determines the initial weights and the order of the data for all settings.
+        settings: settings to compare.
+        problem: training task. Default: `Problem()`.
+        progress: True to show progress on standard error, False to hide it, None to show it only on a terminal.
+
+    Returns:
+        One outcome per setting, with medians over the seeds.
+
+    Raises:
+        ConfigurationError: an argument is invalid; nothing was started.
+        RunFailedError: a run failed.
+    """
+    problem = problem or Problem()
+    if not seeds:
+        raise ConfigurationError("seeds is empty; expected at least one whole number, for example 0.")
+    digits = load()
+    workers = len(problem.pace_s)
+    home = Path(
+        make_job(workers=workers, servers=problem.servers, pace=problem.pace_s, run_dir=run_dir).run_dir
+    )
+    print_sentence(
+        console,
+        f"{workers} workers train on {len(digits.train_labels)} handwritten digits for {problem.duration_s:g} s "
+        f"under each of {len(settings)} settings. The speeds are emulated: one worker is "
+        f"{max(problem.pace_s) / min(problem.pace_s):g} times slower than the others.",
+    )
+    trials: list[Trial] = []
+    for seed in seeds:
+        for setting in settings:
+            count = (f"{len(trials) + 1}/{len(seeds) * len(settings)}", "bold")
+            line = Text.assemble(count, f" {setting}, seed {seed}")
+            console.print(line, soft_wrap=True, highlight=False)
+            run = home / f"{re.sub('[^a-z0-9.]+', '-', setting.name)}-seed-{seed}"
+            trials.append(run_trial(digits, problem, setting, seed, run_dir=run, progress=progress))
+    outcomes = [medians([t.outcome for t in trials if t.outcome.name == s.name]) for s in settings]
+    write_json(home / "summary.json", outcomes)
+    write_json(home / "trials.json", [trial.outcome for trial in trials])
+    _save_curves(home / "curves.csv", trials)
+    console.print(comparison_table(outcomes, every=len(settings) > len(SETTINGS), width=console.width))
+    if can_draw():
+        _save_picture(home / "comparison.png", trials, problem)
+        console.print(f"picture: {home / 'comparison.png'}", soft_wrap=True, highlight=False)
+    else:
+        print_sentence(console, no_picture("comparison.png"))
+    console.print(f"results: {home}", soft_wrap=True, highlight=False)
+    return outcomes
+
+
+def _save_curves(path: Path, trials: Sequence[Trial]) -> None:
+    with Unfinished(path) as place, place.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["sync", "seed", "time_s", "accuracy"])
+        for trial in trials:
+            for time_s, accuracy in zip(trial.curve.times_s, trial.curve.accuracies, strict=True):
+                rows.writerow([trial.outcome.name, trial.outcome.seeds[0], time_s, accuracy])
+
+
+def _save_picture(path: Path, trials: Sequence[Trial], problem: Problem) -> None:
+    shown = {setting.name for setting in SETTINGS}
+    figure = accuracy_picture(
+        "Handwritten digits, one slow worker",
+        f"the speeds of the workers were emulated: {trials[0].outcome.emulated}",
+        [trial.curve for trial in trials if trial.outcome.name in shown],
+        problem.target_accuracy,
+    )
+    save(figure, path)

@@ -1,0 +1,486 @@
+"""Rankings of sync models on a cluster.
+
+Each model is simulated for the same virtual time. The simulations cover timing only: how many gradients are computed,
+how stale they are, and how long workers wait. To find out how staleness affects the loss, train a model; see the
+module `training` in this package.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+
+import msgspec
+
+from ..core.lease import BATCH_SIZINGS, BatchSizing
+from ..errors import ConfigurationError, RunFailedError
+from ..sim import Cluster, Dataset, SimResult, simulate
+from ..sim.clockwork import require_enough_data
+from ..sync import MODELS
+from ..sync.schedule import read_schedule
+from ..trace.activity_cells import time_shares
+from ..trace.measures import unapplied_pushes
+from ..words import run_name
+from .pool import TellCount, on_all_cores
+
+EVERY_MODEL = (
+    "bsp",
+    "asp",
+    "ssp:staleness=3",
+    "ssp:staleness=3,execution=lazy",
+    "dssp:lower=3,upper=15",
+    "dsps:lower=1,upper=15",
+    "pssp:staleness=3,probability=0.1",
+    "dynamic-pssp:staleness=3",
+    "elastic-bsp:lookahead=15",
+    "spec-sync",
+)
+"""The models that are compared by default, with the parameters from their papers."""
+
+
+# Data for balanced batches in a ranking without data. The epochs end after the simulated time.
+NOTIONAL_BATCH = 64
+NOTIONAL_ROUNDS = 100
+NOTIONAL_EPOCHS = 10**9
+
+
+class Task(msgspec.Struct, frozen=True):
+    """The arguments of one simulation.
+
+    Attributes:
+        cluster: cluster to simulate.
+        sync: sync model.
+        iterations: iterations of each worker; None for no limit.
+        until_s: virtual seconds after which the simulation ends.
+        seed: random seed.
+        shards: number of shards; None for one per server.
+        data: data that the workers use up; None if only the other limits end the simulation.
+        batch: sizes of the workers' batches of this data.
+        wire: format in which gradients and weights travel.
+        notional: True if the data only stands for batches that can be divided. Then the speed is counted in gradients
+            of full batches, as in a simulation without data.
+    """
+
+    cluster: Cluster
+    sync: str
+    iterations: int | None
+    until_s: float
+    seed: int
+    shards: int | None = None
+    data: Dataset | None = None
+    batch: BatchSizing = "equal"
+    notional: bool = False
+    wire: str = "float32"
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """The results of one simulation. All shares are numbers from 0 to 1.
+
+    Attributes:
+        sync: sync model.
+        batch: sizes of the workers' batches.
+        until_s: virtual seconds that were simulated.
+        finished_s: virtual time at which workers finished their last iteration, averaged over the workers.
+        gradients_per_s: number of applied pushes of all workers per virtual second.
+        updates_per_s: optimizer steps per virtual second. Under BSP, one step applies all gradients of a round, so
+            compare models by `speed` instead.
+        samples_per_s: number of samples per virtual second from which applied gradients were computed; 0.0 if it is
+            unknown, because the simulation had no data.
+        epoch_s: virtual time per epoch, in seconds; None if the simulation had no data.
+        mean_staleness: mean staleness of the gradients, in updates.
+        max_staleness: largest staleness of a gradient, in updates.
+        computing_share: share of the workers' time spent computing gradients that were pushed.
+        waiting_share: share of the workers' time spent waiting for other workers.
+        transfer_share: share of the workers' time in which messages were on their way.
+        wasted_share: share of the workers' time spent on computations that were aborted or lost, and on the pulls
+            after aborts.
+        outside_share: share of the workers' time in which their scripts did not train, for example in a barrier.
+        delayed_share: pulls that were not answered on arrival, as a share of all pulls.
+        sync_cost_s: c_sync, the sum over the barriers of the longest waiting time of a worker, in virtual seconds.
+        predicted_sync_cost_s: the same sum as the plans predicted it; None if the model plans no barriers.
+        restarts: number of computations that were aborted and restarted.
+        bytes_sent: bytes sent by all processes.
+        faults: descriptions of conditions that failed, and of the models that replaced them. If the list is not
+            empty, the results are not those of `sync` alone.
+        failure: why there are no results, with the lines of the model's code that failed; all numbers are then 0. ""
+            if there are results.
+        unapplied: sentence about pushes that were never applied; "" if there are none. See `trace.measures`.
+        front: True if the model can be recommended, and no other such model is better in speed or staleness without
+            being worse in the other.
+    """
+
+    sync: str
+    batch: BatchSizing = "equal"
+    until_s: float
+    finished_s: float
+    gradients_per_s: float
+    updates_per_s: float
+    samples_per_s: float = 0.0
+    epoch_s: float | None = None
+    mean_staleness: float
+    max_staleness: int
+    computing_share: float
+    waiting_share: float
+    transfer_share: float
+    wasted_share: float
+    outside_share: float
+    delayed_share: float
+    sync_cost_s: float = 0.0
+    predicted_sync_cost_s: float | None = None
+    restarts: int
+    bytes_sent: int
+    faults: list[str] = []
+    failure: str = ""
+    unapplied: str = ""
+    front: bool = False
+
+    @property
+    def sound(self) -> bool:
+        """True if the results are those of a model that trains. Other models are never recommended."""
+        return not (self.failure or self.unapplied or self.faults)
+
+    @property
+    def name(self) -> str:
+        """The sync model, and the sizes of the batches if they are balanced."""
+        return run_name(self.sync, self.batch)
+
+    @property
+    def speed(self) -> float:
+        """Samples per second if they are known, else gradients per second."""
+        return self.samples_per_s or self.gradients_per_s
+
+
+def figures_of(
+    sync: str, result: SimResult, data: Dataset | None = None, batch: BatchSizing = "equal"
+) -> Figures:
+    """From the result of a simulation, compute the numbers that a ranking shows."""
+    measures = result.measures
+    pushes = sum(measures.iterations.values())
+    unapplied = unapplied_pushes(measures.pushes, measures.unapplied)
+    trained = 1.0 - measures.unapplied / measures.gradients if unapplied and measures.gradients else 1.0
+    duration_s = measures.duration_s or 1.0
+    shares = time_shares(result.time_use)
+    return Figures(
+        sync=sync,
+        batch=batch,
+        until_s=measures.duration_s,
+        finished_s=fmean(result.finished_s),
+        gradients_per_s=(pushes - measures.dropped_pushes / result.shards) / duration_s * trained,
+        updates_per_s=measures.updates_per_s,
+        samples_per_s=measures.samples_per_s * trained,
+        epoch_s=duration_s / data.epochs if data is not None else None,
+        mean_staleness=measures.mean_staleness,
+        max_staleness=measures.max_staleness,
+        computing_share=shares["computing_share"],
+        waiting_share=measures.waiting_share,
+        transfer_share=shares["transfer_share"],
+        wasted_share=shares["wasted_share"],
+        outside_share=shares["outside_share"],
+        sync_cost_s=measures.sync_cost_s,
+        predicted_sync_cost_s=measures.predicted_sync_cost_s,
+        delayed_share=measures.delayed_pulls / (pushes * result.shards) if pushes else 0.0,
+        restarts=measures.restarts,
+        bytes_sent=result.bytes_sent,
+        faults=result.faults,
+        unapplied=unapplied,
+    )
+
+
+def failed(sync: str, error: RunFailedError, batch: BatchSizing = "equal") -> Figures:
+    """Return the figures of a simulation that the sync model has made fail, without results.
+
+    Raises:
+        RunFailedError: the failure is not the model's, so it would be the same under each model.
+    """
+    if error.process != "the run":  # a worker's script, or a cluster on which time stands still
+        raise error
+    return Figures(
+        sync=sync,
+        batch=batch,
+        failure=f"{error.reason}\n{error.traceback}".rstrip(),
+        until_s=0.0,
+        finished_s=0.0,
+        gradients_per_s=0.0,
+        updates_per_s=0.0,
+        mean_staleness=0.0,
+        max_staleness=0,
+        computing_share=0.0,
+        waiting_share=0.0,
+        transfer_share=0.0,
+        wasted_share=0.0,
+        outside_share=0.0,
+        delayed_share=0.0,
+        restarts=0,
+        bytes_sent=0,
+    )
+
+
+def run_task(task: Task) -> Figures:
+    """Run one simulation without recording traces."""
+    try:
+        result = simulate(
+            task.cluster,
+            task.sync,
+            task.iterations,
+            task.seed,
+            until_s=task.until_s,
+            shards=task.shards,
+            data=task.data,
+            batch=task.batch,
+            wire=task.wire,
+        )
+    except RunFailedError as error:
+        return failed(task.sync, error, task.batch)
+    row = figures_of(task.sync, result, task.data, task.batch)
+    if not task.notional or task.data is None:
+        return row
+    gradients_per_s = row.samples_per_s / task.data.batch_size
+    return msgspec.structs.replace(row, gradients_per_s=gradients_per_s, samples_per_s=0.0, epoch_s=None)
+
+
+def balanced_task(cluster: Cluster, until_s: float, seed: int, shards: int | None, wire: str) -> Task:
+    """Return a simulation of bsp with balanced batches of data of which nothing is known but that it is divisible."""
+    samples = NOTIONAL_BATCH * cluster.workers * NOTIONAL_ROUNDS
+    data = Dataset(samples=samples, batch_size=NOTIONAL_BATCH, epochs=NOTIONAL_EPOCHS)
+    return Task(cluster, "bsp", None, until_s, seed, shards, data, "balanced", True, wire)
+
+
+def run_tasks(tasks: Sequence[Task], tell: TellCount = lambda done, of, what: None) -> list[Figures]:
+    """Run simulations on all cores. Return the results in the order of the tasks.
+
+    With only one core or task, they run in this process, because another one would first have to import everything.
+    """
+
+    def name_of(task: Task) -> str:
+        return run_name(task.sync, task.batch)
+
+    if min(len(tasks), os.cpu_count() or 1) > 1:
+        return on_all_cores(run_task, tasks, name_of, tell)
+    tell(0, len(tasks), "")
+    figures = []
+    for done, task in enumerate(tasks, start=1):
+        figures.append(run_task(task))
+        tell(done, len(tasks), name_of(task))
+    return figures
+
+
+def rank(
+    cluster: Cluster,
+    syncs: Sequence[str],
+    *,
+    iterations: int = 100,
+    seed: int = 0,
+    shards: int | None = None,
+    wire: str = "float32",
+    data: Dataset | None = None,
+    balances: bool = True,
+    balanced_bsp: bool = False,
+    tell: TellCount = lambda done, of, what: None,
+) -> list[Figures]:
+    """Simulate each model for the time that BSP needs for `iterations` iterations, or until data is used up.
+
+    With data, each model whose workers may have to wait for each other is simulated with equal and, if `balances` is
+    True, with balanced batches. Without data, `balanced_bsp` adds bsp with balanced batches if bsp is one of the
+    models.
+
+    Returns:
+        The results, sorted by samples per second, or by gradients per second without data, descending. Models that
+        cannot be recommended come last (see `Figures.sound`).
+
+    Raises:
+        ConfigurationError: a model cannot run on this cluster or with this data, or BSP completes no iteration on it.
+    """
+    require_runnable(cluster, syncs, shards)
+    if data is None:
+        horizon_s = horizon(cluster, iterations, seed, shards, wire)
+        tasks = [Task(cluster, sync, None, horizon_s, seed, shards, wire=wire) for sync in syncs]
+        if balanced_bsp and "bsp" in syncs:
+            tasks.append(balanced_task(cluster, horizon_s, seed, shards, wire))
+    else:
+        for sync in syncs:
+            require_enough_data(data, cluster, read_schedule(sync))
+        tasks = [
+            Task(cluster, sync, None, math.inf, seed, shards, data, batch, wire=wire)
+            for sync in syncs
+            for batch in _sizings(sync, balances)
+        ]
+    order = sorted(run_tasks(tasks, tell), key=lambda row: (not row.sound, -row.speed, row.mean_staleness))
+    return mark_front(order)
+
+
+def _sizings(sync: str, balances: bool) -> tuple[BatchSizing, ...]:
+    """Return the sizes of batches with which a model is compared: balanced ones only where they may save time."""
+    schedule = read_schedule(sync)
+    if not balances or all(model.independent for model in schedule.models):
+        return ("equal",)
+    return ("balanced",) if schedule.auto else BATCH_SIZINGS
+
+
+def horizon(cluster: Cluster, iterations: int, seed: int, shards: int | None, wire: str = "float32") -> float:
+    """Return the virtual time in seconds that BSP needs for a number of iterations.
+
+    Raises:
+        ConfigurationError: BSP completes no iteration on this cluster, or its iterations take no time.
+    """
+    time_s = simulate(cluster, "bsp", iterations, seed, shards=shards, wire=wire).time_s
+    if not time_s:
+        raise ConfigurationError(
+            "under bsp, no worker finishes an iteration on this cluster, or iterations take no time, so there is "
+            "nothing to compare. Check the compute times, and the times at which workers are lost."
+        )
+    return time_s
+
+
+def mark_front(rows: Sequence[Figures]) -> list[Figures]:
+    """Return the rows, with `front` set (see `Figures.front`)."""
+    return [
+        msgspec.structs.replace(
+            row,
+            front=row.sound
+            and not any(
+                other.sound
+                and other.speed >= row.speed
+                and other.mean_staleness <= row.mean_staleness
+                and (other.speed, -other.mean_staleness) != (row.speed, -row.mean_staleness)
+                for other in rows
+            ),
+        )
+        for row in rows
+    ]
+
+
+def require_runnable(cluster: Cluster, syncs: Sequence[str], shards: int | None = None) -> None:
+    """Raise `ConfigurationError` if one of the models cannot run on this cluster."""
+    for sync in syncs:
+        read_schedule(sync).require_runnable(cluster.workers, shards or cluster.servers)
+
+
+def read_syncs(text: str) -> list[str]:
+    """Parse a list of sync models, for example `bsp,ssp:staleness=3,execution=lazy,elastic-bsp`.
+
+    "all" stands for `EVERY_MODEL`. A part of the form `key=value` is a parameter of the preceding model. Consecutive
+    parts with `@` are the steps of one schedule.
+
+    >>> read_syncs("bsp,ssp:staleness=3,execution=lazy,bsp@0,asp@50,asp")
+    ['bsp', 'ssp:staleness=3,execution=lazy', 'bsp@0,asp@50', 'asp']
+
+    Raises:
+        ConfigurationError: one of the models is unknown or invalid.
+    """
+    if text.strip() == "all":
+        return list(EVERY_MODEL)
+    found: list[str] = []
+    for part in text.split(","):
+        when = part.rpartition("@")[2] if "@" in part else ""
+        belongs = bool(re.match(r"[a-z_]+=", part)) or when not in ("", "0")
+        if belongs and found:
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    for sync in found:
+        read_schedule(sync)
+    return found
+
+
+# -- Comparisons of several values of one parameter of sync models: `paceline simulate --sweep` --------------
+
+MOST_VALUES = 1000
+"""Maximum number of values in a sweep."""
+
+
+def sweep(
+    cluster: Cluster,
+    syncs: Sequence[str],
+    key: str,
+    values: Sequence[float],
+    *,
+    iterations: int = 100,
+    seed: int = 0,
+    shards: int | None = None,
+    wire: str = "float32",
+    tell: TellCount = lambda done, of, what: None,
+) -> list[tuple[float, Figures]]:
+    """Simulate each model that has the parameter `key`, once for each value. Return pairs (value, results)."""
+    pairs = variants(syncs, key, values)
+    require_runnable(cluster, [sync for _, sync in pairs], shards)
+    horizon_s = horizon(cluster, iterations, seed, shards, wire)
+    tasks = [Task(cluster, sync, None, horizon_s, seed, shards, wire=wire) for _, sync in pairs]
+    return [(value, row) for (value, _), row in zip(pairs, run_tasks(tasks, tell), strict=True)]
+
+
+def variants(syncs: Sequence[str], key: str, values: Sequence[float]) -> list[tuple[float, str]]:
+    """Return pairs (value, sync model), one for each value and each model that has the parameter `key`.
+
+    Raises:
+        ConfigurationError: no model has this parameter.
+    """
+    having = [sync for sync in syncs if _has_key(sync, key)]
+    if not having:
+        known = ", ".join(sorted({field for model in MODELS.values() for field in model.__struct_fields__}))
+        raise ConfigurationError(
+            f"none of the sync models {', '.join(syncs)} has a parameter {key!r}. Known parameters: {known}."
+        )
+    return [(value, _with_key(sync, key, value)) for sync in having for value in values]
+
+
+def sweep_values(text: str) -> tuple[str, list[float]]:
+    """Parse a sweep: `key=5..480` (doubling), `key=1..9:2` (steps of 2), or `key=1,5,20`.
+
+    >>> sweep_values("lookahead=5..40")
+    ('lookahead', [5.0, 10.0, 20.0, 40.0])
+    >>> sweep_values("staleness=1..7:3")
+    ('staleness', [1.0, 4.0, 7.0])
+
+    Raises:
+        ConfigurationError: the text does not have one of these forms.
+    """
+    key, equals, rest = text.partition("=")
+    number = r"([0-9.]+)"
+    try:
+        if match := re.fullmatch(rf"{number}\.\.{number}(?::{number})?", rest):
+            low, high = float(match[1]), float(match[2])
+            values = list(_steps(low, high, float(match[3]) if match[3] else None))
+        else:
+            values = [float(part) for part in rest.split(",")]
+    except ValueError:
+        values = []
+    if len(values) > MOST_VALUES:
+        raise ConfigurationError(f"sweep {text!r} has more than {MOST_VALUES} values; use larger steps.")
+    if not (key and equals and values):
+        raise ConfigurationError(
+            f"sweep is {text!r}; expected key=from..to, key=from..to:step or key=value,value, for example "
+            "lookahead=5..480."
+        )
+    return key, values
+
+
+def _steps(low: float, high: float, step: float | None) -> Iterator[float]:
+    if low > high or (low <= 0 if step is None else step <= 0):
+        return
+    if step is not None:
+        count = int((high - low) / step * (1 + 1e-9)) + 1
+        yield from (round(low + index * step, 12) for index in range(min(count, MOST_VALUES + 1)))
+        return
+    value = low
+    while value < high:
+        yield value
+        value *= 2
+    yield high
+
+
+def _plain(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() else repr(value)
+
+
+def _has_key(sync: str, key: str) -> bool:
+    name = sync.partition(":")[0]
+    return "@" not in sync and "|" not in sync and name in MODELS and key in MODELS[name].__struct_fields__
+
+
+def _with_key(sync: str, key: str, value: float) -> str:
+    name, _, rest = sync.partition(":")
+    kept = [item for item in rest.split(",") if item and item.partition("=")[0] != key]
+    return f"{name}:{','.join([f'{key}={_plain(value)}', *kept])}"

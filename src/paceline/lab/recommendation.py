@@ -1,0 +1,374 @@
+"""One recommendation, with its reason, from the figures of simulations. Nothing here simulates or reads anything.
+
+What leaves the result of training as it is comes first: balanced batches, and more servers if transfers take much of
+the time. Models with another effect on the result (see `sync.model`) are recommended together with this effect and
+the command that measures it, or with the loss if a script was trained. A difference of less than 10 % is not worth a
+change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from ..core.lease import BatchSizing
+from ..sim import Cluster, Dataset, Sum
+from ..sync.model import EFFECTS, Effect, effect_of
+from ..sync.schedule import read_schedule
+from ..trace.findings import DISTRIBUTE
+from ..words import run_name
+from .pool import TellCount
+from .ranking import Figures, Task, balanced_task, run_tasks
+
+WORTH_IT = 1.1  # a change must make training at least this many times as fast
+WIRE_SHARE = (
+    0.2  # below this share of transfers, halving them does not make training `WORTH_IT` times as fast
+)
+ENOUGH = 2.0  # a model with stale gradients that is not this many times as fast may still train more slowly
+
+SAME_RESULT = "the result of training stays the same"
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to run, compared with bsp and equal batches.
+
+    Attributes:
+        sync: sync model.
+        batch: sizes of the workers' batches.
+        effect: what the model does to the result of training.
+        times: how many times as fast as bsp it is: in samples or gradients per second or, if a script was trained
+            under a model that is not exact, in the time to the last loss of bsp. 0.0 if this loss was not reached.
+        transfer_share: share of the workers' time in which messages were on their way, from 0 to 1.
+        waiting_share: share of the workers' time spent waiting for other workers, from 0 to 1.
+        measured: True if a script was trained under the model, so that its loss is known.
+    """
+
+    sync: str
+    batch: BatchSizing = "equal"
+    effect: Effect = "exact"
+    times: float
+    transfer_share: float = 0.0
+    waiting_share: float = 0.0
+    measured: bool = False
+
+    @property
+    def name(self) -> str:
+        """The sync model and, if they are balanced, its batches, in a sentence."""
+        return f"{self.sync} with balanced batches" if self.batch == "balanced" else self.sync
+
+
+class WireVariant(msgspec.Struct, frozen=True, kw_only=True):
+    """bsp with fewer or faster transfers, compared with bsp on the cluster as it is.
+
+    Attributes:
+        batch: sizes of the workers' batches.
+        servers: number of servers, each on a machine of its own.
+        batches_per_push: number of batches from which a worker computes a gradient before it pushes.
+        times: how many times as fast as bsp on the cluster as it is, in samples per second.
+    """
+
+    batch: BatchSizing
+    servers: int
+    batches_per_push: int = 1
+    times: float
+
+
+class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do, and why.
+
+    Attributes:
+        text: the recommendation and its reason, in sentences.
+        sync: the recommended sync model.
+        batch: the recommended sizes of the workers' batches.
+        servers: the recommended number of servers; None to leave it as it is.
+        times: how many times as fast as bsp training would be; 1.0 if nothing is worth a change.
+        effect: what the recommended model does to the result of training.
+        check: the command that shows the accuracy of the script under a model that the text names; "" if the accuracy
+            of all of them is known.
+    """
+
+    text: str
+    sync: str
+    batch: BatchSizing
+    servers: int | None = None
+    times: float
+    effect: Effect
+    check: str = ""
+
+
+def candidates_of(rows: Sequence[Figures]) -> list[Candidate]:
+    """Return the candidates among the rows of a ranking; [] unless bsp with equal batches is one of them."""
+    rows = [row for row in rows if row.sound]
+    bsp = next((row for row in rows if (row.sync, row.batch) == ("bsp", "equal")), None)
+    if bsp is None or not bsp.speed:
+        return []
+    return [
+        Candidate(
+            sync=row.sync,
+            batch=row.batch,
+            effect=_effect(row.sync),
+            times=row.speed / bsp.speed,
+            transfer_share=row.transfer_share,
+            waiting_share=row.waiting_share,
+        )
+        for row in rows
+    ]
+
+
+def _effect(sync: str) -> Effect:
+    schedule = read_schedule(sync)
+    return "stale" if schedule.auto else effect_of(schedule.models)  # a run that chooses may choose any model
+
+
+def recommend(
+    candidates: Sequence[Candidate],
+    variants: Sequence[WireVariant] = (),
+    *,
+    servers: int,
+    check: Callable[[str], str],
+    distributes: bool = True,
+) -> Recommendation | None:
+    """Return what the simulations recommend; None without bsp, with which all others are compared.
+
+    Args:
+        candidates: the ways to run that were simulated, as `candidates_of` returns them.
+        variants: simulations with fewer or faster transfers.
+        servers: number of servers of the cluster as it is.
+        check: returns the command that shows the accuracy of the script under a sync model.
+        distributes: False if the script of a run distributes no data. Then each worker makes a fixed number of
+            iterations, and the run takes as long as its slowest worker under any model.
+
+    >>> rows = [Candidate(sync="bsp", times=1.0), Candidate(sync="bsp", batch="balanced", times=2.31)]
+    >>> recommend(rows, servers=1, check=str).text
+    'Recommended: bsp with balanced batches: 2.3 times as fast as bsp, and the result of training stays the same.'
+    """
+    bsp = next((each for each in candidates if (each.sync, each.batch) == ("bsp", "equal")), None)
+    if bsp is None:
+        return None
+    exact = _better([each for each in candidates if each.effect == "exact"], bsp)
+    wire = _Wire.of(exact, variants, servers)
+    relaxed = _relaxed(candidates, exact.times)
+    pick, times = exact, exact.times
+    if exact is not bsp:
+        sentences = [f"Recommended: {exact.name}: {_gain(exact)}, and {SAME_RESULT}.", wire.sentence()]
+    elif wire.more is not None:
+        sentences, times = [f"Recommended: bsp with faster transfers. {wire.sentence()}"], wire.more.times
+    elif relaxed is not None:
+        pick, times = relaxed, relaxed.times
+        sentences = [f"Recommended: {_with_its_price(relaxed)}{_caution(relaxed)}", wire.sentence()]
+    else:
+        sentences = [f"Recommended: stay with bsp. {_no_gain(bsp, candidates)}", wire.sentence()]
+    if relaxed is not None and pick is not relaxed:
+        sentences.append(f"Or {_with_its_price(relaxed)}")
+    if relaxed is not None and not distributes:
+        sentences.append(DISTRIBUTE)
+    return Recommendation(
+        text=" ".join(filter(None, sentences)),
+        sync=pick.sync,
+        batch=pick.batch,
+        servers=None if wire.more is None else wire.more.servers,
+        times=times,
+        effect=pick.effect,
+        check=check(relaxed.sync) if relaxed is not None and not relaxed.measured else "",
+    )
+
+
+def _better(found: Sequence[Candidate], than: Candidate) -> Candidate:
+    """Return the fastest candidate if changing to it is worth it, else `than`."""
+    best = max(found, key=lambda each: each.times, default=than)
+    return best if best.times >= WORTH_IT * than.times else than
+
+
+def _relaxed(candidates: Sequence[Candidate], times: float) -> Candidate | None:
+    """Return the best candidate that changes the result of training; None if none is worth it.
+
+    A model without stale gradients is preferred to one with them, unless it is much slower.
+    """
+    best = None
+    for effect in ("fresh", "stale"):
+        found = [each for each in candidates if each.effect == effect and each.times >= WORTH_IT * times]
+        if found:
+            best = max(found, key=lambda each: each.times)
+            times = best.times
+    return best
+
+
+class _Wire(NamedTuple):
+    """What would help against the transfers of an exact candidate.
+
+    Attributes:
+        share: share of the workers' time in which messages are on their way.
+        servers: number of servers as it is.
+        more: the fastest variant with more servers, if it is worth it.
+        fewer: the fastest variant with more batches per push, if it is worth it.
+    """
+
+    share: float
+    servers: int
+    more: WireVariant | None = None
+    fewer: WireVariant | None = None
+
+    @classmethod
+    def of(cls, exact: Candidate, variants: Sequence[WireVariant], servers: int) -> _Wire:
+        """Return what would help, as far as transfers take a considerable part of the time."""
+        worth = [
+            each for each in variants if each.batch == exact.batch and each.times >= WORTH_IT * exact.times
+        ]
+        if exact.transfer_share < WIRE_SHARE:
+            worth = []
+        more = [each for each in worth if each.servers > servers]
+        fewer = [each for each in worth if each.batches_per_push > 1]
+        return cls(exact.transfer_share, servers, _least(more), _least(fewer))
+
+    def sentence(self) -> str:
+        """Return a sentence about the transfers and what would help; "" if nothing would."""
+        options = []
+        if self.more is not None:
+            options.append(
+                f"put the servers on {self.more.servers} machines instead of {self.servers} "
+                f"({self.more.times:.1f} times as fast as bsp now, with the same result)"
+            )
+        if self.fewer is not None:
+            options.append(
+                f"accumulate {self.fewer.batches_per_push} batches for each push ({self.fewer.times:.1f} times as "
+                "fast as bsp now, but with fewer and larger updates)"
+            )
+        share = f"{self.share:.0%} of each iteration is on the wire"
+        return f"{share}: {', or '.join(options)}." if options else ""
+
+
+def _least(variants: Sequence[WireVariant]) -> WireVariant | None:
+    """Return the smallest change such that no larger one is worth it, too; None if there are no variants."""
+    found = None
+    for each in sorted(variants, key=lambda each: (each.servers, each.batches_per_push)):
+        if found is None or each.times >= WORTH_IT * found.times:
+            found = each
+    return found
+
+
+def _gain(candidate: Candidate) -> str:
+    """Return how much faster a candidate is than bsp."""
+    if candidate.measured and candidate.effect != "exact":
+        return f"reaches the last loss of bsp {candidate.times:.1f} times sooner than bsp, measured with one seed"
+    return f"{candidate.times:.1f} times as fast as bsp"
+
+
+def _with_its_price(candidate: Candidate) -> str:
+    """Return a sentence that says how much faster a candidate is, and what it does to the result of training."""
+    unknown = "" if candidate.measured else ": check the accuracy first"
+    return f"{candidate.name}: {_gain(candidate)}; {EFFECTS[candidate.effect]}{unknown}."
+
+
+def _caution(candidate: Candidate) -> str:
+    """Return why a model that is recommended may not be faster; "" if it is fast enough, or its loss was measured."""
+    if candidate.measured or candidate.effect != "stale" or round(candidate.times, 1) >= ENOUGH:
+        return ""
+    return f" With less than about {ENOUGH:g} times, that may cost more time than is saved."
+
+
+def _no_gain(bsp: Candidate, candidates: Sequence[Candidate]) -> str:
+    """Return why it is best to stay with bsp."""
+    failing = [each for each in candidates if each.measured and not each.times]
+    missed = (
+        f" {' and '.join(run_name(each.sync, each.batch) for each in failing)} did not reach the last loss of bsp."
+        if failing
+        else ""
+    )
+    return (
+        f"Workers wait for {bsp.waiting_share:.0%} of their time, and no other model is 10 % faster.{missed}"
+    )
+
+
+# -- Simulations of what helps if transfers take much of the time: servers on more machines, and larger pushes
+
+FACTORS = (2, 4, 8)  # by how many times the number of servers is multiplied
+BATCHES = (2, 4)  # numbers of batches from which a push is computed
+
+
+class _Change(NamedTuple):
+    batch: BatchSizing
+    servers: int
+    batches_per_push: int = 1
+
+
+def wire_variants(
+    cluster: Cluster,
+    rows: Sequence[Figures],
+    *,
+    seed: int,
+    shards: int | None,
+    data: Dataset | None,
+    wire: str = "float32",
+    tell: TellCount = lambda done, of, what: None,
+) -> list[WireVariant]:
+    """Simulate bsp with other numbers of servers and with larger pushes.
+
+    Nothing is simulated unless transfers take much of the time under bsp. The number of servers is only changed if
+    the cluster has a limited bandwidth, because the recorded times of messages do not tell how they depend on it. A
+    change is compared with bsp and equal batches in `rows`, and only if the rows contain its own sizes of batches.
+
+    Args:
+        cluster: the cluster as it is.
+        rows: the ranking of the models on this cluster.
+        seed: random seed of the ranking.
+        shards: number of shards in the ranking; None for one per server.
+        data: data of the ranking, if any.
+        wire: format in which gradients and weights travel in the ranking.
+        tell: progress callback.
+    """
+    of_bsp = {row.batch: row for row in rows if row.sync == "bsp" and row.sound}
+    if "equal" not in of_bsp or all(row.transfer_share < WIRE_SHARE for row in of_bsp.values()):
+        return []
+    limited = cluster.size_bytes and any(
+        math.isfinite(cluster.bandwidth_of(worker)) for worker in range(cluster.workers)
+    )
+    servers = [factor * cluster.servers for factor in FACTORS if limited]
+    changes = [
+        change
+        for batch in of_bsp
+        for change in [
+            *(_Change(batch, count) for count in servers if count <= cluster.workers),
+            *(_Change(batch, cluster.servers, batches) for batches in BATCHES),
+        ]
+    ]
+    tasks = [_task(change, cluster, of_bsp["equal"].until_s, seed, shards, data, wire) for change in changes]
+    speed = of_bsp["equal"].speed
+    return [
+        WireVariant(
+            batch=change.batch,
+            servers=change.servers,
+            batches_per_push=change.batches_per_push,
+            # The gradients of a ranking without data are counted in pushes.
+            times=row.speed * (change.batches_per_push if data is None else 1) / speed,
+        )
+        for change, row in zip(changes, run_tasks(tasks, tell), strict=True)
+        if row.sound
+    ]
+
+
+def _task(
+    change: _Change,
+    cluster: Cluster,
+    until_s: float,
+    seed: int,
+    shards: int | None,
+    data: Dataset | None,
+    wire: str,
+) -> Task:
+    """Return the simulation of a change. A push from several batches takes the sum of their compute times."""
+    count = change.batches_per_push
+    compute_s = [Sum(base=cluster.compute(worker), count=count) for worker in range(cluster.workers)]
+    changed = dataclasses.replace(
+        cluster, servers=change.servers, compute_s=cluster.compute_s if count == 1 else compute_s
+    )
+    shards = None if shards is None else max(shards, change.servers)
+    if data is not None:
+        larger = msgspec.structs.replace(data, batch_size=data.batch_size * count)
+        return Task(changed, "bsp", None, math.inf, seed, shards, larger, change.batch, wire=wire)
+    if change.batch == "balanced":
+        return balanced_task(changed, until_s, seed, shards, wire)
+    return Task(changed, "bsp", None, until_s, seed, shards, wire=wire)

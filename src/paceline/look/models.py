@@ -1,0 +1,245 @@
+"""Reads the documentation of each sync model from the docstring of the model's module.
+
+Each docstring consists of a title, optionally some theory, labeled paragraphs (Reference, Admission, State,
+Guarantee, Use, Deviations) and an example.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from itertools import zip_longest
+from typing import NamedTuple
+
+import msgspec
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.text import Text
+
+from ..sync import MODELS
+from ..sync.notation import AUTO, misplaced_auto, unknown_model
+from ..words import Sentence, wrapped
+from .timelines import COLOURS, DASHES, Dashes
+
+LABELS = ("Reference", "Admission", "State", "Guarantee", "Use", "Deviations")
+
+GAP = 2  # number of characters between two columns
+LEAST_DESCRIPTION = 30  # number of characters for descriptions below which they are put below the models
+
+
+class Page(msgspec.Struct, frozen=True):
+    """The documentation of one sync model, divided into its parts.
+
+    Attributes:
+        name: name of the model on the command line.
+        defined: the class of the model, as "module.Class", if it is not a model of this package; else "".
+        notation: the name and each parameter with its default, or with "..." if the default is missing, None or "".
+        title: the first paragraph of the docstring.
+        theory: the text between the title and the labeled paragraphs; "" if there is none.
+        parts: mapping from the label of a paragraph to its text.
+        parameters: a (name, description) pair for each parameter of the model.
+        example: the doctest at the end of the docstring.
+    """
+
+    name: str
+    defined: str
+    notation: str
+    title: str
+    theory: str
+    parts: dict[str, str]
+    parameters: tuple[tuple[str, str], ...]
+    example: str
+
+
+def describe(name: str) -> Page:
+    """Return the documentation of one model. Raise `ConfigurationError` if there is no model with that name."""
+    if name == AUTO:
+        raise misplaced_auto(name)
+    if name not in MODELS:
+        raise unknown_model(name)
+    model = MODELS[name]
+    ours = model.__module__.startswith("paceline.")
+    head = inspect.cleandoc(import_module(model.__module__).__doc__ or model.__doc__ or "")
+    text, arrow, example = head.partition("\n>>> ")
+    found = re.split(rf"^({'|'.join(LABELS)}): ", text, flags=re.MULTILINE)
+    opening, labelled = found[0], found[1:]
+    title, _, theory = opening.strip().partition("\n\n")
+    parts = {label: part.strip() for label, part in zip(labelled[::2], labelled[1::2], strict=True)}
+    fields = [(f.name, "" if f.required else f.default) for f in msgspec.structs.fields(model)]
+    shown = ",".join(f"{key}={'...' if default in ('', None) else default}" for key, default in fields)
+    return Page(
+        name=name,
+        defined="" if ours else f"{model.__module__}.{model.__qualname__}",
+        notation=f"{name}:{shown}" if shown else name,
+        title=" ".join(title.split()),
+        theory=theory.strip(),
+        parts=parts,
+        parameters=_parameters(model),
+        example=(arrow + example).strip(),
+    )
+
+
+def pages() -> list[Page]:
+    """Return the documentation of all models, in the order of `MODELS`."""
+    return [describe(name) for name in MODELS]
+
+
+class ModelsTable:
+    """The table that `paceline sync --list` prints. In a narrow terminal, each description is below its model.
+
+    Args:
+        shown: the documentation of the models, in order.
+    """
+
+    def __init__(self, shown: Sequence[Page]) -> None:
+        self._rows = [("model with defaults", "description", "bold")]
+        for page in shown:
+            description = page.title.partition(": ")[2] or page.title
+            self._rows.append((_divided(page.notation), description, ""))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        left = max(len(line) for names, _, _ in self._rows for line in names.split("\n")) + GAP
+        right = options.max_width - left
+        for names, description, style in self._rows:
+            lines = names.split("\n")
+            if right >= LEAST_DESCRIPTION:
+                pairs = zip_longest(lines, wrapped(description, right), fillvalue="")
+                lines = [f"{name:{left}}{part}".rstrip() for name, part in pairs]
+            else:
+                lines += [f"    {part}" for part in wrapped(description, options.max_width - 4)]
+            for line in lines:
+                yield Text(line, style, no_wrap=True, overflow="ignore")
+
+
+def _divided(notation: str) -> str:
+    """Return the notation of a model with each parameter on a line of its own."""
+    return notation.replace(",", ",\n  ")
+
+
+def page_text(page: Page) -> Group:
+    """Return the text that `paceline sync NAME` prints."""
+    lines: list[Text | Sentence] = [Sentence(page.notation, "bold"), Sentence(page.title)]
+    if page.defined:
+        lines += [Text(), Sentence(page.defined, label="Class: ")]
+    if page.theory:
+        lines += [Text(), Sentence(flowing(page.theory))]
+    lines.append(Text())
+    lines += [Sentence(flowing(part), label=f"{label}: ") for label, part in page.parts.items()]
+    if page.parameters:
+        lines += [Text(), Text("Parameters:", "bold")]
+        lines += [Sentence(f"  {key}: {description}", indent="    ") for key, description in page.parameters]
+    return Group(*lines)
+
+
+def flowing(text: str) -> str:
+    """Join the lines of each paragraph. Indented lines are left unchanged."""
+    return re.sub(r"(?<=\S)\n(?=\S)", " ", text)
+
+
+def _parameters(model: type) -> tuple[tuple[str, str], ...]:
+    """Read the names and descriptions of a model's parameters from the docstrings of its class and base classes."""
+    found: dict[str, str] = {}
+    for kind in model.__mro__:
+        text = inspect.cleandoc(kind.__dict__.get("__doc__") or "").partition("Attributes:\n")[2]
+        for key, description in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", text, flags=re.MULTILINE):
+            found.setdefault(key, " ".join(description.split()))
+    names = [field.name for field in msgspec.structs.fields(model)]
+    return tuple((name, found[name]) for name in names if name in found)
+
+
+# -- The color, dashes and marker of each sync model. All pictures that compare sync models use the same ones
+#
+# A model always has the same color, whatever its parameters are and whichever models are beside it. Its own
+# dashes distinguish it in black and white. Runs of the same model have other dashes and markers: those with
+# balanced batches the next ones in the list, and those with translated hyper-parameters the next but one. No
+# model has a color of `colors_of_time`.
+
+
+class Style(NamedTuple):
+    """How the curves and points of a run are drawn.
+
+    Attributes:
+        color: color as a hexadecimal number.
+        dashes: line style, as matplotlib takes it.
+        marker: shape of a point, as matplotlib takes it.
+    """
+
+    color: str
+    dashes: Dashes
+    marker: str = "o"
+
+
+MARKERS = ("o", "s", "D", "^")
+"""The marker of a model, and those of other runs of the same model."""
+
+
+_BLUE, _ORANGE, _GREEN, _PURPLE, _BROWN, _BLACK = COLOURS
+
+MODEL_STYLES: Mapping[str, Style] = {
+    "bsp": Style(_BLUE, DASHES[0]),
+    "asp": Style(_ORANGE, DASHES[0]),
+    "elastic-bsp": Style(_GREEN, DASHES[0]),
+    "ssp": Style(_PURPLE, DASHES[0]),
+    "drop-stragglers": Style(_BROWN, DASHES[0]),
+    "spec-sync": Style(_BLACK, DASHES[0]),
+    # Models with a bound on the gap are purple, too, and models that drop gradients brown.
+    "dssp": Style("#AF8DC3", DASHES[1]),
+    "dsps": Style("#4D004B", DASHES[2]),
+    "pssp": Style("#7A0177", DASHES[3]),
+    "dynamic-pssp": Style("#C51B8A", DASHES[4]),
+    "rennala": Style("#BF812D", DASHES[1]),
+    "ringmaster": Style("#543005", DASHES[2]),
+    "naive-waiting": Style("#01665E", DASHES[1]),
+    "auto": Style("#2D004B", DASHES[1]),
+    "conditions": Style("#7FBC41", DASHES[1]),
+}
+"""The style of each model of the package. The most important models have the colors that differ most."""
+
+FURTHER_COLORS = ("#276419", "#8E0152", "#4575B4", "#A50026", "#35978F", "#B35806")
+"""The colors of all other models, schedules and lists of models for each shard, in the order of their appearance.
+
+Their curves are dashed, so that a curve of another model below them can be seen.
+"""
+
+
+def styles_of(names: Iterable[str]) -> dict[str, Style]:
+    """Return the style of each run in a picture: name -> style. No two runs have the same style.
+
+    Args:
+        names: the names of the runs (see `names.run_name`), in the order of the legend.
+
+    >>> styles = styles_of(["asp", "bsp", "bsp, balanced batches"])
+    >>> [styles[name].color == MODEL_STYLES["bsp"].color for name in styles]
+    [False, True, True]
+    >>> styles["bsp"].dashes, styles["bsp, balanced batches"].dashes
+    ('-', '--')
+    >>> [styles[name].marker for name in styles]
+    ['o', 'o', 's']
+    """
+    own: dict[str, Style] = dict(MODEL_STYLES)
+    found: dict[str, Style] = {}
+    for name in dict.fromkeys(names):
+        model = _model(name)
+        if model not in own:
+            number = len(own) - len(MODEL_STYLES)
+            dashes = DASHES[(1 + number // len(FURTHER_COLORS)) % len(DASHES)]
+            own[model] = Style(FURTHER_COLORS[number % len(FURTHER_COLORS)], dashes)
+        color, first = own[model].color, DASHES.index(own[model].dashes)
+        variant = ("balanced batches" in name) + 2 * ("translated" in name)
+        choices = [
+            Style(color, DASHES[(first + number) % len(DASHES)], MARKERS[number % len(MARKERS)])
+            for number in range(variant, variant + len(DASHES))
+        ]
+        found[name] = next((style for style in choices if style not in found.values()), choices[0])
+    return found
+
+
+def _model(name: str) -> str:
+    """Return the model of a run, or the whole notation if the run has several models.
+
+    >>> _model("ssp:staleness=3, balanced batches"), _model("bsp@0,asp@50, translated")
+    ('ssp', 'bsp@0,asp@50')
+    """
+    sync = re.sub(r", (balanced batches|translated)", "", name)
+    return sync if "@" in sync or "|" in sync else sync.partition(":")[0]

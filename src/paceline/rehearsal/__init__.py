@@ -1,1 +1,0 @@
-"""Comparisons of sync models on simulated clusters: `paceline simulate` and `paceline advise`."""

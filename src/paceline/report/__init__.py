@@ -1,1 +1,0 @@
-"""Pictures and tables that show the results of runs. Only `canvas.save` writes files."""

@@ -1,0 +1,10 @@
+"""The processes of a live run: event loops that read the clock, pass events to the cores, and carry out requests.
+
+The coordinator, the server and the session of a worker have one module each. They share `job`, the checked
+configuration of a run. How processes are started, and what users see of a run, is not known here.
+
+Read first: `job`, then `coordinator`, `server` and `worker`.
+
+Imports from `errors`, `files`, `trust`, `words`, `sync`, `core`, `trace`, `shard`, `wire`, `checkpoints`,
+`settings` and `train`.
+"""

@@ -1,0 +1,626 @@
+"""The agents of the machines that have joined a run: what they report, and what happens when a machine is lost."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from ..checkpoints.manifest import MANIFEST, PIECE_BYTES, read_manifest
+from ..core.coordinator import Coordinator
+from ..core.liveness import SILENCE_S, Clocks, LinkCounters, Liveness, Removal, TrafficMeter, answer
+from ..core.messages import (
+    CheckpointPiece,
+    ClockOffset,
+    FetchCheckpoint,
+    Heartbeat,
+    KillOrdered,
+    MachineAdmitted,
+    MachineJoined,
+    MachineLeaving,
+    MainChosen,
+    Message,
+    ProcessEnded,
+    Refused,
+    RunEnded,
+    RunResumes,
+    ServerEnded,
+    Status,
+    TakenOut,
+    Waits,
+)
+from ..core.requests import Request
+from ..core.status import (
+    LOCAL,
+    JobStatus,
+    MachineStatus,
+    Observed,
+    ProgressMeter,
+    StateTimes,
+    held_state,
+    job_status,
+    worker_state,
+)
+from ..errors import ConfigurationError, ProtocolError
+from ..sync.ticks import TICKS_PER_S
+from ..trace.clocks import ClockRecorder
+from ..wire.preface import Traffic, traffic_of
+from ..wire.stream import Stream
+from .compute_devices import CPU
+from .hub import Caller, Hub
+from .job import Job, encode_job
+from .traces import BestEffortFile
+
+log = logging.getLogger("paceline.coordinator")
+
+Perform = Callable[[Sequence[Request]], None]
+
+
+def machine_of(agent: Caller) -> int:
+    """Return the index of an agent's machine, by which records name it. Machine 0 is the one with the coordinator."""
+    return agent.index + 1
+
+
+class MachinesLeft(NamedTuple):
+    """What the machines that are left bring to a run that has lost a server.
+
+    Attributes:
+        workers: number of their workers.
+        servers: number of their servers.
+    """
+
+    workers: int
+    servers: int
+
+
+class Agents:
+    """Handles what the agents of machines report.
+
+    Args:
+        job: the configuration of the run.
+        core: the state machine of the coordinator.
+        hub: the connections of the coordinator.
+        members: (role, index) -> connection of an agent, a worker or a server.
+        machines: the machines that have joined the run.
+        watch: what is known of the processes.
+        perform: function that carries out requests of the core.
+        give_up: function that closes the connection to a server, and keeps the reason.
+
+    Attributes:
+        crashed: workers on other machines whose processes have crashed.
+        stopping: True once the servers have been told to end.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        core: Coordinator,
+        hub: Hub[Caller],
+        members: Mapping[tuple[str, int], Caller],
+        machines: Machines,
+        watch: JobWatch,
+        perform: Perform,
+        give_up: Callable[[int, str], None],
+    ) -> None:
+        self.crashed: set[int] = set()
+        self.stopping = False
+        self._job = job
+        self._core = core
+        self._hub = hub
+        self._members = members
+        self._machines = machines
+        self._watch = watch
+        self._perform = perform
+        self._give_up = give_up
+        self._gone: set[tuple[int, int]] = set()  # (worker, incarnation) of those that do not join again
+        self._leaving: set[int] = set()  # agents of machines that were asked to leave with their servers
+        self._clocks: dict[int, ClockRecorder] = {}  # machine -> what records the offset of its clock
+        self._main = core.main.worker  # the main worker of which the agents know
+
+    def _admitted(self) -> Iterator[Caller]:
+        """Yield the connections to the agents of all admitted machines. Others expect an answer to their offer."""
+        for (role, index), member in sorted(self._members.items()):
+            if role == "agent" and index in self._machines.names:
+                yield member
+
+    # -- what agents are told -----------------------------------------------------------------------------
+
+    def kill(self, role: Literal["worker", "server"], index: int, why: str) -> None:
+        """Kill a worker or server that runs on another machine."""
+        for agent in self._machines.agents_of(role, index):
+            if (member := self._members.get(("agent", agent))) is not None:
+                self._hub.send(member, KillOrdered(role, index, why))
+
+    def dismiss(self, failure: str, *, saved: bool) -> None:
+        """Tell all machines that the run is over, and then that its results have been saved. See `RunEnded`."""
+        for agent in self._admitted():
+            self._hub.send(agent, RunEnded(failure, saved))
+
+    def resume(self, words: str) -> None:
+        """Tell all machines that the run goes on from a checkpoint. See `RunResumes`."""
+        for agent in self._admitted():
+            self._hub.send(agent, RunResumes(words))
+
+    def name_main(self) -> None:
+        """Tell all machines if another worker has become the main worker."""
+        if self._main != self._core.main.worker:
+            self._main = self._core.main.worker
+            for agent in self._admitted():
+                self._hub.send(agent, MainChosen(self._main))
+
+    # -- what agents report -------------------------------------------------------------------------------
+
+    def hear(self, agent: Caller, message: Message) -> None:
+        """Handle a message from the agent of a machine that joins the run or has joined it."""
+        workers = self._machines.workers[agent.index]
+        match message:
+            case Heartbeat():
+                now_ticks = self._job.now_ticks()
+                self._hub.send(agent, answer(message, now_ticks, self._job.now_ticks()))
+                self._machines.liveness.heartbeat(agent.index, message.states, now_ticks)
+                if message.clock is not None and workers:
+                    self._record_clock(machine_of(agent), message.clock)
+            case FetchCheckpoint():
+                self._send_piece(agent, message)
+            case MachineJoined():
+                self._admit(agent, message)
+            case MachineLeaving():
+                self._leaving.add(agent.index)
+                self._lose_servers(agent.index, "its machine was asked to leave the run")
+            case ServerEnded():
+                self.lose_server(agent.index, message.server, message.how, message.output)
+            case ProcessEnded():
+                if message.worker not in workers:
+                    raise ProtocolError(f"worker {message.worker} is not a worker of {agent}")
+                if message.crashed:
+                    self.crashed.add(message.worker)
+                incarnation = workers[message.worker]
+                if not message.returns:
+                    self._gone.add((message.worker, incarnation))
+                self.note_end(message.worker, message.how, incarnation, asked=message.asked)
+
+    def _admit(self, agent: Caller, message: MachineJoined) -> None:
+        """Admit the machine of an agent, or refuse it."""
+        address = agent.host  # first, because it is an error if the connection has ended
+        try:
+            if message.version != self._job.version:
+                raise ConfigurationError(
+                    f"this machine has Paceline {message.version}, but the run uses Paceline "
+                    f"{self._job.version}. Install the same version on all machines."
+                )
+            servers, workers = self._invite(message)
+        except ConfigurationError as error:
+            self._hub.send(agent, Refused(str(error)))
+            return
+        now_ticks = self._job.now_ticks()
+        self._machines.admit(agent.index, address, workers, servers, now_ticks)
+        for server in servers:
+            self._watch.expect("server", server)
+        for worker in workers:
+            self._watch.expect("worker", worker)
+        machine = machine_of(agent)
+        self._hub.send(agent, MachineAdmitted(workers, encode_job(self._job), now_ticks, machine, servers))
+
+    def _send_piece(self, agent: Caller, message: FetchCheckpoint) -> None:
+        """Send a machine a piece of the checkpoint with which the run begins."""
+        if agent.stream.backlog:
+            raise ProtocolError("FetchCheckpoint arrived before the previous answer was read")
+        if (resumed := self._job.resumed) is None:
+            self._hub.send(agent, CheckpointPiece())
+            return
+        path = Path(resumed.path)
+        if message.name != MANIFEST and message.name not in read_manifest(path).files:
+            raise ProtocolError(f"the checkpoint has no file {message.name!r}")
+        with (path / message.name).open("rb") as file:
+            file.seek(message.begin)
+            piece = memoryview(file.read(PIECE_BYTES))
+        self._hub.send(agent, CheckpointPiece(resumed.path, self._core.model is not None), [piece])
+
+    def _invite(self, offer: MachineJoined) -> tuple[tuple[int, ...], dict[int, int]]:
+        """Expect the servers and the workers that a machine offers, and return their indices.
+
+        Raises:
+            ConfigurationError: the run needs fewer of them. Then nothing is expected.
+        """
+        servers = self._core.servers.invite(offer.servers)
+        try:
+            return servers, self._core.invite(offer.workers, offer.wanted)
+        except ConfigurationError:
+            for server in servers:
+                self._core.servers.release(server)
+            raise
+
+    def _record_clock(self, machine: int, offset: ClockOffset) -> None:
+        """Record the offset of a machine's clock, for timelines."""
+        if machine not in self._clocks:
+            path = Path(self._job.run_dir, f"clock-{machine}.jsonl")
+            self._clocks[machine] = ClockRecorder(BestEffortFile(path, self._core.faults.append))
+        self._clocks[machine].record(offset)
+
+    # -- losses -------------------------------------------------------------------------------------------
+
+    def left(self) -> MachinesLeft:
+        """Return what the machines that are left bring to the run when they join it again."""
+        agents = [agent.index for agent in self._admitted() if agent.index not in self._leaving]
+        workers = {
+            (worker, incarnation)
+            for agent in agents
+            for worker, incarnation in self._machines.workers[agent].items()
+            if incarnation == self._core.members.incarnation(worker)
+        }
+        servers = sum(len(self._machines.servers[agent]) for agent in agents)
+        return MachinesLeft(len(workers - self._gone), servers)
+
+    def gone(self, agent: Caller) -> None:
+        """Handle the end of the connection to an agent."""
+        self._machines.liveness.machine_left(agent.index)
+        if (clock := self._clocks.pop(machine_of(agent), None)) is not None:
+            clock.close()
+        reason = "the connection to its machine ended"
+        for worker, incarnation in self._machines.workers[agent.index].items():
+            self.note_end(worker, reason, incarnation)
+        self._lose_servers(agent.index, reason)
+
+    def note_end(self, worker: int, how: str, incarnation: int = 0, *, asked: bool = False) -> None:
+        """Handle the end of a worker's process, after the messages that it has sent.
+
+        Args:
+            worker: index of the worker.
+            how: a phrase that says how the process ended.
+            incarnation: how often the index of the worker had been used before.
+            asked: True if the worker had been asked to leave.
+        """
+        if incarnation != self._core.members.incarnation(worker):
+            return  # its index has been used again
+        self._machines.liveness.worker_left(worker)
+        self._core.note_ending(worker, how)
+        if (member := self._members.get(("worker", worker))) is not None:
+            self._hub.expect_end(member)
+        else:
+            self._perform(self._core.ended(worker, self._job.now_ticks(), incarnation, asked=asked))
+
+    def _lose_servers(self, agent: int, how: str) -> None:
+        for server in sorted(self._machines.servers[agent]):
+            self.lose_server(agent, server, how)
+
+    def lose_server(self, agent: int, server: int, how: str, output: str = "") -> None:
+        """Handle the loss of a server that a machine has brought. A run in progress cannot go on without it.
+
+        If the run has not begun yet, another machine may bring the server, and the agent ends what it has started.
+
+        Args:
+            agent: index of the machine's agent.
+            server: index of the server. If the machine does not have it any more, this method has no effect.
+            how: a clause that says why it is lost.
+            output: the last lines of its output, if they say more.
+        """
+        if self.stopping or server not in self._machines.servers[agent]:
+            return
+        name = self._machines.names[agent]
+        if ends := self._core.server_lost(server, f"{how} (machine {name})", output, certain=True):
+            self._perform(ends)
+            return
+        log.warning("server %d of machine %s has left before the run has begun: %s", server, name, how)
+        self._machines.servers[agent].discard(server)
+        self._watch.left("server", server)
+        if (member := self._members.get(("server", server))) is not None:
+            self._hub.drop(member, how)
+        if (member := self._members.get(("agent", agent))) is not None:
+            self._hub.send(member, RunEnded(f"server {server} has ended before the run has begun: {how}"))
+
+    def look(self) -> None:
+        """Take out the machines and workers that are no longer alive, if it is time to look for them."""
+        liveness, now_ticks = self._machines.liveness, self._job.now_ticks()
+        if liveness.next_ticks is not None and now_ticks >= liveness.next_ticks:
+            for verdict in liveness.look(now_ticks):
+                self._take_out(verdict)
+
+    def _take_out(self, verdict: Removal) -> None:
+        """Go on without a machine that is suspected to be down, or without a worker that is stopped.
+
+        The workers and the agent receive the reason if they ever read again. If the machine has brought servers, a
+        run in progress cannot go on without them.
+        """
+        workers, reason = self._machines.workers[verdict.machine], verdict.reason
+        if verdict.worker is None:
+            for server in sorted(self._machines.servers[verdict.machine]):
+                self.lose_server(verdict.machine, server, reason)
+                self._give_up(server, reason)
+        agent = self._members.get(("agent", verdict.machine))
+        for worker in workers if verdict.worker is None else [verdict.worker]:
+            incarnation = self._core.members.incarnation(worker)
+            if workers[worker] == incarnation and not self._core.members.fate(worker):
+                self._take_out_worker(worker, reason, agent)
+        if verdict.worker is None and agent is not None:
+            self._hub.drop(agent, reason)
+
+    def take_out_for_good(self, worker: int, reason: str) -> None:
+        """Go on without a worker, whose machine must not start it again."""
+        incarnation = self._core.members.incarnation(worker)
+        agents = self._machines.agents_of("worker", worker)
+        hosts = [each for each in agents if self._machines.workers[each][worker] == incarnation]
+        agent = self._members.get(("agent", hosts[0])) if hosts else None
+        self._take_out_worker(worker, reason, agent, for_good=True)
+
+    def _take_out_worker(
+        self, worker: int, reason: str, agent: Caller | None, *, for_good: bool = False
+    ) -> None:
+        """Go on without a worker whose process may go on, and tell it and its agent, if it has one."""
+        log.warning("worker %d is taken out of the run: %s", worker, reason)
+        self._core.note_ending(worker, reason)
+        message = TakenOut(worker, self._core.members.incarnation(worker), reason, for_good)
+        if agent is not None:
+            self._hub.send(agent, message)
+        self._perform(self._core.take_out(worker, self._job.now_ticks()))
+        if (member := self._members.get(("worker", worker))) is not None:
+            self._hub.send(member, message)
+            self._hub.drop(member, reason)
+
+    def close(self) -> None:
+        """Close the records of the clocks."""
+        for clock in self._clocks.values():
+            clock.close()
+
+
+# -- The machines that have joined a run, as the host of the coordinator knows them --------------------------
+
+
+class Machines:
+    """The machines that have joined a run, each with an agent that has connected to the coordinator.
+
+    Attributes:
+        workers: index of a machine's agent -> the machine's workers, each with its incarnation; {} until the machine
+            has been admitted.
+        servers: index of a machine's agent -> the servers that the machine has brought.
+        names: index of the agent of an admitted machine -> name of the machine: its address, with a number if several
+            agents have this address.
+        liveness: decides from the agents' heartbeats which machines and workers are taken out.
+    """
+
+    def __init__(self) -> None:
+        self.workers: dict[int, dict[int, int]] = {}
+        self.servers: dict[int, set[int]] = {}
+        self.liveness = Liveness()
+        self.names: dict[int, str] = {}
+
+    def add(self) -> int:
+        """Return the index of the agent of a new machine."""
+        agent = len(self.workers)
+        self.workers[agent], self.servers[agent] = {}, set()
+        return agent
+
+    def admit(
+        self, agent: int, address: str, workers: Mapping[int, int], servers: Iterable[int], now_ticks: int
+    ) -> None:
+        """Record that a machine with this address runs these processes from now on, besides those that it had."""
+        if agent not in self.names:
+            same = sum(name.partition(" ")[0] == address for name in self.names.values())
+            name = self.names[agent] = f"{address} ({same + 1})" if same else address
+            self.liveness.machine_joined(agent, name, now_ticks)
+        self.workers[agent].update(workers)
+        self.servers[agent].update(servers)
+        for worker, incarnation in workers.items():
+            self.liveness.worker_joined(worker, incarnation)
+
+    @property
+    def machine_of(self) -> dict[int, str]:
+        """Worker -> name of its machine."""
+        newest: dict[int, tuple[int, int]] = {}  # worker -> (its incarnation, its agent)
+        for agent, workers in self.workers.items():
+            for worker, incarnation in workers.items():
+                newest[worker] = max(newest.get(worker, (-1, -1)), (incarnation, agent))
+        return {worker: self.names[agent] for worker, (_, agent) in newest.items()}
+
+    @property
+    def machine_of_server(self) -> dict[int, str]:
+        """Server that a machine has brought -> name of the machine."""
+        return {server: self.names[agent] for agent, servers in self.servers.items() for server in servers}
+
+    def agents_of(self, role: str, index: int) -> list[int]:
+        """Return the agents that have started an incarnation of a worker, or a server."""
+        started = self.servers if role == "server" else self.workers
+        return [agent for agent, indices in started.items() if index in indices]
+
+    def statuses(self, now_ticks: int) -> tuple[MachineStatus, ...]:
+        """Return, for each machine, how long it has been silent."""
+        servers: dict[str, list[int]] = {}
+        for server, name in sorted(self.machine_of_server.items()):
+            servers.setdefault(name, []).append(server)
+        silent_s = {name: ticks / TICKS_PER_S for name, ticks in self.liveness.silences(now_ticks).items()}
+        return tuple(
+            MachineStatus(name, each_s, each_s / float(SILENCE_S), tuple(servers.get(name, ())))
+            for name, each_s in silent_s.items()
+        )
+
+
+# -- What the host of the coordinator sees of a run: when it heard each process, how fast workers are, what travels
+#
+# From this and the core, it computes the state of the job for the display and for other programs.
+
+NOTE_INTERVAL_TICKS = TICKS_PER_S // 5  # minimum time between two records of the workers' states
+CLOCK_GAP_S = 1.0  # a launcher that looks less often than this was suspended
+PACE_SPAN = 8  # approximate number of recent iterations over which a worker's iteration time is averaged
+
+
+Stage = Literal["starting", "preparing", "silent", "asked"]
+"""What a process has a clock for. See `JobWatch.clocks`."""
+
+
+class JobWatch:
+    """Watches the processes of one run. Other threads may read the attributes.
+
+    Args:
+        job: the configuration of the run.
+        core: the state machine of the coordinator.
+        machines: the machines that have joined the run.
+
+    Attributes:
+        clocks: (stage, role, index) -> for how long the run has waited for this process. A process is "starting" from
+            the moment at which it is expected until its first message. A worker is then "preparing" until it has
+            registered its model. A process is "silent" since its last message, or since the last time at which a part
+            of a message to or from a server moved, as servers report. A server is "asked" until it says who waits.
+        took_s: (stage, role, index) -> how long a process has taken to start or to prepare, with all pauses.
+        connected: (role, index) of the processes that have sent a message.
+        usual_s: worker -> moving average of the worker's iteration time in seconds, including waiting.
+        devices: worker -> its device and the model of this device, for workers that have connected.
+        traffic: the number of bytes of each link between machines.
+        progress: how far the run has come.
+    """
+
+    def __init__(self, job: Job, core: Coordinator, machines: Machines) -> None:
+        self.clocks: Clocks[tuple[Stage, str, int]] = Clocks(time.monotonic(), gap_s=CLOCK_GAP_S)
+        self.took_s: dict[tuple[Stage, str, int], float] = {}
+        self.connected: set[tuple[str, int]] = set()
+        self.usual_s: dict[int, float] = {}
+        self.devices: dict[int, str] = {}
+        self.traffic = TrafficMeter()
+        self.progress = ProgressMeter()
+        self._begun_s: dict[
+            tuple[Stage, str, int], float
+        ] = {}  # (stage, role, index) -> time at which it began
+        self._job = job
+        self._core = core
+        self._machines = machines
+        self._state_times = StateTimes()
+        self._noted_ticks = 0
+        # worker -> (its latest iteration, time that had counted when it was first reported)
+        self._paced: dict[int, tuple[int, float]] = {}
+
+    def named_devices(self) -> dict[int, str]:
+        """Return the device of each worker, for the user; {} if all workers are on the CPU."""
+        found = dict(sorted(self.devices.copy().items()))
+        return found if set(found.values()) - {CPU.label} else {}
+
+    # -- processes ----------------------------------------------------------------------------------------
+
+    def expect(self, role: str, index: int) -> None:
+        """Wait for a process from now on. Nothing is left of what was observed of another one in its place."""
+        self.left(role, index)
+        self.connected.discard((role, index))
+        self.took_s.pop(("starting", role, index), None)
+        if role == "worker":
+            self.took_s.pop(("preparing", role, index), None)
+            for known in (self.usual_s, self._paced, self.devices):
+                known.pop(index, None)
+        now_s = time.monotonic()
+        self._enter("starting", role, index, now_s)
+        self.clocks.begin(("silent", role, index), now_s)
+
+    def heard(self, role: str, index: int) -> None:
+        """Note a message from a process."""
+        now_s = time.monotonic()
+        self.clocks.begin(("silent", role, index), now_s)
+        if (role, index) in self.connected:
+            return
+        self.connected.add((role, index))
+        self._pass("starting", role, index, now_s)
+        if role == "worker":
+            self._enter("preparing", role, index, now_s)
+
+    def prepared(self, worker: int) -> None:
+        """Note that a worker has registered its model."""
+        self._pass("preparing", "worker", worker, time.monotonic())
+
+    def left(self, role: str, index: int) -> None:
+        """Wait for a process no longer, because it has left."""
+        for stage in get_args(Stage):
+            self.clocks.end((stage, role, index))
+
+    def _pass(self, stage: Stage, role: str, index: int, now_s: float) -> None:
+        """Note that a process has passed a stage."""
+        if (begun_s := self._begun_s.pop((stage, role, index), None)) is not None:
+            self.took_s[stage, role, index] = now_s - begun_s
+        self.clocks.end((stage, role, index))
+
+    def _enter(self, stage: Stage, role: str, index: int, now_s: float) -> None:
+        self._begun_s[stage, role, index] = now_s
+        self.clocks.begin((stage, role, index), now_s)
+
+    # -- the state of the job -----------------------------------------------------------------------------
+
+    def status(self) -> JobStatus:
+        """Return the state of the job, for observers."""
+        now_ticks = self._job.now_ticks()
+        core, machines = self._core, self._machines
+        self.progress.note(core, now_ticks)
+        observed = Observed(
+            servers=self._job.servers,
+            elapsed_s=now_ticks / TICKS_PER_S,
+            connected={index for role, index in self.connected.copy() if role == "worker"},
+            machine_of=machines.machine_of,
+            devices=self.named_devices(),
+            state_s=self._state_times.state_s(now_ticks),
+            usual_s=self.usual_s,
+            processes=machines.liveness.states(),
+            machines=machines.statuses(now_ticks),
+            traffic=self.traffic.links(now_ticks),
+            progress=self.progress.read(core, now_ticks),
+            awaited=self.progress.awaited(now_ticks),
+        )
+        return job_status(core, observed)
+
+    # -- states and paces ---------------------------------------------------------------------------------
+
+    def note_states(self) -> None:
+        """Record the states of all workers, so that the status can tell for how long they have been in them."""
+        now_ticks = self._job.now_ticks()
+        if now_ticks < self._noted_ticks + NOTE_INTERVAL_TICKS:
+            return
+        self._noted_ticks = now_ticks
+        core, processes = self._core, self._machines.liveness.states()
+        states = {}
+        for worker in {*core.members.live, *core.members.finished, *core.members.lost}:
+            reported = core.board.get(worker)
+            states[worker] = (
+                held_state(core, worker, processes)
+                or worker_state(core, worker, ("worker", worker) in self.connected),
+                None if reported is None else reported.iteration,
+            )
+        self._state_times.note(states, now_ticks)
+        self.progress.note(core, now_ticks)
+
+    def note_pace(self, worker: int, now: Status) -> None:
+        """Update the moving average of a worker's iteration time."""
+        now_s = self.clocks.counted_s(time.monotonic())  # without pauses, which are no part of an iteration
+        before = self._paced.get(worker)
+        if before is not None and now.iteration > before[0]:
+            each_s = (now_s - before[1]) / (now.iteration - before[0])
+            self._machines.liveness.iterated(worker, round(each_s * TICKS_PER_S))
+            usual_s = self.usual_s.get(worker, each_s)
+            self.usual_s[worker] = usual_s + (each_s - usual_s) / PACE_SPAN
+        if before is None or now.iteration > before[0]:
+            self._paced[worker] = now.iteration, now_s
+
+    # -- traffic ------------------------------------------------------------------------------------------
+
+    def note_own_traffic(self, streams: Mapping[tuple[str, int], Stream[Any]]) -> None:
+        """Record the traffic of this process's connections to other machines. They are given by (role, index)."""
+        machines = {
+            "worker": self._machines.machine_of,
+            "server": self._machines.machine_of_server,
+            "agent": self._machines.names,
+        }
+        for (role, index), stream in streams.items():
+            machine = machines[role].get(index)
+            if machine is not None and (traffic := traffic_of(stream.sock)) is not None:
+                self._note_traffic((role, index), LOCAL, machine, traffic)
+
+    def note_traffic_of(self, server: int, message: Waits) -> None:
+        """Record the traffic of a server's connections to workers."""
+        machines = self._machines.machine_of
+        here = self._machines.machine_of_server.get(server, LOCAL)
+        for each in message.traffic:
+            there = machines.get(each.worker, LOCAL)
+            if there != here:
+                traffic = Traffic(each.sent_bytes, each.received_bytes)
+                self._note_traffic(("server", server, each.worker), here, there, traffic)
+        for worker, moved_ticks in message.moved_ticks:
+            self.clocks.renew(("silent", "worker", worker), self._job.monotonic_s_of(moved_ticks))
+
+    def _note_traffic(self, connection: Hashable, here: str, there: str, traffic: Traffic) -> None:
+        """Record the traffic of a connection between two machines, as the first one has counted it."""
+        now_ticks = self._job.now_ticks()
+        self.traffic.note(connection, LinkCounters(here, there), traffic.sent, now_ticks)
+        self.traffic.note(connection, LinkCounters(there, here), traffic.received, now_ticks)

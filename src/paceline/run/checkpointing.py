@@ -1,0 +1,559 @@
+"""The checkpoints that the coordinator writes with the servers and the workers, while training goes on.
+
+Each server first reserves memory. When the job is cut, each server copies its shards, and says what they consist of.
+A thread of the coordinator's process then lays out the files, and the servers write their copies into them. If a
+server is on a machine that does not see the files, the thread fetches its copies in pieces, and writes them. Then the
+thread completes the checkpoint. Training waits only for the copying. If anything fails, there is no such checkpoint,
+and the run goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+import torch
+from msgspec import structs
+
+from ..checkpoints.manifest import REST, Pace, origin_of, yield_to_training
+from ..checkpoints.writing import PIECE_BYTES, Draft, ShardWriter, is_draft, shard_content
+from ..core.job_cut import JobCut, LoopCut
+from ..core.layout import ModelSpec, ShardSlice, StateEntries
+from ..core.messages import (
+    MOST_STATES_BYTES,
+    CopiesReserved,
+    CutCopied,
+    CutPiece,
+    CutWritten,
+    FetchCut,
+    KeepWorkerState,
+    ReserveCopies,
+    WriteCut,
+)
+from ..core.requests import TakeCut
+from ..errors import CheckpointError, ProtocolError
+from ..shard.store import Store
+from ..shard.vectors import bytes_of, packed_bytes, unpack
+from .footprint import available_bytes
+from .job import Job
+from .resuming import described
+
+STATES_S = 10.0
+"""Time for which a checkpoint waits for what scripts hold, before the user is told."""
+
+BYTES_PER_S = 200e6
+"""Rate at which a process reads and writes the files of a checkpoint."""
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """A checkpoint that was written.
+
+    Attributes:
+        path: its directory.
+        cut: the state of the job.
+        at_s: time of the cut, in seconds since the run began.
+        took_s: time that it took to write the checkpoint, in seconds.
+    """
+
+    path: Path
+    cut: JobCut
+    at_s: float
+    took_s: float
+
+
+class _Answer(NamedTuple):
+    """What the thread of a checkpoint awaits from a server.
+
+    Attributes:
+        fault: why the checkpoint cannot be written; "" if there is no reason.
+        server: index of the server.
+        seen: True if the server has written its copies, False if it does not see the files.
+        piece: a piece of its copy, if the answer is to `FetchCut`.
+    """
+
+    fault: str = ""
+    server: int = -1
+    seen: bool = True
+    piece: bytearray = bytearray()
+
+
+class Completion(NamedTuple):
+    """What completes a checkpoint whose files are written, or ends it.
+
+    Attributes:
+        fault: why there is no checkpoint, as a clause; "" if it is complete.
+        states: (worker, label) of each state of a script that belongs to it.
+        loop: the place of the job in its training loops.
+    """
+
+    fault: str = ""
+    states: tuple[tuple[int, int], ...] = ()
+    loop: LoopCut = LoopCut()
+
+
+class Checkpoints:
+    """Writes the checkpoints of a run. All methods are called on the thread of the coordinator's event loop.
+
+    Args:
+        job: the configuration of the run.
+        tell: sends a message to a server.
+        cut: cuts the job.
+        call: schedules a function call on this thread.
+        warn: called with a sentence if a checkpoint was not written, unless the one before was not written either.
+
+    Attributes:
+        saved: the newest checkpoint that this run has written; None before the first one.
+        fault: why the first checkpoint after this one was not written, as a sentence; "" if this has not happened.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        tell: Callable[[int, ReserveCopies | WriteCut | FetchCut], None],
+        cut: Callable[[], None],
+        call: Callable[[Callable[[], None]], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self.saved: Saved | None = None
+        self.fault = ""
+        self._job = job
+        self._tell = tell
+        self._cut = cut
+        self._call = call
+        self._warn = warn
+        self._copied: dict[int, dict[int, StateEntries]] = {}  # number of a cut -> shard -> its entries
+        self._buffers: list[bytearray] = []  # the buffers that were copied last
+        self._incoming = bytearray()  # the state of a worker that is being received
+        # what completes the checkpoint that is being written, or ends it
+        self._completion: queue.SimpleQueue[Completion] = queue.SimpleQueue()
+        self._waits_since_s: float | None = None  # since when it lacks nothing but states of workers
+        # number of a cut -> worker -> label of its last push -> its state
+        self._states: dict[int, dict[int, dict[int, bytearray]]] = {}
+        self._piece = bytearray()  # the piece of a copy that is being received
+        self._unreserved: set[int] = set()  # servers that are still reserving memory
+        self._cutting = False  # True while the job is being cut
+        self._number = 0  # number of the checkpoint that is being written, or was written last
+        self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+        self._due_s = job.checkpoint_every_s
+        self._requested = 0  # number of checkpoints that the scripts have requested
+        self._wanted = False  # True if a requested checkpoint has not begun
+        self._last: Literal["", "wanted", "begun", "ended"] = ""  # the last checkpoint of a run that is ended
+
+    def request(self, number: int) -> None:
+        """Handle a script's request for a checkpoint, the n-th of its worker."""
+        if number > self._requested:
+            self._requested, self._wanted = number, True
+
+    def request_last(self) -> None:
+        """Ask for a checkpoint because the run is to end. It begins when the one that is being written has ended."""
+        self._wanted, self._last = True, "wanted"
+
+    @property
+    def last_ended(self) -> bool:
+        """True if the last checkpoint has been written, or could not be. See `request_last`."""
+        return self._last == "ended"
+
+    def due(self, now_s: float) -> bool:
+        """Return True if the job is to be cut now, given the time since the run began, and count from now."""
+        every_s = self._job.checkpoint_every_s
+        if self._busy or not (self._wanted or (every_s and now_s >= self._due_s)):
+            return False
+        self._due_s, self._wanted = now_s + every_s, False
+        return True
+
+    def begin(self) -> None:
+        """Let the servers reserve memory for their copies. The job is cut when all of them have done so."""
+        if self._last == "wanted":
+            self._last = "begun"
+        self._unreserved = set(self._job.placement.servers)
+        for server in self._job.placement.servers:
+            self._tell(server, ReserveCopies())
+
+    def reserved(self, server: int, message: CopiesReserved) -> None:
+        """Handle a server's report that it has reserved memory, or could not."""
+        if message.fault:
+            self._unreserved.clear()
+            self._fail(f"No checkpoint was written: {message.fault}.")
+            self._end()
+        elif server in self._unreserved:
+            self._unreserved.remove(server)
+            if not self._unreserved:
+                self._cutting = True
+                self._cut()
+
+    @property
+    def next_s(self) -> float | None:
+        """The time at which the job is cut next; None if it is not known."""
+        return self._due_s if self._job.checkpoint_every_s and not self._busy else None
+
+    @property
+    def _busy(self) -> bool:
+        """True while servers reserve memory, while the job is cut, and while a checkpoint is written.
+
+        A cut waits for the next step of training. Another one would replace the copies that have not been written.
+        """
+        return self._thread is not None or self._cutting or bool(self._unreserved)
+
+    def targets(
+        self, message: CutCopied | CutPiece | KeepWorkerState, size_bytes: int, model: ModelSpec
+    ) -> Sequence[memoryview]:
+        """Return the memory into which the payload of a message is received."""
+        if size_bytes > MOST_STATES_BYTES:
+            raise ProtocolError(f"a state has {size_bytes} bytes, expected at most {MOST_STATES_BYTES}")
+        if isinstance(message, KeepWorkerState):
+            self._incoming = bytearray(size_bytes)
+            return [memoryview(self._incoming)]
+        if isinstance(message, CutPiece):
+            self._piece = bytearray(min(size_bytes, PIECE_BYTES))  # a larger one is refused
+            return [memoryview(self._piece)]
+        if message.shard or not size_bytes:
+            return []
+        self._buffers = [bytearray(packed_bytes(spec)) for spec in model.buffers]
+        return [memoryview(part) for part in self._buffers]
+
+    def copied(self, message: CutCopied) -> None:
+        """Handle a server's report that it has copied a shard."""
+        if message.number not in self._copied:
+            self._copied = {message.number: {}}
+        self._copied[message.number][message.shard] = message.entries
+
+    def keep(self, worker: int, message: KeepWorkerState) -> None:
+        """Keep what the script of a worker holds."""
+        self._states.setdefault(message.number, {}).setdefault(worker, {})[message.iteration] = self._incoming
+        for number in sorted(self._states)[:-2]:  # they belong to cuts that were given up
+            del self._states[number]
+
+    def written(self, server: int, message: CutWritten) -> None:
+        """Handle a server's report that it has written its copies, or could not."""
+        if message.number == self._number:
+            self._answers.put(_Answer(message.fault, server, message.seen))
+
+    def arrived(self, message: CutPiece) -> None:
+        """Handle a piece of a server's copy."""
+        if message.number == self._number:
+            self._answers.put(_Answer(piece=self._piece))
+
+    def server_gone(self, server: int) -> None:
+        """Handle the loss of a server."""
+        self._unreserved.clear()
+        if self._thread is not None:
+            self._answers.put(_Answer(f"server {server} was lost"))
+            self._completion.put(Completion("the run has ended"))
+
+    def complete(self, number: int, completion: Completion) -> None:
+        """Complete the checkpoint with this number, or give it up, if it is being written."""
+        if number == self._number:
+            self._completion.put(completion)
+
+    @property
+    def waits_s(self) -> float:
+        """For how many seconds the checkpoint that is being written has lacked only states of workers; 0 if not."""
+        since_s = self._waits_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
+    def save(self, cut: JobCut) -> None:
+        """Begin to write a checkpoint. It is complete when `complete` is called."""
+        self._cutting = False
+        entries, buffers = self._copied.pop(cut.number), self._buffers
+        self._number, self._answers, self._completion = cut.number, queue.SimpleQueue(), queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._write,
+            args=(
+                cut,
+                [entries[shard] for shard in sorted(entries)],
+                buffers,
+                self._answers,
+                self._completion,
+            ),
+            name="paceline-checkpoint",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Give up a checkpoint that is being written."""
+        self._closed.set()
+        self._answers.put(_Answer("the run has ended"))
+        self._completion.put(Completion("the run has ended"))
+        if self._thread is not None:
+            self._thread.join()
+
+    def _end(self) -> None:
+        """Record that a checkpoint has been written, or could not be."""
+        if self._last == "begun":
+            self._last = "ended"
+
+    def _fail(self, fault: str) -> None:
+        if not self.fault:
+            self.fault = fault
+            self._warn(fault)
+
+    # -- on the thread of a checkpoint --------------------------------------------------------------------
+
+    def _write(
+        self,
+        cut: JobCut,
+        entries: Sequence[StateEntries],
+        buffers: Sequence[bytearray],
+        answers: queue.SimpleQueue[_Answer],
+        completion: queue.SimpleQueue[Completion],
+    ) -> None:
+        began_s, at_s = time.monotonic(), self._job.now_s()
+        fault = ""
+        try:
+            path = self._complete(cut, entries, buffers, answers, completion)
+            # at once: if the run ends now, this is its newest checkpoint
+            self.saved = Saved(path, cut, at_s, time.monotonic() - began_s)
+            if self._job.bucket is not None:
+                from ..checkpoints.buckets import upload  # imports fsspec
+
+                upload(path, self._job.bucket, self._job.keep, self._rest)
+        except CheckpointError as error:
+            fault = str(error)
+
+        def done() -> None:
+            self._thread = None
+            self._states.pop(cut.number, None)
+            self._end()
+            if not fault:
+                self.fault = ""
+            elif not self._closed.is_set():
+                self._fail(fault)
+
+        self._call(done)
+
+    def _complete(
+        self,
+        cut: JobCut,
+        entries: Sequence[StateEntries],
+        buffers: Sequence[bytearray],
+        answers: queue.SimpleQueue[_Answer],
+        completion: queue.SimpleQueue[Completion],
+    ) -> Path:
+        tensors = {
+            spec.name: unpack(spec, part) for spec, part in zip(cut.model.buffers, buffers, strict=True)
+        }
+        pace = Pace(BYTES_PER_S)
+        draft = Draft.begin(
+            self._job.checkpoints,
+            cut.number,
+            cut.model,
+            cut.slices,
+            entries,
+            tensors=tensors,
+            origin=origin_of(Path(self._job.origin)) if self._job.origin else "",
+        )
+        try:
+            self._write_shards(cut, draft, entries, answers, pace)
+            completed = self._await_completion(cut.number, completion)
+            states = {worker: self._states[cut.number][worker][label] for worker, label in completed.states}
+        except CheckpointError:
+            draft.discard()
+            raise
+        yield_to_training()
+        return draft.finish(
+            msgspec.json.encode(structs.replace(cut, loop=completed.loop)),
+            {worker: bytes(state) for worker, state in states.items()},
+            versions=[shard.version for shard in cut.shards],
+            further=described(Path(self._job.run_dir)),
+            keep=self._job.keep,
+            spared=0 if self._job.resumed is None else self._job.resumed.number,
+            pace=pace,
+        )
+
+    def _write_shards(
+        self,
+        cut: JobCut,
+        draft: Draft,
+        entries: Sequence[StateEntries],
+        answers: queue.SimpleQueue[_Answer],
+        pace: Pace,
+    ) -> None:
+        """Let the servers write their copies, and write those of the servers that do not see the draft."""
+        placement, number = self._job.placement, cut.number
+        for server in placement.servers:
+            self._call(partial(self._tell, server, WriteCut(number, str(draft.path), draft.token)))
+        written = [_answer_of(number, answers) for _ in placement.servers]
+        unseen = [shard for each in written if not each.seen for shard in placement.shards_of(each.server)]
+        for shard in unseen:
+            with ShardWriter(draft.path, draft.token, cut.slices[shard], entries[shard], pace) as writer:
+                for begin in range(0, writer.size_bytes, PIECE_BYTES):
+                    asked_s = time.monotonic()
+                    wanted = FetchCut(number, shard, begin, min(PIECE_BYTES, writer.size_bytes - begin))
+                    self._call(partial(self._tell, placement.server_of[shard], wanted))
+                    writer.write(_answer_of(number, answers).piece)
+                    self._rest(time.monotonic() - asked_s)
+
+    def _rest(self, took_s: float) -> bool:
+        """Leave the link to training after a piece that has taken some time. Return True if the run has ended."""
+        return self._closed.wait(REST * took_s)
+
+    def _await_completion(self, number: int, completion: queue.SimpleQueue[Completion]) -> Completion:
+        """Wait until all workers have given what their scripts hold.
+
+        Raises:
+            CheckpointError: the run has ended, or the checkpoint cannot be completed.
+        """
+        self._waits_since_s = time.monotonic()
+        try:
+            completed = completion.get()
+        finally:
+            self._waits_since_s = None
+        if completed.fault:
+            raise CheckpointError(f"Checkpoint {number} was not written: {completed.fault}.")
+        return completed
+
+
+def _answer_of(number: int, answers: queue.SimpleQueue[_Answer]) -> _Answer:
+    """Wait for an answer, and return it.
+
+    Raises:
+        CheckpointError: it says why the checkpoint cannot be written.
+    """
+    answer = answers.get()
+    if answer.fault:
+        raise CheckpointError(f"Checkpoint {number} was not written: {answer.fault}.")
+    return answer
+
+
+# -- The copies of a server's shards for a cut of the job, which a thread writes to the files of a checkpoint
+#
+# The event loop copies a shard at the moment of the cut, so training waits for the copying alone. In memory
+# that is new to the process, it would take several times longer: the system provides each page of new memory
+# when it is first touched. So a thread touches the memory before the cut, and the memory is kept for the next
+# cuts.
+
+TOUCHED_BYTES = 4 * 2**20
+"""Number of bytes of new memory that are touched at a time."""
+
+
+class Copy(NamedTuple):
+    """A copy of a shard: its number of the cut, its slice, the entries of its optimizer state, and its content."""
+
+    number: int
+    bounds: ShardSlice
+    entries: StateEntries
+    content: memoryview
+
+
+class ShardCopies:
+    """Copies shards and writes the copies. There is at most one copy of each shard.
+
+    Attributes:
+        bell: a socket that can be read when a thread has something to report.
+    """
+
+    def __init__(self) -> None:
+        self.bell, self._ringer = socket.socketpair()
+        self.bell.setblocking(False)
+        self._memory: dict[int, memoryview] = {}  # shard -> memory for its copy
+        self._copies: dict[int, Copy] = {}
+        self._reports: queue.SimpleQueue[CopiesReserved | CutWritten] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def reserve(self, stores: Mapping[int, Store]) -> None:
+        """Reserve the memory for copies in a thread."""
+        sizes = {
+            shard: sum(part.nbytes for part in [*store.weights.values(), *store.optimizer_state().values()])
+            for shard, store in stores.items()
+        }
+        self._begin(partial(self._reserve, sizes))
+
+    def take(self, request: TakeCut, store: Store) -> StateEntries:
+        """Copy a shard as it is now, and return the entries of its optimizer state."""
+        state = store.optimizer_state()
+        entries = store.state_entries(state)
+        parts = shard_content(store.bounds, store.weights, state)
+        size_bytes = sum(part.nbytes for part in parts)
+        memory = self._memory.get(request.shard)
+        if memory is None or memory.nbytes < size_bytes:  # the model or the state has changed meanwhile
+            memory = self._memory[request.shard] = memoryview(bytearray(size_bytes))
+        begin = 0
+        for part in parts:
+            memory[begin : begin + part.nbytes] = part
+            begin += part.nbytes
+        self._copies[request.shard] = Copy(request.number, store.bounds, entries, memory[:begin])
+        return entries
+
+    def write(self, message: WriteCut) -> None:
+        """Write the copies in a thread, unless this machine does not see the files."""
+        copies = [copy for copy in self._copies.values() if copy.number == message.number]
+        self._begin(partial(_write, message, copies))
+
+    def piece(self, message: FetchCut) -> memoryview:
+        """Return a piece of a copy; nothing if there is no such copy."""
+        copy = self._copies.get(message.shard)
+        if copy is None or copy.number != message.number:
+            return memoryview(b"")
+        return copy.content[message.begin : message.begin + message.size_bytes]
+
+    def take_reports(self) -> list[CopiesReserved | CutWritten]:
+        """Return what the threads have reported since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            self.bell.recv(4096)
+        found = []
+        while not self._reports.empty():
+            found.append(self._reports.get_nowait())
+        return found
+
+    def close(self) -> None:
+        """Close the bell."""
+        self.bell.close()
+        self._ringer.close()
+
+    def _begin(self, work: Callable[[], CopiesReserved | CutWritten]) -> None:
+        """Do some work in a thread, after all earlier work, and report its result."""
+        before = self._thread
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            yield_to_training()
+            self._reports.put(work())
+            with contextlib.suppress(OSError):  # the server has ended
+                self._ringer.send(b"x")
+
+        self._thread = threading.Thread(target=run, name="paceline-checkpoint", daemon=True)
+        self._thread.start()
+
+    def _reserve(self, sizes: Mapping[int, int]) -> CopiesReserved:
+        pace = Pace(BYTES_PER_S)
+        for shard, size_bytes in sizes.items():
+            if shard in self._memory and self._memory[shard].nbytes >= size_bytes:
+                continue
+            free_bytes = available_bytes()
+            if free_bytes is not None and free_bytes < size_bytes:
+                return CopiesReserved(
+                    f"a copy of shard {shard} needs {size_bytes / 1e9:.3g} GB of memory, but only "
+                    f"{free_bytes / 1e9:.3g} GB are available"
+                )
+            memory = torch.empty(size_bytes, dtype=torch.uint8)
+            for piece in memory.split(TOUCHED_BYTES):
+                piece.zero_()
+                pace.spend(piece.nbytes)
+            self._memory[shard] = bytes_of(memory)
+        return CopiesReserved()
+
+
+def _write(message: WriteCut, copies: list[Copy]) -> CutWritten:
+    """Write copies to the files of a checkpoint, if they are there."""
+    path, pace = Path(message.path), Pace(BYTES_PER_S)
+    if not is_draft(path, message.token):
+        return CutWritten(message.number, seen=False)
+    try:
+        for copy in copies:
+            with ShardWriter(path, message.token, copy.bounds, copy.entries, pace) as writer:
+                writer.write(copy.content)
+    except CheckpointError as error:
+        return CutWritten(message.number, str(error))
+    return CutWritten(message.number)

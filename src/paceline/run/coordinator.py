@@ -1,0 +1,764 @@
+"""The event loop of the coordinator: it receives messages, passes them to the core and performs the core's requests.
+
+The core is the state machine in `paceline.core.coordinator`. This module contains everything that needs a clock,
+shared memory or another thread: the time of each peer's last message, the memory for the weights, and the collection
+of the weights at the end of the run. The loop runs on a thread in the launcher's process. Other threads of this
+process may call only the methods in the section "for other threads".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import msgspec
+
+from ..core import coordinator as core
+from ..core.auto import Prospect
+from ..core.guard import Guard
+from ..core.layout import ModelSpec
+from ..core.messages import (
+    Bell,
+    CheckpointRequested,
+    Contributed,
+    CopiesReserved,
+    CreateShards,
+    CutCopied,
+    CutPiece,
+    CutWritten,
+    ExtendShards,
+    FetchWaits,
+    Hello,
+    KeepWorkerState,
+    Message,
+    ModelExtended,
+    Register,
+    Shutdown,
+    Snapshot,
+    Started,
+    Status,
+    StatusReported,
+    TracePart,
+    Waits,
+)
+from ..core.requests import (
+    AbandonCut,
+    CompleteCut,
+    EndWithout,
+    Fail,
+    Host,
+    Peer,
+    Rehearse,
+    Request,
+    SaveCut,
+    Situation,
+    TakeOut,
+    Timer,
+    Warn,
+    server_peer,
+    worker_peer,
+)
+from ..core.status import JobStatus
+from ..errors import InternalError, ProtocolError, RunFailedError, UserCodeError, refused_by_system
+from ..sync.notation import notation
+from ..sync.ticks import TICKS_PER_S
+from ..trace.keyframes import keyframe_of
+from ..trace.recording import Header, Recorder
+from ..wire.memory import PushSource, Region, file_limit, shared_memory_available
+from ..wire.preface import Patience
+from ..wire.stream import Stream, no_payload
+from .agents import Agents, JobWatch, Machines, MachinesLeft
+from .checkpointing import STATES_S, Checkpoints, Completion
+from .compute_devices import CPU
+from .footprint import available_bytes, file_shortage, footprint, served_shortage, shortage, vectors_of
+from .hub import Caller, Hub, Timers
+from .job import LOOPBACK, Job
+from .readers import Collection
+from .registration import require_sound
+from .resuming import cut_of
+from .server_memory import SharedWeights
+from .traces import TEND_S, TEND_TICKS, MetricsWriter, SegmentedFile, TraceFiles, segmenting
+
+log = logging.getLogger("paceline.coordinator")
+
+STOP_POLL_S = 0.05
+MOST_OBSERVERS = 32
+DRAIN_SILENCE_S = 1.0  # maximum time for which a peer reads none of its earlier messages before a descriptor
+LOOK_INTERVAL_TICKS = TICKS_PER_S // 2  # minimum time between two questions to the servers for `refresh`
+
+
+class LateCheckpoint(NamedTuple):
+    """A checkpoint that waits for what some workers hold.
+
+    Attributes:
+        number: number of the checkpoint.
+        workers: these workers.
+        waits_s: for how many seconds it has waited.
+    """
+
+    number: int
+    workers: tuple[int, ...]
+    waits_s: float
+
+    @property
+    def words(self) -> str:
+        """What the user is told, as a sentence."""
+        names = " and ".join(f"worker {worker}" for worker in self.workers)
+        verb = "have" if len(self.workers) > 1 else "has"
+        return (
+            f"Checkpoint {self.number} waits for {names}, which {verb} not asked for the next batch for "
+            f"{self.waits_s:.0f} s. Training goes on meanwhile."
+        )
+
+
+Rehearsal = Callable[[Situation, Callable[[Sequence[Prospect]], None]], None]
+"""A function that starts a simulation and returns at once. Its second argument takes the results."""
+
+
+class CoordinatorHost(Host):
+    """The coordinator of one run: starts training, tracks the workers and servers, and ends the run.
+
+    Args:
+        job: the configuration of the run.
+        listener: a listening socket, of which the coordinator takes ownership.
+        address: the address of the listening socket.
+        rehearse: starts a simulation of what was observed of the run, and calls the given function with the results
+            when they are there, on any thread. Needed if the run chooses its sync models (`--sync auto`).
+
+    Attributes:
+        job: the configuration of the run.
+        address: the address on which the coordinator listens.
+        core: the state machine of the coordinator, whose public attributes other threads may read.
+        started: event that is set once any worker has received its first weights from all shards.
+        started_s: time at which `started` was set, in seconds since the run began.
+        over: event that is set when all workers have left, a server is lost, or the run has failed.
+        failure: the first failure that was reported, or its cause; None if there is none.
+        gone_servers: server -> why its connection ended, for servers that disconnected before they were told to end,
+            and for those that sent nothing for too long, in order of disconnection.
+        asked: the servers that were asked which workers are waiting, and have not answered yet.
+        machines: the machines that have joined the run.
+        agents: handles what the agents of these machines report.
+        watch: what is known of the processes.
+        checkpoints: what writes the checkpoints.
+        status: the state of the job when it was computed last for `refresh`; None before.
+    """
+
+    def __init__(
+        self, job: Job, listener: PushSource, address: str, rehearse: Rehearsal | None = None
+    ) -> None:
+        self._rehearse = rehearse
+        self.job = job
+        self.address = address
+        self.started = threading.Event()
+        self.started_s = 0.0
+        self.over = threading.Event()
+        self.failure: RunFailedError | None = None
+        self.gone_servers: dict[int, str] = {}
+        self.asked: set[int] = set()
+        self._observers: set[Caller] = set()
+        self.status: JobStatus | None = None
+        self._refreshing = False  # True from a call of `refresh` until it has been performed
+        self._looked_ticks = -LOOK_INTERVAL_TICKS
+        header = Header(
+            sync=notation(job.schedule.first),
+            host="coordinator",
+            seed=job.seed,
+            emulated=job.emulated,
+            imports=job.imports or msgspec.UNSET,
+        )
+        self._trace: SegmentedFile | None = None
+        self._recorder: Recorder | None = None
+        if job.traces.kept != "off":
+            path = Path(job.run_dir, "trace-coordinator.jsonl")
+            segments = segmenting(job, "coordinator")
+            self._trace = SegmentedFile(path, lambda text: self.core.faults.append(text), segments)
+            self._recorder = Recorder(self._trace, header)
+        self._tend_ticks = 0  # time at which the trace is tended next
+        self.core = core.Coordinator(
+            job.schedule,
+            workers=job.workers,
+            servers=job.servers,
+            shards=job.shards,
+            slicing=job.slicing,
+            overlap=job.overlap == "shards",
+            seed=job.seed,
+            late=range(job.workers) if job.joined else (),
+            late_servers=range(job.local_servers, job.servers),
+            least=job.least if job.joined else 1,
+            pause_below=job.pause_below,
+            read_sync=job.read_sync,
+            shortage=self._shortage,
+            recorder=self._recorder,
+            guard=Guard(job.guard, skips_nan=job.on_nan == "skip"),
+            relaxes=job.translated,
+            resumed=None if job.resumed is None else cut_of(job.resumed),
+            cuts=0 if job.resumed is None else job.resumed.highest,
+        )
+        self._metrics = MetricsWriter(self.core.history, Path(job.run_dir), self.core.faults.append)
+        self._members: dict[tuple[str, int], Caller] = {}  # (role, index) -> its connection
+        self.machines = Machines()
+        self.watch = JobWatch(job, self.core, self.machines)
+        self._timers: Timers[Timer] = Timers()
+        self._shared = SharedWeights()
+        # the traces of servers on other machines
+        self._traces = TraceFiles(
+            Path(job.run_dir), self.core.placement, lambda text: self.core.faults.append(text)
+        )
+        self.checkpoints = Checkpoints(
+            job,
+            lambda server, message: self.send(server_peer(server), message),
+            lambda: self._perform(self.core.cut()),
+            self._call,
+            lambda text: self.core.faults.append(text),
+        )
+        self._collection: Collection | None = None  # None except while the final weights are collected
+        # Server from which data is awaited at the end of the run -> for how long it may be silent.
+        self._awaited: dict[int, Patience] = {}
+        self._stopping = False  # True once the servers have been told to end
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # see `_call`
+        self._bell, self._bell_end = socket.socketpair()
+        self._bell_end.setblocking(False)
+        self._hub: Hub[Caller] = Hub(
+            "the coordinator", job.token, listener, "coordinator", Caller, self, job.contexts
+        )
+        self._hub.watch(self._bell_end, self._take_calls)
+        self.agents = Agents(
+            job,
+            self.core,
+            self._hub,
+            self._members,
+            self.machines,
+            self.watch,
+            self._perform,
+            self._give_up,
+        )
+        self._thread = threading.Thread(target=self._run, name="paceline-coordinator", daemon=True)
+
+    @classmethod
+    def listen(cls, job: Job, host: str = LOOPBACK) -> CoordinatorHost:
+        """Return a coordinator that listens on a new socket. See `listen_for`."""
+        return cls(job, *cls.listen_for(job, host))
+
+    @staticmethod
+    def listen_for(job: Job, host: str = LOOPBACK) -> tuple[PushSource, str]:
+        """Return a new listening socket for the coordinator of a run, and its address.
+
+        If the transport spans machines, the socket listens on `host`, an address of this machine.
+
+        Raises:
+            ConfigurationError: the socket cannot listen on the port.
+        """
+        return job.carrier.listen(host, job.port, secure=job.secure)
+
+    # -- for other threads --------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread of the event loop, and the one that writes the metrics."""
+        self._thread.start()
+        self._metrics.start()
+
+    @property
+    def late_checkpoint(self) -> LateCheckpoint | None:
+        """The checkpoint that has waited for long for what workers hold; None if there is none."""
+        waits_s, giving = self.checkpoints.waits_s, self.core.reconfigurations.giving
+        if waits_s < STATES_S or giving is None or not (awaited := giving.awaited):
+            return None
+        return LateCheckpoint(giving.number, tuple(awaited), waits_s)
+
+    @property
+    def cause_may_follow(self) -> bool:
+        """True if the worker with the initial weights was lost too early, perhaps because a server has ended.
+
+        How the server has ended is reported soon.
+        """
+        return self.failure is not None and self.failure.reason == core.LOST_TOO_EARLY
+
+    def fail(self, failure: RunFailedError) -> None:
+        """Report a failure that another thread has detected, such as a crash.
+
+        Later failures are ignored, except for the cause of the first one.
+        """
+        if self.failure is None or self.cause_may_follow:
+            self.failure = failure
+        self.over.set()
+
+    def worker_ended(self, worker: int, how: str) -> None:
+        """Report that the process of a worker has ended. This method may be called at any time.
+
+        Messages that the process has already sent are handled first. Then the worker is recorded as lost, unless it
+        has finished.
+
+        Args:
+            worker: index of the worker.
+            how: a phrase that says how the process ended.
+        """
+        self._call(lambda: self.agents.note_end(worker, how))
+
+    def kill(self, role: Literal["worker", "server"], index: int, why: str) -> None:
+        """Kill a worker or server that runs on another machine."""
+        self._call(lambda: self.agents.kill(role, index, why))
+
+    def dismiss(self, failure: str, *, saved: bool = False) -> None:
+        """Tell all machines that the run is over, and then that its results have been saved. See `RunEnded`."""
+        self._call(lambda: self.agents.dismiss(failure, saved=saved))
+
+    def resume(self, words: str) -> None:
+        """Tell all machines that the run goes on from a checkpoint. See `RunResumes`."""
+        self._call(lambda: self.agents.resume(words))
+
+    def settle(self) -> MachinesLeft:
+        """After the loss of a server, give up the checkpoint that is being written. Then `checkpoints.saved` stays.
+
+        Returns:
+            What the machines that are left bring if the run goes on.
+        """
+        found: queue.SimpleQueue[MachinesLeft] = queue.SimpleQueue()
+
+        def close() -> None:
+            self.checkpoints.close()
+            self._call(look)  # after `saved` is known, which is a call, too
+
+        def look() -> None:
+            found.put(self.agents.left())
+
+        self._call(close)
+        while self._thread.is_alive():
+            with contextlib.suppress(queue.Empty):
+                return found.get(timeout=STOP_POLL_S)
+        return MachinesLeft(0, 0)
+
+    def request_last_checkpoint(self) -> None:
+        """Ask for a checkpoint because the run is to end. See `Checkpoints.request_last`."""
+        self._call(self.checkpoints.request_last)
+
+    def collect(self) -> Collection:
+        """Start collecting the weights. The caller must wait until `finished` of the returned object is set.
+
+        A server is given up only if its connection ends, or carries nothing for `SILENCE_S`. `gone_servers` then says
+        so.
+        """
+        assert self.core.model is not None
+        collection = Collection(self.core.model, self.core.slices, self.core.placement, self._shared.master)
+
+        def begin() -> None:
+            self.watch.note_own_traffic(self._streams())
+            if self.job.joined:  # what the servers have exchanged with the machines
+                self._ask_servers()
+            self._collection = collection
+            for server in range(self.job.servers):
+                self._collect_from(server)
+
+        self._call(begin)
+        return collection
+
+    def end_collection(self, why: str) -> None:
+        """End the collection. If it is not finished, give up the servers that are still awaited, because of `why`."""
+        ended = threading.Event()
+
+        def end() -> None:
+            for server in list(self._awaited):
+                self._give_up(server, why)
+            self._collection = None
+            ended.set()
+
+        self._call(end)
+        while self._thread.is_alive() and not ended.wait(STOP_POLL_S):
+            pass
+
+    def quiet_s(self) -> dict[int, float]:
+        """Return, for each server from which data is awaited, for how many seconds it has sent nothing."""
+        return {server: patience.quiet_s for server, patience in self._awaited.copy().items()}
+
+    def ask_servers(self) -> None:
+        """Ask the servers which workers are waiting. The answers arrive in `core.waits`.
+
+        A server that has not answered an earlier request is not asked again.
+        """
+
+        self.core.waits.clear()
+        self._call(self._ask_servers)
+
+    def refresh(self) -> None:
+        """Compute the state of the job again. The result appears in `status`, at once or after a short time.
+
+        This also asks the servers who waits, at most twice per second, for the next states.
+        """
+
+        def compute() -> None:
+            self._refreshing = False
+            if self._stopping:
+                return
+            now_ticks = self.job.now_ticks()
+            if now_ticks >= self._looked_ticks + LOOK_INTERVAL_TICKS:
+                self._looked_ticks = now_ticks
+                self._ask_servers()
+            self.status = self.watch.status()
+
+        if not self._refreshing:
+            self._refreshing = True
+            self._call(compute)
+
+    def stop(self, hurried: Callable[[], bool] = lambda: False) -> None:
+        """Order the servers to write their traces and exit, and end the thread when the servers have disconnected.
+
+        A server that sends nothing for `SILENCE_S` is no longer awaited. `gone_servers` then says so.
+
+        Args:
+            hurried: function that is called repeatedly. Once it returns True, `stop` no longer waits for the servers.
+        """
+
+        def end() -> None:
+            self._stopping = self.agents.stopping = True
+            for server in self._of_role("server"):
+                self._hub.send(server, Shutdown())
+                self._awaited[server.index] = server.stream.patience()
+
+        self._call(end)
+        while self._thread.is_alive():
+            self._thread.join(STOP_POLL_S)
+            if hurried():
+                self._call(self._awaited.clear)
+
+    def _call(self, call: Callable[[], None]) -> None:
+        """Schedule a function call on the thread of the event loop."""
+        self._calls.put(call)
+        with contextlib.suppress(OSError):  # the thread has already ended and closed the socket
+            self._bell.send(b"x")
+
+    # -- the loop -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._awaited or not self._stopping:
+                try:
+                    self._step()
+                except UserCodeError as error:  # the loop goes on, so that the weights can be collected
+                    self.fail(RunFailedError("the coordinator", error.reason, error.traceback))
+        except OSError as error:  # the disk is full, or this process has reached a limit: no bug
+            log.warning("the coordinator failed", exc_info=True)
+            self.fail(RunFailedError("the coordinator", refused_by_system(error)))
+        except Exception as error:  # any exception must end the run and be reported
+            log.exception("the coordinator failed")
+            self.fail(RunFailedError("the coordinator", str(InternalError(repr(error)))))
+        finally:
+            if self._recorder is not None:
+                self._recorder.close()
+            self.checkpoints.close()
+            self._metrics.close()
+            self.agents.close()
+            self._traces.close()
+            self._hub.close()
+            self._shared.release()
+            self._bell.close()
+            self._bell_end.close()
+
+    def _step(self) -> None:
+        """Wait for messages, and handle them and what is due."""
+        self._hub.poll(self._patience_s())
+        self.watch.note_states()
+        self._look_for_progress()
+        if not self._stopping:
+            self.agents.look()
+        now_ticks = self.job.now_ticks()
+        if self.started.is_set() and not self._stopping and self.checkpoints.due(self.job.now_s()):
+            self.checkpoints.begin()
+        for timer in self._timers.take_due(now_ticks):
+            self._perform(self.core.fire(timer, self.job.now_ticks()))
+        self._tend_trace(now_ticks)
+
+    def _tend_trace(self, now_ticks: int) -> None:
+        """Write what is buffered of the trace, and begin a new segment if there is enough. The core is idle."""
+        if self._trace is None or self._recorder is None or now_ticks < self._tend_ticks:
+            return
+        self._tend_ticks = now_ticks + TEND_TICKS
+        if self._trace.tend():
+            self._recorder.begin_segment(keyframe_of(self.core, self.job.imports))
+
+    def _ask_servers(self) -> None:
+        for server in self._of_role("server"):
+            if server.index not in self.asked:
+                self.asked.add(server.index)
+                self.watch.clocks.begin(("asked", "server", server.index), time.monotonic())
+                self._hub.send(server, FetchWaits())
+
+    def _patience_s(self) -> float | None:
+        """Return the maximum time to wait for messages; None for no limit."""
+        if self._stopping:
+            return STOP_POLL_S
+        now_ticks = self.job.now_ticks()
+        limits_s = [] if self._trace is None else [TEND_S]
+        if (left_s := self._timers.left_s(now_ticks)) is not None:
+            limits_s.append(left_s)
+        if self.started.is_set() and (next_s := self.checkpoints.next_s) is not None:
+            limits_s.append(max(0.0, next_s - self.job.now_s()))
+        limits_s += [patience.wait_s for patience in self._awaited.values()]
+        if (look_ticks := self.machines.liveness.next_ticks) is not None:
+            limits_s.append(max(0.0, (look_ticks - now_ticks) / TICKS_PER_S))
+        return min(limits_s, default=None)
+
+    def _look_for_progress(self) -> None:
+        """Give up the awaited servers whose connections have carried nothing for too long."""
+        for server, patience in list(self._awaited.items()):
+            if patience.look():
+                for agent in self.machines.agents_of("server", server):
+                    self.machines.liveness.moved(agent, self.job.now_ticks())
+            elif patience.over:
+                task = "write its traces" if self._stopping else "send its weights"
+                self._give_up(server, f"it was to {task}, and sent nothing for {patience.quiet_s:.0f} s")
+
+    def _give_up(self, server: int, why: str) -> None:
+        """Close the connection to a server, and keep the reason."""
+        self.gone_servers.setdefault(server, why)
+        if (member := self._member("server", server)) is not None:
+            self._hub.drop(member, why)
+
+    # -- called by the hub --------------------------------------------------------------------------------
+
+    def greeted(self, peer: Caller, hello: Hello) -> None:
+        if hello.role == "observer":
+            if len(self._observers) >= MOST_OBSERVERS:
+                raise ProtocolError(f"there are already {MOST_OBSERVERS} observers")
+            peer.role = "observer"
+            self._observers.add(peer)
+            return
+        if hello.role == "agent":
+            peer.role, peer.index = "agent", self.machines.add()
+            self._members["agent", peer.index] = peer
+            return
+        party = Peer("server" if hello.role == "server" else "worker", hello.index)
+        self.core.require_expected(party, hello.incarnation)
+        peer.role, peer.index = hello.role, hello.index
+        self._members[peer.role, peer.index] = peer
+        self.watch.heard(peer.role, peer.index)
+        if hello.role == "worker":
+            self.watch.devices[hello.index] = hello.device or CPU.label
+        self._perform(self.core.connected(party, self.job.now_ticks(), hello.address, hello.incarnation))
+
+    def payload_targets(self, peer: Caller, message: Message, size_bytes: int) -> Sequence[memoryview]:
+        if isinstance(message, Snapshot) and self._collection is not None:
+            return self._collection.targets(message, peer.index)
+        if isinstance(message, CutCopied | CutPiece | KeepWorkerState) and self.core.model is not None:
+            return self.checkpoints.targets(message, size_bytes, self.core.model)
+        if isinstance(message, TracePart) and self._stopping:
+            return self._traces.targets(message, peer.index, size_bytes)
+        return no_payload(message, size_bytes)
+
+    def gone(self, peer: Caller, reason: str) -> None:
+        if peer.role == "observer":
+            self._observers.discard(peer)
+            return
+        self._members.pop((peer.role, peer.index), None)
+        if peer.role == "agent":
+            self.agents.gone(peer)
+            return
+        self.watch.left(peer.role, peer.index)
+        party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)
+        self._perform(self.core.disconnected(party, self.job.now_ticks()))
+        if peer.role != "server":
+            return
+        self.asked.discard(peer.index)
+        self._awaited.pop(peer.index, None)
+        self.checkpoints.server_gone(peer.index)
+        if not self._stopping:
+            begun = self.core.model is not None or self.job.resumed is not None
+            if not begun and peer.index >= self.job.local_servers:
+                for agent in self.machines.agents_of("server", peer.index):
+                    self.agents.lose_server(agent, peer.index, "its connection ended")
+                return
+            self._perform(self.core.server_lost(peer.index, "its connection ended"))
+            if self._collection is not None:
+                self._collect_from(peer.index)
+
+    def received(self, peer: Caller, message: Message) -> None:
+        if peer.role == "agent":
+            self.agents.hear(peer, message)
+            return
+        if peer.role == "observer":
+            if peer.stream.backlog:
+                raise ProtocolError(f"{type(message).__name__} arrived before the previous answer was read")
+            self._ask_servers()  # for the next time
+            self.watch.note_own_traffic(self._streams())
+            self._hub.send(peer, StatusReported(msgspec.msgpack.encode(self.watch.status())))
+            return
+        self.watch.heard(peer.role, peer.index)
+        if isinstance(message, Snapshot) and self._collection is not None:
+            self._collection.arrived(message)
+            self._collect_from(peer.index)
+            return
+        if isinstance(message, TracePart) and self._stopping:
+            self._traces.arrived(message)
+            return
+        match message:
+            case Bell():
+                return
+            case CutCopied():
+                return self.checkpoints.copied(message)
+            case CopiesReserved():
+                return self.checkpoints.reserved(peer.index, message)
+            case CutPiece():
+                return self.checkpoints.arrived(message)
+            case CutWritten():
+                return self.checkpoints.written(peer.index, message)
+            case CheckpointRequested():
+                return self.checkpoints.request(message.number)
+            case KeepWorkerState():
+                self.checkpoints.keep(peer.index, message)
+        party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)
+        if isinstance(message, Waits):
+            self.watch.note_traffic_of(peer.index, message)
+            message = msgspec.structs.replace(message, traffic=(), moved_ticks=())
+        model = message.model if isinstance(message, Register | Contributed) else None
+        if model is not None and (isinstance(message, Contributed) or self.core.expects_model(party)):
+            require_sound(model, self.job.optimizers)
+        self._perform(self.core.handle(party, message, self.job.now_ticks()))
+        match message:
+            case Register():
+                self.watch.prepared(peer.index)
+            case Waits():
+                self.asked.discard(peer.index)
+                self.watch.clocks.end(("asked", "server", peer.index))
+                if not self.asked and len(self.core.waits) == self.job.servers:
+                    self.watch.progress.look(self.core, self.job.now_ticks())
+            case Status():
+                self.watch.note_pace(peer.index, message)
+                if not self.started.is_set():
+                    self.started_s = self.job.now_s()
+                    self.started.set()
+
+    # -- requests of the core -----------------------------------------------------------------------------
+
+    def _perform(self, requests: Sequence[Request]) -> None:
+        self.carry_out(requests)
+        self._shared.settle()
+        if self.core.quorum.everybody_left:
+            self.over.set()
+        self.agents.name_main()
+
+    def send(self, to: Peer, message: Message) -> None:
+        """Send a message to a worker or server if it is connected."""
+        if (member := self._member(to.role, to.index)) is not None:
+            self._hub.send(member, message)
+
+    def _share(self, to: Peer, message: CreateShards | ExtendShards) -> None:
+        """Send a server the new model, with the shared memory for its weights."""
+        if self.job.carrier.shares_memory:
+            self._shared.create(message.model.layout)
+        self._send_descriptor(to, message)
+
+    def _pass(self, to: Peer, message: Started | ModelExtended) -> None:
+        """Tell a server or a worker that the new model is in force. A worker also receives the shared memory."""
+        self._shared.passed = True
+        if to.role == "worker":
+            self._send_descriptor(to, message)
+        else:
+            self.send(to, message)
+
+    def _send_descriptor(self, to: Peer, message: Message) -> None:
+        """Send a message with the file descriptor of the new shared memory for the weights, if there is any."""
+        if (descriptor := self._shared.descriptor) is None:
+            self.send(to, message)
+        elif (member := self._member(to.role, to.index)) is not None:
+            self._hub.drain(member, DRAIN_SILENCE_S)  # a descriptor cannot be queued
+            self._hub.send(member, message, descriptors=[descriptor])
+
+    senders: ClassVar = {
+        CreateShards: _share,
+        ExtendShards: _share,
+        Started: _pass,
+        ModelExtended: _pass,
+    }
+
+    def set_timer(self, timer: Timer) -> None:
+        self._timers.set(timer.due_ticks, timer)
+
+    def rehearse(self, request: Rehearse) -> None:
+        if self._rehearse is not None:
+            self._rehearse(request.situation, self._take_prospects)
+
+    def save_cut(self, request: SaveCut) -> None:
+        self.checkpoints.save(request.cut)
+
+    def complete_cut(self, request: CompleteCut) -> None:
+        self.checkpoints.complete(request.number, Completion("", request.states, request.loop))
+
+    def abandon_cut(self, request: AbandonCut) -> None:
+        self.checkpoints.complete(request.number, Completion(request.reason))
+
+    def warn(self, warning: Warn) -> None:
+        log.error("%s", warning.words)
+
+    def take_out(self, request: TakeOut) -> None:
+        self.agents.take_out_for_good(request.worker, request.reason)
+
+    def end_run(self, failure: Fail) -> None:
+        self.fail(RunFailedError(failure.where, failure.reason, failure.traceback))
+
+    def end_without(self, loss: EndWithout) -> None:
+        self.gone_servers.setdefault(loss.server, loss.reason)
+        self.over.set()
+
+    def _take_prospects(self, prospects: Sequence[Prospect]) -> None:
+        """Take the results of a simulation, which another thread has received."""
+        self._call(lambda: self._perform(self.core.rehearsed(prospects, self.job.now_ticks())))
+
+    def _shortage(self, model: ModelSpec, workers: int) -> str:
+        """Return an error message if this machine has too little memory for all processes of the run, else ""."""
+        job, size_bytes = self.job, model.layout.size_bytes
+        vectors = vectors_of(model, fractions=job.takes_fractions)
+        if job.joined:
+            held_bytes = size_bytes * job.local_servers // job.servers
+            return served_shortage(
+                held_bytes, vectors, workers, available_bytes(), read_bytes=size_bytes, wire=job.wire
+            )
+        shared = job.carrier.shares_memory
+        if shared:
+            region_bytes = Region.size_of(model.layout, channels=job.servers)
+            if reason := file_shortage(region_bytes, file_limit()):
+                return reason
+        return shortage(
+            size_bytes,
+            footprint(size_bytes, vectors, workers, shared=shared, wire=job.wire),
+            available_bytes(),
+            f"{workers} workers over {job.transport}",
+            could_share=not shared and shared_memory_available(),
+        )
+
+    # -- collection of the weights at the end --------------------------------------------------------------
+
+    def _collect_from(self, server: int) -> None:
+        """Request the next missing shard from a server, or give up its shards if the server is not connected."""
+        assert self._collection is not None
+        owed = self._collection.owed_by(server)
+        member = self._member("server", server)
+        if member is None or not owed:
+            self._awaited.pop(server, None)
+            self._collection.give_up(owed)
+            return
+        if server not in self._awaited:
+            self._awaited[server] = member.stream.patience()
+        self._perform(self.core.fetch(owed[0]))  # a server sends each peer only one bulk message at a time
+
+    def _take_calls(self) -> None:
+        """Call the functions that other threads have passed to `_call`."""
+        with contextlib.suppress(BlockingIOError):
+            self._bell_end.recv(4096)
+        while not self._calls.empty():
+            self._calls.get_nowait()()
+
+    def _member(self, role: str, index: int) -> Caller | None:
+        """Return the connection to a server or worker; None if it is not connected."""
+        return self._members.get((role, index))
+
+    def _streams(self) -> dict[tuple[str, int], Stream[Any]]:
+        """Return the connections to all agents, workers and servers."""
+        return {party: member.stream for party, member in self._members.items()}
+
+    def _of_role(self, role: str) -> list[Caller]:
+        return [member for (kind, _), member in sorted(self._members.items()) if kind == role]

@@ -1,0 +1,673 @@
+"""The reader, a client that pulls snapshots of the weights and never pushes.
+
+A reader connects directly to the servers and never blocks a worker. All weights of one shard have the same version,
+but different shards may have different versions. A snapshot contains the version of each shard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import safetensors.torch
+import torch
+
+from ..checkpoints.reading import Checkpoint
+from ..core.job_cut import JobCut
+from ..core.layout import BufferSpec, FrozenSpec, ModelSpec, Placement, ShardSlice, item_bytes
+from ..core.messages import (
+    MOST_STATES_BYTES,
+    FetchBuffers,
+    FetchFrozen,
+    FetchInitialBuffers,
+    FetchOptimizerState,
+    FetchSnapshot,
+    FetchStates,
+    FetchStatus,
+    FrozenTensors,
+    Hello,
+    InitialBuffers,
+    KeepStates,
+    KeptStates,
+    LoopPosition,
+    Message,
+    OptimizerState,
+    PooledBuffers,
+    Snapshot,
+    StatusReported,
+    first_phase,
+)
+from ..core.status import JobStatus
+from ..errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
+from ..shard.optimizers import require_plausible_state
+from ..shard.store import WeightsSnapshot, named_weights, require_complete
+from ..shard.vectors import Vectors, checksum, packed_bytes, tensors_over, unpack
+from ..train.session import Callbacks, Servers
+from ..wire.memory import Region, cut
+from ..wire.secure import Contexts, SecureSocket, contexts
+from ..wire.stream import Stream
+from ..wire.transports import connect, seen_from
+from .job import Assignment
+from .worker_links import Links, exclusive
+
+FROZEN_SILENCE_S = 600.0
+"""Time within which a server sends a frozen parameter: a worker sends it to the server only between computations."""
+
+
+class Assembly:
+    """Assembles a snapshot of the model from snapshots of its shards, which may arrive in any order.
+
+    Args:
+        model: the model that is trained.
+        shards: the slice of the parameters that each shard holds, in order of shard index.
+
+    Attributes:
+        missing: indices of the shards that have neither arrived nor been copied by `fill`.
+    """
+
+    def __init__(self, model: ModelSpec, shards: Sequence[ShardSlice]) -> None:
+        self.missing = {shard.index for shard in shards}
+        self._model = model
+        self._shards = {shard.index: shard for shard in shards}
+        self._versions = dict.fromkeys(self.missing, -1)
+        self._vectors = {
+            dtype: memoryview(bytearray(size * item_bytes(dtype)))
+            for dtype, size in model.layout.sizes.items()
+        }
+        # The model's buffers, which are sent with the snapshot of shard 0.
+        self._buffers = [bytearray(packed_bytes(spec)) for spec in model.buffers]
+        self._lacks_buffers = bool(self._buffers)
+        self._frozen: dict[str, bytearray] = {}  # digest -> value, for the values that the server has
+
+    def targets(self, snapshot: Snapshot) -> list[memoryview]:
+        """Return the memory into which the payload of a shard's snapshot is received.
+
+        Raises:
+            ProtocolError: the snapshot contains values of unknown frozen parameters.
+        """
+        shard = snapshot.shard
+        targets = list(cut(self._vectors, self._shards[shard]).values())
+        sizes = {spec.digest: packed_bytes(spec) for spec in self._model.frozen} if shard == 0 else {}
+        if not sizes.keys() >= set(snapshot.digests):
+            raise ProtocolError(f"the snapshot of shard {shard} contains unknown frozen parameters")
+        self._frozen |= {digest: bytearray(sizes[digest]) for digest in snapshot.digests}
+        others = [*self._buffers, *(self._frozen[each] for each in snapshot.digests)] if shard == 0 else []
+        return targets + [memoryview(each) for each in others]
+
+    def arrived(self, snapshot: Snapshot) -> None:
+        """Record that the payload of a shard's snapshot has been received."""
+        self._versions[snapshot.shard] = snapshot.version
+        self.missing.discard(snapshot.shard)
+        self._lacks_buffers &= snapshot.shard != 0
+
+    def fill(self, shard: int, weights: Mapping[str, memoryview]) -> None:
+        """Copy a shard's weights from `weights`, a mapping from dtype to the bytes of the shard's slice.
+
+        The model's buffers are not copied.
+        """
+        for dtype, target in cut(self._vectors, self._shards[shard]).items():
+            target[:] = weights[dtype]
+        self.missing.discard(shard)
+
+    def snapshot(self) -> WeightsSnapshot:
+        """Return the snapshot. Incomplete tensors are omitted, and their names are listed in `absent`."""
+        state = named_weights(self._model.layout, tensors_over(self._vectors))
+        absent = {
+            name
+            for shard in self.missing
+            for segment in self._shards[shard].segments
+            for name in self._model.layout.parameters[segment.parameter].names
+        }
+        for spec, buffer in zip(self._model.buffers, self._buffers, strict=True):
+            state[spec.name] = unpack(spec, buffer)
+        if self._lacks_buffers:
+            absent.update(spec.name for spec in self._model.buffers)
+        for each in self._model.frozen:
+            if each.digest in self._frozen:
+                state[each.name] = unpack(each, self._frozen[each.digest])
+        frozen = tuple(each for each in self._model.frozen if each.digest not in self._frozen)
+        versions = tuple(self._versions[shard] for shard in sorted(self._versions))
+        complete = {name: tensor for name, tensor in state.items() if name not in absent}
+        return WeightsSnapshot(complete, versions, tuple(name for name in state if name in absent), frozen)
+
+
+class Reader:
+    """A client that reads snapshots of the weights from the servers of a run.
+
+    Args:
+        model: the model that is trained.
+        shards: the slice of the parameters that each shard holds, in order of shard index.
+        streams: for each shard, a connection to its server on which the greeting has been sent. The reader takes
+            ownership of the connections.
+    """
+
+    def __init__(
+        self, model: ModelSpec, shards: Sequence[ShardSlice], streams: Sequence[Stream[Message]]
+    ) -> None:
+        self._model = model
+        self._shards = shards
+        self._streams = streams
+        self._assembly: Assembly | None = None  # the snapshot that is being read
+        self._fetching: ShardSlice | None = None  # the shard whose optimizer state is being read
+        self._state = bytearray()  # the optimizer state that was received last
+        self._values: dict[str, bytearray] = {}  # digest -> memory for the value of a frozen parameter
+        for stream in streams:
+            stream.sink = self._payload_targets
+
+    @classmethod
+    def connect(
+        cls,
+        model: ModelSpec,
+        shards: Sequence[tuple[ShardSlice, str]],
+        token: str,
+        known: Contexts | None = None,
+    ) -> Reader:
+        """Connect to the servers of `shards`, given as (slice, address of the server), and return a reader.
+
+        If the addresses use TLS, `known` contains the contexts of the run.
+
+        Raises:
+            PeerLostError: a server cannot be reached.
+        """
+        streams: list[Stream[Message]] = []
+        for shard, address in shards:
+            stream: Stream[Message] = Stream(connect(address, known=known), first_phase("server", "reader"))
+            stream.send(Hello(token, "reader", shard.index))
+            streams.append(stream)
+        return cls(model, [shard for shard, _ in shards], streams)
+
+    def read(self) -> WeightsSnapshot:
+        """Return a snapshot of the weights and buffers of the model.
+
+        Raises:
+            PeerLostError: the connection to a server is lost.
+            DeadlineError: the connection to a server has carried nothing for a long time.
+            ProtocolError: a server sent a message that is not a snapshot.
+        """
+        assembly = self._assembly = Assembly(self._model, self._shards)
+        for shard, stream in zip(self._shards, self._streams, strict=True):
+            stream.send(FetchSnapshot(shard.index))
+            answer = stream.wait()
+            if not isinstance(answer, Snapshot):
+                raise ProtocolError(f"a server sent {type(answer).__name__} to a reader, expected Snapshot")
+            assembly.arrived(answer)
+        self._assembly = None
+        return assembly.snapshot()
+
+    def read_optimizer_state(self) -> list[tuple[ShardSlice, Vectors]]:
+        """Return each shard with its optimizer state, which maps "<segment>/<key>" to a tensor.
+
+        Raises:
+            PeerLostError: the connection to a server is lost.
+            DeadlineError: a server does not answer in time.
+            ProtocolError: a server sent a message that is not an optimizer state, or one that is too large.
+        """
+        states = []
+        for shard, stream in zip(self._shards, self._streams, strict=True):
+            self._fetching = shard
+            stream.send(FetchOptimizerState(shard.index))
+            answer = stream.wait()
+            if not isinstance(answer, OptimizerState):
+                raise ProtocolError(
+                    f"a server sent {type(answer).__name__} to a reader, expected OptimizerState"
+                )
+            states.append((shard, safetensors.torch.load(bytes(self._state))))
+        self._fetching, self._state = None, bytearray()
+        return states
+
+    def read_frozen(self, specs: Sequence[FrozenSpec]) -> dict[str, torch.Tensor]:
+        """Return the values of these frozen parameters, by name.
+
+        Raises:
+            ConfigurationError: no worker has one of these values any more.
+            PeerLostError: the connection to the server is lost.
+            DeadlineError: the server does not answer in time.
+            ProtocolError: the server sent another message.
+        """
+        if not specs:
+            return {}
+        self._values = {spec.digest: bytearray(packed_bytes(spec)) for spec in specs}
+        stream = self._streams[0]
+        stream.send(FetchFrozen(0, tuple(self._values)))
+        answer = stream.wait(FROZEN_SILENCE_S)
+        if not isinstance(answer, FrozenTensors):
+            raise ProtocolError(f"a server sent {type(answer).__name__} to a reader, expected FrozenTensors")
+        require_complete({spec.digest: spec.name for spec in specs}, answer.digests)
+        return {spec.name: unpack(spec, self._values[spec.digest]) for spec in specs}
+
+    def close(self) -> None:
+        """Close the connections."""
+        for stream in self._streams:
+            stream.close()
+
+    def _payload_targets(self, message: Message, size_bytes: int) -> list[memoryview]:
+        assembly, shard = self._assembly, self._fetching
+        if isinstance(message, OptimizerState) and shard is not None and message.shard == shard.index:
+            require_plausible_state(shard, size_bytes)
+            self._state = bytearray(size_bytes)
+            return [memoryview(self._state)]
+        if isinstance(message, FrozenTensors) and self._values.keys() >= set(message.digests):
+            return [memoryview(self._values[digest]) for digest in message.digests]
+        if assembly is None or not isinstance(message, Snapshot) or message.shard not in assembly.missing:
+            return []
+        return assembly.targets(message)
+
+
+def read_states(
+    address: str, token: str, known: Contexts | None = None
+) -> tuple[LoopPosition, bytearray] | None:
+    """Return the states of tracked objects that a run has kept last, with their position; None if there are none.
+
+    Args:
+        address: the address of the server of shard 0.
+        token: the run's token.
+        known: the TLS contexts of the run, if the address uses TLS.
+
+    Raises:
+        PeerLostError: the server cannot be reached, or the connection is lost.
+        DeadlineError: the connection has carried nothing for a long time.
+        ProtocolError: the server's answer is not valid.
+    """
+    data = bytearray()
+
+    def target(message: Message, size_bytes: int) -> list[memoryview]:
+        nonlocal data
+        if not isinstance(message, KeptStates) or size_bytes > MOST_STATES_BYTES:
+            return []
+        data = bytearray(size_bytes)
+        return [memoryview(data)]
+
+    stream: Stream[Message] = Stream(connect(address, known=known), first_phase("server", "reader"), target)
+    try:
+        stream.send(Hello(token, "reader", 0))
+        stream.send(FetchStates(0))
+        answer = stream.wait()
+    finally:
+        stream.close()
+    if not isinstance(answer, KeptStates):
+        raise ProtocolError(f"a server sent {type(answer).__name__} to a reader, expected KeptStates")
+    return (answer.position, data) if answer.position is not None else None
+
+
+# -- A client that asks the coordinator of a run for the state of the job, without disturbing the run --------
+
+
+class Observer:
+    """A connection to the coordinator of a run.
+
+    Args:
+        address: address of the coordinator, for example "tls:10.0.0.1:29600".
+        token: the secret of the run.
+        timeout_s: maximum time in seconds to connect.
+
+    Raises:
+        PeerLostError: the coordinator cannot be reached.
+        ConfigurationError: the secret is not that of the run, or no run is served at the address.
+    """
+
+    def __init__(self, address: str, token: str, timeout_s: float = 10.0) -> None:
+        self._stream: Stream[StatusReported] = Stream(
+            call(address, timeout_s, contexts(token)), first_phase("coordinator", "observer")
+        )
+        self._stream.send(Hello(token, "observer", 0))
+
+    def fetch(self) -> JobStatus:
+        """Return the state of the job.
+
+        Raises:
+            PeerLostError: the run is over, or the connection was lost.
+            DeadlineError: the coordinator does not answer.
+        """
+        self._stream.send(FetchStatus())
+        return msgspec.msgpack.decode(self._stream.wait().status, type=JobStatus)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._stream.close()
+
+
+# -- Calls to the coordinator of a run that a user has named, with the secret that the user has given --------
+#
+# If the secret or the address is wrong, the user has to correct it, so the error is a `ConfigurationError`. A
+# coordinator that cannot be reached may be reached later.
+
+
+def call(address: str, timeout_s: float, known: Contexts) -> socket.socket | SecureSocket:
+    """Return a connection to the coordinator of a run.
+
+    Args:
+        address: address of the coordinator, for example "tls:10.0.0.1:29600".
+        timeout_s: maximum time in seconds.
+        known: the TLS contexts that belong to the secret.
+
+    Raises:
+        ConfigurationError: the secret is not that of the run, or no run is served at the address.
+        PeerLostError: the coordinator cannot be reached.
+    """
+    try:
+        return connect(address, timeout_s, known)
+    except ProtocolError as error:
+        raise ConfigurationError(
+            f"the run at {address.removeprefix('tls:')} cannot be joined or watched: {error}."
+        ) from error
+
+
+# -- What a worker requests from the servers besides the weights: the optimizer's state, buffers, tracked objects
+#
+# A worker that joins a run in progress also reads the model, as a reader: it is not connected to the servers
+# yet.
+
+log = logging.getLogger("paceline.worker")
+
+MOST_READ_ATTEMPTS, READ_AGAIN_S = 60, 1.0  # how often and after which pause the job's model is read again
+
+Found = TypeVar("Found")
+
+
+class Fetches(Servers):
+    """What one worker requests from the servers. See `paceline.train.session.Servers`.
+
+    Args:
+        place: the worker's place in the run.
+        links: the worker's connections.
+        callbacks: what the session calls in the front end.
+
+    Attributes:
+        model: the model of the run; None until the worker takes part in the run.
+        shards: the slices of its shards, in order.
+    """
+
+    def __init__(self, place: Assignment, links: Links, callbacks: Callbacks) -> None:
+        self.links = links
+        self.model: ModelSpec | None = None
+        self.shards: Sequence[ShardSlice] = ()
+        self._place = place
+        self._callbacks = callbacks
+        self._states: dict[int, bytearray] = {}  # shard -> bytes of the optimizer state that is being fetched
+        self._fetching = -1  # the shard whose optimizer state is being received; -1 for none
+        # Memory for the buffers that are being fetched; None if they are not, or have arrived.
+        self._buffers: list[bytearray] | None = None
+        self._frozen: dict[str, bytearray] | None = None  # memory for frozen parameters, like `_buffers`
+        links.handlers |= {
+            OptimizerState: self._take_state,
+            PooledBuffers: self._take_buffers,
+            InitialBuffers: self._take_initial_buffers,
+            FetchFrozen: self._send_frozen,
+            FrozenTensors: self._take_frozen,
+        }
+        links.targets |= {
+            OptimizerState: self._target_of_state,
+            PooledBuffers: self._targets_of_buffers,
+            InitialBuffers: self._targets_of_buffers,
+            FrozenTensors: self._targets_of_frozen,
+        }
+
+    # -- as a reader --------------------------------------------------------------------------------------
+
+    def fetch_model(self, digest: Callable[[FrozenSpec], str]) -> Mapping[str, torch.Tensor] | None:
+        if (checkpoint := self._checkpoint()) is not None and self.links.core.started is None:
+            return checkpoint.state_dict
+        return self._read(partial(_read_model, digest))
+
+    def _checkpoint(self) -> Checkpoint | None:
+        """Return the checkpoint with which this worker begins; None if it begins anew, or joins a run in progress."""
+        resumed = self._place.job.resumed
+        if resumed is None or self._place.incarnation:
+            return None
+        return Checkpoint(Path(resumed.path), checked=False)
+
+    @exclusive
+    def _read(self, read: Callable[[Reader], Found]) -> Found | None:
+        """Read from the servers of a run in progress as a reader; return None if the run is only beginning.
+
+        The servers serve a limited number of readers at a time, and the model may be extended meanwhile. So this is
+        repeated if it fails. If the run is over, the connection to the coordinator has ended as well.
+        """
+        links, core, job = self.links, self.links.core, self._place.job
+        for attempt in range(MOST_READ_ATTEMPTS):
+            links.carry_out(core.request_model())
+            links.wait_while(lambda: core.described is None)
+            described = core.described
+            assert described is not None
+            if described.model is None:
+                return None
+            addresses = [seen_from(address, self._place.coordinator) for address in described.addresses]
+            shards = list(zip(described.shards, addresses, strict=True))
+            try:
+                reader = Reader.connect(described.model, shards, job.token, job.contexts)
+                with contextlib.closing(reader):
+                    return read(reader)
+            except (PeerLostError, ProtocolError) as error:
+                if attempt == MOST_READ_ATTEMPTS - 1:
+                    raise
+                log.info("the model of the job cannot be read yet: %s", error)
+            self._wait_s(READ_AGAIN_S)
+        raise AssertionError
+
+    def _wait_s(self, time_s: float) -> None:
+        """Handle messages for this time."""
+        job = self._place.job
+        until_s = job.now_s() + time_s
+        self.links.wait_while(lambda: job.now_s() < until_s)
+
+    def fetch_states(self, address: str) -> tuple[LoopPosition, bytes | bytearray] | None:
+        job = self._place.job
+        try:
+            return read_states(seen_from(address, self._place.coordinator), job.token, job.contexts)
+        except DeadlineError as error:
+            raise PeerLostError(f"the server with the states does not answer: {error}") from error
+
+    # -- over the worker's own connections ----------------------------------------------------------------
+
+    @exclusive
+    def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
+        if self.links.core.started is None:
+            if (checkpoint := self._checkpoint()) is not None:
+                model = msgspec.json.decode(checkpoint.job, type=JobCut).model
+                (bounds,) = model.layout.sliced(1, "even")
+                return [(bounds, checkpoint.optimizer_state(model, bounds))]
+            return self._read(Reader.read_optimizer_state) or []
+        # Fetch one state at a time, because a server sends each peer only one bulk message at a time.
+        for shard in self.shards:
+            self._fetching = shard.index
+            self.links.to_shard(shard.index, FetchOptimizerState(shard.index))
+            while self._fetching >= 0:
+                self.links.hear(timeout_s=None)
+        fetched = [(shard, safetensors.torch.load(bytes(self._states[shard.index]))) for shard in self.shards]
+        self._states = {}
+        return fetched
+
+    def _target_of_state(self, message: OptimizerState, size_bytes: int) -> list[memoryview]:
+        if message.shard != self._fetching:
+            return []
+        require_plausible_state(self.shards[message.shard], size_bytes)
+        self._states[message.shard] = bytearray(size_bytes)
+        return [memoryview(self._states[message.shard])]
+
+    def _take_state(self, message: OptimizerState) -> None:
+        self._fetching = -1
+
+    @exclusive
+    def fetch_buffers(self) -> dict[str, torch.Tensor]:
+        assert self.model is not None
+        return self._fetch_buffers(self.model.buffers, FetchBuffers(0))
+
+    @exclusive
+    def fetch_initial_buffers(
+        self, specs: Sequence[BufferSpec], own: Sequence[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        core = self.links.core
+        if core.joined_late and core.extended is None:
+            return self._fetch_buffers(specs, FetchBuffers(0))
+        return self._fetch_buffers(specs, FetchInitialBuffers(0, checksum(own)))
+
+    def _fetch_buffers(self, specs: Sequence[BufferSpec], request: Message) -> dict[str, torch.Tensor]:
+        """Request these buffers. Return them, or {} if the answer says that this worker's own are equal."""
+        received = self._buffers = [bytearray(packed_bytes(spec)) for spec in specs]
+        self.links.to_shard(0, request)
+        while self._buffers is not None:
+            self.links.hear(timeout_s=None)
+        return {spec.name: unpack(spec, data) for spec, data in zip(specs, received, strict=False)}
+
+    def _targets_of_buffers(
+        self, message: PooledBuffers | InitialBuffers, size_bytes: int
+    ) -> list[memoryview]:
+        if self._buffers is None or (type(message) is InitialBuffers and message.equal):
+            return []
+        return [memoryview(buffer) for buffer in self._buffers]
+
+    def _take_buffers(self, message: PooledBuffers) -> None:
+        self._buffers = None
+
+    def _take_initial_buffers(self, message: InitialBuffers) -> None:
+        if self._buffers is not None and message.equal:
+            self._buffers.clear()
+        self._buffers = None
+
+    @exclusive
+    def fetch_frozen(self, specs: Sequence[FrozenSpec]) -> dict[str, torch.Tensor]:
+        core = self.links.core
+        assert core.started is not None
+        assert self.model is not None
+        digests = core.started.digests if core.extended is None else core.extended.digests
+        of_run = dict(zip((spec.name for spec in self.model.frozen), digests, strict=True))
+        differing = {spec: of_run[spec.name] for spec in specs if of_run[spec.name] != spec.digest}
+        if not differing:
+            return {}
+        received = {digest: bytearray(packed_bytes(spec)) for spec, digest in differing.items()}
+        self._frozen = received
+        self.links.to_shard(0, FetchFrozen(0, tuple(received)))
+        self.links.wait_while(lambda: self._frozen is not None)
+        require_complete({digest: spec.name for spec, digest in differing.items()}, received)
+        return {spec.name: unpack(spec, received[digest]) for spec, digest in differing.items()}
+
+    def _targets_of_frozen(self, message: FrozenTensors, size_bytes: int) -> list[memoryview]:
+        if self._frozen is None or not self._frozen.keys() >= set(message.digests):
+            return []
+        return [memoryview(self._frozen[digest]) for digest in message.digests]
+
+    def _take_frozen(self, message: FrozenTensors) -> None:
+        for digest in (self._frozen or {}).keys() - set(message.digests):
+            del self._frozen[digest]  # type: ignore[union-attr]
+        self._frozen = None
+
+    def _send_frozen(self, message: FetchFrozen) -> None:
+        """Send the server of shard 0 the values of frozen parameters, as far as this worker has them."""
+        values_of = self._callbacks.frozen
+        found = {digest: parts for digest in message.digests if (parts := values_of(digest)) is not None}
+        payload = [part for parts in found.values() for part in parts]
+        self.links.to_shard(0, FrozenTensors(0, tuple(found)), payload, lent=FrozenTensors)
+
+    @exclusive
+    def keep_states(self, position: LoopPosition, states: Sequence[memoryview]) -> None:
+        self.links.to_shard(0, KeepStates(0, position), states, lent=KeepStates)
+        stream = self.links.servers[0]
+        # The memory of the states may change when this method has returned.
+        self.links.wait_while(lambda: stream.backlog)
+
+    @exclusive
+    def keep_worker_state(self, state: Sequence[memoryview]) -> None:
+        links = self.links
+        links.post(links.coordinator, links.core.give_state(), state)
+        # The memory of the state may change when this method has returned.
+        links.wait_while(lambda: links.coordinator.backlog)
+
+    def fetch_worker_states(self) -> tuple[bytes | None, bytes | None]:
+        if (checkpoint := self._checkpoint()) is None:
+            return None, None
+        files = checkpoint.workers
+        own = files.get(self._place.index)
+        return (
+            None if own is None else own.read_bytes(),
+            files[min(files)].read_bytes() if files else None,
+        )
+
+
+def _read_model(digest: Callable[[FrozenSpec], str], reader: Reader) -> dict[str, torch.Tensor]:
+    """Read the weights and buffers of the run, and those of its frozen parameters that this worker lacks."""
+    snapshot = reader.read()
+    differing = [spec for spec in snapshot.frozen if digest(spec) not in ("", spec.digest)]
+    return snapshot.state_dict | reader.read_frozen(differing)
+
+
+# -- Collects the final weights from the servers when training ends or fails ---------------------------------
+#
+# Normally every server sends its shards over its connection to the coordinator. If a server is lost or hangs,
+# its shards are read from shared memory, provided that the transport uses shared memory. With other
+# transports, the tensors in these shards are reported as missing.
+
+
+class Collection:
+    """One attempt to collect the final weights from the servers.
+
+    The coordinator's thread adds shards as they arrive. Another thread waits until `finished` is set.
+
+    Args:
+        model: the model that is trained.
+        shards: the slice of the parameters that each shard holds.
+        placement: the servers of the shards.
+        master: the shared memory that contains the weights; None if the transport does not use shared memory.
+
+    Attributes:
+        finished: event that is set when no further shards will arrive.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        shards: Sequence[ShardSlice],
+        placement: Placement,
+        master: Region | None,
+    ) -> None:
+        self.finished = threading.Event()
+        self._assembly = Assembly(model, shards)
+        self._shards = shards
+        self._placement = placement
+        self._master = master
+        self._owed = {shard.index for shard in shards}
+
+    def owed_by(self, server: int) -> list[int]:
+        """Return the indices of a server's shards that have not arrived yet."""
+        return [shard for shard in self._placement.shards_of(server) if shard in self._owed]
+
+    def targets(self, message: Snapshot, server: int) -> list[memoryview]:
+        """Return the memory into which a shard's payload is received.
+
+        Raises:
+            ProtocolError: the shard is not expected from this server.
+        """
+        if message.shard not in self.owed_by(server):
+            raise ProtocolError(f"shard {message.shard} is not expected from server {server}")
+        return self._assembly.targets(message)
+
+    def arrived(self, message: Snapshot) -> None:
+        """Record that a shard has arrived."""
+        self._assembly.arrived(message)
+        self.give_up([message.shard])
+
+    def give_up(self, shards: Sequence[int]) -> None:
+        """Stop waiting for the given shards."""
+        self._owed.difference_update(shards)
+        if not self._owed:
+            self.finished.set()
+
+    def result(self) -> WeightsSnapshot:
+        """Return the weights that were collected. Missing shards are read from shared memory if possible."""
+        if self._master is not None:
+            for shard in sorted(self._assembly.missing):
+                self._assembly.fill(shard, cut(self._master.weights, self._shards[shard]))
+            # Drop the reference, because the mapping keeps a file descriptor open.
+            self._master = None
+        return self._assembly.snapshot()
+
+    @property
+    def missing(self) -> list[int]:
+        """Indices of the shards whose weights were neither received from a server nor read from shared memory."""
+        return sorted(self._assembly.missing)

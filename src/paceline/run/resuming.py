@@ -1,0 +1,525 @@
+"""What a run that resumes an earlier one begins with: the newest whole checkpoint in the directory of that run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+from msgspec import structs
+
+from ..checkpoints.manifest import (
+    MANIFEST,
+    identity_of,
+    is_lineage,
+    name_of,
+    new_lineage,
+    number_of,
+    origin_of,
+)
+from ..core.job_cut import JobCut, require_plausible
+from ..errors import CheckpointError, ConfigurationError, ProtocolError
+from ..files import Unfinished, read_regular
+from ..settings.checks import is_bucket
+from ..trace.report import NAME, RunFile, parse_run_file, read_run_file, write_run_file
+from ..trace.run_dir import require_usable
+from ..trust import is_own, printable
+from ..words import counted
+from .job import CHECKPOINTS, Job, ResumedFrom
+from .run_lock import RUNS, await_free, newest_lock
+
+if TYPE_CHECKING:
+    from ..checkpoints.buckets import LineageThere
+    from ..checkpoints.reading import Checkpoint, NewestCheckpoint
+
+
+SOURCE = "script.py"
+"""Name of the copy of the script, or of the training function, in a run directory."""
+
+
+def described(run_dir: Path) -> dict[str, bytes]:
+    """Return the files of a run directory without which a checkpoint is not resumed, as far as they can be read."""
+    found = {}
+    for name in (NAME, SOURCE):
+        with contextlib.suppress(OSError):
+            found[name] = read_regular(run_dir / name)
+    return found
+
+
+class Fetched(NamedTuple):
+    """A run that goes on from a bucket.
+
+    Attributes:
+        run_dir: its directory on this machine.
+        bucket: the URL of the bucket for its next checkpoints.
+    """
+
+    run_dir: Path
+    bucket: str
+
+
+def fetch_run(url: str, run_dir: str | None, *, force: bool = False) -> Fetched:
+    """Copy what is needed to resume a run from the bucket with its checkpoints to a directory here.
+
+    The run that goes on here has a new identity, because the one before may go on elsewhere. If the directory is that
+    of a run which has gone on from this bucket before, nothing is copied: its own checkpoints are in the bucket, too.
+
+    Args:
+        url: the URL of the bucket, or of the folder of a lineage in it.
+        run_dir: the directory of the run on this machine; None for one in ./runs with the last name in the URL.
+        force: see `earlier_run`.
+
+    Raises:
+        ConfigurationError: the bucket cannot be read, has no whole checkpoint, or those of several runs; or the
+            directory is that of another run or of a run that is in progress.
+    """
+    bucket, chosen = url.rstrip("/"), ""
+    if is_lineage(bucket.rpartition("/")[2]):
+        bucket, _, chosen = bucket.rpartition("/")
+    if run_dir:
+        require_usable(run_dir)
+    folder = Path(run_dir or RUNS / PurePosixPath(bucket).name)
+    if (folder / NAME).exists():
+        file = earlier_run(folder, force=force)
+        if file.value_of("--checkpoint-dir").rstrip("/") != bucket:
+            raise ConfigurationError(
+                f"resume is {url!r}, but {folder} is the directory of a run with other checkpoints; name another "
+                "directory with run_dir (--run-dir)."
+            )
+        if chosen not in ("", file.lineage, identity_of(Path(file.origin).parent)):
+            raise ConfigurationError(
+                f"resume is {url!r}, but {folder} is the directory of the run {file.lineage}; name another directory "
+                "with run_dir (--run-dir)."
+            )
+        return Fetched(folder, bucket)
+    found = _newest_in(bucket, url, chosen, folder / CHECKPOINTS)
+    if found.checkpoint is None:
+        why = " ".join(found.faults) or "Name the URL that was given as --checkpoint-dir."
+        raise ConfigurationError(f"resume is {url!r}, but there is no whole checkpoint. {why}")
+    files = described(found.checkpoint.path)
+    try:
+        run = parse_run_file(files.get(NAME, b""))
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"resume is {url!r}, but {NAME} in its checkpoint cannot be read: {error}."
+        ) from None
+    if SOURCE in files:
+        with Unfinished(folder / SOURCE) as place:
+            place.write_bytes(files[SOURCE])
+    origin = str(found.checkpoint.path.absolute())
+    here = structs.replace(run, run_dir=str(folder.absolute()), lineage=new_lineage(), origin=origin)
+    # Last: then the directory is that of a run. What somebody else has written is not signed by copying it.
+    write_run_file(here, folder, sign=bool(run.signature))
+    return Fetched(folder, bucket)
+
+
+def _newest_in(bucket: str, url: str, chosen: str, usual: Path) -> NewestCheckpoint:
+    """Copy the newest whole checkpoint from a bucket: of the chosen lineage, or of the only one that may be meant.
+
+    Raises:
+        ConfigurationError: the bucket cannot be read, or has checkpoints of several runs.
+    """
+    from ..checkpoints.buckets import lineages_at, newest_from
+    from ..checkpoints.reading import NewestCheckpoint
+
+    try:
+        there = {each.name: each for each in lineages_at(bucket)}
+        name = chosen or (_only(list(there.values()), url, f"--resume {bucket}/") if there else "")
+        until, seen, faults = None, set[str](), tuple[str, ...]()
+        while True:
+            seen.add(name)
+            found = newest_from(bucket, usual, name, until=until, use=require_meaningful)
+            faults += found.faults
+            origin = there[name].origin if name in there else ""
+            if found.checkpoint is None and origin:
+                name, until = identity_of(Path(origin).parent), number_of(Path(origin).name)
+            if found.checkpoint is not None or name in seen:
+                return NewestCheckpoint(found.checkpoint, faults)
+    except CheckpointError as error:
+        raise ConfigurationError(f"{error}. Try again, or name another place.") from None
+
+
+def _only(there: Sequence[LineageThere], place: str, command: str) -> str:
+    """Return the lineage with which a run goes on: that which has continued all others.
+
+    Raises:
+        ConfigurationError: there are several.
+    """
+    ends = [each for each in there if not any(each.is_continued_by(other) for other in there)]
+    if len(ends) == 1:
+        return ends[0].name
+    raise ConfigurationError(
+        f"resume is {place!r}, where {counted(len(ends), 'run')} have checkpoints: {_listed(ends)}. Name one of "
+        f"them, as in {command}{ends[-1].name}"
+    )
+
+
+def _listed(there: Sequence[LineageThere]) -> str:
+    """Return a description of lineages."""
+    return "; ".join(f"{each.name or 'a run of an earlier version'} ({_about(each)})" for each in there)
+
+
+def _about(lineage: LineageThere) -> str:
+    newest = f"newest checkpoint {name_of(lineage.numbers[-1])}"
+    try:
+        run = msgspec.json.decode(lineage.run, type=RunFile)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return newest
+    return printable(f"{newest}, begun at {run.begun_at}: {run.command or 'in a notebook'}")
+
+
+def earlier_run(run_dir: Path, *, force: bool = False) -> RunFile:
+    """Return the description of the run that is to be resumed.
+
+    If nothing tells whether the run is still in progress, this takes the time of three heartbeats. See `run_lock`.
+
+    Args:
+        run_dir: the directory of the run.
+        force: True if the run may be in progress, and is ended if it is.
+
+    Raises:
+        ConfigurationError: the directory contains no run, or the run is still in progress.
+    """
+    if not run_dir.is_dir():
+        raise ConfigurationError(
+            f"resume is {str(run_dir)!r}, but there is no such directory; name the directory of a run, such as "
+            "runs/NAME."
+        )
+    try:
+        # A checkpoint has a description of its run, too, but is not the directory of the run.
+        file = None if (run_dir / MANIFEST).exists() else read_run_file(run_dir)
+        if file is not None and file.lineage and not is_lineage(file.lineage):
+            raise msgspec.ValidationError(f"its lineage is {file.lineage!r}")
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigurationError(
+            f"the run in {run_dir} cannot be resumed: run.json cannot be read: {reason}."
+        ) from None
+    if file is None:
+        raise ConfigurationError(
+            f"resume is {str(run_dir)!r}, which is not the directory of a run; {_what_is_there(run_dir)}"
+        )
+    if not force:
+        await_free(run_dir)
+    return file
+
+
+def _what_is_there(directory: Path) -> str:
+    """Return what a user can do who has named a directory that is not the directory of a run, as a sentence."""
+    from ..checkpoints.buckets import lineages_at  # imports torch
+
+    usual = "name a directory that a run has made, such as runs/NAME."
+    if (directory / MANIFEST).exists():
+        directory = directory.parent
+    base = directory.parent if is_lineage(directory.name) else directory
+    try:
+        there = [each for each in lineages_at(str(base)) if base == directory or each.name == directory.name]
+    except (CheckpointError, ConfigurationError):
+        return usual
+    if not there:
+        return usual
+    return (
+        f"its checkpoints are those of {counted(len(there), 'run')}: {_listed(there)}. Name the directory of the "
+        f"run. If it is lost, the checkpoints suffice: --resume file://{Path(base, there[-1].name).absolute()}"
+    )
+
+
+def trusts(file: RunFile, run_dir: Path) -> bool:
+    """Return True if a run may do what its directory says: it belongs to this user, who has started the run."""
+    return bool(file.signature) and is_own(run_dir, run_dir / NAME)
+
+
+def require_trust(file: RunFile, run_dir: Path, named: Mapping[str, str]) -> None:
+    """Raise `ConfigurationError` unless a run may do what its directory says.
+
+    Args:
+        file: the description of the run.
+        run_dir: its directory.
+        named: what the directory names and would be used: the command, and options with their values. If nothing is
+            named, no trust is needed.
+    """
+    if not named or trusts(file, run_dir):
+        return
+    listed = " and ".join(f"{name} {printable(value)!r}" for name, value in named.items())
+    why = "its run.json is not signed with your key" if is_own(run_dir) else "it belongs to another user"
+    raise ConfigurationError(
+        f"the directory {run_dir} would decide about {listed}, but {why}, so somebody else may have written this; "
+        "look at it, and add --trust (trust=True) if you want it, or give it anew."
+    )
+
+
+def find_resumed(
+    earlier: RunFile, run_dir: Path, checkpoint_dir: str | None, *, trust: bool = False
+) -> ResumedFrom:
+    """Return the checkpoint with which a run begins that resumes another one.
+
+    Args:
+        earlier: the description of the run that is resumed.
+        run_dir: its directory.
+        checkpoint_dir: directory of its checkpoints, or another one for the next ones, or the URL of a bucket; None
+            for the usual one. A newer checkpoint in a bucket is copied to the usual directory.
+        trust: True to look for checkpoints wherever the description says, whoever has written it.
+
+    Raises:
+        ConfigurationError: there is no whole checkpoint, or a bucket cannot be read.
+    """
+    usual, lock = run_dir / CHECKPOINTS, newest_lock(run_dir)
+    trust = trust or trusts(earlier, run_dir)
+    named = earlier.value_of("--checkpoint-dir") if trust else ""
+    places = list(dict.fromkeys(filter(None, [named or str(usual), checkpoint_dir])))
+    # Who cannot be trusted names no place elsewhere, but the checkpoint may have been copied to this directory.
+    origin = earlier.origin if trust or not earlier.origin else str(usual / origin_of(Path(earlier.origin)))
+    found = newest_checkpoint(places, usual, earlier.lineage, origin)
+    if (resumed := resumed_with(found)) is not None:
+        return structs.replace(resumed, lock=lock)
+    every = earlier.value_of("--checkpoint-every") or "off"
+    why = " ".join(found.faults) or f"It had --checkpoint-every {every}."
+    folders = [f"{place}/{earlier.lineage}".rstrip("/") for place in places]
+    raise ConfigurationError(
+        f"the run in {run_dir} cannot be resumed, because there is no whole checkpoint in {' or '.join(folders)}. "
+        f"{why} Start the run again without --resume."
+    )
+
+
+def resumed_with(found: NewestCheckpoint) -> ResumedFrom | None:
+    """Return the beginning of a run that goes on from its newest whole checkpoint; None if there is none."""
+    if found.checkpoint is None:
+        return None
+    return ResumedFrom(str(found.checkpoint.path.absolute()), found.faults, found.highest)
+
+
+def newest_of(job: Job) -> NewestCheckpoint:
+    """Return the newest whole checkpoint with which a run can go on, as `find_resumed` does.
+
+    Raises:
+        ConfigurationError: a bucket cannot be read.
+    """
+    usual = Path(job.run_dir, CHECKPOINTS)
+    return newest_checkpoint([job.checkpoint_dir or str(usual)], usual, job.lineage, job.origin)
+
+
+def newest_checkpoint(places: Sequence[str], usual: Path, lineage: str, origin: str = "") -> NewestCheckpoint:
+    """Return the newest whole checkpoint of a lineage, or else the one with which the lineage has begun.
+
+    Args:
+        places: directories with a folder of the lineage, or URLs of buckets.
+        usual: directory to which a newer checkpoint in a bucket is copied.
+        lineage: the identity of the lineage; "" for a run of an earlier version, which has none. Then a place may
+            have the checkpoints of other runs, and only the first place that has any whole checkpoint counts.
+        origin: directory of the checkpoint of another lineage with which this one has begun; "" for none.
+
+    Raises:
+        ConfigurationError: a bucket cannot be read.
+    """
+    from ..checkpoints.reading import NewestCheckpoint, newest_whole
+
+    found = NewestCheckpoint(None, ())
+    for group in [places] if lineage else [[place] for place in places]:
+        if found.checkpoint is None:
+            folders = [Path(place, lineage) for place in group if not is_bucket(place)]
+            if lineage or not folders:
+                folders.append(usual / lineage)
+            newest = newest_whole(*folders, use=require_meaningful)
+            for bucket in filter(is_bucket, group):
+                newest = _or_newer(newest, bucket, usual, lineage)
+            found = NewestCheckpoint(newest.checkpoint, (*found.faults, *newest.faults), newest.highest)
+    if found.checkpoint is None and origin:
+        path = Path(origin)
+        folder = usual / identity_of(path.parent)
+        before = newest_whole(path.parent, folder, until=number_of(path.name), use=require_meaningful)
+        found = NewestCheckpoint(before.checkpoint, (*found.faults, *before.faults), found.highest)
+    return found
+
+
+def _or_newer(here: NewestCheckpoint, bucket: str, usual: Path, lineage: str) -> NewestCheckpoint:
+    """Return a newer whole checkpoint in a bucket, or else the one that is here.
+
+    Raises:
+        ConfigurationError: the bucket cannot be read, and there is none here.
+    """
+    from ..checkpoints.buckets import newest_from
+    from ..checkpoints.reading import NewestCheckpoint
+
+    number = 0 if here.checkpoint is None else here.checkpoint.manifest.number
+    try:
+        there = newest_from(bucket, usual, lineage, after=number, use=require_meaningful)
+    except CheckpointError as error:
+        if here.checkpoint is None:
+            raise ConfigurationError(f"{error}. Try again, or give --checkpoint-dir another place.") from None
+        return NewestCheckpoint(
+            here.checkpoint, (*here.faults, f"Newer checkpoints are not used: {error}."), here.highest
+        )
+    highest = max(here.highest, there.highest)
+    return NewestCheckpoint(there.checkpoint or here.checkpoint, (*there.faults, *here.faults), highest)
+
+
+def lineage_of(earlier: RunFile, run_dir: Path, resumed: ResumedFrom) -> tuple[str, str]:
+    """Return the identity of a run that resumes another one, and the checkpoint with which its lineage has begun.
+
+    A run that goes on in the same directory has the same identity. If the directory is a copy of one that still is
+    there, the run has a new one, because the run there may go on, too.
+
+    Args:
+        earlier: the description of the run that is resumed.
+        run_dir: the directory in which it goes on.
+        resumed: the checkpoint with which it goes on.
+    """
+    if earlier.lineage and not _is_copy(earlier, run_dir):
+        return earlier.lineage, earlier.origin
+    return new_lineage(), str(Path(resumed.path).absolute())
+
+
+def _is_copy(earlier: RunFile, run_dir: Path) -> bool:
+    """Return True if a run directory is a copy of another one that is there, and has not only been moved."""
+    try:
+        if not earlier.run_dir or Path(earlier.run_dir).samefile(run_dir):
+            return False
+        there = read_run_file(Path(earlier.run_dir))
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return False  # it is no longer there
+    return there is not None and there.lineage == earlier.lineage
+
+
+def can_resume(run_dir: Path, *, force: bool = False) -> bool:
+    """Return True if a directory has a whole checkpoint of a run that has not finished.
+
+    Also True if the run is still in progress, or if nobody may look for its checkpoints where it says: --resume says
+    so, and refuses.
+
+    Args:
+        run_dir: the directory.
+        force: see `earlier_run`.
+    """
+    try:
+        if not force:
+            await_free(run_dir)
+    except ConfigurationError:
+        return True
+    try:
+        file = earlier_run(run_dir, force=True)
+        if file.value_of("--checkpoint-dir") and not trusts(file, run_dir):
+            return not has_finished(run_dir)
+        find_resumed(file, run_dir, None)
+    except ConfigurationError:
+        return False
+    return not has_finished(run_dir)
+
+
+def has_finished(run_dir: Path) -> bool:
+    """Return True if the scripts of a run have come to their ends."""
+    try:
+        summary = msgspec.json.decode(read_regular(run_dir / "summary.json"), type=_Summary)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+    return summary.ended == "finished"
+
+
+class _Summary(msgspec.Struct):
+    """The part of `summary.json` that is used here."""
+
+    ended: str = ""
+
+
+def require_meaningful(checkpoint: Checkpoint) -> None:
+    """Check what a checkpoint contains, the files of which are undamaged.
+
+    Everybody who can write a checkpoint can also write a manifest that fits. Then a run must not end with an error in
+    its middle, but refuse the checkpoint as any other one that is not whole.
+
+    Raises:
+        CheckpointError: its content means nothing to this version of Paceline.
+    """
+    from ..shard.optimizers import require_states  # imports torch
+    from .registration import require_sound_parameters
+
+    try:
+        cut = msgspec.json.decode(checkpoint.job, type=JobCut)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"job.json cannot be read: {error}; use the version of Paceline that has begun the run"
+        ) from None
+    if cut.number != checkpoint.manifest.number:
+        raise CheckpointError(f"job.json is that of checkpoint {cut.number}")
+    try:
+        require_sound_parameters(cut.model)
+        require_plausible(cut)
+    except ProtocolError as error:
+        raise CheckpointError(f"job.json means nothing: {error}") from None
+    if len(checkpoint.manifest.versions) != len(cut.shards):
+        raise CheckpointError("job.json and the manifest differ in the number of shards")
+    checkpoint.require_content(cut.model)
+    for path in checkpoint.workers.values():
+        try:
+            require_states(path.read_bytes())
+        except (OSError, ProtocolError) as error:
+            raise CheckpointError(f"workers/{path.name} cannot be read: {error}") from None
+
+
+def cut_of(resumed: ResumedFrom) -> JobCut:
+    """Return the state of the job in a checkpoint.
+
+    Raises:
+        ConfigurationError: this version of Paceline cannot read it.
+    """
+    path = Path(resumed.path, "job.json")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=JobCut)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"{path} cannot be read: {error}. Resume the run with the version of Paceline that has begun it."
+        ) from None
+
+
+def keep_source(source: str, run_dir: Path) -> None:
+    """Write the source of a run's script or training function to its directory, with which a later one is compared.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with Unfinished(run_dir / SOURCE) as place:
+        place.write_text(source)
+
+
+def require_same_source(name: str, source: str, run_dir: Path, accept: str) -> str:
+    """Require that a script or a training function has not changed since a run began.
+
+    Args:
+        name: what it is called in messages.
+        source: its source; "" if it is unknown.
+        run_dir: the directory of the run.
+        accept: how a user accepts changes.
+
+    Returns:
+        Why this cannot be known, as a sentence; "" if nothing has changed.
+
+    Raises:
+        ConfigurationError: it has changed. The message states the first difference.
+    """
+    if not source:
+        return f"{name} is not compared with that of the run before, because its source cannot be read."
+    try:
+        before = read_regular(run_dir / SOURCE).decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return f"{name} is not compared with that of the run before, because {run_dir} does not contain its source."
+    except OSError as error:
+        raise ConfigurationError(
+            f"{run_dir / SOURCE} cannot be read: {error.strerror}. Remove it, or add {accept}."
+        ) from None
+    for number, (old, new) in enumerate(zip_longest(before, source.splitlines()), start=1):
+        if old != new:
+            raise ConfigurationError(
+                f"{name} has changed since the run began: line {number} {_was(old)}, and {_is(new)}. Restore it, or "
+                f"add {accept} to resume with it as it is."
+            )
+    return ""
+
+
+def _was(line: str | None) -> str:
+    return "did not exist" if line is None else f"was {line.strip()!r}"
+
+
+def _is(line: str | None) -> str:
+    return "does not exist now" if line is None else f"is {line.strip()!r}"

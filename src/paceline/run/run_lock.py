@@ -1,0 +1,792 @@
+"""The lock on a run directory, which the launcher of a run holds from its start to its end.
+
+A lock is a file `.lock-N` in the run directory. It names the process that holds it. Whoever starts a run there
+creates the file with the next number, which only one process can do at a time, on network file systems too. A file
+with a lower number is removed only after that. So numbers only grow, and nobody takes a lock for free that somebody
+else has taken meanwhile. At the end of a run, its file stays and says that the lock is free.
+
+Is the holder of a lock alive? This module alone decides it:
+
+- A process that this one can see, because it has the same kernel and the same process namespace, is alive or it is
+  not. So a run goes on at once after its launcher was killed.
+- Any other process is judged by its heartbeats: it sets the time of its file every few seconds. Whether three of them
+  are missing is decided by the clock of the file server alone. So the times of two files in the directory are
+  compared, and clocks of different machines do not matter.
+
+The holder looks every second whether another process has taken its lock (`--force`, or after missed heartbeats). If
+so, it ends at once and writes nothing more, because what it would write is in the way of the other run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from ..errors import ConfigurationError, PacelineError, PeerLostError
+from ..files import read_regular
+
+log = logging.getLogger("paceline.run")
+
+Life = Literal["alive", "dead", "unseen"]
+"""What is known of a process: "unseen" if it is on another machine, or in a process namespace that is not ours."""
+
+LOCK = ".lock-"
+NAME = re.compile(rf"{re.escape(LOCK)}(\d+)")
+PROBE = ".clock-"
+
+HEARTBEAT_S = 5.0
+MOST_MISSED = 3
+"""Number of heartbeats after which a process that cannot be seen counts as dead."""
+
+LOOK_INTERVAL_S = 1.0  # time after which a holder notices that its lock was taken
+POLL_INTERVAL_S = 0.25
+# Time that a run has to end after its lock was taken by force.
+FORCED_S = 60.0
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that holds a lock, or has published the address of a run.
+
+    Attributes:
+        machine: name of its machine.
+        boot: identifier of the boot of its kernel. Containers on one machine have the same.
+        namespace: number of its process namespace.
+        process: the process, as it is named in this namespace.
+        token: text that tells this lock from all others.
+        heartbeat_s: time between two heartbeats, in seconds.
+        free: True if the process has given the lock back.
+    """
+
+    machine: str
+    boot: str
+    namespace: int
+    process: RunningProcess
+    token: str = ""
+    heartbeat_s: float = HEARTBEAT_S
+    free: bool = False
+
+    @classmethod
+    def here(cls) -> Holder:
+        """Return a description of this process."""
+        return cls(
+            machine=socket.gethostname(),
+            boot=_boot(),
+            namespace=_namespace(),
+            process=RunningProcess.this(),
+            token=secrets.token_hex(8),
+            heartbeat_s=HEARTBEAT_S,
+        )
+
+    @property
+    def words(self) -> str:
+        """The process and its machine, as part of a sentence."""
+        return f"process {self.process.process_id} on {self.machine}"
+
+
+def life_of(holder: Holder) -> Life:
+    """Return whether a process lives, as far as this process can see it."""
+    here = (_boot(), _namespace())
+    if not all(here) or here != (holder.boot, holder.namespace) or not _sees_its_namespace():
+        return "unseen"
+    if holder.process.state() != "gone":
+        return "alive"
+    try:
+        os.kill(holder.process.process_id, 0)
+    except ProcessLookupError:
+        return "dead"
+    except PermissionError:  # another user's, and /proc may hide it
+        return "dead" if Path(f"/proc/{holder.process.process_id}").exists() else "unseen"
+    return "dead"  # a zombie, or another process with its id
+
+
+class _Lock(NamedTuple):
+    """A file in a run directory: its number, who has written it, and whether it holds the directory.
+
+    `holder` is None if the file cannot be read, for example because it has just been created.
+    """
+
+    path: Path
+    number: int
+    holder: Holder | None
+
+    @property
+    def life(self) -> Life:
+        if self.holder is None:
+            return "unseen"
+        return "dead" if self.holder.free else life_of(self.holder)
+
+    @property
+    def words(self) -> str:
+        return "a process that cannot be named" if self.holder is None else self.holder.words
+
+    @property
+    def patience_s(self) -> float:
+        return MOST_MISSED * (HEARTBEAT_S if self.holder is None else self.holder.heartbeat_s)
+
+
+def is_lock(name: str) -> bool:
+    """Return True if a file with this name in a run directory belongs to its lock. The file may be gone at once."""
+    return name.startswith((LOCK, PROBE))
+
+
+def newest_lock(run_dir: Path) -> int:
+    """Return the number of the newest lock in a run directory; 0 if there is none."""
+    return max((lock.number for lock in _locks(run_dir)), default=0)
+
+
+def is_held(run_dir: Path) -> bool:
+    """Return True if a living process holds a run directory. This takes no time.
+
+    A process that cannot be seen counts as alive until three of its heartbeats are missing, or if nobody can tell.
+    """
+    for lock in _locks(run_dir):
+        life = lock.life
+        if life == "unseen":
+            with _Clock(run_dir) as clock:
+                silent_s = clock.age_s(lock.path)
+            life = "dead" if silent_s is not None and silent_s > lock.patience_s else "alive"
+        if life == "alive":
+            return True
+    return False
+
+
+def silence_s(run_dir: Path) -> float | None:
+    """Return the time since the newest heartbeat in a run directory, by the clock of its file server.
+
+    None if it is unknown, because there is no lock, or nothing can be written there.
+    """
+    with _Clock(run_dir) as clock:
+        ages = [age_s for lock in _locks(run_dir) if (age_s := clock.age_s(lock.path)) is not None]
+    return min(ages, default=None)
+
+
+def await_free(
+    run_dir: Path,
+    *,
+    tell: Callable[[str], object] | None = None,
+    look: Callable[[], object] = lambda: None,
+    others_than: str = "",
+) -> None:
+    """Return if no living process holds a run directory. This takes time only if the holder cannot be seen.
+
+    Args:
+        run_dir: the run directory.
+        tell: called with a sentence if this takes time. Default: a warning is logged.
+        look: called again and again while this takes time. What it raises ends the waiting.
+        others_than: token of a lock that does not count.
+
+    Raises:
+        ConfigurationError: a living process holds the directory.
+    """
+    for lock in _locks(run_dir):
+        if lock.holder is not None and lock.holder.token == others_than:
+            continue
+        life = lock.life
+        if life == "unseen":
+            life = _listened(run_dir, lock, tell or _warn, look)
+        if life == "alive":
+            raise ConfigurationError(
+                f"the run in {run_dir} is still in progress: {lock.words} holds the directory; wait until the run "
+                "has ended, or end it with Ctrl-C. --force (force=True) ends it from here, and what it has done "
+                "since its last checkpoint is lost."
+            )
+
+
+class RunLock:
+    """The lock of this process on a run directory, returned by `take`. As a context manager, it ends with a release.
+
+    Attributes:
+        number: number of the lock.
+        token: text that tells this lock from all others.
+        lost: why the run of this process must end at once, because another process has taken the lock; "" if none
+            has.
+    """
+
+    def __init__(self, run_dir: Path, number: int, holder: Holder, *, own: bool) -> None:
+        self.number, self.token, self.lost = number, holder.token, ""
+        self._run_dir, self._path = run_dir, run_dir / f".lock-{number}"
+        self._holder, self._own = holder, own
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="paceline run lock", daemon=True)
+
+    @classmethod
+    def take(
+        cls,
+        run_dir: Path,
+        *,
+        force: bool = False,
+        after: int | None = None,
+        token: str = "",
+        tell: Callable[[str], object] | None = None,
+        look: Callable[[], object] = lambda: None,
+    ) -> RunLock:
+        """Take the lock on a run directory. If several processes do this at once, one of them has it afterwards.
+
+        Args:
+            run_dir: the run directory, which exists.
+            force: True to take it from a living process, too. The run of this process ends first.
+            after: number of the newest lock when the caller decided how the run goes on; None if it decides later.
+            token: token of a lock for which this process acts, too, because the holder has started it; "" for none.
+            tell: called with a sentence if something takes time, or breaks something. Default: a warning is logged.
+            look: called again and again while this takes time. What it raises ends the waiting.
+
+        Raises:
+            ConfigurationError: a living process has the lock, another run has begun meanwhile, or the directory
+                cannot be written.
+        """
+        tell = tell or _warn
+        for each in _locks(run_dir):
+            if token and each.holder is not None and each.holder.token == token and not each.holder.free:
+                lock = cls(run_dir, each.number, each.holder, own=False)
+                lock._thread.start()
+                return lock
+        holder = Holder.here()
+        while True:
+            _refresh(run_dir)
+            before = _locks(run_dir)
+            if not force:
+                await_free(run_dir, tell=tell, look=look)
+                if _locks(run_dir) != before:
+                    continue
+            number = before[0].number + 1 if before else 1
+            if not _create(run_dir / f".lock-{number}", holder):
+                continue
+            if newest_lock(run_dir) > number:
+                _remove(run_dir / f".lock-{number}")
+                continue
+            break
+        lock = cls(run_dir, number, holder, own=True)
+        lock._thread.start()
+        try:
+            if after is not None and number != after + 1:
+                raise ConfigurationError(
+                    f"another process has gone on with the run in {run_dir} meanwhile, and has ended; start the "
+                    "command again, so that the run goes on from its newest checkpoint."
+                )
+            if force:
+                lock._await_others(before, tell, look)
+        except BaseException:
+            lock.release()
+            raise
+        for each in before:
+            _remove(each.path)
+        return lock
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def look(self) -> str:
+        """Look whether another process has taken the lock, and return `lost`."""
+        if self.lost:
+            return self.lost
+        try:
+            locks = _locks(self._run_dir)
+        except OSError:  # the directory is gone, or cannot be read; nobody else has it
+            return ""
+        others = [each for each in locks if each.holder is None or each.holder.token != self.token]
+        mine = len(others) < len(locks)
+        newer = [each for each in others if each.number > self.number or not mine]
+        if newer:
+            self.lost = (
+                f"{newer[0].words} has taken the directory {self._run_dir} (--force, or because this process had "
+                "given no sign of life), and goes on with the run. The processes of this run were killed, and "
+                "nothing more was written there"
+            )
+        elif not mine and self._own and self._run_dir.is_dir():
+            with contextlib.suppress(OSError, ConfigurationError):
+                _create(self._path, self._holder)
+        return self.lost
+
+    def release(self) -> None:
+        """Give the lock back. The file stays, and says so."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        if self._own:
+            with contextlib.suppress(OSError):
+                place = self._run_dir / f".lock-{self.number}.{self.token}"
+                if self._path.exists():
+                    place.write_bytes(msgspec.json.encode(msgspec.structs.replace(self._holder, free=True)))
+                    place.replace(self._path)
+
+    def _beat(self) -> None:
+        due_s = 0.0
+        while not self._ended.is_set():
+            self.look()
+            if (now_s := time.monotonic()) >= due_s:
+                due_s = now_s + self._holder.heartbeat_s
+                _refresh(self._run_dir)
+                with contextlib.suppress(OSError):
+                    os.utime(self._path)  # no time is named, so it is that of the file server
+            self._ended.wait(LOOK_INTERVAL_S)
+
+    def _await_others(
+        self, before: list[_Lock], tell: Callable[[str], object], look: Callable[[], object]
+    ) -> None:
+        """Wait until the runs have ended whose locks this one replaces."""
+        held = [each for each in before if each.life != "dead"]
+        for each in held:
+            tell(
+                f"--force: the run of {each.words} in {self._run_dir} is told to end. It saves no weights, and what "
+                "it has done since its last checkpoint is lost."
+            )
+        deadline_s = time.monotonic() + FORCED_S
+        for each in held:
+            while (now := _lock_at(each.path)).life != "dead":
+                if now.life == "unseen" and _listened(self._run_dir, now, lambda words: None, look) == "dead":
+                    break
+                look()
+                if self.look():
+                    raise ConfigurationError(f"{self.lost}.")
+                if time.monotonic() > deadline_s:
+                    raise ConfigurationError(
+                        f"{each.words} was told to end {FORCED_S:.0f} s ago, but still runs; kill it there with "
+                        f"kill -9 {each.holder.process.process_id if each.holder else 'PROCESS'}, and try again."
+                    )
+                time.sleep(POLL_INTERVAL_S)
+
+
+class _Clock:
+    """The clock of the file server of a directory, which is read by means of a file there. A context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / f"{PROBE}{secrets.token_hex(6)}"
+
+    def __enter__(self) -> _Clock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _remove(self._path)
+
+    def age_s(self, path: Path) -> float | None:
+        """Return the time since a file in the directory was changed; None if this cannot be known."""
+        try:
+            self._path.touch()
+            os.utime(self._path)
+            return _changed_s(self._path) - _changed_s(path)
+        except OSError:
+            return None
+
+
+def _listened(run_dir: Path, lock: _Lock, tell: Callable[[str], object], look: Callable[[], object]) -> Life:
+    """Return whether a process that cannot be seen gives a sign of life. This takes up to three heartbeats."""
+    with _Clock(run_dir) as clock:
+        first_s, age_s = _changed(lock.path), clock.age_s(lock.path)
+        if age_s is not None and age_s > lock.patience_s:
+            return "dead"
+        if age_s is None and lock.path.exists():
+            raise ConfigurationError(
+                f"the run directory {run_dir} cannot be written, so nobody can tell whether {lock.words}, which "
+                "holds it, is alive; allow writing."
+            )
+        if age_s is None:
+            return "dead"
+        tell(
+            f"The run in {run_dir} is held by {lock.words}, which cannot be seen from here. Waiting for up to "
+            f"{lock.patience_s:.0f} s for a sign of life."
+        )
+        while True:
+            look()
+            time.sleep(POLL_INTERVAL_S)
+            if _changed(lock.path) != first_s:
+                return _lock_at(lock.path).life if _lock_at(lock.path).life != "unseen" else "alive"
+            age_s = clock.age_s(lock.path)
+            if age_s is None or age_s > lock.patience_s:
+                tell(f"No sign of life of {lock.words} during three heartbeats, so the run goes on here.")
+                return "dead"
+
+
+def _create(path: Path, holder: Holder) -> bool:
+    """Create a lock with its content, and return True; return False if there is such a file.
+
+    Raises:
+        ConfigurationError: the directory cannot be written.
+    """
+    content = msgspec.json.encode(holder)
+    place = path.with_name(f"{path.name}.{holder.token}")
+    try:
+        place.write_bytes(content)
+        try:
+            os.link(place, path)
+        except FileExistsError:
+            # Over a network, the answer to a link that was made may be lost, and the repeated request fails.
+            return place.stat().st_nlink == 2
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV):
+                raise
+            return _create_without_links(path, content)
+        finally:
+            _remove(place)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the run directory {path.parent} cannot be written: {error.strerror}. Choose another one: in Python "
+            "with run_dir, on the command line with --run-dir."
+        ) from error
+    return True
+
+
+def _create_without_links(path: Path, content: bytes) -> bool:
+    """Create a file on a file system without hard links. Until it is written, its holder cannot be named."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        return False
+    with open(descriptor, "wb") as file:
+        file.write(content)
+    return True
+
+
+def _locks(run_dir: Path) -> list[_Lock]:
+    """Return the locks in a directory, the newest first."""
+    try:
+        names = os.listdir(run_dir)
+    except FileNotFoundError:
+        return []
+    found = [_lock_at(run_dir / name) for name in names if NAME.fullmatch(name)]
+    return sorted((each for each in found if each.path.exists()), key=lambda each: -each.number)
+
+
+def _lock_at(path: Path) -> _Lock:
+    found = NAME.fullmatch(path.name)
+    assert found is not None
+    holder = None
+    try:
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            holder = msgspec.json.decode(read_regular(path), type=Holder)
+    except FileNotFoundError:  # it has just been replaced by a newer lock
+        gone = RunningProcess(0, 0)
+        holder = Holder(machine="", boot="", namespace=0, process=gone, free=True)
+    except OSError:
+        pass
+    return _Lock(path, int(found[1]), holder)
+
+
+def _changed(path: Path) -> float | None:
+    try:
+        return _changed_s(path)
+    except OSError:
+        return None
+
+
+def _changed_s(path: Path) -> float:
+    """Return the time of a file. A network file system asks its server when a file is opened."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.fstat(descriptor).st_mtime
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _refresh(folder: Path) -> None:
+    """Change a directory. A network file system remembers its entries, and asks its server again after a change."""
+    path = folder / f"{PROBE}{secrets.token_hex(6)}"
+    with contextlib.suppress(OSError):
+        path.touch()
+    _remove(path)
+
+
+def _warn(words: str) -> None:
+    log.warning("%s", words)
+
+
+def _boot() -> str:
+    """Return the identifier of the boot of the kernel; "" if the kernel does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _namespace() -> int:
+    """Return the number of the process namespace of this process; 0 if the kernel does not tell."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _sees_its_namespace() -> bool:
+    """Return True if /proc shows the processes of the namespace of this process."""
+    try:
+        return os.readlink("/proc/self") == str(os.getpid())
+    except OSError:
+        return False
+
+
+# -- The states of processes as the kernel reports them, for the heartbeats of an agent ----------------------
+#
+# A process is named by its id and its start time. The kernel may give the id of a process that has ended to a
+# new one; the start time, which is read together with the state, tells the two apart.
+
+State = Literal["running", "stopped", "traced", "gone"]
+"""The state of a process: "stopped" by a signal, "traced" if a debugger has stopped it, or "gone" if it has ended."""
+
+STATES: dict[str, State] = {"T": "stopped", "t": "traced", "Z": "gone", "X": "gone", "x": "gone"}
+"""The states that the kernel names with these letters. All others are kinds of running or sleeping."""
+
+START_TIME = 22 - 3  # index of the start time in the fields of /proc/PID/stat that follow the name
+
+
+class RunningProcess(msgspec.Struct, frozen=True):
+    """A process that was running when this object was made.
+
+    Attributes:
+        process_id: the id of the process.
+        started: its start time, in units of the kernel since the machine was booted.
+
+    Example:
+        >>> import os
+        >>> RunningProcess.of(os.getpid()).state()
+        'running'
+    """
+
+    process_id: int
+    started: int
+
+    @classmethod
+    def of(cls, process_id: int) -> RunningProcess | None:
+        """Return the process that has this id now; None if there is none.
+
+        The caller must know which process that is, for example because it is a child that has not been reaped.
+        """
+        fields = _fields(process_id)
+        return None if fields is None else cls(process_id, int(fields[START_TIME]))
+
+    @classmethod
+    def this(cls) -> RunningProcess:
+        """Return this process. In /proc, it may have another id, which belongs to another process namespace."""
+        fields = _fields("self")
+        assert fields is not None
+        return cls(os.getpid(), int(fields[START_TIME]))
+
+    def state(self) -> State:
+        """Return the state of the process. A process that has ended but has not been reaped is "gone".
+
+        The state is that of its main thread: signals and debuggers stop all threads of a process.
+        """
+        fields = _fields(self.process_id)
+        if fields is None or int(fields[START_TIME]) != self.started:
+            return "gone"
+        return STATES.get(fields[0], "running")
+
+
+def _fields(process_id: int | str) -> list[str] | None:
+    """Return the fields of /proc/PID/stat after the name, which may contain spaces; None if there is no process."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+# -- The file that a run leaves in its directory while it is in progress, so that its user can watch the run
+#
+# The file contains the address and the secret of the run, so only its owner may read it. It also names the
+# process of the launcher: if the launcher is killed, the file remains, and readers notice that this process
+# has ended. If they cannot see it, because it is on another machine or in another process namespace, they say
+# no more than its heartbeats tell (see `run_lock`).
+
+FILE_NAME = "running.json"
+RUNS = Path("runs")
+"""The folder in which runs make their directories by default."""
+
+
+ENDS = {"finished": "has finished", "interrupted": "was interrupted", "failed": "has failed"}
+"""How a run has ended according to its summary, as a clause."""
+
+
+class _Summary(msgspec.Struct):
+    """The part of `summary.json` that is used here."""
+
+    ended: str = ""
+
+
+class RunInProgress(msgspec.Struct, frozen=True):
+    """How to reach a run in progress.
+
+    Attributes:
+        address: address of the coordinator. See `paceline.wire.transports`.
+        token: the secret of the run.
+        launcher: the process of its launcher.
+        dashboard: address of its dashboard for a browser; "" if there is none.
+    """
+
+    address: str
+    token: str
+    launcher: Holder
+    dashboard: str = ""
+
+    @property
+    def seen(self) -> bool:
+        """True if this process can see that of the launcher."""
+        return life_of(self.launcher) != "unseen"
+
+
+@contextlib.contextmanager
+def published(run_dir: Path, address: str, token: str, dashboard: str = "") -> Iterator[None]:
+    """Return a context in which a run of this process has its file. If the file cannot be written, a warning says so.
+
+    Args:
+        run_dir: the directory of the run.
+        address: address of the coordinator.
+        token: the secret of the run.
+        dashboard: see `RunInProgress`.
+    """
+    file = run_dir / FILE_NAME
+    try:
+        _write(file, RunInProgress(address, token, Holder.here(), dashboard))
+    except OSError as error:
+        log.warning("`paceline status` will not find the run, because %s cannot be written: %s", file, error)
+    try:
+        yield
+    finally:
+        try:
+            # A run that has taken the directory from this one has a file of its own.
+            if (found := _run_at(run_dir)) is not None and found.token == token:
+                file.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s cannot be removed: %s", file, error)
+
+
+def run_in(run_dir: Path) -> RunInProgress:
+    """Return how to reach the run in a directory. Whether the run is in progress is unknown if it is not `seen`.
+
+    Raises:
+        ConfigurationError: the directory is not that of a run, or the run is that of another user.
+        PeerLostError: the run has ended, or has been cut off: its launcher was killed.
+    """
+    if not run_dir.is_dir():
+        raise ConfigurationError(
+            f"there is no directory {run_dir}; name the directory of a run, such as runs/NAME."
+        )
+    try:
+        found = _run_at(run_dir)
+    except PermissionError:
+        raise ConfigurationError(
+            f"the run in {run_dir} belongs to another user; only the user who has started a run can watch it."
+        ) from None
+    if found is None:
+        raise _absence(run_dir)
+    if life_of(found.launcher) == "dead":
+        raise PeerLostError(
+            f"the run in {run_dir} was cut off: its launcher, process {found.launcher.process.process_id}, has ended "
+            "without saving its results"
+        )
+    return found
+
+
+def unreachable(run_dir: Path, found: RunInProgress) -> PacelineError:
+    """Return the error that says what is known of a run whose launcher can be neither seen nor reached from here."""
+    quiet_s, launcher = silence_s(run_dir), found.launcher
+    if quiet_s is not None and quiet_s <= MOST_MISSED * launcher.heartbeat_s:
+        return ConfigurationError(
+            f"the run in {run_dir} is in progress: its launcher, {launcher.words}, has just given a sign of life, "
+            "but cannot be reached from here. Call status there, in the same container if it runs in one."
+        )
+    last = "" if quiet_s is None else f" Its last sign of life was {quiet_s:.0f} s ago."
+    return PeerLostError(
+        f"whether the run in {run_dir} is in progress cannot be told from here: its launcher, {launcher.words}, can "
+        f"be neither seen nor reached.{last} Call status there"
+    )
+
+
+def newest_run(folder: Path = RUNS) -> Path:
+    """Return the directory of the newest run in progress in a folder.
+
+    Raises:
+        ConfigurationError: no run is in progress there.
+        PeerLostError: the same, and the newest run has been cut off.
+    """
+    cut_off: dict[Path, PeerLostError] = {}
+    unseen: list[Path] = []
+    for file in sorted(folder.glob(f"*/{FILE_NAME}"), key=_written_s, reverse=True):
+        try:
+            found = run_in(file.parent)
+        except PeerLostError as error:
+            cut_off[file.parent] = error
+        except ConfigurationError:
+            continue  # the run is that of another user
+        else:
+            if found.seen:
+                return file.parent
+            unseen.append(file.parent)
+    if unseen:
+        return unseen[0]
+    newest = max(folder.glob("*"), key=_written_s, default=None)
+    if newest in cut_off:
+        raise cut_off[newest]
+    raise ConfigurationError(
+        f"no run is in progress in ./{folder}; name the directory of a run (paceline status runs/NAME), or the "
+        "address that `paceline serve` has printed."
+    )
+
+
+def _write(file: Path, content: RunInProgress) -> None:
+    """Write the file at once, so that nobody reads a part of it, and so that other users never may read it."""
+    new = file.with_name(f".{FILE_NAME}-{secrets.token_hex(4)}")
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(descriptor, "wb") as target:
+            target.write(msgspec.json.encode(content))
+        new.replace(file)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def _run_at(run_dir: Path) -> RunInProgress | None:
+    """Return the content of the file; None if there is none, or if it is not such a file."""
+    try:
+        return msgspec.json.decode(read_regular(run_dir / FILE_NAME), type=RunInProgress)
+    except PermissionError:
+        raise
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def _absence(run_dir: Path) -> PacelineError:
+    """Return the error that says why a directory contains no run in progress."""
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        summary = msgspec.json.decode(read_regular(run_dir / "summary.json"), type=_Summary)
+        return PeerLostError(
+            f"the run in {run_dir} {ENDS.get(summary.ended, 'has ended')}; its results are there"
+        )
+    if (run_dir / "run.json").exists() or any(run_dir.glob("trace-*.jsonl")):
+        return PeerLostError(f"the run in {run_dir} has ended without a summary; its logs are there")
+    return ConfigurationError(
+        f"{run_dir} is not the directory of a run; name one that `paceline run` has made, such as runs/NAME."
+    )
+
+
+def _written_s(file: Path) -> float:
+    """Return the time at which a file or directory was changed; 0 if it has just been removed."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,777 @@
+"""The event loop of a server: it receives messages, passes them to the core and performs the core's requests.
+
+The loop runs on one thread. The core, `paceline.core.server`, returns requests for each message. The payload of the
+message is stored in `ServerMemory`, and then the requests are performed in order. The loop never blocks on a single
+peer. If the connection to a worker ends before the worker has finished, the worker is treated as lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import traceback
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, ClassVar, Generic, NamedTuple, TypeVar, cast
+
+import msgspec
+import torch
+
+from ..checkpoints.reading import Checkpoint
+from ..core import server as core
+from ..core.layout import Layout, ModelSpec, ShardSlice, of_set
+from ..core.messages import (
+    Answer,
+    Bell,
+    Commit,
+    ConnectionTraffic,
+    CreateShards,
+    CutCopied,
+    CutPiece,
+    ExtendShards,
+    Failed,
+    FetchBuffers,
+    FetchCut,
+    FetchFrozen,
+    FetchInitialBuffers,
+    FetchOptimizerState,
+    FetchSnapshot,
+    FetchStates,
+    FetchWaits,
+    FrozenTensors,
+    Hello,
+    InitialBuffers,
+    InitialState,
+    InitialWeights,
+    JoinProposed,
+    KeepStates,
+    KeptStates,
+    MemoryAttached,
+    Message,
+    ModelExtended,
+    OptimizerState,
+    PooledBuffers,
+    PullRepeated,
+    PullRequested,
+    ReserveCopies,
+    Shutdown,
+    Snapshot,
+    Stage,
+    TracePart,
+    Warned,
+    WorkerLost,
+    WriteCut,
+    first_phase,
+)
+from ..core.requests import COORDINATOR, Host, Peer, TakeCut, Timer, rounds_answer, rounds_push, worker_peer
+from ..errors import ConfigurationError, PacelineError, ProtocolError, UserCodeError, first_line
+from ..files import PatientWriter, Unfinished
+from ..shard.foreign import class_of
+from ..shard.optimizers import decode_states
+from ..shard.store import Push
+from ..shard.vectors import Vectors
+from ..trace.keyframes import keyframe_of
+from ..trace.recording import Header, Recorder
+from ..wire.memory import MASTER, Inbox, PassedSockets, PushSource, Region
+from ..wire.preface import Traffic, traffic_of
+from ..wire.ring import Ring
+from ..wire.stream import Stream
+from ..wire.transports import connect
+from .checkpointing import ShardCopies
+from .footprint import available_bytes, served_shortage, vectors_of
+from .hub import Caller, Hub, Timers
+from .job import Assignment
+from .server_memory import ServerMemory
+from .traces import TEND_S, TEND_TICKS, SegmentedFile, parts_of, segmenting, trace_path
+
+log = logging.getLogger("paceline.server")
+
+# Maximum number of connections from readers, per shard. Each connection may hold a copy of a snapshot being
+# sent.
+READERS_PER_SHARD = 32
+
+Fetch = FetchSnapshot | FetchOptimizerState | FetchBuffers | FetchInitialBuffers | FetchFrozen | FetchStates
+"""The messages that a server answers without its core. It answers one at a time, so that the queue stays short."""
+
+
+class Pull(NamedTuple):
+    """What a worker pulls from a shard.
+
+    Attributes:
+        set_index: the parameter set whose weights are pulled; None for all sets.
+        rounded: True if the weights are rounded on their way. See `core.layout`.
+    """
+
+    set_index: int | None = None
+    rounded: bool = False
+
+
+FIRST = Pull()  # a worker's first weights, also after an extension of the model
+
+
+class ServerCaller(Caller):
+    """A connection of a server, with the memory into which the peer's payloads are received.
+
+    Attributes:
+        inboxes: shard -> (memory for this worker's pushes, the gradient in this memory as tensors).
+        payload: the parts of the payload of the current message that are not stored in an inbox.
+        pulls: shard -> the worker's last pull. A shard that is not here has sent no weights except the first.
+    """
+
+    def __init__(self, stream: Stream[Message]) -> None:
+        super().__init__(stream)
+        self.inboxes: dict[int, tuple[Inbox, Vectors]] = {}
+        self.payload: list[bytearray] = []
+        self.pulls: dict[int, Pull] = {}
+
+    @classmethod
+    def coordinator(cls, stream: Stream[Any]) -> ServerCaller:
+        """Return the caller object for the connection that a server has opened to its coordinator."""
+        peer = cls(stream)
+        peer.role = "coordinator"
+        return peer
+
+    def __str__(self) -> str:
+        return "the coordinator" if self.role == "coordinator" else super().__str__()
+
+
+class ServerHost(Host):
+    """One server process, which stores shards of the model, applies pushes to them and answers pulls.
+
+    Args:
+        place: the role of the process in its run.
+        listener: a listening socket, or what takes its place. The server takes ownership.
+        coordinator: a connection to the coordinator on which the greeting has been sent. The server closes it.
+    """
+
+    def __init__(self, place: Assignment, listener: PushSource, coordinator: Stream[Message]) -> None:
+        self._job = place.job
+        self._machine = place.machine or msgspec.UNSET
+        self._coordinator = ServerCaller.coordinator(coordinator)
+        self._workers: dict[int, ServerCaller] = {}  # connected workers
+        self._carried: dict[int, Traffic] = {}  # worker -> traffic of its last connection that has ended
+        self._recorders: dict[int, tuple[SegmentedFile, Recorder]] = {}  # shard -> its trace
+        self._tend_ticks = 0  # time at which the traces are tended next
+        self._core = core.Server(
+            place.job.seed, place.job.read_sync, self._recorder_of, translated=place.job.translated
+        )
+        self._memory: ServerMemory | None = None  # None until training begins
+        self._frozen: FrozenValues[ServerCaller] = FrozenValues()  # empty unless this server holds shard 0
+        self._copies = ShardCopies()
+        self._lacking = (
+            False  # True if the checkpoint with which the run begins lacks parameters of the model
+        )
+        self._timers: Timers[Timer] = Timers()
+        self._running = True
+        self._told_to_end = False  # True once `Shutdown` has arrived
+        self._hub: Hub[ServerCaller] = Hub(
+            f"server {place.index}",
+            place.job.token,
+            listener,
+            "server",
+            ServerCaller,
+            self,
+            place.job.contexts,
+            place.index,
+        )
+        self._hub.adopt(self._coordinator)
+        self._hub.watch(self._copies.bell, self._tell_reports)
+
+    @classmethod
+    def connect(cls, place: Assignment, passed: socket.socket | None = None) -> ServerHost:
+        """Return a server that listens and has sent its address to the coordinator.
+
+        Args:
+            place: the role of the process in its run.
+            passed: the socket over which it receives its connections, if they come through the listener.
+
+        Raises:
+            PeerLostError: the coordinator cannot be reached.
+        """
+        job = place.job
+        listener: PushSource
+        if passed is not None:
+            listener, address = PassedSockets(passed), place.address
+        else:
+            listener, address = job.carrier.listen(place.host)
+        try:
+            coordinator: Stream[Message] = Stream(
+                connect(place.coordinator, known=job.contexts),
+                first_phase("coordinator", "server"),
+                takes_descriptor=job.carrier.shares_memory,
+            )
+            coordinator.send(Hello(token=job.token, role="server", index=place.index, address=address))
+        except PacelineError:
+            listener.close()
+            raise
+        return cls(place, listener, coordinator)
+
+    def run(self) -> None:
+        """Handle messages until the coordinator sends `Shutdown` or the connection to the coordinator ends."""
+        try:
+            now_ticks = self._job.now_ticks()
+            while self._running:
+                left_s = self._timers.left_s(now_ticks)
+                self._hub.poll(
+                    TEND_S if left_s is None else min(left_s, TEND_S), spins=not self._core.awaits_factor
+                )
+                now_ticks = self._job.now_ticks()
+                if now_ticks >= self._tend_ticks:
+                    self._tend_traces(now_ticks)
+                for timer in self._timers.take_due(now_ticks):
+                    self.carry_out(self._core.fire(timer, self._job.now_ticks()))
+            if self._told_to_end and self._machine is not msgspec.UNSET:
+                self._send_traces()
+        except BaseException as error:
+            # Send the report before any connection is closed, so that it arrives before the workers' own reports that
+            # this server is lost.
+            self._hub.send(self._coordinator, _report_of(error))
+            raise
+        finally:
+            for _, recorder in self._recorders.values():
+                recorder.close()
+            self._hub.drain(self._coordinator)
+            self._hub.close()
+            self._copies.close()
+
+    # -- called by the hub --------------------------------------------------------------------------------
+
+    def greeted(self, peer: ServerCaller, hello: Hello) -> None:
+        if hello.role != "worker":
+            most = READERS_PER_SHARD * math.ceil(self._job.shards / self._job.servers)
+            if sum(other.role == "reader" for other in self._hub.peers) >= most:
+                raise ProtocolError(f"there are already {most} readers")
+            peer.role, peer.index = hello.role, hello.index
+            return
+        self._core.require_expected(hello.index, hello.extension, hello.incarnation)
+        memory = self._require_memory()
+        if hello.extension > self._core.extension:
+            self._extend()
+        region = None
+        if hello.memory_bytes:
+            if not peer.stream.descriptors:
+                raise ProtocolError("it announced shared memory but did not send its file descriptor")
+            region = memory.attach(peer.stream.descriptors.pop(), hello.channels)
+        elif hello.place is not None:
+            region = memory.find(hello.place)
+        peer.role, peer.index = hello.role, hello.index
+        if region is not None and hello.place is not None:
+            self._hub.send(peer, MemoryAttached(memory.shards))
+        peer.inboxes = memory.inboxes(region)
+        self._frozen.gone(peer.index)
+        self._workers[peer.index] = peer
+        if peer.index in self._core.ending:  # this greeting is one of the last messages of a lost worker
+            self._expect_end(peer.index)
+        if region is not None and 0 <= hello.channel < hello.channels:
+            incoming, outgoing = map(Ring, region.channels[hello.channel])
+            peer.stream.use_rings(outgoing, incoming)
+            self._hub.watch_ring(peer)
+        in_place = hello.follows and memory.in_shared_memory
+        connected = self._core.connected(
+            peer.index,
+            self._job.now_ticks(),
+            hello.extension,
+            hello.incarnation,
+            reads_in_place=in_place,
+        )
+        self.carry_out(connected)
+        self._pass_on_frozen()
+
+    def received(self, peer: ServerCaller, message: Message) -> None:
+        if peer is self._coordinator:
+            self._handle_coordinator(message)
+            return
+        memory = self._require_memory()
+        match message:
+            case Commit() | PullRequested() | PullRepeated() if peer.stream.backlog and peer.stream.owes(
+                message.shard
+            ):
+                # Accepting this message would let the queue of messages to this peer grow without limit.
+                raise ProtocolError(
+                    f"{type(message).__name__} arrived before the previous answer of shard {message.shard} was read"
+                )
+            case Stage() | Commit() if message.shard not in peer.inboxes:
+                raise ProtocolError(f"shard {message.shard} is not at this server")
+            case Commit():
+                self._commit(peer, message, memory)
+            case Stage():
+                rounded = rounds_push(self._job.wire, message)
+                peer.inboxes[message.shard][0].take(message.pieces, rounded=rounded)
+            case PullRepeated():
+                peer.pulls[message.shard] = Pull(rounded=rounds_answer(self._job.wire, message))
+                self._pass_on(peer, message)
+            case InitialState():
+                self._core.require_beginning(message.shard, peer.index)
+                memory.keep_state(message, b"".join(peer.payload))
+            case InitialWeights():
+                self._core.require_beginning(message.shard, peer.index)
+                if self._lacking:
+                    memory.load(message.shard, self._resumed_checkpoint(), peer.payload)
+                else:
+                    memory.begin(message.shard, peer.payload)
+                self._pass_on(peer, message)
+            case FrozenTensors():
+                self._frozen.arrived(peer.index, message.digests, peer.payload)
+                self._pass_on_frozen()
+            case KeepStates() if peer.payload:
+                self._core.shard(message.shard)
+                memory.states = message.position, peer.payload[0]
+            case Bell():
+                pass
+            case _ if isinstance(message, Fetch):
+                self._fetch(peer, message, memory)
+            case _:
+                self._pass_on(peer, message)
+        peer.payload = []
+
+    def payload_targets(self, peer: ServerCaller, message: Message, size_bytes: int) -> Sequence[memoryview]:
+        if self._memory is None:
+            return []
+        if isinstance(message, InitialState | InitialWeights):
+            self._core.require_beginning(message.shard, peer.index)
+        if isinstance(message, FrozenTensors):
+            sizes = self._frozen.sizes(message.digests)
+        else:
+            sizes = self._memory.payload_sizes(message, size_bytes)
+        peer.payload = [bytearray(size) for size in sizes]
+        targets = [memoryview(part) for part in peer.payload]
+        if isinstance(message, Stage | Commit) and message.pieces and message.shard in peer.inboxes:
+            inbox, _ = peer.inboxes[message.shard]
+            rounded = rounds_push(self._job.wire, message)
+            return [*inbox.places(message.pieces, rounded=rounded), *targets]
+        return targets
+
+    def gone(self, peer: ServerCaller, reason: str) -> None:
+        if peer is self._coordinator:
+            self._running = False  # the run is over, although no `Shutdown` has arrived
+            return
+        self._frozen.forget(peer)
+        if self._workers.get(peer.index) is peer:
+            del self._workers[peer.index]
+            if (traffic := traffic_of(peer.stream.sock)) is not None:
+                self._carried[peer.index] = traffic
+            self._frozen.gone(peer.index)
+            self._pass_on_frozen()
+            self.carry_out(self._core.disconnected(peer.index, self._job.now_ticks()))
+
+    # -- messages -----------------------------------------------------------------------------------------
+
+    def _fetch(self, peer: ServerCaller, message: Fetch, memory: ServerMemory) -> None:
+        """Answer a request for a part of the state."""
+        if peer.stream.backlog:
+            raise ProtocolError(f"{type(message).__name__} arrived before the previous answer was read")
+        self._core.shard(message.shard)
+        match message:
+            case FetchSnapshot():
+                self._send_snapshot(peer, message.shard)
+            case FetchOptimizerState():
+                blob = memory.optimizer_state(message.shard)
+                self._hub.send(peer, OptimizerState(message.shard), [memoryview(blob)])
+            case FetchBuffers():
+                self._hub.send(peer, PooledBuffers(0), memory.pooled_buffers())
+            case FetchInitialBuffers():
+                initial = memory.initial_buffers(unless=message.checksum)
+                self._hub.send(peer, InitialBuffers(0, equal=initial is None), initial or ())
+            case FetchFrozen():
+                self._frozen.request(peer, message.digests, memory.frozen_sizes())
+                self._pass_on_frozen()
+            case FetchStates():
+                kept, states = memory.states or (None, b"")
+                # The bytes do not change: later states are kept in other memory.
+                self._hub.send(peer, KeptStates(0, kept), [memoryview(states)], lent=KeptStates)
+
+    def _handle_coordinator(self, message: Message) -> None:
+        match message:
+            case CreateShards(model, shards):
+                _load_classes(model)
+                self._require_room(model, shards, len(message.workers))
+                master = self._attach_master(model.layout)
+                self._memory = ServerMemory(
+                    model, shards, self._job.servers, master, self._keep, self._job.wire
+                )
+                self.stores = self._memory.stores
+                self._lacking = message.lacking
+                if message.resumed and not message.lacking:
+                    self._load(shards)
+                self._pass_on(self._coordinator, message)
+            case ExtendShards(model, shards):
+                _load_classes(model)
+                self._require_memory().prepare(model, shards, self._attach_master(model.layout))
+                self._lacking = message.lacking
+                if message.resumed and not message.lacking:
+                    self._load(shards)
+                self._pass_on(self._coordinator, message)
+            case ModelExtended():
+                self._extend()
+                self._pass_on(self._coordinator, message)
+            case WorkerLost(worker, at_once=at_once):
+                peer = self._workers.get(worker)
+                if at_once and peer is not None:
+                    self._hub.drop(peer, "the worker was taken out of the run")
+                else:
+                    self._expect_end(worker)
+                self._pass_on(self._coordinator, message)
+            case FetchSnapshot():
+                for worker in self._core.expected.intersection(message.left):
+                    self._expect_end(worker)
+                self._pass_on(self._coordinator, message)
+            case JoinProposed():
+                for worker in {*self._core.expected.intersection(message.left), message.worker}:
+                    self._expect_end(worker)
+                self._pass_on(self._coordinator, message)
+            case FetchWaits():
+                waits = self._core.waits(timers=bool(self._timers))
+                moved = tuple((w, self._job.ticks_of(peer.moved_s)) for w, peer in self._workers.items())
+                waits = msgspec.structs.replace(waits, traffic=self._traffic(), moved_ticks=moved)
+                self._hub.send(self._coordinator, waits)
+            case ReserveCopies():
+                self._copies.reserve(self._require_memory().stores)
+            case WriteCut():
+                self._copies.write(message)
+            case FetchCut():
+                piece = CutPiece(message.number, message.shard)
+                self._hub.send(self._coordinator, piece, [self._copies.piece(message)], lent=CutPiece)
+            case Shutdown():
+                self._running, self._told_to_end = False, True
+                self._save_states()
+            case _:
+                self._pass_on(self._coordinator, message)
+
+    def _require_room(self, model: ModelSpec, shards: Sequence[ShardSlice], workers: int) -> None:
+        """Raise `ConfigurationError` if this machine has too little memory for the shards of this server.
+
+        The coordinator has checked this for the servers on its own machine. Other servers here are not counted.
+        """
+        if self._machine is msgspec.UNSET:
+            return
+        held_bytes = sum(shard.size_bytes for shard in shards)
+        vectors = vectors_of(model, fractions=self._job.takes_fractions)
+        if reason := served_shortage(held_bytes, vectors, workers, available_bytes(), wire=self._job.wire):
+            raise ConfigurationError(reason)
+
+    def _traffic(self) -> tuple[ConnectionTraffic, ...]:
+        """Return the traffic of the TCP connections to the workers, also of those that have ended."""
+        found: dict[int, Traffic | None] = {**self._carried}
+        found |= {worker: traffic_of(peer.stream.sock) for worker, peer in self._workers.items()}
+        return tuple(
+            ConnectionTraffic(worker, *traffic) for worker, traffic in found.items() if traffic is not None
+        )
+
+    def _expect_end(self, worker: int) -> None:
+        """Let the connection to a worker end, if it is open, because the worker has left the run."""
+        if (peer := self._workers.get(worker)) is not None:
+            self._hub.expect_end(peer)
+
+    def _pass_on(self, peer: ServerCaller, message: Message) -> None:
+        """Pass a message to the core and perform the core's requests."""
+        sender = COORDINATOR if peer is self._coordinator else worker_peer(peer.index)
+        self.carry_out(self._core.handle(sender, message, self._job.now_ticks()))
+
+    def _commit(self, peer: ServerCaller, commit: Commit, memory: ServerMemory) -> None:
+        inbox, gradient = peer.inboxes[commit.shard]
+        push: Push | None = memory.read(commit, gradient)
+        inbox.take(commit.pieces, rounded=rounds_push(self._job.wire, commit))
+        inbox.close(empty=commit.empty, set_index=commit.set_index)
+        peer.pulls[commit.shard] = Pull(commit.set_index, rounds_answer(self._job.wire, commit))
+        requests = self._core.handle(worker_peer(peer.index), commit, self._job.now_ticks())
+        memory.keep(peer.index, commit, push, peer.payload)
+        self.carry_out(requests)
+
+    # -- requests of the core -----------------------------------------------------------------------------
+
+    def send(self, to: Peer, message: Message) -> None:
+        """Send a message to the coordinator, or to a worker if it is connected."""
+        peer = self._coordinator if to is COORDINATOR else self._workers.get(to.index)
+        if peer is not None:
+            self._hub.send(peer, message)
+
+    def set_timer(self, timer: Timer) -> None:
+        self._timers.set(timer.due_ticks, timer)
+
+    def take_cut(self, request: TakeCut) -> None:
+        memory = self._require_memory()
+        entries = self._copies.take(request, memory.stores[request.shard])
+        buffers = memory.pooled_buffers() if request.shard == 0 else []
+        self._hub.send(self._coordinator, CutCopied(request.number, request.shard, entries), buffers)
+
+    def _tell_reports(self) -> None:
+        """Tell the coordinator what has become of copies."""
+        for report in self._copies.take_reports():
+            self._hub.send(self._coordinator, report)
+
+    def _answer(self, to: Peer, answer: Answer) -> None:
+        """Send the current weights of a shard to a worker."""
+        peer = self._workers.get(to.index)
+        if peer is None:
+            return  # the worker's connection has ended
+        payload: Sequence[memoryview] = ()
+        if not answer.in_place:
+            memory = self._require_memory()
+            inbox, _ = peer.inboxes[answer.shard]
+            pull = peer.pulls.get(answer.shard, FIRST)
+            # Until the worker has connected again, its memory has no room for parameters that were added.
+            pulled = of_set(inbox.gradient, pull.set_index)
+            if inbox.weights is None:
+                payload = memory.weights_to_send(answer.shard, pulled, rounded=pull.rounded)
+                if pull.rounded:
+                    answer = msgspec.structs.replace(answer, rounded=True)
+            else:
+                for vector in pulled:
+                    inbox.weights[vector][:] = memory.weights[answer.shard][vector]
+        self._hub.send(peer, answer, payload, lent=answer.shard)
+
+    def _send_to_coordinator(self, to: Peer, message: Snapshot) -> None:
+        """Send the coordinator the current weights of a shard."""
+        self._send_snapshot(self._coordinator, message.shard)
+
+    senders: ClassVar = {Answer: _answer, Snapshot: _send_to_coordinator}
+
+    def _keep(self, shard: int) -> None:
+        """Copy the queued parts of a shard's weights, because the weights are about to change."""
+        for peer in self._hub.peers:
+            if peer.stream.backlog:
+                peer.stream.keep(shard)
+
+    def _send_snapshot(self, peer: ServerCaller, index: int) -> None:
+        # The weights are lent, because the first bytes of a copy would leave only after all of it had been made.
+        version, memory = self._core.shard(index).version, self._require_memory()
+        frozen = self._frozen.kept if index == 0 else {}
+        payload = [*memory.snapshot(index), *(memoryview(value) for value in frozen.values())]
+        self._hub.send(peer, Snapshot(index, version, tuple(frozen)), payload, lent=index)
+
+    def _pass_on_frozen(self) -> None:
+        """Answer those who wait for values of frozen parameters, or request the values from a worker."""
+        workers = sorted(self._workers, key=lambda worker: (worker != self._core.initializer, worker))
+        for to, message, payload in self._frozen.due(workers):
+            peer = self._workers[to] if isinstance(to, int) else to
+            self._hub.send(peer, message, payload, lent=FrozenTensors)  # the values do not change
+
+    def _extend(self) -> None:
+        """Store the extended model from now on, if it has not been done yet."""
+        memory = self._require_memory()
+        memory.extend()
+        self._frozen.retain(memory.frozen_sizes())
+
+    def _save_states(self) -> None:
+        """Write the states of tracked objects that were kept last, if this server has any, to the run directory."""
+        if self._memory is None or self._memory.states is None:
+            return
+        position, data = self._memory.states
+        path = Path(self._job.run_dir, "tracked.pt")
+        try:
+            states = {name: each["state"] for name, each in decode_states(data, arrays=False).items()}
+            with Unfinished(path) as place, place.open("wb") as file:
+                writer = cast(IO[bytes], PatientWriter(file, self._show_life))
+                torch.save({"epoch": position.epoch, "states": states}, writer)
+        except (OSError, RuntimeError, ProtocolError, LookupError, TypeError) as error:
+            self._warn(f"the states of tracked objects cannot be saved to {path}: {first_line(error)}")
+
+    def _show_life(self) -> None:
+        """Send something to the coordinator, which waits for as long as it receives anything."""
+        self._hub.send(self._coordinator, Bell())
+
+    def _warn(self, text: str) -> None:
+        """Report a problem that does not end the run."""
+        log.warning("%s", text)
+        self._hub.send(self._coordinator, Warned(text))
+
+    # -- start of training --------------------------------------------------------------------------------
+
+    def _load(self, shards: Sequence[ShardSlice]) -> None:
+        """Load the weights and the optimizer state of shards from the checkpoint with which the run begins."""
+        checkpoint = self._resumed_checkpoint()
+        for bounds in shards:
+            self._require_memory().load(bounds.index, checkpoint)
+
+    def _resumed_checkpoint(self) -> Checkpoint:
+        """Return the checkpoint with which the run begins."""
+        assert self._job.resumed is not None
+        return Checkpoint(Path(self._job.resumed.path), checked=False)
+
+    def _recorder_of(self, shard: int) -> Recorder | None:
+        job = self._job
+        if job.traces.kept == "off":
+            return None
+        header = Header(
+            sync=str(job.schedule.at_shard(shard)),
+            host="shard",
+            index=shard,
+            seed=job.seed,
+            emulated=job.emulated,
+            machine=self._machine,
+            imports=job.imports or msgspec.UNSET,
+            hyperparameters="translated" if job.translated else msgspec.UNSET,
+        )
+        path = trace_path(Path(job.run_dir), shard)
+        file = SegmentedFile(path, self._warn, segmenting(job, "shard", header.recorded_on))
+        self._recorders[shard] = file, Recorder(file, header)
+        return self._recorders[shard][1]
+
+    def _tend_traces(self, now_ticks: int) -> None:
+        """Write what is buffered, and begin new segments. No core is handling an event."""
+        self._tend_ticks = now_ticks + TEND_TICKS
+        for shard, (file, recorder) in self._recorders.items():
+            if file.tend():
+                recorder.begin_segment(keyframe_of(self._core.shards[shard], self._job.imports))
+
+    def _send_traces(self) -> None:
+        """Send the traces of all shards to the coordinator, which is on another machine."""
+        for _, recorder in self._recorders.values():
+            recorder.close()
+        for shard in self._recorders:
+            try:
+                for part, last in parts_of(trace_path(Path(self._job.run_dir), shard)):
+                    self._hub.send(self._coordinator, TracePart(shard, last), [memoryview(part)])
+                    self._hub.drain(self._coordinator)
+                    if self._coordinator.stream.backlog:
+                        return  # the coordinator does not wait for it any more
+            except OSError as error:
+                self._warn(f"the trace of shard {shard} cannot be read: {error}")
+
+    def _attach_master(self, layout: Layout) -> Region | None:
+        if not self._job.carrier.shares_memory:
+            return None
+        if not self._coordinator.stream.descriptors:
+            raise ProtocolError("the coordinator did not pass the shared memory for the weights")
+        return Region.attach(layout, self._coordinator.stream.descriptors.pop(), MASTER)
+
+    def _require_memory(self) -> ServerMemory:
+        if self._memory is None:
+            raise ProtocolError("training has not begun")
+        return self._memory
+
+
+def _report_of(error: BaseException) -> Failed:
+    """Return the message that reports the exception with which a server ends."""
+    match error:
+        case ConfigurationError():
+            return Failed(str(error), "")  # a sentence for users
+        case UserCodeError():
+            return Failed(error.reason, error.traceback)
+        case _:
+            return Failed(first_line(error), "".join(traceback.format_exception(error)))
+
+
+def _load_classes(model: ModelSpec) -> None:
+    """Load the classes of optimizers that are not torch's. If one cannot be loaded, this fails before it is used."""
+    for optimizer in model.optimizers:
+        if ":" in optimizer.name:
+            class_of(optimizer.name)
+
+
+# -- The values of frozen parameters at the server of shard 0, which passes them on from one worker to others
+#
+# Every worker loads the frozen parameters itself, so a server has only their digests. A worker that has other
+# values than the run requests those of the run. The server then requests them from a worker that has them:
+# the initializer or, if it is gone, any other worker. It keeps the values, because several workers may
+# request the same.
+
+Waiter = TypeVar("Waiter")
+
+
+class FrozenSend(NamedTuple, Generic[Waiter]):
+    """A message that the server must send.
+
+    Attributes:
+        to: a peer that has requested values, or the index of a worker.
+        message: the message.
+        payload: its payload, which does not change.
+    """
+
+    to: Waiter | int
+    message: FetchFrozen | FrozenTensors
+    payload: list[memoryview]
+
+
+class FrozenValues(Generic[Waiter]):
+    """The values of frozen parameters that have been requested, and the peers that wait for some.
+
+    Attributes:
+        kept: digest -> value, for the values that have arrived.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[str, bytearray] = {}
+        self._sizes: dict[str, int] = {}  # digest -> size in bytes, for the values that were requested
+        self._waiting: dict[Waiter, tuple[str, ...]] = {}
+        self._source = -1  # the worker that has been asked and has not answered yet; -1 for none
+        self._tried: defaultdict[str, set[int]] = defaultdict(
+            set
+        )  # digest -> the workers that were asked for it
+
+    def request(self, peer: Waiter, digests: tuple[str, ...], sizes: Mapping[str, int]) -> None:
+        """Note the request of a peer. `sizes` contains the size in bytes of each frozen parameter, by its digest.
+
+        Raises:
+            ProtocolError: the model has no such parameter, or the peer waits already.
+        """
+        if peer in self._waiting or len(set(digests)) != len(digests) or not sizes.keys() >= set(digests):
+            raise ProtocolError("it requested values of frozen parameters that the model does not have")
+        self._sizes |= {digest: sizes[digest] for digest in digests}
+        self._waiting[peer] = digests
+
+    def sizes(self, digests: Sequence[str]) -> list[int]:
+        """Return the sizes of the values that a worker is about to send.
+
+        Raises:
+            ProtocolError: nobody has requested them.
+        """
+        if len(set(digests)) != len(digests) or not self._sizes.keys() >= set(digests):
+            raise ProtocolError("it sent values of frozen parameters that were not requested")
+        return [self._sizes[digest] for digest in digests]
+
+    def arrived(self, worker: int, digests: Sequence[str], values: Sequence[bytearray]) -> None:
+        """Keep the values that a worker has sent. It does not have the others for which it was asked."""
+        for digest, value in zip(digests, values, strict=True):
+            self.kept.setdefault(digest, value)  # an earlier value may be on its way to a peer
+        if worker == self._source:
+            self._source = -1
+
+    def gone(self, worker: int) -> None:
+        """Note that the connection to a worker has ended, perhaps because there is a new one."""
+        for tried in self._tried.values():
+            tried.discard(worker)
+        if worker == self._source:
+            self._source = -1
+
+    def forget(self, peer: Waiter) -> None:
+        """Note that a peer does not wait any more."""
+        self._waiting.pop(peer, None)
+
+    def retain(self, digests: Iterable[str]) -> None:
+        """Drop all values except those with these digests."""
+        wanted = set(digests)
+        self.kept = {digest: value for digest, value in self.kept.items() if digest in wanted}
+        self._sizes = {digest: size for digest, size in self._sizes.items() if digest in wanted}
+
+    def due(self, workers: Sequence[int]) -> list[FrozenSend[Waiter]]:
+        """Return what must be sent now.
+
+        Args:
+            workers: the connected workers, in the order in which they are asked.
+        """
+        missing = [
+            digest
+            for digest in dict.fromkeys(each for digests in self._waiting.values() for each in digests)
+            if digest not in self.kept
+        ]
+        sends: list[FrozenSend[Waiter]] = []
+        if self._source < 0:
+            for worker in workers:
+                if asked := tuple(digest for digest in missing if worker not in self._tried[digest]):
+                    self._source = worker
+                    for digest in asked:
+                        self._tried[digest].add(worker)
+                    sends.append(FrozenSend(worker, FetchFrozen(0, asked), []))
+                    break
+        for peer, digests in list(self._waiting.items()):
+            known = tuple(digest for digest in digests if digest in self.kept)
+            if len(known) == len(digests) or self._source < 0:
+                del self._waiting[peer]
+                payload = [memoryview(self.kept[digest]) for digest in known]
+                sends.append(FrozenSend(peer, FrozenTensors(0, known), payload))
+        if not self._waiting and self._source < 0:
+            self._tried.clear()
+        return sends

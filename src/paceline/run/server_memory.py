@@ -1,0 +1,460 @@
+"""The tensors of one server: the stores of its shards, the memory in which pushes arrive, and the model's buffers.
+
+The memory is created when the coordinator assigns shards to the server. The store of each shard is created when the
+shard's initial weights arrive. If a script adds parameters, the initial weights of the new parameters arrive in the
+same way, and a larger store replaces each store. This module is independent of sockets, clocks and sync models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import safetensors.torch
+
+from ..checkpoints.reading import Checkpoint
+from ..core.layout import (
+    EXACT,
+    BufferSpec,
+    Layout,
+    ModelSpec,
+    ShardSlice,
+    WireFormat,
+    item_bytes,
+    of_set,
+    ranges_of,
+)
+from ..core.messages import (
+    MOST_STATES_BYTES,
+    Commit,
+    Content,
+    InitialState,
+    InitialWeights,
+    KeepStates,
+    LoopPosition,
+    MemoryPlace,
+    Message,
+)
+from ..errors import ProtocolError
+from ..shard.optimizers import require_plausible_state
+from ..shard.rounding import Rounded, whole_ranges
+from ..shard.store import BufferSlots, Push, Store
+from ..shard.vectors import GroupsReader, Vectors, bytes_of, pack, packed_bytes, tensors_over, unpack
+from ..wire.memory import MASTER, Inbox, Region, SharedInbox, StreamedInbox, cut, find_memory
+from .registration import require_groups
+
+
+class _Plan(NamedTuple):
+    """A model, and what a server needs in order to store its part of it.
+
+    Attributes:
+        model: the model.
+        slices: shard -> its slice, for each shard of the server.
+        master: the shared memory that contains the weights; None if they are in the server's own memory.
+        groups: for each parameter set, the decoder of its hyper-parameters.
+    """
+
+    model: ModelSpec
+    slices: dict[int, ShardSlice]
+    master: Region | None
+    groups: list[GroupsReader]
+
+    @classmethod
+    def of(cls, model: ModelSpec, slices: Sequence[ShardSlice], master: Region | None) -> _Plan:
+        """Return the plan for a model."""
+        readers = [
+            GroupsReader(partial(require_groups, model, set_index=set_index))
+            for set_index in range(len(model.optimizers))
+        ]
+        return cls(model, {shard.index: shard for shard in slices}, master, readers)
+
+
+class ServerMemory:
+    """The tensors of one server: its shards' weights, optimizer states and pushes, and the model's buffers.
+
+    Args:
+        model: the model to train.
+        slices: the slice of each of the server's shards.
+        servers: number of servers of the run.
+        master: the shared memory that contains the weights; None to keep them in the server's own memory.
+        before_update: function that is called with the index of a shard before the shard's weights change.
+        wire: the format in which gradients and weights travel.
+
+    Attributes:
+        stores: shard -> the store of this shard, for shards whose initial weights have arrived.
+        weights: shard -> the bytes of this shard's weights, for shards whose initial weights have arrived.
+        states: the position and the states of tracked objects that were kept last. Only the server of shard 0 has
+            them.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        slices: Sequence[ShardSlice],
+        servers: int,
+        master: Region | None,
+        before_update: Callable[[int], None],
+        wire: WireFormat = EXACT,
+    ) -> None:
+        self.stores: dict[int, Store] = {}
+        self.weights: dict[int, dict[str, memoryview]] = {}
+        self.states: tuple[LoopPosition, bytearray] | None = None
+        self._servers = servers
+        self._before_update = before_update
+        self._wire = wire
+        # shard -> its rounded weights, and those of its vectors that have not changed since they were rounded
+        self._rounded: dict[int, tuple[Rounded, set[str]]] = {}
+        self._plan = _Plan.of(model, slices, master)
+        self._next: _Plan | None = None  # the plan for the extended model, until the extension takes effect
+        # shard -> initial optimizer state, until the shard's store is created or extended
+        self._states: dict[int, Vectors] = {}
+        # shard -> payload of the initial weights of new parameters, until the extension takes effect
+        self._added: dict[int, Sequence[bytearray]] = {}
+        self._slots: BufferSlots | None = None  # None unless this server holds shard 0
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """The indices of the server's shards."""
+        return tuple(self._plan.slices)
+
+    @property
+    def in_shared_memory(self) -> bool:
+        """True if the weights are in shared memory."""
+        return self._plan.master is not None
+
+    # -- memory in which pushes arrive --------------------------------------------------------------------
+
+    def attach(self, descriptor: int, channels: int) -> Region:
+        """Map a worker's shared memory into this process.
+
+        Raises:
+            ProtocolError: the size of the memory does not match the layout, or there are too many channels.
+        """
+        if not 0 <= channels <= self._servers:
+            raise ProtocolError(
+                f"the shared memory has {channels} pairs of rings, expected at most {self._servers}"
+            )
+        return Region.attach(self._plan.model.layout, descriptor, channels=channels)
+
+    def find(self, place: MemoryPlace) -> Region | None:
+        """Map the memory of a worker on this machine; return None if this process cannot reach it.
+
+        Raises:
+            ProtocolError: the size of the memory does not match the layout.
+        """
+        descriptor = find_memory(place.process, place.descriptor, place.name)
+        return None if descriptor is None else Region.attach(self._plan.model.layout, descriptor)
+
+    def inboxes(self, region: Region | None) -> dict[int, tuple[Inbox, Vectors]]:
+        """Return, for each shard, an inbox in `region` or in new memory, and its gradient as tensors."""
+        streamed = StreamedInbox if self._wire.gradients == "float32" else RoundedInbox
+        inboxes = {}
+        for index, shard in self._plan.slices.items():
+            inbox: Inbox = SharedInbox(region, shard) if region is not None else streamed(shard)
+            inboxes[index] = inbox, tensors_over(inbox.gradient)
+        return inboxes
+
+    def payload_sizes(self, message: Message, size_bytes: int) -> list[int]:
+        """Return the sizes of the parts of a message's payload that are not stored in an inbox.
+
+        Raises:
+            ProtocolError: the message cannot have a valid payload.
+        """
+        buffers = self._plan.model.buffers
+        slices = (self._next or self._plan).slices
+        match message:
+            case Commit(shard=0, content=Content(buffers=changed)) if _are_some_of(changed, len(buffers)):
+                return [packed_bytes(buffers[index]) for index in changed]
+            case Commit(content=Content(buffers=changed)) if changed:
+                raise ProtocolError(
+                    f"a commit to shard {message.shard} contains unexpected buffers {changed[:8]}"
+                )
+            case InitialWeights() if message.shard in slices:
+                bounds = slices[message.shard].bounds
+                sizes = [
+                    (bounds[vector][1] - bounds[vector][0]) * item_bytes(vector)
+                    for vector in self._new_vectors(message.shard)
+                ]
+                return sizes + [packed_bytes(spec) for spec in self._new_buffers() if message.shard == 0]
+            case InitialState() if message.shard in slices:
+                require_plausible_state(slices[message.shard], size_bytes)
+                return [size_bytes]
+            case KeepStates(shard=0) if self._slots is not None:
+                if size_bytes <= MOST_STATES_BYTES:
+                    return [size_bytes]
+                raise ProtocolError(
+                    f"the states of tracked objects have {size_bytes} bytes, expected at most {MOST_STATES_BYTES}"
+                )
+            case _:
+                return []
+
+    # -- start of training --------------------------------------------------------------------------------
+
+    def keep_state(self, message: InitialState, payload: bytes) -> None:
+        """Keep the initial optimizer state of a shard until the shard's store is created or extended."""
+        try:
+            self._states[message.shard] = safetensors.torch.load(payload)
+        except Exception as error:  # safetensors may raise any exception for invalid data
+            raise ProtocolError(f"an optimizer state cannot be read: {error}") from error
+
+    def begin(self, index: int, payload: Sequence[bytearray]) -> None:
+        """Create the store of a shard from its initial weights, or keep the initial weights of its new parameters."""
+        if self._next is not None:
+            self._added[index] = payload
+            # If this process is killed, the new shared memory already contains the weights.
+            self._place_weights(index, payload)
+            return
+        self._put(index, payload)
+
+    def load(self, index: int, checkpoint: Checkpoint, initial: Sequence[bytearray] | None = None) -> None:
+        """Create or extend the store of a shard from a checkpoint, which may be of another number of shards.
+
+        Args:
+            index: index of the shard.
+            checkpoint: the checkpoint.
+            initial: the payload of `InitialWeights`, with the values of what the checkpoint lacks; None if it lacks
+                nothing. An initial optimizer state counts where the checkpoint has none.
+        """
+        plan = self._next or self._plan
+        bounds, vectors, buffers = plan.slices[index], self._new_vectors(index), self._new_buffers()
+        first: Vectors | None = None
+        if initial is not None:
+            first = tensors_over(dict(zip(vectors, (memoryview(part) for part in initial), strict=False)))
+        weights = checkpoint.weights(plan.model.layout, bounds, first)
+        parts: list[memoryview] = [bytes_of(weights[vector]) for vector in vectors]
+        if index == 0:
+            own = {} if initial is None else dict(zip(buffers, initial[len(vectors) :], strict=True))
+            values = {
+                **{spec.name: unpack(spec, part) for spec, part in own.items()},
+                **checkpoint.state_dict,
+            }
+            parts += pack([values[spec.name] for spec in buffers])
+        known = len(self._plan.model.layout.parameters) if self._next is not None else 0
+        self._states[index] = self._states.get(index, {}) | {
+            name: value
+            for name, value in checkpoint.optimizer_state(
+                plan.model, bounds, lacking=initial is not None
+            ).items()
+            if bounds.segments[int(name.partition("/")[0])].parameter >= known
+        }
+        self.begin(index, [bytearray(part) for part in parts])
+        if self._next is None:
+            self.stores[index].load_counters(checkpoint.counters(plan.model))
+
+    def prepare(self, model: ModelSpec, slices: Sequence[ShardSlice], master: Region | None) -> None:
+        """Prepare to store an extended model. If this method is called again, what has arrived since is forgotten."""
+        self._next = _Plan.of(model, slices, master)
+        self._states.clear()
+        self._added.clear()
+
+    def extend(self) -> None:
+        """Store the extended model from now on, if it has not been done yet. All initial weights have arrived."""
+        if self._next is None:
+            return
+        if self._added.keys() != self._next.slices.keys():
+            raise ProtocolError("the initial weights of new parameters have not arrived")
+        for index, payload in self._added.items():
+            self._put(index, payload)
+        self._plan, self._next = self._next, None
+        self._added.clear()
+
+    def _put(self, index: int, payload: Sequence[bytearray]) -> None:
+        """Create or replace the store of a shard, given the weights and buffers that the shard does not have yet."""
+        model, slices, *_ = self._next or self._plan
+        bounds, before = slices[index], self.stores.get(index)
+        weights = self._place_weights(index, payload)
+        store = Store(bounds, weights, model.optimizers_over_layout, lambda: self._change(index))
+        state = self._states.pop(index, {})
+        if before is None:
+            store.load_optimizer_state(state)
+        else:
+            store.take_over(before, state, len(model.layout.parameters))
+        if index == 0:
+            specs = self._new_buffers()
+            parts = payload[len(self._new_vectors(index)) :]
+            first = {s.name: unpack(s, p) for s, p in zip(specs, parts, strict=True)}
+            self._slots = self._slots or BufferSlots((), ())
+            self._slots.extend(model.buffers, first)
+        self.stores[index] = store
+        self._rounded.pop(index, None)
+        self.weights[index] = {vector: bytes_of(weights[vector]) for vector in weights}
+
+    def _change(self, index: int) -> None:
+        """Prepare for a change of a shard's weights."""
+        self._before_update(index)
+        if index in self._rounded:
+            self._rounded[index][1].clear()
+
+    def _place_weights(self, index: int, payload: Sequence[bytearray]) -> Vectors:
+        """Return the weights of a shard: those of its store, and those that it does not have yet.
+
+        If the weights are in shared memory, they are copied there.
+        """
+        _, slices, master, _ = self._next or self._plan
+        bounds, before = slices[index], self.stores.get(index)
+        new = zip(self._new_vectors(index), payload, strict=False)
+        weights = tensors_over({vector: memoryview(part) for vector, part in new})
+        if before is not None:
+            weights = before.weights | weights
+        if master is not None:
+            for vector, target in tensors_over(cut(master.weights, bounds)).items():
+                weights[vector] = target.copy_(weights[vector])
+        return {vector: weights[vector] for vector in bounds.bounds}
+
+    def _new_vectors(self, index: int) -> list[str]:
+        """Return the names of the vectors of a shard whose initial weights have to be sent."""
+        bounds = (self._next or self._plan).slices[index].bounds
+        return [vector for vector in bounds if vector not in self.weights.get(index, {})]
+
+    def _new_buffers(self) -> list[BufferSpec]:
+        """Return the buffers whose initial values have to be sent."""
+        if self._next is None:
+            return list(self._plan.model.buffers)
+        return self._next.model.buffers_beyond(self._plan.model)
+
+    # -- an iteration -------------------------------------------------------------------------------------
+
+    def read(self, commit: Commit, gradient: Vectors) -> Push | None:
+        """Return the push that a commit and its gradient describe; None if the commit is empty.
+
+        Raises:
+            ProtocolError: the content of the commit does not match the model.
+        """
+        content = commit.content
+        if commit.empty and content is not None:
+            return None  # perhaps from a worker that does not know yet that the model was extended
+        if content is None or len(content.present) != len(self._plan.model.layout.parameters):
+            raise ProtocolError("a commit does not state for each parameter whether it has a gradient")
+        if commit.edit is not None:
+            return Push(gradient, content.present, ())
+        set_index = commit.set_index
+        readers = self._plan.groups
+        if set_index is None and len(readers) == 1:
+            return Push(gradient, content.present, readers[0].read(content.groups))
+        if set_index is None or set_index >= len(readers):
+            raise ProtocolError(
+                f"a commit contains parameter set {set_index}, expected one from 0 to {len(readers) - 1}"
+            )
+        groups = readers[set_index].read(content.groups)
+        return Push(of_set(gradient, set_index), content.present, groups, set_index)
+
+    def keep(self, worker: int, commit: Commit, push: Push | None, payload: Sequence[bytearray]) -> None:
+        """Store the push of an accepted commit, and the buffers that have changed."""
+        if push is not None:
+            self.stores[commit.shard].put(worker, commit.iteration, push)
+        if commit.content is not None and commit.content.buffers and self._slots is not None:
+            buffers = self._plan.model.buffers
+            changed = zip(commit.content.buffers, payload, strict=True)
+            self._slots.put(worker, {index: unpack(buffers[index], part) for index, part in changed})
+
+    # -- reading ------------------------------------------------------------------------------------------
+
+    def weights_to_send(self, index: int, vectors: Collection[str], *, rounded: bool) -> list[memoryview]:
+        """Return the bytes of some vectors of a shard's weights, rounded or as they are.
+
+        Weights that do not change meanwhile are rounded once for all workers. The bytes stay as they are until the
+        weights are about to change.
+        """
+        if not rounded:
+            return [self.weights[index][vector] for vector in vectors]
+        weights = self.stores[index].weights
+        if index not in self._rounded:
+            self._rounded[index] = Rounded(weights), set()
+        rounding, valid = self._rounded[index]
+        rounding.round(whole_ranges({vector: weights[vector] for vector in vectors if vector not in valid}))
+        valid.update(vectors)
+        return rounding.memory(whole_ranges({vector: weights[vector] for vector in vectors}))
+
+    def snapshot(self, index: int) -> list[memoryview]:
+        """Return the weights of a shard and, for shard 0, the pooled buffers of the model."""
+        return [*self.weights[index].values(), *(self.pooled_buffers() if index == 0 else [])]
+
+    def frozen_sizes(self) -> dict[str, int]:
+        """Return the size in bytes of each frozen parameter, by its digest."""
+        return {spec.digest: packed_bytes(spec) for spec in self._plan.model.frozen}
+
+    def pooled_buffers(self) -> list[memoryview]:
+        """Return the model's buffers, pooled over the workers. Only the server of shard 0 has them."""
+        if self._slots is None:
+            return []
+        pooled = self._slots.pooled()
+        return pack([pooled[spec.name] for spec in self._plan.model.buffers])
+
+    def initial_buffers(self, *, unless: int) -> list[memoryview] | None:
+        """Return the initial values of the buffers that were added last; None if their checksum is `unless`."""
+        if self._slots is None or self._slots.checksum == unless:
+            return None
+        return pack([*self._slots.added.values()])
+
+    def optimizer_state(self, index: int) -> bytes:
+        """Return the optimizer state of a shard in safetensors format."""
+        state = self.stores[index].optimizer_state()
+        return safetensors.torch.save({key: value.contiguous() for key, value in state.items()})
+
+
+def _are_some_of(indices: Sequence[int], count: int) -> bool:
+    """Return True if `indices` are distinct and between 0 and `count` - 1."""
+    return len(set(indices)) == len(indices) and all(0 <= index < count for index in indices)
+
+
+# -- An inbox for gradients whose float32 values arrive as bfloat16 ------------------------------------------
+
+
+class RoundedInbox(StreamedInbox):
+    """A `StreamedInbox` with memory for rounded values, which are widened as soon as a message is complete.
+
+    Values that are not rounded, such as those of an edit, are received directly into `gradient`.
+    """
+
+    def __init__(self, shard: ShardSlice) -> None:
+        super().__init__(shard)
+        self._rounded = Rounded(tensors_over(self.gradient))
+
+    def places(self, pieces: Sequence[int], *, rounded: bool = False) -> list[memoryview]:
+        if rounded:
+            return self._rounded.memory(ranges_of(self.numbered(pieces)))
+        return super().places(pieces)
+
+    def take(self, pieces: Sequence[int], *, rounded: bool = False) -> None:
+        if rounded:
+            self._rounded.widen(ranges_of(self.numbered(pieces)))
+        super().take(pieces)
+
+
+# -- The shared memory in which the servers update the weights, as the host of the coordinator creates it ----
+
+
+class SharedWeights:
+    """The shared memory for the weights of the model in force, and for those of a model that is being agreed on.
+
+    Attributes:
+        master: the memory for the model in force; None if there is none.
+        passed: True if the new model has been passed to workers, so that it is in force.
+    """
+
+    def __init__(self) -> None:
+        self.master: Region | None = None
+        self.passed = False
+        self._new: Region | None = None  # the same until it has been passed to all processes
+
+    def create(self, layout: Layout) -> None:
+        """Create the memory for a new model, unless it exists."""
+        if self._new is None:
+            self._new = Region.create(layout, MASTER, shared=True)
+
+    @property
+    def descriptor(self) -> int | None:
+        """The file descriptor of the new memory; None if there is none."""
+        return None if self._new is None else self._new.descriptor
+
+    def settle(self) -> None:
+        """If the new model is in force, keep its memory, and close the descriptor: every process has received it."""
+        if self.passed and self._new is not None:
+            self._new.close()
+            self.master, self._new = self._new, None
+        self.passed = False
+
+    def release(self) -> None:
+        """Release the mappings, which keep file descriptors open."""
+        self.master = self._new = None

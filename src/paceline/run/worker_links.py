@@ -1,0 +1,875 @@
+"""The connections of a worker, which carry out the requests of its core and pass on what arrives.
+
+What the coordinator and the servers send goes to the core, `paceline.core.worker`. The table `handlers` names the
+messages of servers that something else handles. The table `targets` names the messages that have a payload.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import selectors
+import threading
+import zlib
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
+from statistics import median
+from typing import Any, ClassVar, Final, Protocol, TypeVar, cast
+
+import numpy as np
+import safetensors.torch
+import torch
+
+from ..core.job_sync import EarlyPause
+from ..core.layout import Format, FrozenSpec, ModelSpec, Range, ShardSlice, of_set, ranges_of, without_last
+from ..core.messages import (
+    Answer,
+    Bell,
+    Commit,
+    Content,
+    Hello,
+    InitialState,
+    InitialWeights,
+    MemoryAttached,
+    MemoryPlace,
+    Message,
+    ModelExtended,
+    Stage,
+    Started,
+    TakenOut,
+    Warned,
+    first_phase,
+)
+from ..core.requests import COORDINATOR, Abort, Host, Peer, Proceed, Request
+from ..core.worker import Worker
+from ..errors import DeadlineError, PeerLostError, ProtocolError, TakenOutError
+from ..shard.rounding import Rounded
+from ..shard.store import write_frozen
+from ..shard.vectors import Vectors, pack, sliced, tensors_over
+from ..train.session import Callbacks
+from ..wire.follow import close_in_forks
+from ..wire.memory import PIECE_BYTES, Master, Region, cut, cut_pieces, file_limit, shared_memory_available
+from ..wire.preface import Sending
+from ..wire.ring import Ring
+from ..wire.stream import Stream
+from ..wire.transports import connect
+from .hub import SPIN_S, fall_asleep, spin, wake_up
+from .job import Assignment, Job
+
+WAITING_S = 0.1
+"""How often a worker that waits shows that it waits, and checks whether it has been asked to leave."""
+
+# The payload of a commit need not be copied, because it does not change until the commit is answered.
+LENT: Final = "until the answer"
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Leaving(SystemExit):
+    """Raised in the script when this worker has been asked to leave the run, at the end of its current iteration."""
+
+
+class Linked(Protocol):
+    """An object that uses the connections of a worker."""
+
+    links: Links
+
+
+def exclusive(method: Method) -> Method:
+    """Let only one thread at a time use the connections: a script may iterate over its loader on another thread.
+
+    If a connection is lost because this worker was taken out of the run, the method raises `TakenOutError`.
+    """
+
+    @wraps(method)
+    def call(self: Linked, *args: Any, **options: Any) -> Any:
+        links = self.links
+        with links.lock:
+            try:
+                return method(self, *args, **options)
+            except TakenOutError as error:
+                links.taken_out = error
+                raise
+            except PeerLostError as error:
+                links.raise_if_taken_out(error)
+                raise
+
+    return cast(Method, call)
+
+
+class Links(Host):
+    """The connections of a worker to the coordinator and to the servers.
+
+    Args:
+        core: the worker's core.
+        coordinator: the connection to the coordinator.
+        callbacks: what the session calls in the front end.
+
+    Attributes:
+        servers: the connections to the servers, in order; [] before `connect`.
+        handlers: message type -> function that handles the messages of this type from servers, in place of the core.
+        targets: message type -> function of (message, size in bytes) that returns the memory for the payload.
+        payloads: shard -> payload of the push that is being committed.
+        orders: watches only the connection to the coordinator.
+        tells_arrivals: True if the front end is told which parts of new weights have arrived.
+        initial: function that sends a shard its initial weights; None if this worker is not the initializer.
+        lock: held by the thread that uses the connections.
+        asked_to_leave: True if this worker must leave the run as soon as the current gradient has been pushed.
+        finished: True once this worker leaves the run.
+        taken_out: set once the coordinator has said that this worker is no longer part of the run.
+    """
+
+    def __init__(self, core: Worker, coordinator: Stream[Message], callbacks: Callbacks) -> None:
+        self.core = core
+        self.coordinator = coordinator
+        self.servers: list[Stream[Message]] = []
+        self.handlers: dict[type[Message], Callable[[Any], object]] = {Bell: lambda message: None}
+        self.targets: dict[type[Message], Callable[[Any, int], Sequence[memoryview]]] = {}
+        self.payloads: Mapping[int, Sequence[memoryview]] = {}
+        self.tells_arrivals = False
+        self.initial: Callable[[InitialWeights], None] | None = None
+        self.lock = threading.RLock()
+        self.asked_to_leave = self.finished = False
+        self.taken_out: TakenOutError | None = None
+        self._callbacks = callbacks
+        self._memory: WorkerMemory | None = None  # None before `connect`
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(coordinator, selectors.EVENT_READ)
+        self.orders = select.poll()
+        self.orders.register(coordinator, select.POLLIN)
+        self._writing: set[Stream[Any]] = set()  # the streams of which the selector also watches the writing
+        self._ringed: list[Stream[Message]] = []  # the streams that use rings
+        close_in_forks(self)
+
+    # -- connections --------------------------------------------------------------------------------------
+
+    def connect(
+        self, place: Assignment, addresses: Sequence[str], local: Sequence[bool], memory: WorkerMemory
+    ) -> None:
+        """Connect to the servers. Earlier connections stay open; see `disconnect`.
+
+        Args:
+            place: the worker's place in the run.
+            addresses: the addresses of the servers, in order.
+            local: for each server, True if it is on this machine.
+            memory: the worker's memory.
+        """
+        self.servers, self._ringed, self._memory = [], [], memory
+        self.handlers[MemoryAttached] = memory.attach
+        self.targets[Answer] = memory.target
+        if not memory.shared:
+            self.handlers[Answer] = self._hear_weights
+        channels = memory.region.channels
+        for channel, address in enumerate(addresses):
+            stream: Stream[Message] = Stream(
+                connect(address, known=place.job.contexts),
+                first_phase("server", "worker"),
+                self._payload_targets,
+            )
+            self.servers.append(stream)
+            self._selector.register(stream, selectors.EVENT_READ)
+            hello = Hello(
+                place.job.token,
+                "worker",
+                place.index,
+                memory_bytes=memory.passed_bytes,
+                channels=len(channels),
+                channel=channel,
+                follows=memory.follows,
+                extension=self.core.extension,
+                incarnation=place.incarnation,
+                place=memory.place if local[channel] else None,
+            )
+            self.post(stream, hello, descriptors=memory.passed)
+            if channels:
+                outgoing, incoming = map(Ring, channels[channel])
+                stream.use_rings(outgoing, incoming)
+                self._ringed.append(stream)
+
+    def disconnect(self, streams: Iterable[Stream[Message]]) -> None:
+        """Close earlier connections to the servers."""
+        for stream in streams:
+            self._selector.unregister(stream)
+            self._writing.discard(stream)
+            stream.close()
+
+    def close_in_fork(self) -> None:
+        """Close the selector in a forked process. The streams close themselves. See `close_in_forks`."""
+        self._selector.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        streams: list[Stream[Any]] = [*self.servers, self.coordinator]
+        for stream in streams:
+            stream.close()
+        self._selector.close()
+
+    # -- sending ------------------------------------------------------------------------------------------
+
+    def post(
+        self,
+        stream: Stream[Any],
+        message: Message,
+        payload: Sequence[memoryview] = (),
+        descriptors: Sequence[int] = (),
+        *,
+        lent: Hashable = LENT,
+    ) -> None:
+        """Send a message over a connection. See `Stream.send`."""
+        stream.send(message, payload, descriptors, lent=lent)
+        self._watch(stream)
+
+    def to_shard(
+        self, shard: int, message: Message, payload: Sequence[memoryview] = (), *, lent: Hashable = LENT
+    ) -> None:
+        """Send a message to the server of a shard."""
+        self.post(self.servers[self.core.placement.server_of[shard]], message, payload, lent=lent)
+
+    def stage(self, shard: int, message: Message, payload: Sequence[memoryview]) -> None:
+        """Send a piece of a gradient. The gradient may change as soon as this method returns."""
+        self.to_shard(shard, message, payload, lent=None)
+
+    def is_busy(self, shard: int) -> bool:
+        """Return True if earlier messages to a shard's server have not been sent completely."""
+        stream = self.servers[self.core.placement.server_of[shard]]
+        stream.flush()
+        return stream.backlog
+
+    def report_problem(self, text: str) -> None:
+        """Report a problem that does not end the run."""
+        with contextlib.suppress(PeerLostError):  # the run is already over
+            self.post(self.coordinator, Warned(text))
+
+    def _watch(self, stream: Stream[Any]) -> None:
+        """Let the selector also watch the writing to a stream while there is a backlog."""
+        backlog = stream.backlog
+        if backlog != (stream in self._writing):
+            (self._writing.add if backlog else self._writing.discard)(stream)
+            self._selector.modify(stream, selectors.EVENT_READ | (selectors.EVENT_WRITE if backlog else 0))
+
+    # -- the requests of the core -------------------------------------------------------------------------
+
+    def send(self, to: Peer, message: Message) -> None:
+        if to is COORDINATOR:
+            self.post(self.coordinator, message)
+        else:
+            self._callbacks.before_exchange()
+            self.post(self.servers[to.index], message)
+
+    def _commit(self, to: Peer, commit: Commit) -> None:
+        self._callbacks.before_exchange()
+        self.post(self.servers[to.index], commit, self.payloads[commit.shard])
+
+    def _initialize(self, to: Peer, message: InitialWeights) -> None:
+        assert self.initial is not None
+        self.initial(message)
+
+    senders: ClassVar = {Commit: _commit, InitialWeights: _initialize}
+
+    def proceed(self, request: Proceed) -> None:
+        """Do nothing: the session reads the state of the core instead."""
+
+    def abort(self, request: Abort) -> None:
+        """Do nothing: the session reads the state of the core instead."""
+
+    # -- waiting ------------------------------------------------------------------------------------------
+
+    def leave_if_asked(self) -> None:
+        """End the script if this worker has been asked to leave the run."""
+        if self.asked_to_leave and not self.finished:
+            raise Leaving(0)
+
+    def wait_while(self, waits: Callable[[], bool]) -> None:
+        """Handle messages as long as a function returns True."""
+        while waits():
+            self.leave_if_asked()
+            self.hear(timeout_s=WAITING_S)
+
+    def hear(self, timeout_s: float | None) -> bool:
+        """Wait for messages for at most `timeout_s`, and handle them. Return False if this time has passed."""
+        if self._ringed:
+            streams = spin(self._ringed, SPIN_S if timeout_s != 0 else 0.0)
+            for ringed in streams:
+                self._hear_server(ringed.receive(from_socket=False))
+            if streams or not fall_asleep(self._ringed):
+                return True
+        ready = self._selector.select(timeout_s)
+        wake_up(self._ringed)
+        for key, events in ready:
+            stream = key.fileobj
+            assert isinstance(stream, Stream)
+            if events & selectors.EVENT_WRITE:
+                stream.flush()
+                self._watch(stream)
+            if events & selectors.EVENT_READ:
+                if stream is self.coordinator:
+                    self.hear_coordinator()
+                else:
+                    self._hear_server(stream.receive())
+                    if self.tells_arrivals and (incoming := stream.incoming) is not None:
+                        self._tell_arrived(*incoming)
+        return bool(ready)
+
+    def hear_coordinator_first(self, timeout_s: float) -> None:
+        """Wait for messages of the coordinator for at most `timeout_s`; then handle those of the servers, too.
+
+        A server may request a frozen parameter, for a worker without which this worker's wait does not end.
+        """
+        if not self.coordinator.backlog and self.orders.poll(1000 * timeout_s):
+            self.hear_coordinator()
+        else:
+            self.hear(timeout_s=timeout_s if self.coordinator.backlog else 0.0)
+
+    def hear_coordinator(self) -> None:
+        """Handle what the coordinator has sent."""
+        for message in self.coordinator.receive():
+            if type(message) is Started or type(message) is ModelExtended:
+                self.coordinator.takes_descriptor = False
+            self.carry_out(self.core.handle(message))
+
+    def _hear_server(self, messages: Iterable[Message]) -> None:
+        for message in messages:
+            if (handle := self.handlers.get(type(message))) is not None:
+                handle(message)
+            else:
+                self.carry_out(self.core.handle(message))
+
+    def _hear_weights(self, answer: Answer) -> None:
+        """Handle an answer whose weights have travelled, perhaps rounded."""
+        assert self._memory is not None
+        self._memory.widen(answer)
+        if self.tells_arrivals:
+            self._tell_arrived(answer)
+        self.carry_out(self.core.handle(answer))
+
+    def _tell_arrived(self, message: Message, missing_bytes: int = 0) -> None:
+        """Tell the front end which part of the weights has arrived. Rounded ones are usable only when all have."""
+        told = self._callbacks.on_arrived
+        if type(message) is Answer and told is not None and not (missing_bytes and message.rounded):
+            assert self._memory is not None
+            for vector, start, stop in self._memory.arrived(message.shard, missing_bytes):
+                told(vector, start, stop)
+
+    def _payload_targets(self, message: Message, size_bytes: int) -> Sequence[memoryview]:
+        target = self.targets.get(type(message))
+        return () if target is None else target(message, size_bytes)
+
+    def raise_if_taken_out(self, error: PeerLostError) -> None:
+        """If this worker was taken out of the run, raise an exception that says why.
+
+        The coordinator says it once. A script may call the session again after that, for example when it leaves an
+        `with paceline.evaluating():`, and must not see the closed connections instead of the reason.
+        """
+        if self.taken_out is None:
+            try:
+                for message in self.coordinator.receive():
+                    if type(message) is TakenOut:  # no other message can be carried out
+                        self.core.handle(message)
+            except TakenOutError as reason:
+                self.taken_out = reason
+            except PeerLostError:
+                return  # the coordinator has not said why
+        if self.taken_out is not None:
+            raise TakenOutError(*self.taken_out.args) from error
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    def say_goodbye(self, requests: Iterable[Request]) -> None:
+        """Send the last messages of this worker to those who still receive them."""
+        _Goodbyes(self).carry_out(requests)
+
+
+class _Goodbyes(Host):
+    """Sends the last messages of a worker, to those who still receive them."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+
+    def send(self, to: Peer, message: Message) -> None:
+        links = self._links
+        if to is not COORDINATOR and not links.servers:
+            return
+        stream: Stream[Any] = links.coordinator if to is COORDINATOR else links.servers[to.index]
+        with contextlib.suppress(PeerLostError, DeadlineError):  # a lost peer need not be notified
+            stream.send(message)
+            stream.drain()
+
+
+# -- Finds out in the first iterations of a worker whether its link to the servers is too slow for the model
+
+FIRST = 5  # number of iterations that are not measured, because connections are slow in the beginning
+LAST = 15  # number of iterations after which the measurement ends
+LEAST_BYTES = 65_536  # the time for less data depends on the latency of the link, not on its rate
+FACTOR = 2.0  # sending may take this many times as long as computing before the worker reports it
+
+
+class SlowLink:
+    """Compares the time for which gradients are on their way with the time that a worker computes. It does so once.
+
+    Args:
+        rounded: True if gradients are rounded on their way.
+
+    Example:
+        >>> watch = SlowLink()
+        >>> for n in range(LAST):
+        ...     warning = watch.iterated([Sending(sent=8_000_000 * n, busy_s=2.0 * n)], computing_s=0.1)
+        >>> print(warning.partition(",")[0])
+        the link to the servers is slow for this model: a gradient of 8 MB leaves at 4 MB/s
+
+    Attributes:
+        over: True once the measurement has ended.
+    """
+
+    def __init__(self, *, rounded: bool = False) -> None:
+        self._rounding = "" if rounded else "--wire bf16, "
+        self.over = False
+        self._computing_s: list[float] = []
+        self._before: Sequence[Sending] = ()
+
+    def iterated(self, sendings: Sequence[Sending], computing_s: float) -> str:
+        """Record an iteration. Return a warning at the end of the measurement if the link is too slow, else "".
+
+        Args:
+            sendings: what the connections to the servers have sent so far.
+            computing_s: time that the worker took to compute the gradient, in seconds.
+        """
+        self._computing_s.append(computing_s)
+        if len(self._computing_s) == FIRST:
+            self._before = sendings
+        if len(self._computing_s) < LAST:
+            return ""
+        self.over = True
+        iterations = LAST - FIRST
+        both = list(zip(self._before, sendings, strict=False))
+        sent_bytes = sum(after.sent - before.sent for before, after in both) / iterations
+        # The connections send at the same time.
+        busy_s = max((after.busy_s - before.busy_s for before, after in both), default=0.0) / iterations
+        usual_s = median(self._computing_s[FIRST:])
+        if busy_s <= FACTOR * usual_s or sent_bytes < LEAST_BYTES:
+            return ""
+        return (
+            f"the link to the servers is slow for this model: a gradient of {sent_bytes / 1e6:.3g} MB leaves at "
+            f"{sent_bytes / busy_s / 1e6:.3g} MB/s, which takes {busy_s:.2g} s, and the computation of an iteration "
+            f"takes {usual_s:.2g} s. Use a faster link, {self._rounding}larger batches, or servers on several "
+            "machines."
+        )
+
+
+# -- What a worker sends to the servers if they take the initial model from it -------------------------------
+
+
+class InitialModel:
+    """The initial model, or what an extended model has in addition.
+
+    Args:
+        job: the configuration of the run.
+        links: the worker's connections.
+        shards: the slices of all shards, in order.
+        weights: the flat vectors of the initial weights.
+        buffers: the initial values of the model's buffers.
+        state_of: function that returns a shard's part of the initial optimizer state.
+        frozen: the frozen parameters, which are written to files.
+        values_of: function that returns the bytes of the frozen parameter with a digest, in parts; None if there is
+            none.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        links: Links,
+        shards: Sequence[ShardSlice],
+        weights: Vectors,
+        buffers: Sequence[torch.Tensor],
+        state_of: Callable[[ShardSlice], Vectors],
+        frozen: Sequence[FrozenSpec],
+        values_of: Callable[[str], Iterable[memoryview] | None],
+    ) -> None:
+        self._job = job
+        self._links = links
+        self._shards = shards
+        self._weights = weights
+        self._buffers = buffers
+        self._state_of = state_of
+        self._frozen = frozen
+        self._values_of = values_of
+
+    def send(self, message: InitialWeights) -> None:
+        """Send a shard its initial weights, preceded by the initial optimizer state if there is one."""
+        shard, links = self._shards[message.shard], self._links
+        if shard.index == 0:
+            self._write_frozen()
+        if state := self._state_of(shard):
+            blob = safetensors.torch.save({key: value.contiguous() for key, value in state.items()})
+            links.to_shard(shard.index, InitialState(shard.index), [memoryview(blob)])
+        vectors = self._weights
+        weights = [vectors[name][a:b] for name, (a, b) in shard.bounds.items() if name in vectors]
+        links.to_shard(shard.index, message, pack([*weights, *(self._buffers if shard.index == 0 else ())]))
+
+    def _write_frozen(self) -> None:
+        """Write the frozen parameters to the run directory, if it is the launcher's."""
+        job = self._job
+        if job.joined:
+            return
+        try:
+            for spec in self._frozen:
+                if (parts := self._values_of(spec.digest)) is not None:
+                    write_frozen(Path(job.run_dir), spec, parts)
+        except OSError as error:
+            self._links.report_problem(
+                f"the frozen parameters cannot be written to {job.run_dir}, so the saved weights will lack "
+                f"them: {error.strerror or error}"
+            )
+
+
+# -- The memory of a worker for the weights and gradients of a model, and how both get to and from the servers
+#
+# With shared memory, the servers read and write the memory of the worker. Otherwise, an `Outbox` sends the
+# gradients, and the weights arrive as payload.
+
+
+class WorkerMemory:
+    """The memory of a worker for one model.
+
+    Args:
+        job: the configuration of the run.
+        model: the model.
+        shards: the slices of its shards, in order.
+        local: for each server, True if it is on this machine.
+        descriptors: the descriptors that the coordinator has passed. The last one, that of the shared memory in which
+            the servers update the weights, is taken from this list if the run uses shared memory.
+        stage: function that sends a piece of a gradient. See `Outbox`.
+        busy: function that returns True if data for a shard is still queued.
+        awaits: function that returns True if the worker waits for an answer from a shard.
+        accelerated: True if the parameters are on an accelerator, so that they are no views of this memory.
+
+    Attributes:
+        model, shards: see above.
+        region: the memory that belongs to this worker.
+        gradients: dtype -> flat vector of the gradients.
+        outbox: sends the gradients; None if all servers share this worker's memory.
+        in_place: True while the weights are read in the memory that the servers update.
+        shared: True if the servers read gradients and write weights in memory that is shared with them.
+        pulls: the parameter set that is being pulled; None for all sets.
+        place: where servers on this machine find the region; None if they need not look for it.
+        passed: the descriptor of the region, if it is passed to the servers.
+        passed_bytes: the size of the region if its descriptor is passed; else 0.
+        follows: True if the weights may be read in the memory that the servers update.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        model: ModelSpec,
+        shards: tuple[ShardSlice, ...],
+        local: Sequence[bool],
+        descriptors: list[int],
+        stage: Send,
+        busy: Callable[[int], bool],
+        awaits: Callable[[int], bool],
+        *,
+        accelerated: bool,
+    ) -> None:
+        self.model = model
+        self.shards = shards
+        self.in_place = False
+        self.pulls: int | None = None
+        self.shared = job.carrier.shares_memory
+        self._awaits = awaits
+        self._attached: set[int] = set()  # shards that use the region although their servers use TCP
+        # In a run that machines join, the user has not chosen TCP for connections within a machine.
+        limit_bytes = file_limit()
+        fits = limit_bytes is None or Region.size_of(model.layout) <= limit_bytes
+        offered = job.joined and any(local) and fits and shared_memory_available()
+        name = f"paceline-{secrets.token_hex(16)}"
+        self.region = region = job.carrier.place(model.layout, servers=len(local), offered=offered, name=name)
+        self.gradients = tensors_over(region.gradients)
+        self.outbox: Outbox | None = None
+        # shard -> its slice of the weights, and memory for rounded weights; None if weights are not rounded
+        self._rounded: dict[int, Rounded] | None = None
+        self._master: Master | None = None  # shared memory in which the servers update the weights
+        if self.shared:
+            if not descriptors:
+                raise ProtocolError("the coordinator did not pass the shared memory for the weights")
+            self._master = Master.follow(model.layout, descriptors.pop(), read_only=accelerated)
+        else:
+            # Early sending uses the network during the backward pass. If all servers are on this machine, no network
+            # is used, and early sending would only take CPU time from the backward pass.
+            early = job.overlap == "shards" and not all(local)
+            rounded = self._rounding(job.wire.gradients, region.gradients)
+            self.outbox = Outbox(shards, region.gradients, stage, busy, early=early, rounded=rounded)
+            self._rounded = self._rounding(job.wire.weights, region.weights)
+        own = region.descriptor
+        self.place = MemoryPlace(os.getpid(), own, name) if offered and own else None
+        self.passed = [own] if self.shared and own is not None else []
+        self.passed_bytes = region.size_bytes if self.passed else 0
+        # With several parameter sets, another worker may push another set in the same round. In the servers' memory,
+        # it would then change under a graph that the script still uses.
+        self.follows = self._master is not None and not model.further
+
+    def _rounding(self, chosen: Format, vectors: Mapping[str, memoryview]) -> dict[int, Rounded] | None:
+        """Return, for each shard, its slice of the vectors with memory for rounded values; None without rounding."""
+        if chosen == "float32":
+            return None
+        tensors = tensors_over(vectors)
+        return {shard.index: Rounded(sliced(tensors, shard)) for shard in self.shards}
+
+    @property
+    def rounds_weights(self) -> bool:
+        """True if the weights of some shards are rounded on their way."""
+        return self._rounded is not None and len(self._attached) < len(self.shards)
+
+    def weights(self, *, in_place: bool) -> Vectors:
+        """Return the weights in the memory that the servers update if `in_place` is True, else in the region."""
+        memory = self._master if in_place else self.region
+        assert memory is not None
+        self.in_place = in_place
+        return tensors_over(memory.weights)
+
+    def take_over(self) -> None:
+        """Copy the weights from the memory that the servers update to the region."""
+        assert self._master is not None
+        for dtype, target in self.region.weights.items():
+            target[:] = self._master.weights[dtype]
+
+    def edited(self) -> bool | None:
+        """Return True if the script has changed the weights since the last pull, None if this is not known."""
+        return self._master.edited() if self.in_place and self._master is not None else None
+
+    def restore(self) -> bool:
+        """Undo all changes by the script to the weights since the last pull. Return False if this is not possible."""
+        if not self.in_place or self._master is None:
+            return False
+        self._master.discard()
+        return True
+
+    # -- pushes -------------------------------------------------------------------------------------------
+
+    def contents(
+        self,
+        present: bytes,
+        groups: bytes,
+        buffers: Mapping[int, torch.Tensor],
+        *,
+        empty: bool,
+        set_index: int | None = None,
+        exact: bool = False,
+    ) -> tuple[list[Content], dict[int, list[memoryview]]]:
+        """Return, for each shard, the content and the payload of a push. See `Outbox.rest` for `exact`."""
+        contents: list[Content] = []
+        payloads: dict[int, list[memoryview]] = {}
+        for shard in self.shards:
+            changed = buffers if shard.index == 0 else {}
+            pieces: tuple[int, ...] = ()
+            payload: list[memoryview] = []
+            if self.outbox is not None and not empty:
+                pieces, payload = self.outbox.rest(shard.index, set_index, exact=exact)
+            contents.append(Content(present, groups, pieces, tuple(changed)))
+            payloads[shard.index] = payload + pack(list(changed.values())) if changed else payload
+        return contents, payloads
+
+    # -- what the servers send ----------------------------------------------------------------------------
+
+    def attach(self, message: MemoryAttached) -> None:
+        """Record that the server of some shards uses the region."""
+        self._attached.update(message.shards)
+        if self.outbox is not None:
+            self.outbox.leave_out(message.shards)
+
+    def target(self, answer: Answer, size_bytes: int) -> list[memoryview]:
+        """Return the memory for the weights that come with an answer."""
+        shard = answer.shard
+        if not self._awaits(shard) or self.shared or shard in self._attached:
+            return []
+        if answer.rounded:
+            if self._rounded is None:
+                raise ProtocolError("a server sent rounded weights although weights are not rounded")
+            return self._rounded[shard].memory(self._pulled(shard))
+        weights = cut(self.region.weights, self.shards[shard])
+        return list(of_set(weights, self.pulls).values())
+
+    def widen(self, answer: Answer) -> None:
+        """Convert the weights that have come with an answer to their own format, if they are rounded."""
+        if answer.rounded and self._rounded is not None:
+            self._rounded[answer.shard].widen(self._pulled(answer.shard))
+
+    def arrived(self, shard: int, missing_bytes: int) -> list[Range]:
+        """Return the ranges of the region that an answer to the current pull fills, except for its last bytes."""
+        bounds = of_set(self.shards[shard].bounds, self.pulls)
+        return without_last(
+            [(vector, start, stop) for vector, (start, stop) in bounds.items()], missing_bytes
+        )
+
+    def _pulled(self, shard: int) -> list[Range]:
+        """Return the ranges of the weights that a shard sends as the answer to the current pull."""
+        bounds = of_set(self.shards[shard].bounds, self.pulls)
+        return [(vector, 0, stop - start) for vector, (start, stop) in bounds.items()]
+
+    def close(self) -> None:
+        """Close the descriptors. The memory stays mapped until nothing refers to it."""
+        self.region.close()
+        if self._master is not None:
+            self._master.close()
+
+
+# -- Sends a worker's gradient over streams in pieces, some of them while the backward pass is still running
+#
+# FluentPS overlaps communication with computation (section III): while the gradients of the first layers are
+# still being computed, the gradients of the last layers are already being sent. Until the iteration is
+# committed, the servers do not use pieces that were sent early. So a script may clip, scale, accumulate or
+# drop its gradients until the commit. At the commit, each piece that was sent early is sent again if the
+# checksum of its bits has changed. If a script changes its gradients after the backward pass, early sending
+# saves no time and is suspended for a while.
+#
+# Gradients may be rounded on their way (see `core.layout`). A piece is rounded when it is sent, so
+# checksums are those of the bits before.
+
+Send = Callable[[int, Message, Sequence[memoryview]], None]
+"""A function of (shard, message, payload) that sends the message to the server that holds the shard."""
+
+
+class Outbox:
+    """Sends the gradients of one worker, and records which pieces have already been sent.
+
+    Args:
+        shards: the slice of the parameters that each shard holds.
+        gradients: mapping from dtype to the bytes of the whole vector of gradients.
+        send: function that sends a message to the server of a shard. Any payload that is still queued when the
+            function returns must be copied, because the gradient may change.
+        rounded: for each shard, its slice of the gradients and memory for rounded values, if gradients are rounded on
+            their way; else None.
+        busy: function that returns True if data for a shard is still queued on the connection. Further pieces then
+            wait in this object, so that they do not delay the commit, for which other workers may be waiting.
+        early: True to send pieces before the commit.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[ShardSlice],
+        gradients: Mapping[str, memoryview],
+        send: Send,
+        busy: Callable[[int], bool] = lambda shard: False,
+        *,
+        early: bool,
+        rounded: Mapping[int, Rounded] | None = None,
+    ) -> None:
+        self._send = send
+        self._busy = busy
+        self._early = early
+        self._rounded = rounded
+        self._gradients = {shard.index: cut(gradients, shard) for shard in shards}
+        self._pieces = {shard.index: shard.pieces(PIECE_BYTES) for shard in shards}
+        # A piece is identified by (shard, number of the piece in the shard).
+        # The number of parameters in each piece.
+        self._parameter_counts: dict[tuple[int, int], int] = {}
+        # For each parameter, the pieces that contain a part of it.
+        self._pieces_of: dict[int, list[tuple[int, int]]] = {}
+        # Go through the shards in the order in which they are committed, from the highest index to the lowest.
+        for shard, pieces in reversed(self._pieces.items()):
+            for number, piece in enumerate(pieces):
+                key = shard, number
+                self._parameter_counts[key] = len(piece.parameters)
+                for parameter in piece.parameters:
+                    self._pieces_of.setdefault(parameter, []).append(key)
+        # For each piece, the number of parameters whose gradients are not ready yet.
+        self._missing_counts: dict[tuple[int, int], int] = {}
+        # The checksums of the pieces that have been sent early.
+        self._sent: dict[tuple[int, int], tuple[int, int]] = {}
+        # The complete pieces that are still waiting to be sent early.
+        self._due: list[tuple[int, int]] = []
+        # True if a piece of this iteration was changed after it had been sent.
+        self._changed = False
+        self._pause = EarlyPause()
+        self.begin()
+
+    def leave_out(self, shards: Collection[int]) -> None:
+        """Send nothing more to these shards, which read the gradients from memory. Call it before the first piece."""
+        for shard in shards:
+            del self._gradients[shard], self._pieces[shard]
+        self._parameter_counts = {
+            key: count for key, count in self._parameter_counts.items() if key[0] not in shards
+        }
+        self._pieces_of = {
+            parameter: [key for key in keys if key[0] not in shards]
+            for parameter, keys in self._pieces_of.items()
+        }
+        self.begin()
+
+    @property
+    def early(self) -> bool:
+        """True if pieces are sent early in the current iteration."""
+        return self._early and not self._pause.is_on
+
+    def begin(self) -> None:
+        """Prepare for a new iteration, or for the restart of the current one."""
+        self._missing_counts = dict(self._parameter_counts) if self._early else {}
+        self._sent.clear()
+        self._due.clear()
+
+    def ready(self, parameter: int) -> None:
+        """Record that the gradient of a parameter has been computed, and send the pieces that are complete.
+
+        The gradient may still change before the commit.
+        """
+        for key in self._pieces_of.get(parameter, ()) if self.early else ():
+            self._missing_counts[key] -= 1
+            if self._missing_counts[key] == 0:
+                self._due.append(key)
+        waiting = []
+        for shard, number in self._due:
+            if self._busy(shard):
+                waiting.append((shard, number))
+                continue
+            self._sent[shard, number] = _checksum(*self._bytes(shard, [number]))
+            self._send(shard, Stage(shard, (number,)), self._payload(shard, [number]))
+        self._due = waiting
+
+    def rest(
+        self, shard: int, set_index: int | None = None, *, exact: bool = False
+    ) -> tuple[tuple[int, ...], list[memoryview]]:
+        """Return the numbers and the bytes of those pieces of a shard that must be sent with the commit.
+
+        If `set_index` is not None, only the pieces of this parameter set are sent. If `exact` is True, they are not
+        rounded; no piece may then have been sent early.
+        """
+        if shard not in self._pieces:
+            return (), []
+        pieces = []
+        vectors = of_set(self._gradients[shard], set_index)
+        for number, piece in enumerate(self._pieces[shard]):
+            if piece.dtype not in vectors:
+                continue
+            sent = self._sent.get((shard, number))
+            if sent is not None and sent == _checksum(*self._bytes(shard, [number])):
+                continue
+            self._changed |= sent is not None
+            pieces.append(number)
+        return tuple(pieces), self._bytes(shard, pieces) if exact else self._payload(shard, pieces)
+
+    def committed(self) -> None:
+        """Record that the iteration was committed, and prepare for the next one."""
+        self._pause.ended(changed=self._changed)
+        self._changed = False
+        self.begin()
+
+    def _payload(self, shard: int, numbers: Sequence[int]) -> list[memoryview]:
+        """Return the bytes of some pieces in the format in which they travel."""
+        if self._rounded is None:
+            return self._bytes(shard, numbers)
+        pieces = self._pieces[shard]
+        return self._rounded[shard].round(ranges_of([pieces[number] for number in numbers]))
+
+    def _bytes(self, shard: int, numbers: Sequence[int]) -> list[memoryview]:
+        pieces = self._pieces[shard]
+        return cut_pieces(self._gradients[shard], [pieces[number] for number in numbers])
+
+
+def _checksum(piece: memoryview) -> tuple[int, int]:
+    """Return two checksums of a piece. Each checksum detects changes that the other may miss.
+
+    This function processes 5 GB/s. The size of a piece is always a multiple of 64 bytes, so the piece can be read as
+    64-bit integers.
+    """
+    return zlib.crc32(piece), int(np.add.reduce(np.frombuffer(piece, dtype=np.uint64)))

@@ -1,0 +1,331 @@
+"""The main function of every server and worker process; it is called by `boot`.
+
+A worker runs the user's script as `python script.py` would, or calls a function that its payload contains. The
+payload of a server contains the module search path, and the conditions that it cannot import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
+
+import cloudpickle
+import torch
+
+from ...errors import PacelineError, PeerLostError, ProtocolError, TakenOutError, first_line
+from ...run.compute_devices import Device
+from ...run.server import ServerHost
+from ...run.worker import WorkerSession
+from ...shard.foreign import use_sources
+from ...shard.optimizers import defer_dynamo
+from ...sync.plugins import load_models, local_conditions, script_traceback
+from ...train import session as sessions
+from ...train.forward import watch_backward
+from ...train.gradients import watch_scalers
+from ...train.hooks import watch_torch
+from .orders import Descriptors, ProcessOrder, open_file
+
+MEMORY_ADVICE = (
+    "Reduce the batch size, or balance the batches (--batch balanced) and limit those of this worker with "
+    "distribute(max_batch=...)."
+)
+
+# Maximum time between two signals that a scheduler sends to all processes at once.
+SAME_SIGNAL_S = 0.5
+POLL_INTERVAL_S = 0.02
+
+
+def main(order: ProcessOrder, descriptors: Descriptors) -> int:
+    """Run this process as the server or worker that the order describes. Return the exit code.
+
+    Args:
+        order: the order of the launcher.
+        descriptors: the descriptors of the process.
+    """
+    objects = open_file(descriptors.payload)
+    assignment, job = order.assignment, order.assignment.job
+    logging.basicConfig(level=os.environ.get("PACELINE_LOG", "WARNING"), format="%(name)s: %(message)s")
+    faulthandler.enable(2)  # a crash in a library, such as a driver, then leaves a traceback in the log
+    defer_dynamo()
+    use_sources(job.optimizers)
+    # Servers continue to ignore Ctrl-C: the launcher ends them in an orderly way.
+    if assignment.role == "server":
+        if assignment.machine:
+            # Schedulers send SIGTERM to all processes of a machine at once. Its agent decides when the server ends.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.path[:] = cloudpickle.load(objects)
+        local_conditions.update(cloudpickle.load(objects))
+        objects.close()
+        load_models(job.sync, job.imports)
+        passed = None if descriptors.passed is None else socket.socket(fileno=descriptors.passed)
+        try:
+            server = ServerHost.connect(assignment, passed)
+        except (PeerLostError, ProtocolError) as error:
+            return _cut_off(error)
+        server.run()
+        return 0
+    interrupts = Interrupts()
+    os.environ.update(job.torchrun_environment(assignment.index))
+    if assignment.device is not None:  # a driver reads these variables when it is initialized
+        os.environ.update(assignment.device.environment)
+    kind, *arguments = order.arguments
+    if kind == "function":
+        sys.path[:] = cloudpickle.load(objects)
+    else:
+        objects.close()
+        # `python script.py` adds the directory of the script, `python -m module` the current directory.
+        sys.path.insert(0, os.getcwd() if kind == "module" else str(Path(arguments[0]).resolve().parent))
+    load_models(job.sync, [*job.imports, *assignment.imports])
+    if assignment.device is not None:
+        _make_current(assignment.device)
+    try:
+        session = WorkerSession.connect(assignment)
+    except (PeerLostError, ProtocolError) as error:
+        return _cut_off(error)
+    sessions.install(session)
+    if job.joined:
+        leave_on_sigterm(session)
+    watch_torch()
+    watch_backward()
+    watch_scalers()
+    try:
+        _train(kind, arguments, objects)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            if job.joined:
+                print(f"paceline: {_describe_exit(end.code)}", file=sys.stderr, flush=True)
+            session.fail(_describe_exit(end.code), "")
+            return 1
+    except BaseException as error:
+        causes = _causes(error)
+        consequence = any(isinstance(cause, PeerLostError) for cause in causes)
+        if job.joined and not consequence and _is_leaving(session):
+            print(
+                f"paceline: the script failed after its process had received SIGTERM: {first_line(error)}",
+                file=sys.stderr,
+            )
+            session.finish()
+            session.close()
+            return 0
+        # Any exception from the script is sent to the launcher, which reports it once. If the launcher is on another
+        # machine, the log on this one contains it, too: the user may not see the other's output.
+        # Whatever the script has raised after it was told that its worker was taken out, this is why.
+        reason = next((cause for cause in causes if isinstance(cause, TakenOutError)), error)
+        told = script_traceback(error)
+        if job.joined:
+            print(f"paceline: {first_line(reason)}" if consequence else told, file=sys.stderr, flush=True)
+        session.fail(with_advice(first_line(reason), causes), told, consequence=consequence)
+        return EXIT_PEER_LOST if consequence else 1
+    session.finish()
+    session.close()
+    if not interrupts.ended(session):
+        return 0
+    print(
+        "paceline: the script was interrupted by SIGINT, and has ended by itself", file=sys.stderr, flush=True
+    )
+    return 0 if job.joined else EXIT_INTERRUPTED
+
+
+class Interrupts:
+    """Notices whether SIGINT has ended the script, which may catch the `KeyboardInterrupt` and end normally."""
+
+    def __init__(self) -> None:
+        self._iteration: int | None = None  # of the worker when it was interrupted
+        signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        session = sessions.current()
+        self._iteration = 0 if session is None else session.core.iteration
+        signal.default_int_handler(number, frame)
+
+    def ended(self, session: WorkerSession) -> bool:
+        """Return True if the script has not gone on to train after it was interrupted."""
+        return self._iteration is not None and session.core.iteration <= self._iteration + 1
+
+
+def _make_current(device: Device) -> None:
+    """Make a device torch's current one, unless it already is, or torch has chosen another kind of accelerator."""
+    chosen = torch.accelerator.current_accelerator()
+    if device.own_index and chosen is not None and chosen.type == device.kind:
+        torch.accelerator.set_device_index(device.own_index)
+
+
+def _cut_off(error: PacelineError) -> int:
+    """Return the exit code of a process that has not reached the coordinator, and say why.
+
+    This is no failure of the run: a link may be down for a while. The agent of the machine then joins again.
+    """
+    print(f"paceline: the coordinator was not reached: {error}", file=sys.stderr, flush=True)
+    return EXIT_PEER_LOST
+
+
+def leave_on_sigterm(session: WorkerSession) -> None:
+    """Let SIGTERM ask this worker to leave the run.
+
+    Schedulers send this signal to all processes on a machine that they are about to take away. So a worker may
+    receive it twice, from the scheduler and from its agent, which kills a worker that does not leave.
+    """
+    process = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process:
+            session.links.asked_to_leave = True
+        else:  # a process that the script has forked
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, handle)
+
+
+def _is_leaving(session: WorkerSession) -> bool:
+    """Return True if a scheduler has asked this worker to leave the run.
+
+    The signal may also have ended another process, such as one of a `DataLoader`. If this was noticed first, the
+    worker receives the signal a little later.
+    """
+    deadline_s = time.monotonic() + SAME_SIGNAL_S
+    while not session.links.asked_to_leave and time.monotonic() < deadline_s:
+        time.sleep(POLL_INTERVAL_S)
+    return session.links.asked_to_leave
+
+
+def _train(kind: str, arguments: list[str], objects: BinaryIO) -> None:
+    """Read the training function from the payload and call it, or run the named script or module."""
+    if kind == "function":
+        with objects:
+            function, args = cloudpickle.load(objects)
+        function(*args)
+        return
+    sys.argv = arguments
+    if kind == "module":
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def with_advice(reason: str, causes: Iterable[BaseException]) -> str:
+    """Return the reason for the failure of a script, and what to do if the memory of a device was too small.
+
+    Args:
+        reason: the reason.
+        causes: the error, and the errors that led to it.
+
+    >>> with_advice("it is closed", [OSError("it is closed")])
+    'it is closed'
+    """
+    for error in causes:
+        words = isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
+        if words or isinstance(error, torch.OutOfMemoryError):
+            return f"{reason.rstrip('.')}. {MEMORY_ADVICE}"
+    return reason
+
+
+def _describe_exit(code: object) -> str:
+    """Return a description of a call to `sys.exit(code)`. If `code` is a message, the exit code is 1."""
+    if isinstance(code, int):
+        return f"the script ended with exit code {code}"
+    return f"the script ended with exit code 1: {code}"
+
+
+def _causes(error: BaseException | None) -> list[BaseException]:
+    """Return the error and the errors that led to it, the latest one first."""
+    causes: list[BaseException] = []
+    while error is not None and all(error is not known for known in causes):
+        causes.append(error)
+        error = error.__cause__ or error.__context__
+    return causes
+
+
+# -- Functions that describe how a process ended, recognize crashes, and end what a failed process leaves behind
+#
+# When a machine is preempted, its processes are terminated by SIGKILL or SIGTERM, which Paceline is designed
+# to handle. A segmentation fault is a crash, and so is a SIGKILL from the system's out-of-memory killer. The
+# run continues without a crashed worker, but the exit code of the run reports the crash.
+
+CRASHES = frozenset(
+    {
+        signal.SIGSEGV,
+        signal.SIGABRT,
+        signal.SIGBUS,
+        signal.SIGILL,
+        signal.SIGFPE,
+        signal.SIGSYS,
+        signal.SIGTRAP,
+    }
+)
+"""Signals that the system sends to terminate a process because of an error in the process itself."""
+
+
+EXIT_PEER_LOST = 75
+"""Exit code of a worker that could not continue because another process of the run was lost."""
+
+
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a worker whose script was ended by SIGINT, although it has caught the `KeyboardInterrupt`."""
+
+
+def describe_ending(exit_code: int, *, out_of_memory: bool = False) -> str:
+    """Return a description of how a process ended.
+
+    Args:
+        exit_code: exit code of the process, or the negated signal number if a signal terminated the process.
+        out_of_memory: True if, while the process was running, the system ran out of memory and killed some process.
+
+    >>> describe_ending(3), describe_ending(-11)
+    ('it ended with exit code 3', 'it was terminated by signal SIGSEGV')
+    """
+    if exit_code == EXIT_PEER_LOST:
+        return f"it lost its connection to another process of the run (exit code {exit_code})"
+    if exit_code >= 0:
+        return f"it ended with exit code {exit_code}"
+    number = -exit_code
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        # Real-time signals have no name.
+        name = str(number)
+    if out_of_memory and number == signal.SIGKILL:
+        return f"it was terminated by signal {name}, probably because the system ran out of memory"
+    return f"it was terminated by signal {name}"
+
+
+def is_crash(exit_code: int, *, out_of_memory: bool = False) -> bool:
+    """Return True if a process was terminated by a signal in `CRASHES`, or because the system ran out of memory."""
+    return -exit_code in CRASHES or (out_of_memory and exit_code == -signal.SIGKILL)
+
+
+def out_of_memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
+    """Return the number of processes that the system has killed since boot because it ran out of memory.
+
+    Return 0 if the system does not report this number.
+    """
+    try:
+        lines = vmstat.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def await_group_leader(process_id: int) -> None:
+    """Wait until a child process has ended. If it failed or was killed, kill the rest of its process group.
+
+    The child is not reaped here, because the id of its group may be reused as soon as it is.
+
+    Raises:
+        ChildProcessError: another part of the program has already reaped the child.
+    """
+    end = os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOWAIT)
+    if end is not None and (end.si_code, end.si_status) != (os.CLD_EXITED, 0):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process_id, signal.SIGKILL)

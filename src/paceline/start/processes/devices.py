@@ -1,0 +1,375 @@
+"""Assigns a device to each worker of a machine, and hides the other ones from it.
+
+This process never initializes an accelerator. It asks another process which accelerators there are (see `counting`),
+and only if torch may have any: torch is not imported here to find out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from msgspec import structs
+
+from ...errors import ConfigurationError
+from ...run.compute_devices import CPU, Device
+from ...sync.plugins import load_models
+from .program import execute
+
+PROGRAM = str(Path(__file__).with_name("counting.py"))
+"""Path of the program that counts accelerators; see `counting`."""
+
+DRIVERS = {"cuda": "libcuda.so.1", "rocm": "/dev/kfd", "xpu": "/dev/dri"}
+"""Kind of accelerator (see `masks.MASKS`) -> library or file without which no driver can work."""
+
+AUTO = "auto"
+BACKENDS = "torch.backends"  # group of entry points that torch loads by itself
+ENTRY = re.compile(r"([a-z][a-z0-9_]*)(?::([0-9]{1,4}))?")
+
+
+class Accelerators(msgspec.Struct, frozen=True):
+    """The accelerators that another process has found; see `counting`.
+
+    Attributes:
+        chosen: the kind that torch chooses; None if there is no accelerator.
+        torch: version of torch.
+        found: kind -> the devices of this kind.
+    """
+
+    chosen: str | None
+    torch: str
+    found: dict[str, list[CountedDevices]]
+
+    def devices(self, kind: str | None) -> list[Device]:
+        """Return the devices of a kind; [] for None."""
+        if kind is None:
+            return []
+        return [
+            Device(kind=kind, index=index, model=each.model, memory_bytes=each.memory_bytes, own_index=index)
+            for index, each in enumerate(self.found.get(kind, ()))
+        ]
+
+    def __str__(self) -> str:
+        labels = [device.label for kind in self.found for device in self.devices(kind)]
+        return ", ".join([*labels, CPU.name])
+
+
+class CountedDevices(msgspec.Struct, frozen=True):
+    """One accelerator. See `Device` for its attributes."""
+
+    model: str
+    memory_bytes: int
+
+
+class Assigned(NamedTuple):
+    """The workers of this machine.
+
+    Attributes:
+        workers: their number.
+        devices: the device of each worker; () if none was assigned, so that all of them use the CPU.
+    """
+
+    workers: int
+    devices: tuple[Device, ...] = ()
+
+
+def assign_devices(
+    wanted: object,
+    workers: int | None,
+    *,
+    usual: int,
+    imports: Sequence[str] = (),
+    masked: bool = True,
+) -> Assigned:
+    """Return how many workers to start on this machine, and the device of each.
+
+    Args:
+        wanted: the devices that the user wants, as a sequence or separated by commas, such as "cuda:0,cpu"; one
+            worker for each. None and "auto" stand for all accelerators of the kind that torch chooses.
+        workers: the number of workers that the user wants; None for one per device.
+        usual: the number of workers if there is no accelerator and the user wants no number.
+        imports: modules that add kinds of devices to torch, among others.
+        masked: True to hide other accelerators from each worker.
+
+    Raises:
+        ConfigurationError: the devices cannot be used, or do not fit the number of workers.
+    """
+    entries = _entries(wanted)
+    some = type(workers) is int and workers > 0  # whoever makes the job refuses other numbers
+    if entries is None:
+        if not (workers is None or some) or not may_have_accelerators(imports):
+            return Assigned(usual if workers is None else workers)
+        accelerators = count_accelerators(imports)
+        found = accelerators.devices(accelerators.chosen)
+        if not found:
+            return Assigned(usual if workers is None else workers)
+        count = len(found) if workers is None else workers
+        devices = [found[worker % len(found)] for worker in range(count)]
+    else:
+        if len(entries) == 1 and workers is not None and some:
+            entries = entries * workers
+        if workers is not None and workers != len(entries):
+            raise ConfigurationError(
+                f"workers is {workers}, but devices names {len(entries)}, and there is one worker for each of them; "
+                "omit workers, or name as many devices."
+            )
+        devices = _named(entries, imports)
+    return Assigned(len(devices), tuple(alone(devices) if masked else devices))
+
+
+def device_of_process(place: int, imports: Sequence[str] = ()) -> Device | None:
+    """Return the device of the only worker of a process that a scheduler has started; None if none is assigned.
+
+    Nothing is hidden from the worker that the scheduler shows to it.
+
+    Args:
+        place: number of the process on its machine, or 0 if the scheduler hides the other accelerators.
+        imports: modules that add kinds of devices to torch, among others.
+    """
+    if not may_have_accelerators(imports):
+        return None
+    accelerators = count_accelerators(imports)
+    found = accelerators.devices(accelerators.chosen)
+    return found[place % len(found)] if found else None
+
+
+def shared(devices: Sequence[Device]) -> str:
+    """Return a warning about accelerators that several workers use; "" if there are none.
+
+    >>> shared([Device(kind="cuda"), Device(kind="cuda"), CPU, CPU]).partition(" so ")[0]
+    '2 workers share cuda:0,'
+    """
+    users = Counter(device.name for device in devices if device.kind != CPU.kind)
+    several = [f"{count} workers share {name}" for name, count in users.items() if count > 1]
+    if not several:
+        return ""
+    return (
+        f"{', '.join(several)}, so they slow each other down and their memory adds up; use fewer workers "
+        "(--workers), or name a device for each (--devices)."
+    )
+
+
+def _entries(wanted: object) -> list[tuple[str, int]] | None:
+    """Return the kind and the index of each device that the user wants; None for all accelerators."""
+    if wanted is None:
+        return None
+    each = wanted if isinstance(wanted, Iterable) and not isinstance(wanted, str) else str(wanted).split(",")
+    words = [str(word).strip() for word in each]
+    if words == [AUTO]:
+        return None
+    entries = []
+    for word in words:
+        read = ENTRY.fullmatch(word)
+        if read is None or word == AUTO or (read[1] == CPU.kind and read[2]):
+            raise ConfigurationError(
+                f"devices contains {word!r}, expected 'auto' alone, or a list of devices such as 'cuda:0,cuda:1,cpu'."
+            )
+        entries.append((read[1], int(read[2] or 0)))
+    return entries
+
+
+def _named(entries: Sequence[tuple[str, int]], imports: Sequence[str]) -> list[Device]:
+    """Return the devices that the user has named.
+
+    Raises:
+        ConfigurationError: there is no such device.
+    """
+    kinds = list(dict.fromkeys(kind for kind, _ in entries if kind != CPU.kind))
+    if not kinds:
+        return [CPU] * len(entries)
+    load_models("", imports)
+    accelerators = count_accelerators(imports, kinds)
+    devices = []
+    for kind, index in entries:
+        found = [CPU] if kind == CPU.kind else accelerators.devices(kind)
+        if index >= len(found):
+            raise ConfigurationError(_missing(kind, index, accelerators))
+        devices.append(found[index])
+    return devices
+
+
+def _missing(kind: str, index: int, accelerators: Accelerators) -> str:
+    """Return why a device cannot be used, and what to do."""
+    there = f"on this machine, torch {accelerators.torch} has found: {accelerators}"
+    if found := accelerators.devices(kind):
+        last = f"{kind}:0" if len(found) == 1 else f"{kind}:0 to {kind}:{len(found) - 1}"
+        return f"devices contains '{kind}:{index}', but {there}; use {last}."
+    if kind in BUILT_IN:
+        return (
+            f"devices contains '{kind}', but {there}; name one of these, or install a driver and a build of torch "
+            f"for {kind}."
+        )
+    known = sorted({*accelerators.found, *BUILT_IN, CPU.kind} - {kind})
+    meant = "".join(f" (did you mean {near!r}?)" for near in get_close_matches(kind, known, n=1))
+    return (
+        f"devices contains '{kind}', but {there}; name one of these{meant}, or import the package that adds this "
+        "kind of device to torch (--import PACKAGE)."
+    )
+
+
+def may_have_accelerators(imports: Sequence[str]) -> bool:
+    """Return False if it is certain that torch has no accelerator here.
+
+    This is so if neither its build nor a package adds a kind of accelerator, or if the driver is missing: the builds
+    that package indexes offer by default are for accelerators, also on machines without any.
+
+    Raises:
+        ConfigurationError: a module cannot be imported.
+    """
+    load_models("", imports)
+    torch = sys.modules.get("torch")
+    if torch is not None:  # this neither initializes an accelerator nor asks a driver
+        chosen = torch.accelerator.current_accelerator()
+        return chosen is not None and _may_have_driver(chosen.type)
+    return any(map(_may_have_driver, torch_build().kinds)) or bool(entry_points(group=BACKENDS))
+
+
+def _may_have_driver(kind: str) -> bool:
+    """Return False if the driver of a kind of accelerator is missing. A library is loaded, but not initialized."""
+    driver = DRIVERS.get("rocm" if kind == "cuda" and torch_build().rocm else kind, "/")
+    if driver.startswith("/"):
+        return Path(driver).exists()
+    try:
+        ctypes.CDLL(driver)
+    except OSError:
+        return False
+    return True
+
+
+def count_accelerators(imports: Sequence[str], kinds: Sequence[str] = ()) -> Accelerators:
+    """Count the accelerators of this machine in another process.
+
+    Args:
+        imports: modules that add kinds of devices to torch, among others.
+        kinds: kinds of accelerators to count besides the one that torch chooses.
+
+    Raises:
+        ConfigurationError: they cannot be counted.
+    """
+    asked = json.dumps({"path": sys.path, "imports": list(imports), "kinds": list(kinds)})
+    pipe = subprocess.PIPE
+    with execute([PROGRAM], stdin=pipe, stdout=pipe, stderr=pipe) as counting:
+        output, errors = counting.communicate(asked.encode())
+    if counting.returncode:
+        lines = errors.decode(errors="replace").strip().splitlines()
+        last = (lines or [f"exit code {counting.returncode}"])[-1]
+        raise ConfigurationError(
+            f"the accelerators of this machine cannot be counted ({last}); train on the CPU (--devices cpu), or make "
+            "torch.accelerator.device_count() work."
+        )
+    return msgspec.json.decode(output, type=Accelerators)
+
+
+# -- Hides the accelerators of other workers from a worker ---------------------------------------------------
+#
+# A worker sees its own accelerator only, so it neither occupies memory on another one nor trains on it by
+# mistake. What hides accelerators depends on their driver, so it exists for the kinds in `MASKS` only.
+# Workers on other kinds see all accelerators, and theirs is made torch's current one.
+
+BUILT_IN = ("cuda", "mps", "xpu")
+"""The kinds of accelerators that a build of torch may have, without another package."""
+
+
+class Mask(NamedTuple):
+    """What hides accelerators of one kind from a process, if it is set before the driver is initialized.
+
+    Attributes:
+        variable: environment variable with a list of accelerators, separated by commas.
+        otherwise: variable that the driver reads if the first one is not set; "" for none.
+        nothing: value that hides all accelerators.
+    """
+
+    variable: str
+    otherwise: str
+    nothing: str
+
+
+MASKS: Mapping[str, Mask] = {
+    "cuda": Mask("CUDA_VISIBLE_DEVICES", "", ""),
+    # ROCm applies ROCR_VISIBLE_DEVICES first. Indices in this variable refer to what the other one leaves.
+    "rocm": Mask("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "-1"),
+    # The driver takes an empty list for all accelerators, and leaves out indices that do not exist.
+    "xpu": Mask("ZE_AFFINITY_MASK", "", "65535"),
+}
+"""Kind of accelerator -> its mask. In torch's notation, accelerators under ROCm are of the kind "cuda", too."""
+
+
+class Build(NamedTuple):
+    """What torch was built for, as its file `version.py` says.
+
+    Attributes:
+        kinds: kinds of accelerators.
+        rocm: True if the kind "cuda" stands for ROCm.
+    """
+
+    kinds: frozenset[str]
+    rocm: bool
+
+
+def environment_of(
+    device: Device, hidden: Iterable[str], environment: Mapping[str, str], *, rocm: bool = False
+) -> dict[str, str]:
+    """Return the environment variables with which a worker sees no accelerator but its own.
+
+    If the user has already hidden accelerators, the index of a device refers to the others.
+
+    Args:
+        device: the worker's device.
+        hidden: kinds of accelerators; those of the device's own kind are hidden except for the device.
+        environment: the environment of the launcher.
+        rocm: True if the kind "cuda" stands for ROCm.
+
+    >>> environment_of(Device(kind="cuda", index=1), ["xpu"], {"CUDA_VISIBLE_DEVICES": "4,6"})
+    {'CUDA_VISIBLE_DEVICES': '6', 'ZE_AFFINITY_MASK': '65535'}
+    """
+    variables = {}
+    for kind in dict.fromkeys([device.kind, *hidden]):
+        mask = MASKS.get("rocm" if rocm and kind == "cuda" else kind)
+        if mask is None:
+            continue
+        visible = environment.get(mask.variable) or environment.get(mask.otherwise, "")
+        listed = [each.strip() for each in visible.split(",")] if visible else []
+        if kind != device.kind:
+            variables[mask.variable] = mask.nothing
+        elif not listed:
+            variables[mask.variable] = str(device.index)
+        elif device.index < len(listed):  # otherwise, an entry of this list stands for several devices
+            variables[mask.variable] = listed[device.index]
+    return variables
+
+
+def alone(devices: Sequence[Device]) -> list[Device]:
+    """Return devices whose workers see no accelerator but their own, where this is possible."""
+    build = torch_build()
+    kinds = sorted({device.kind for device in devices} | build.kinds)
+    masked = []
+    for device in devices:
+        variables = environment_of(device, kinds, os.environ, rocm=build.rocm)
+        mask = MASKS.get("rocm" if build.rocm and device.kind == "cuda" else device.kind)
+        own_index = 0 if mask is not None and mask.variable in variables else device.index
+        masked.append(structs.replace(device, environment=variables, own_index=own_index))
+    return masked
+
+
+def torch_build() -> Build:
+    """Return what torch was built for, without importing it."""
+    spec = find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    version = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    rocm = version.get("hip") is not None
+    kinds = {kind for kind in BUILT_IN if version.get(kind) is not None}
+    return Build(frozenset(kinds | ({"cuda"} if rocm else set())), rocm)

@@ -1,0 +1,1003 @@
+"""A live run, from the start of its processes until all of them have ended.
+
+Every run ends with the same steps. First, the reason for its end is determined. If the run failed or was
+interrupted, the remaining workers are terminated. Then the weights are collected and saved, the servers write their
+traces and exit, and the other results are written. A second Ctrl-C skips the steps that take time.
+
+If the run was interrupted, the weights are saved before all that. Then a checkpoint is written beside summary and
+report, while training goes on. When the processes have ended, summary and report are written again with what has
+happened since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import structs
+from msgspec.structs import replace
+from rich.console import Console
+
+from ..core.guard import DIVERGED
+from ..core.liveness import Clocks
+from ..core.members import NOBODY, Departure
+from ..core.metrics import MetricHistory
+from ..errors import ConfigurationError, RunFailedError
+from ..look.show_process import Outlets
+from ..run.agents import CLOCK_GAP_S, MachinesLeft
+from ..run.coordinator import CoordinatorHost
+from ..run.job import Job, claim_run_dir
+from ..run.listener import Listener
+from ..run.resuming import cut_of, earlier_run, find_resumed, keep_source, lineage_of, newest_of, resumed_with
+from ..run.run_lock import RunLock, published
+from ..shard.store import WeightsSnapshot, remove_frozen
+from ..sync import Conditions
+from ..sync.plugins import local_conditions
+from ..trace.report import Resumption, RunFile, write_run_file
+from ..trace.run_dir import require_usable
+from ..wire.memory import PassedSockets
+from ..wire.preface import COORDINATOR
+from ..words import counted
+from .beside import Digester, Rehearsals, Showing
+from .display import ProgressDisplay
+from .local import LocalEngine, ProcessPlacement
+from .processes.interruption import Interrupted, Interruption
+from .processes.orders import payload_of_server
+from .processes.spawn import Starter
+from .results import (
+    REPORT,
+    Earlier,
+    Keeper,
+    RunResult,
+    Sampler,
+    description_of,
+    make_room,
+    samples_line,
+    save_weights,
+    summarize,
+    write_report,
+    write_summary,
+)
+from .terminal import Channels, StandardStreams, Terminal, print_sentence
+from .waiting import Waiting
+
+if TYPE_CHECKING:
+    from ..checkpoints.reading import NewestCheckpoint
+
+
+log = logging.getLogger("paceline.run")
+
+POLL_INTERVAL_S = 0.05
+# Maximum time to wait, after the first sign of a failure, for its cause to become known.
+CAUSE_TIMEOUT_S = 10.0
+# Time after which the terminal names a server that sends nothing while its weights are collected.
+TELL_S = 5.0
+# Time after Ctrl-C or another signal until which a checkpoint is written. Slurm and Kubernetes kill after 30 s.
+LAST_CHECKPOINT_S = 20.0
+GONE = {"lost": "was lost", "left": "has left"}
+"""How the earlier main worker has left, as a clause."""
+
+# Maximum time to wait for processes to exit by themselves after a run.
+GRACE_S = 10.0
+# The same after a run that has failed.
+FAILED_GRACE_S = 0.5
+
+
+def start(
+    job: Job,
+    worker_arguments: Sequence[str],
+    worker_payload: bytes,
+    path: Sequence[str],
+    *,
+    console: Console,
+    snapshot_every_s: float | None = None,
+    placement: ProcessPlacement | None = None,
+    starter: Starter | None = None,
+    streams: StandardStreams | None = None,
+    listening: Callable[[str, Job], None] = lambda address, job: None,
+    patience_s: float | None = None,
+    command: str = "",
+    source: str = "",
+    interrupted: str = "",
+    outlets: Outlets | None = None,
+    force: bool = False,
+    lock_token: str = "",
+) -> RunResult:
+    """Start the processes of a run, wait until all of them have ended, and return the result. See `launch`.
+
+    Args:
+        job: the configuration of the run. The run directory is created here, after all arguments have been checked.
+        worker_arguments: what each worker runs; see `Order`.
+        worker_payload: the objects that are sent to each worker.
+        path: module search path from which the servers import user-defined conditions.
+        console: console for the progress display.
+        snapshot_every_s: see `launch`.
+        placement: see `launch`.
+        starter: starts the processes; by default, a new one, which is closed at the end.
+        streams: what the user wants of the standard streams of the processes.
+        listening: called once with the address of the coordinator and the configuration of the run.
+        patience_s: if machines can join the run: number of seconds for which it may have too few workers; None for
+            no limit.
+        command: the command line that repeats the run. Default: that of this process.
+        source: the source of the script or of the training function, with which it is compared if the run is resumed;
+            "" if it is unknown.
+        interrupted: if the run goes on by itself, why it was interrupted, as a sentence.
+        outlets: where the run is shown while it goes on. The caller closes them if this function raises an error
+            before it starts anything.
+        force: True to use the run directory although a run that is in progress holds it.
+        lock_token: token of the lock on the run directory, if the process that has started this one holds it.
+    """
+    if placement is None:
+        placement = ProcessPlacement.on_loopback(job)
+    else:
+        placement.require_for(job)
+    server_payload = server_payload_of(job, path)
+    lives = RestartPolicy()
+    announced = False  # True once `listening` was called. The address stays the same
+    # A signal between two lives ends the next one.
+    with Interruption() as interruption, contextlib.ExitStack() as held:
+        lock: RunLock | None = None
+        while True:
+            sock, address = CoordinatorHost.listen_for(job, placement.coordinator)
+            try:
+                if lock is None:
+                    job, lock = take_lock(claim_run_dir(job), interruption, force=force, token=lock_token)
+                    held.enter_context(lock)
+                earlier = None if job.resumed is None else make_room(job)
+            except BaseException:
+                sock.close()
+                raise
+            described = _describe(job, worker_arguments, command, source, earlier, interrupted)
+            listener = Listener(sock, bytes.fromhex(job.mark)) if job.secure else None
+            # Whoever knows the address may connect at once, so the listener must know the coordinator first.
+            connections = sock if listener is None else PassedSockets(listener.receiver(COORDINATOR))
+            if not announced:
+                announced = True
+                listening(address, job)
+            streams = streams or StandardStreams()
+            # Lines with the names of their processes cannot be drawn by one of them.
+            terminal = None if streams.show_all or job.joined else Terminal.here()
+            with (
+                Showing(outlets or Outlets(), job, address) as showing,
+                published(Path(job.run_dir), address, job.token, showing.page),
+                terminal or contextlib.nullcontext(),
+                starter or Starter(placement.prefixes()) as starter,
+                listener or contextlib.nullcontext(),
+                Rehearsals() as rehearsals,
+            ):
+                run = LiveRun(
+                    job,
+                    CoordinatorHost(job, connections, address, rehearsals),
+                    placement,
+                    starter,
+                    console,
+                    interruption,
+                    snapshot_every_s,
+                    streams,
+                    terminal,
+                    patience_s,
+                    listener,
+                    lives,
+                    described.resumptions,
+                    lock,
+                )
+                try:
+                    return run.carry_out(worker_arguments, worker_payload, server_payload)
+                except ServerLost as loss:
+                    interrupted = loss.words
+                    job = loss.next_life
+            placement = placement.for_servers(job.local_servers)
+            starter = None
+            outlets = (outlets or Outlets()).opened_again()
+
+
+def take_lock(job: Job, interruption: Interruption, *, force: bool, token: str = "") -> tuple[Job, RunLock]:
+    """Take the lock on the run directory. Return the configuration, perhaps with a newer checkpoint, and the lock.
+
+    Args:
+        job: the configuration of the run, whose directory exists.
+        interruption: counter of the signals that ask the run to end.
+        force: see `start`.
+        token: see `lock_token` of `start`.
+
+    Raises:
+        ConfigurationError: another run holds the directory, or has used it meanwhile.
+    """
+
+    def look() -> None:
+        if interruption.asked:
+            raise interruption.exception("nothing was started", {})
+
+    run_dir, resumed = Path(job.run_dir), job.resumed
+    after = None if resumed is None else resumed.lock
+    lock = RunLock.take(run_dir, force=force, after=after, token=token, look=look)
+    try:
+        if resumed is None:
+            require_usable(run_dir)  # a run that has begun meanwhile may have ended again
+        elif force:  # the run that has just ended may have written another checkpoint
+            earlier = earlier_run(run_dir, force=True)
+            resumed = find_resumed(earlier, run_dir, job.checkpoint_dir, trust=True)
+            lineage, origin = lineage_of(earlier, run_dir, resumed)
+            job = replace(job, seed=cut_of(resumed).seed, lineage=lineage, origin=origin)
+    except BaseException:
+        lock.release()
+        raise
+    return replace(job, resumed=None if resumed is None else replace(resumed, lock=None)), lock
+
+
+def _describe(
+    job: Job, program: Sequence[str], command: str, source: str, earlier: Earlier | None, interrupted: str
+) -> RunFile:
+    """Write `run.json`, and the source of the script. A run whose directory cannot be written goes on.
+
+    Args:
+        job: the configuration of the run.
+        program: what each worker runs; see `Order`.
+        command: see `start`.
+        source: see `start`.
+        earlier: what is known of the time before the run was resumed; None if it begins.
+        interrupted: why it was interrupted, as a sentence; "" if a user has resumed it.
+
+    Returns:
+        The content of `run.json`.
+    """
+    file = description_of(job, program, command)
+    if earlier is not None:
+        before = () if earlier.file is None else earlier.file.resumptions
+        file = replace(file, resumptions=(*before, earlier.resumption(file, interrupted)))
+        if earlier.file is not None and (interrupted or not file.command):
+            file = replace(file, command=earlier.file.command)
+    try:
+        write_run_file(file, Path(job.run_dir))
+        if source:
+            keep_source(source, Path(job.run_dir))
+    except OSError as error:
+        log.warning("run.json cannot be written to %s: %s", job.run_dir, error.strerror or error)
+    return file
+
+
+def server_payload_of(job: Job, path: Sequence[str]) -> bytes:
+    """Return the payload of the servers: the module search path and the conditions that cannot be imported."""
+    models = [model for model in job.schedule.models if isinstance(model, Conditions)]
+    names = {name for model in models for name in (model.pull, model.push) if name in local_conditions}
+    conditions = {name: local_conditions[name] for name in names}
+    try:
+        return payload_of_server(path, conditions)
+    except (TypeError, pickle.PicklingError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"a condition, or an object that it refers to, cannot be sent to the servers: {error}. Define the "
+            "condition in a module."
+        ) from error
+
+
+class LiveRun:
+    """Carries out one run, with its coordinator, its processes and its progress display.
+
+    Args:
+        job: the configuration of the run.
+        coordinator: the run's coordinator, which has not been started yet.
+        placement: the machines of the processes.
+        starter: starts the processes.
+        console: console for the progress display.
+        interruption: counter of the signals that ask the run to end.
+        snapshot_every_s: see `launch`.
+        streams: what the user wants of the standard streams of the processes.
+        terminal: the terminal that worker 0 uses, if any.
+        patience_s: see `start`.
+        listener: the listener of this machine, if its processes do not listen themselves.
+        lives: decides whether the run goes on after the loss of a server.
+        resumptions: the interruptions of the run, in order.
+        lock: the lock on the run directory.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        coordinator: CoordinatorHost,
+        placement: ProcessPlacement,
+        starter: Starter,
+        console: Console,
+        interruption: Interruption,
+        snapshot_every_s: float | None,
+        streams: StandardStreams,
+        terminal: Terminal | None,
+        patience_s: float | None,
+        listener: Listener | None,
+        lives: RestartPolicy,
+        resumptions: Sequence[Resumption],
+        lock: RunLock,
+    ) -> None:
+        self._job = job
+        self._lock = lock
+        self._lives = lives
+        self._resumptions = resumptions
+        self._run_dir = Path(job.run_dir)
+        self._coordinator = coordinator
+        self._placement = placement
+        self._console = console
+        self._interruption = interruption
+        self._progress = ProgressDisplay(coordinator, console)
+        self._terminal = terminal
+        self._channels = Channels(streams, terminal, self._progress)
+        self._engine = LocalEngine(
+            job, coordinator.address, starter, self._channels, coordinator.worker_ended, listener=listener
+        )
+        self._waiting = Waiting(coordinator, self._engine, job.stall_timeout_s, self._say, terminal)
+        again = bool(resumptions and resumptions[-1].why)
+        self._vacancies = (
+            ShortageWatch(coordinator, patience_s, self._say, again=again) if job.joined else None
+        )
+        self._sampler = Sampler(coordinator, snapshot_every_s) if snapshot_every_s else None
+        self._keeper = Keeper(coordinator) if job.guard == "stop" else None
+        self._digester = Digester(job)
+        self._weights: WeightsSnapshot | None = None
+        self._weights_path: Path | None = None
+        self._which = "the weights at the time of the failure"  # those in this file
+        # Messages about problems that occurred while the run was shutting down.
+        self._notes: list[str] = []
+        self._program: list[str] = []  # what each worker runs; see `Order`
+        self._main = 0  # the main worker that the user knows of
+        self._told_samples = False  # True once the user knows how many samples an update has
+        self._hindered = False  # True once the user knows why batches are not balanced
+        self._late = 0  # number of the last checkpoint of which the user knows that it waits for workers
+        self._unwritten = ""  # why a checkpoint was not written, if the user knows of it
+        self._chosen = 0  # number of choices of `--sync auto` that the user knows of
+        self._newest: NewestCheckpoint | None = None  # the newest whole checkpoint, once a server was lost
+        self._departures: tuple[Departure, ...] = ()  # of workers, before the launcher ended the others
+
+    def carry_out(
+        self, worker_arguments: Sequence[str], worker_payload: bytes, server_payload: bytes
+    ) -> RunResult:
+        """Start the processes, wait for the end of the run, end all processes, and return the result.
+
+        Raises:
+            RunFailedError: a process has failed.
+            Interrupted: Ctrl-C was pressed.
+            Terminated: SIGTERM, SIGHUP or SIGQUIT was received.
+            ServerLost: a server was lost, and the run is to go on from a checkpoint.
+        """
+        engine, coordinator = self._engine, self._coordinator
+        self._program = list(worker_arguments)
+        coordinator.start()
+        left = []
+        next_life: Job | None = None
+        if self._resumptions:
+            self._say(self._resumptions[-1].words)
+        with self._progress:
+            try:
+                try:
+                    for index, machine in enumerate(self._placement.servers):
+                        coordinator.watch.expect("server", index)
+                        engine.start_server(index, machine, server_payload)
+                    devices = self._job.devices or (None,) * len(self._placement.workers)
+                    for index, machine in enumerate(self._placement.workers):
+                        coordinator.watch.expect("worker", index)
+                        engine.start_worker(
+                            index, machine, worker_arguments, worker_payload, device=devices[index]
+                        )
+                except OSError as error:
+                    raise RunFailedError("the launcher", f"a process cannot be started: {error}") from error
+                for thread in (self._sampler, self._keeper):
+                    if thread is not None:
+                        thread.start()
+                failure = self._await_end()
+                if self._interruption.asked and failure is None and self._job.checkpoint_every_s:
+                    self._write_last_checkpoint()
+                if not self._interruption.asked:
+                    next_life = self._next_life(failure)
+                self._departures = tuple(coordinator.core.members.departures)
+                reason = "" if failure is None else _reason(failure)
+                if self._interruption.asked:
+                    reason = reason or "it was interrupted on the machine that serves it"
+                if next_life is None:
+                    coordinator.dismiss(reason)
+                elif next_life.resumed is not None:
+                    checkpoint = Path(next_life.resumed.path).name
+                    coordinator.resume(
+                        f"{reason.removesuffix('.')}; the run goes on from checkpoint {checkpoint}, and the script "
+                        "begins again"
+                    )
+                early = bool(reason)
+                if early:
+                    engine.end(engine.workers.values(), grace_s=0.0, hurried=self._hurried)
+                for thread in (self._sampler, self._keeper):
+                    if thread is not None:
+                        thread.stop(self._hurried)
+                if next_life is None:
+                    self._keep_weights(failure)
+                    coordinator.dismiss(reason or self._weights_fault(), saved=True)
+            except BaseException:
+                early = True
+                raise
+            finally:
+                gone = coordinator.gone_servers.copy()
+                coordinator.stop(self._hurried)
+                self._give_up(coordinator.gone_servers.keys() - gone.keys())
+                self._notes += self._digester.end(self._hurried)
+                grace_s = FAILED_GRACE_S if early or self._notes else GRACE_S
+                left = engine.end(engine.processes, grace_s=grace_s, hurried=self._hurried)
+        # The coordinator has stopped and no longer records how processes end, so the launcher records it here.
+        for worker, process in engine.workers.items():
+            if process.ending:
+                coordinator.core.note_ending(worker, process.ending)
+        if self._lock.lost:  # what is in the directory is another run's now
+            raise RunFailedError("the launcher", self._lock.lost)
+        remove_frozen(self._run_dir)
+        for process in left:
+            self._notes.append(f"{process.name} (process {process.id}) was killed, but has not ended yet")
+        if failure is not None and next_life is not None:
+            raise ServerLost(self._words_of(failure, next_life), next_life)
+        if failure is not None:
+            raise self._failed(failure)
+        if self._interruption.asked:
+            raise self._interrupted()
+        if engine.interrupted:
+            departures = coordinator.core.members.departures
+            finished = {each.worker for each in departures if each.fate == "finished"}
+            if finished <= set(engine.interrupted):
+                raise self._interrupted(
+                    "the scripts of all workers were interrupted by SIGINT, and have ended"
+                )
+            names = ", ".join(f"worker {index}" for index in engine.interrupted)
+            self._notes.append(f"the script was interrupted by SIGINT, and ended before it was done: {names}")
+        return self._result()
+
+    def _hurried(self) -> bool:
+        """Return True if the run must end at once, without writing anything more."""
+        return self._interruption.hurried() or bool(self._lock.lost)
+
+    # -- during the run -----------------------------------------------------------------------------------
+
+    def _await_end(self) -> RunFailedError | None:
+        """Wait until the run is over or must be ended. Return the failure of the run, or None if there is none."""
+        engine, coordinator = self._engine, self._coordinator
+        while not coordinator.over.wait(POLL_INTERVAL_S):
+            self._progress.update()
+            self._tell_samples()
+            self._follow_main()
+            self._follow_choices()
+            self._follow_checkpoints()
+            self._digester.look()
+            if self._lock.lost:
+                return RunFailedError("the launcher", self._lock.lost)
+            if self._interruption.asked:
+                return None
+            if self._interruption.suspended and all(p.started for p in engine.processes):
+                self._suspend()
+            if engine.failed_server() or engine.failed_worker():
+                break
+            reason = self._waiting.look()
+            if not reason and self._vacancies is not None:
+                reason = self._vacancies.look()
+            if reason:
+                coordinator.fail(RunFailedError("the run", reason))
+            elif self._vacancies is not None and (loss := self._vacancies.unreturned_server()) is not None:
+                coordinator.fail(loss)
+        self._tell_samples()
+        return self._failure()
+
+    def _tell_samples(self) -> None:
+        """Say once, when training begins, how many samples an update has."""
+        if not self._told_samples and self._coordinator.core.started:
+            self._told_samples = True
+            if words := samples_line(self._job, self._coordinator.core, self._program):
+                self._say(words, style="")
+
+    def _follow_main(self) -> None:
+        """If another worker has become the main worker, say so, and show its output."""
+        before, now = self._main, self._coordinator.core.main.worker
+        if before == now or now == NOBODY:
+            return
+        self._main = now
+        self._channels.show(f"worker {now}")
+        fates = {each.worker: each.fate for each in tuple(self._coordinator.core.members.departures)}
+        gone = GONE.get(fates.get(before, ""))
+        why = f", because worker {before} {gone}" if gone else ""
+        self._say(f"worker {now} is the main worker from the next epoch on (see paceline.is_main){why}")
+
+    def _follow_choices(self) -> None:
+        """Say which sync models the run has chosen itself since the last call."""
+        if (auto := self._coordinator.core.auto) is not None:
+            if auto.hindrance and not self._hindered:
+                self._hindered = True
+                self._say(auto.hindrance)
+            chosen = auto.choices[self._chosen :]
+            self._chosen += len(chosen)
+            for choice in chosen:
+                self._say(str(choice))
+
+    def _follow_checkpoints(self) -> None:
+        """Say why a checkpoint was not written, once until a checkpoint is written."""
+        before, self._unwritten = self._unwritten, self._coordinator.checkpoints.fault
+        if self._unwritten and self._unwritten != before:
+            self._say(self._unwritten)
+        if (late := self._coordinator.late_checkpoint) is not None and late.number != self._late:
+            self._late = late.number
+            self._say(late.words)
+
+    def _suspend(self) -> None:
+        """Stop all processes of the run and this one, until this process is continued."""
+        processes = self._engine.processes
+        self._progress.pause()
+        if self._terminal is not None:
+            self._terminal.pause()
+        for process in processes:
+            process.signal(signal.SIGSTOP)
+        try:
+            self._interruption.suspend()
+        finally:
+            if not self._lock.look():  # another process may have taken the directory meanwhile
+                for process in processes:
+                    process.signal(signal.SIGCONT)
+            self._waiting.excuse()
+            if self._terminal is not None:
+                self._terminal.resume()
+            self._progress.resume()
+
+    def _failure(self) -> RunFailedError | None:
+        """Return the failure of the run, or None. A failure that caused other failures takes precedence."""
+        engine, coordinator = self._engine, self._coordinator
+        deadline_s = time.monotonic() + CAUSE_TIMEOUT_S
+        while not (self._cause_is_known() or self._interruption.asked) and time.monotonic() < deadline_s:
+            time.sleep(POLL_INTERVAL_S)
+        reported = coordinator.failure
+        is_of_server = reported is not None and reported.process.startswith("server")
+        server_failure = reported if is_of_server else engine.failed_server()
+        if server_failure is None and coordinator.gone_servers:
+            index, reason = next(iter(coordinator.gone_servers.copy().items()))
+            if index in engine.servers:
+                reason += ", but its process is still running"
+            server_failure = RunFailedError(f"server {index}", reason)
+        # Once all workers have left, servers are needed only for their weights, so a failure of a server is ignored.
+        if server_failure is not None and not (
+            coordinator.core.quorum.everybody_left and coordinator.core.members.finished
+        ):
+            return server_failure
+        if reported is not None and reported is not server_failure:
+            return reported
+        if worker := engine.failed_worker():
+            return worker
+        if coordinator.core.quorum.everybody_left and not coordinator.core.members.finished:
+            return RunFailedError("the run", f"every worker was lost{self._losses()}")
+        if not coordinator.started.is_set():
+            return RunFailedError(
+                "the run",
+                "no worker called step() on a paceline.DistributedOptimizer, so nothing was trained; wrap "
+                "the optimizer with paceline.prepare, and call step() on the optimizer that prepare returns"
+                + self._losses(),
+            )
+        return None
+
+    def _cause_is_known(self) -> bool:
+        """Return False if all known problems are consequences of a failure that is not known yet."""
+        engine, coordinator = self._engine, self._coordinator
+        reported = coordinator.failure is not None and not coordinator.cause_may_follow
+        if reported or engine.failed_server():
+            return True
+        # A connection was lost, so the process at its other end is about to exit.
+        if coordinator.gone_servers or coordinator.core.cut_off:
+            return False
+        # The connection of a lost worker was closed, so its process is about to exit.
+        core = coordinator.core
+        departures = core.members.departures
+        if any(
+            each.fate == "lost" and (each.worker, each.incarnation) not in core.endings for each in departures
+        ):
+            return False
+        # The coordinator may not have read the report of a failed worker yet.
+        failed = [w for w, process in engine.workers.items() if (process.exit_code or 0) > 0]
+        return all(coordinator.core.members.fate(worker) for worker in failed)
+
+    def _losses(self) -> str:
+        """Return a text that says why each worker was lost, one line per loss."""
+        core = self._coordinator.core
+        return "".join(
+            f"\n  worker {departure.worker}: {core.cause(departure)}"
+            for departure in core.members.departures
+            if departure.fate == "lost"
+        )
+
+    def _next_life(self, failure: RunFailedError | None) -> Job | None:
+        """Return the configuration with which the run goes on; None if it does not."""
+        if failure is None or not is_loss(failure):
+            return None
+        left = self._coordinator.settle()
+        if self._job.on_server_loss == "resume":
+            try:
+                self._newest = newest_of(self._job)
+            except ConfigurationError as error:
+                self._notes.append(f"the run could not go on by itself: {error}")
+        if self._newest is None:
+            return None
+        next_life = self._lives.next(self._job, self._coordinator.address, self._newest)
+        return None if next_life is None else on_machines(next_life, left)
+
+    def _words_of(self, failure: RunFailedError, next_life: Job) -> str:
+        """Return what has happened, in sentences, and where servers run that no machine brings any more."""
+        moved = self._job.remote_servers - next_life.remote_servers
+        here = f" The machine that serves the run takes over {counted(moved, 'server')}." if moved else ""
+        return f"{str(failure).removesuffix('.')}.{here}"
+
+    # -- after the run ------------------------------------------------------------------------------------
+
+    def _write_last_checkpoint(self) -> None:
+        """Write a checkpoint before a run ends that a signal has asked to end, within `LAST_CHECKPOINT_S`.
+
+        The weights come first, because whoever has sent the signal may not wait for more. Training goes on meanwhile:
+        a checkpoint needs what the scripts hold between two batches.
+        """
+        coordinator, interruption = self._coordinator, self._interruption
+        if not coordinator.started.is_set():
+            return
+        self._keep_weights(None)
+        if self._hurried():
+            return
+        # The job is cut now. The files are written while summary and report are.
+        coordinator.request_last_checkpoint()
+        self._summary("interrupted")
+        left_s = interruption.since_s + LAST_CHECKPOINT_S - time.monotonic()
+        if left_s > 0 and not coordinator.checkpoints.last_ended:
+            self._say(
+                f"Writing a checkpoint before the run ends, for {left_s:.0f} s at most. Another Ctrl-C or signal "
+                "ends the run without it."
+            )
+        while not (
+            coordinator.checkpoints.last_ended
+            or coordinator.over.is_set()
+            or self._hurried()
+            or time.monotonic() > interruption.since_s + LAST_CHECKPOINT_S
+        ):
+            time.sleep(POLL_INTERVAL_S)
+            self._progress.update()
+            self._follow_checkpoints()
+
+    def _keep_weights(self, failure: RunFailedError | None) -> None:
+        """Save the weights, if training has begun: the last good ones, or else those that the servers have now.
+
+        They are not saved twice.
+        """
+        if self._weights is not None or not self._coordinator.started.is_set() or self._hurried():
+            return
+        coordinator = self._coordinator
+        diverged = failure is not None and failure.process == DIVERGED
+        if diverged and self._keeper is not None and (good := self._keeper.good) is not None:
+            self._which = f"the last good weights, of update {max(good.versions)},"
+            self._weights = good
+            self._weights_path, messages = save_weights(good, self._run_dir)
+            self._notes += messages
+            return
+        collection = coordinator.collect()
+        told: set[int] = set()
+        while not collection.finished.wait(POLL_INTERVAL_S) and not self._hurried():
+            self._progress.update()
+            for server, quiet_s in coordinator.quiet_s().items():
+                if quiet_s > TELL_S and server not in told:
+                    told.add(server)
+                    self._say(
+                        f"Waiting for the weights of server {server}, which has sent nothing for {quiet_s:.0f} s. "
+                        f"Ctrl-C {'again' if self._interruption.asked else 'twice'} ends the run without them."
+                    )
+        missing = {self._job.placement.server_of[shard] for shard in collection.missing}
+        coordinator.end_collection("a second signal came before its weights")
+        self._weights = collection.result().completed(self._run_dir)
+        self._give_up(missing, "" if self._weights.absent else "; its part was read from shared memory")
+        self._weights_path, messages = save_weights(self._weights, self._run_dir)
+        self._notes += messages
+        if left_out := len(self._weights.frozen):
+            self._say(
+                f"The saved weights lack {left_out} frozen parameters, which every worker has loaded itself."
+            )
+
+    def _give_up(self, servers: Iterable[int], then: str = "") -> None:
+        """Note why servers are no longer awaited, and kill those that run on this machine."""
+        for server in sorted(servers):
+            how = self._coordinator.gone_servers.get(server, "it has not sent its weights")
+            if (process := self._engine.servers.get(server)) is not None:
+                how = process.ending or f"{how}; its process {process.state}"
+                process.kill()
+            self._notes.append(f"server {server}: {how}{then}")
+
+    def _weights_fault(self) -> str:
+        """Return why the weights have not been saved completely; "" if they have."""
+        if self._weights is None or self._weights.absent or self._weights_path is None:
+            return self._notes[0] if self._notes else "the weights could not be read"
+        return ""
+
+    def _result(self) -> RunResult:
+        coordinator = self._coordinator
+        if fault := self._weights_fault():
+            raise self._failed(RunFailedError("the run", fault))
+        assert self._weights is not None
+        assert self._weights_path is not None
+        core = coordinator.core
+        for departure in core.members.departures:
+            if departure.fate == "lost":
+                again = " It joined again later." if core.members.has_returned(departure) else ""
+                self._say(
+                    f"worker {departure.worker} was lost: {core.cause(departure)}. The other workers continued "
+                    f"without it.{again}"
+                )
+        summary = self._summary("finished")
+        for fault in summary["faults"]:
+            self._say(f"note: {fault}")
+        snapshots = self._sampler.taken if self._sampler is not None else []
+        history = MetricHistory(core.history.metrics())
+        return RunResult(
+            self._weights.state_dict, summary, self._run_dir, snapshots, tuple(self._notes), history
+        )
+
+    def _summary(self, ended: str, failure: str = "") -> dict[str, Any]:
+        """Write the summary, and return it."""
+        here = {index for index, process in self._engine.workers.items() if process.crashed}
+        crashed = sorted(here | self._coordinator.agents.crashed)
+        faults = [*self._coordinator.core.faults, *self._notes]
+        hurried = self._hurried
+        summary = summarize(
+            self._coordinator, faults, crashed, self._weights_path, ended, failure, self._program, hurried
+        )
+        summary["resumptions"] = msgspec.to_builtins(list(self._resumptions))
+        if problem := write_summary(summary, self._run_dir):
+            self._notes.append(problem)
+            summary["faults"].append(problem)
+        elif not hurried() and (problem := write_report(self._run_dir, self._say, hurried)):
+            self._say(f"note: {problem}")
+        return summary
+
+    def _failed(self, failure: RunFailedError) -> RunFailedError:
+        """Write the summary of a run that has failed, and return the failure with its notes."""
+        explained = self._explained(failure)
+        if not self._hurried():
+            try:
+                self._summary("failed", str(failure))
+            except Exception as error:  # what has made the run fail is more important
+                failure.add_note(f"the summary of the run could not be written: {error!r}")
+            if (report := self._run_dir / REPORT).exists():
+                failure.add_note(f"the report of the run is {report}")
+        return explained
+
+    def _explained(self, failure: RunFailedError) -> RunFailedError:
+        """Return the failure, with notes that state all problems and the paths of the log and the weights."""
+        core = self._coordinator.core
+        for note in [*core.faults, *core.findings, *self._notes]:
+            if note != failure.reason:
+                failure.add_note(note)
+        for departure in self._departures:
+            worker, ending = departure.worker, self._coordinator.core.cause(departure)
+            if (
+                departure.fate == "lost"
+                and failure.process == f"worker {worker}"
+                and not failure.traceback
+                and ending not in failure.reason
+            ):
+                failure.add_note(f"worker {worker}: {ending}")
+        log_path = self._run_dir / f"{failure.process.replace(' ', '-')}.log"
+        where = f"the output of {failure.process} is in {log_path}"
+        failure.add_note(where if log_path.exists() else f"the logs are in {self._run_dir}")
+        if hint := self._how_to_resume():
+            failure.add_note(hint)
+        elif failure.process.startswith("server ") and self._job.on_server_loss == "resume":
+            why = "it had not written a checkpoint yet (--checkpoint-every)"
+            if self._newest is not None and self._newest.faults:
+                why = f"none of its checkpoints is whole. {' '.join(self._newest.faults)}"
+            failure.add_note(f"the run could not go on by itself, because {why}")
+        if self._weights_path is not None:
+            failure.add_note(f"{self._which} were saved to {self._weights_path}")
+        return failure
+
+    def _how_to_resume(self) -> str:
+        """Return a clause that says from which checkpoint the run can be resumed; "" if there is none."""
+        saved, resumed = self._coordinator.checkpoints.saved, self._job.resumed
+        path = saved.path if saved is not None else None if resumed is None else Path(resumed.path)
+        if self._newest is not None:
+            path = None if self._newest.checkpoint is None else self._newest.checkpoint.path
+        if path is None:
+            return ""
+        command = f"paceline {'serve' if self._job.joined else 'run'} --resume {self._run_dir}"
+        if self._program[:1] == ["function"]:
+            command = f'paceline.launch(..., resume="{self._run_dir}")'
+        return f"checkpoint {path.name} is whole; to go on from it: {command}"
+
+    def _interrupted(self, scripts: str = "") -> BaseException:
+        """Write the summary, and return the exception for the signal that ended the run.
+
+        Args:
+            scripts: what has happened if the signal ended the scripts of the workers, not the launcher.
+        """
+        summary: dict[str, Any] = {}
+        faults = self._notes
+        if not self._hurried():
+            written = self._summary("interrupted")
+            if self._weights_path is not None:
+                summary, faults = written, written["faults"]
+        for fault in faults:
+            self._say(f"note: {fault}")
+        if self._weights_path is not None:
+            self._say(f"the weights at the time of the signal were saved to {self._weights_path}")
+        if hint := self._how_to_resume():
+            self._say(hint)
+        if (report := self._run_dir / REPORT).exists():
+            self._say(f"the report of the run is {report}")
+        alive = [p for p in self._engine.processes if p.exit_code is None]
+        message = scripts or "all processes of the run have ended"
+        if alive:
+            names = ", ".join(f"{p.name} (process {p.id})" for p in alive)
+            message = f"all processes of the run have ended, except for {names}"
+        return Interrupted(message, summary) if scripts else self._interruption.exception(message, summary)
+
+    def _say(self, line: str, style: str = "yellow") -> None:
+        """Print a line, or log it if the console is quiet."""
+        if self._console.quiet:
+            log.warning("%s", line)
+        else:
+            self._progress.begin_line()
+            print_sentence(self._console, line, style=style)
+
+
+def _reason(failure: RunFailedError) -> str:
+    """Return what the machines of a run are told about its failure, as a continuation of "the run failed: "."""
+    return failure.reason if failure.process == "the run" else str(failure)
+
+
+# -- How a run goes on after it has lost a server: from its newest checkpoint, with all its processes started again
+
+MOST_IN_VAIN = 3
+"""How often a run goes on from the same checkpoint. A server may run out of memory each time."""
+
+
+class ServerLost(Exception):
+    """A run has lost a server, and goes on from a checkpoint.
+
+    Attributes:
+        words: what has happened, as a sentence.
+        next_life: the configuration with which it goes on.
+    """
+
+    def __init__(self, words: str, next_life: Job) -> None:
+        super().__init__(words)
+        self.words = words
+        self.next_life = next_life
+
+
+def is_loss(failure: RunFailedError) -> bool:
+    """Return True if a run has failed because a server was lost, and not because of an exception in the server."""
+    return failure.process.startswith("server ") and not failure.traceback
+
+
+def on_machines(job: Job, left: MachinesLeft) -> Job:
+    """Return a job that the machines that are left can begin. The serving machine has the servers that they lack.
+
+    The run may have fewer workers than when it began, but not fewer than it continues with (`Job.pause_below`). A job
+    that no machine can join stays as it is.
+
+    Example:
+        Of two machines with a worker and a server each, one is lost:
+
+        >>> from paceline.run.job_options import make_job
+        >>> job = make_job(workers=2, servers=3, remote_servers=2, joined=True, dry_run=True)
+        >>> job = on_machines(job, MachinesLeft(workers=1, servers=1))
+        >>> job.least, job.local_servers, job.remote_servers
+        (1, 2, 1)
+    """
+    if not job.joined:
+        return job
+    least = max(1, job.pause_below, min(job.least, left.workers))
+    return structs.replace(job, least=least, remote_servers=min(job.remote_servers, left.servers))
+
+
+class RestartPolicy:
+    """Decides whether a run goes on by itself."""
+
+    def __init__(self) -> None:
+        self._in_vain = 0
+
+    def next(self, job: Job, address: str, newest: NewestCheckpoint) -> Job | None:
+        """Return the configuration with which a run goes on after the loss of a server; None if it does not.
+
+        Args:
+            job: the configuration of the run.
+            address: the address of its coordinator, which machines that have joined the run call again.
+            newest: its newest whole checkpoint. A run that goes on by itself checks a checkpoint as strictly as a
+                user does who resumes the run.
+        """
+        resumed = resumed_with(newest)
+        again = resumed is not None and job.resumed is not None and resumed.path == job.resumed.path
+        self._in_vain = self._in_vain + 1 if again else 0
+        if job.on_server_loss != "resume" or resumed is None or self._in_vain > MOST_IN_VAIN:
+            return None
+        return structs.replace(
+            job,
+            port=int(address.rpartition(":")[2]) if job.joined else job.port,
+            resumed=resumed,
+            epoch_ns=time.monotonic_ns(),
+            mark=secrets.token_hex(8),
+        )
+
+
+# -- Says when a run waits for machines to join it, and gives up after a while if none does ------------------
+
+# Time in which machines join a run again that goes on by itself. They call it for that long (`paceline join
+# --wait`).
+RETURN_TIMEOUT_S = 60.0
+SHORTAGE, LIFE = "shortage", "life"
+
+
+class ShortageWatch:
+    """Watches whether enough workers take part in a run that machines can join. Call `look` often.
+
+    Args:
+        coordinator: the coordinator of the run.
+        patience_s: number of seconds for which the run may have too few workers; None for no limit.
+        say: a function that prints a line.
+        again: True if the run goes on by itself after the loss of a server, so that machines join it again.
+    """
+
+    def __init__(
+        self,
+        coordinator: CoordinatorHost,
+        patience_s: float | None,
+        say: Callable[[str], None],
+        *,
+        again: bool = False,
+    ) -> None:
+        self._coordinator = coordinator
+        self._patience_s = patience_s
+        self._say = say
+        self._again = again
+        # Both of these clocks are about the run: one of the present shortage, the other of this life of the run.
+        self._clocks: Clocks[str] = Clocks(time.monotonic(), gap_s=CLOCK_GAP_S)
+        self._clocks.begin(LIFE, time.monotonic())
+        self._paused = False
+        self._vacant = 0  # number of servers for which the run was last said to be waiting
+
+    def look(self) -> str:
+        """Check the number of workers. Return why the run must end, or "" if it need not."""
+        now_s, shortage = time.monotonic(), self._coordinator.core.shortage
+        self._clocks.look(now_s)
+        short_s = self._clocks.hold(SHORTAGE, now_s, holds=shortage != "")
+        begun = self._coordinator.core.model is not None
+        self._look_for_servers()
+        if self._paused != (begun and shortage != ""):
+            self._paused = not self._paused
+            if self._paused:
+                self._say(f"the run is paused: it has {shortage}; it continues when others have joined")
+            else:
+                self._say("the run continues")
+        if self._patience_s is None or short_s is None or short_s < self._patience_s:
+            return ""
+        core = self._coordinator.core
+        brought = self._coordinator.job.remote_servers - len(core.servers.vacant)
+        if not (core.members.live or core.members.finished or core.members.lost or brought):
+            return (
+                f"no machine has joined it within {self._patience_s:g} s (--wait). Wait longer, and look at what "
+                "`paceline join` prints on the other machines"
+            )
+        return (
+            f"it has {shortage}, and has waited for {self._patience_s:g} s (--wait). Let more machines join, or "
+            "start the run with a smaller minimum (--workers MIN:MAX)"
+        )
+
+    def unreturned_server(self) -> RunFailedError | None:
+        """Return the loss of a server whose machine was to join the run again, if it has not done so in time."""
+        vacant = tuple(self._coordinator.core.servers.vacant)
+        waited_s = self._clocks.waited_s(LIFE, time.monotonic())
+        if not (self._again and vacant) or waited_s is None or waited_s < RETURN_TIMEOUT_S:
+            return None
+        return RunFailedError(
+            f"server {min(vacant)}", f"its machine has not joined the run again within {RETURN_TIMEOUT_S:g} s"
+        )
+
+    def _look_for_servers(self) -> None:
+        """Say how many servers are missing if the run cannot begin for this reason alone."""
+        core = self._coordinator.core
+        vacant = len(core.servers.vacant) if core.members.live_count >= self._coordinator.job.least else 0
+        if vacant and vacant != self._vacant:
+            self._say(f"waiting for {counted(vacant, 'server')}: paceline join --servers {vacant} ...")
+        self._vacant = vacant

@@ -1,0 +1,681 @@
+"""The standard streams of the processes of a run: where their input comes from, and where their output goes.
+
+Every process writes to its log. The output of worker 0 is also shown. If another worker becomes the main worker, its
+output is shown from then on, too. If the launcher writes to a terminal, worker 0 has a terminal as well (see
+`terminal`); all other processes, and worker 0 otherwise, write to pipes.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import fcntl
+import logging
+import os
+import platform
+import re
+import select
+import signal
+import sys
+import termios
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, BinaryIO, NamedTuple, Protocol
+
+from rich.console import Console
+from rich.text import Text
+
+from ..errors import InternalError
+from ..words import wrapped
+
+
+class StandardStreams(NamedTuple):
+    """What the user wants of the standard streams.
+
+    Attributes:
+        reads: True if worker 0 reads this process's standard input even if that is not a terminal.
+        show_all: True if the output of every process is shown, each line with the name of its process.
+    """
+
+    reads: bool = False
+    show_all: bool = False
+
+
+class Channel(NamedTuple):
+    """The standard streams of one process.
+
+    Attributes:
+        stdin: descriptor of its standard input. Once the process has started, it must be closed.
+        stdout: descriptor of its standard output and standard error. Once the process has started, it must be closed.
+        copy: a function that copies the output, until it ends, to the log and to the screen.
+        close: a function that releases what `copy` would use, for a process that cannot be started.
+    """
+
+    stdin: int
+    stdout: int
+    copy: Callable[[], None]
+    close: Callable[[], None]
+
+
+class Channels:
+    """Opens the standard streams of the processes of one run.
+
+    Args:
+        streams: what the user wants.
+        terminal: the terminal that worker 0 uses, if any.
+        screen: shows the output.
+        shown: name of the process whose output is shown from the beginning.
+    """
+
+    def __init__(
+        self, streams: StandardStreams, terminal: Terminal | None, screen: Screen, shown: str = "worker 0"
+    ) -> None:
+        self._streams = streams
+        self._terminal = terminal
+        self._screen = screen
+        self._first = shown
+        self._shown = {shown}
+
+    def show(self, name: str) -> None:
+        """Show the output of the process with this name from now on, too."""
+        self._shown.add(name)
+
+    def open(self, name: str, log: Path, *, append: bool = False) -> Channel:
+        """Return the standard streams of the process with this name, such as "worker 0".
+
+        Args:
+            name: name of the process.
+            log: path of its log.
+            append: True if the log contains the output of an earlier process, which is kept.
+        """
+        if name == self._first and self._terminal is not None:
+            terminal = self._terminal
+            stdout = terminal.take_worker()
+            stdin = os.dup(stdout) if terminal.reads else self._input(name)
+            return Channel(stdin, stdout, lambda: terminal.copy_output(log, self._screen), lambda: None)
+        source, sink = os.pipe()
+        output = open(source, "rb")  # noqa: SIM115 - closed by `copy` or `close`
+        show = self._show(name)
+
+        def copy() -> None:
+            with output:
+                copy_output(
+                    output,
+                    log,
+                    lambda file: file.write,
+                    lambda line: show(line.decode(errors="replace").rstrip("\n")),
+                    append=append,
+                )
+
+        return Channel(self._input(name), sink, copy, output.close)
+
+    def _input(self, name: str) -> int:
+        if name == self._first and self._streams.reads and not os.isatty(0):
+            return os.dup(0)
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _show(self, name: str) -> Callable[[str], None]:
+        """Return the function that shows a line of this process."""
+        if self._streams.show_all:
+            return lambda line: self._screen.print(f"{name} | {line}")
+        return lambda line: self._screen.print(line) if name in self._shown else None
+
+
+# -- Copies the output of a process to its log and to the screen ---------------------------------------------
+
+Sink = Callable[[bytes], object]
+
+
+def copy_output(
+    output: Iterable[bytes],
+    log: Path,
+    record: Callable[[BinaryIO], Sink],
+    show: Sink,
+    *,
+    append: bool = False,
+) -> None:
+    """Copy the output of a process to its log and to the screen until the output ends.
+
+    If writing to the log fails, no more output is written to the log; the same applies to the screen. The output is
+    still read, because otherwise the process would block when its pipe or terminal is full.
+
+    Args:
+        output: the output, in pieces.
+        log: path of the log.
+        record: given the opened log, returns the function that writes a piece to it.
+        show: shows a piece on the screen. It may raise any exception.
+        append: True to append to the log instead of overwriting it.
+    """
+    sinks: dict[str, Sink] = {"shown": show}
+    with contextlib.ExitStack() as opened:
+        try:
+            sinks["written"] = record(opened.enter_context(log.open("ab" if append else "wb", buffering=0)))
+        except OSError as error:
+            logger.warning("the log %s cannot be written: %s", log, error.strerror)
+        for piece in output:
+            for done, write in list(sinks.items()):
+                try:
+                    write(piece)
+                except Exception as error:
+                    # The disk may be full, and the caller's output stream may raise any exception.
+                    logger.warning("the output for the log %s can no longer be %s: %s", log, done, error)
+                    del sinks[done]
+
+
+# -- The terminal of the launcher, which worker 0 uses as if it ran alone ------------------------------------
+#
+# Worker 0 gets a terminal of its own, a pseudo-terminal with the settings and the size of the launcher's
+# terminal. The launcher copies what worker 0 writes to its own terminal, and what the user types to worker 0.
+# So the launcher remains in control: Ctrl-C and Ctrl-Z reach the launcher, whatever worker 0 does with its
+# terminal, and the settings of the user's terminal never depend on worker 0.
+#
+# Worker 0 cannot have the launcher's own terminal. Only one process group may read from a terminal, and that
+# group also gets the signals; and the launcher could not write what worker 0 writes to a log.
+
+logger = logging.getLogger("paceline.terminal")
+
+CHUNK_BYTES = 65536
+LOOK_INTERVAL_S = 0.2  # interval at which the size of the terminal and its foreground process are checked
+# A line that has not ended after this time is shown: it is a prompt, or dots that show progress.
+LINE_TIMEOUT_S = 0.1
+
+DRAWING = re.compile(
+    rb"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f]"  # control characters, except for tabs and line ends
+    rb"|\r+[^\r\n]"  # a line that is written again
+    rb"|\x1b(?!\[[\d;:]*m|\[[\d;:]*\Z|\Z)"  # control sequences, except for colors
+)
+"""Matches output that moves the cursor or erases text."""
+
+UNDO = {
+    b"\x1b[?25l": b"\x1b[?25h",  # hides and shows the cursor
+    b"\x1b[?2004h": b"\x1b[?2004l",  # marks pasted text
+    b"\x1b[?1049h": b"\x1b[?1049l",  # switches to a second screen
+    b"\x1b[?1h": b"\x1b[?1l",  # changes what the arrow keys send
+}
+"""Modes of a terminal that a process may leave behind if it is killed, each with the sequence that resets it."""
+
+READ_CALL = {"x86_64": "0", "aarch64": "63"}.get(platform.machine())
+"""The number of the system call `read`, as text; None if it is not known for this kind of machine."""
+
+
+class Screen(Protocol):
+    """The part of the launcher that shows the output of worker 0. See `Progress`."""
+
+    def print(self, line: str) -> None:
+        """Show a line."""
+
+    def draw(self, data: bytes) -> None:
+        """Write output to the terminal unchanged. From now on, worker 0 alone draws on the terminal."""
+
+
+def is_terminal(stream: object, number: int) -> bool:
+    """Return True if the stream is a terminal, and writes to or reads from the descriptor with this number."""
+    try:
+        return bool(stream.isatty() and stream.fileno() == number)  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):
+        return False  # no stream, a closed one, or one that a notebook or a test has put in place
+
+
+class Terminal:
+    """A context manager that connects the terminal of this process with the terminal of worker 0.
+
+    The user's terminal passes on each key as it is typed, from the beginning to the end of the context. Worker 0's
+    terminal echoes the keys, and edits lines.
+
+    Attributes:
+        name: path of worker 0's terminal.
+        reads: True if worker 0 reads what the user types.
+    """
+
+    def __init__(self) -> None:
+        self.reads = is_terminal(sys.stdin, 0)
+        self._own = 0 if self.reads else 1
+        self._settings = termios.tcgetattr(self._own)
+        self._size = b""
+        self._changed = False  # True if the settings of our terminal are changed now
+        self._paused = False
+        self._lock = threading.Lock()
+        self._main, worker = os.openpty()
+        self._worker: int | None = worker
+        self.name = os.ttyname(worker)
+        termios.tcsetattr(worker, termios.TCSANOW, self._settings)
+        self._copy_size()
+        self._stop, self._stopped = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="paceline-terminal", daemon=True)
+
+    @classmethod
+    def here(cls) -> Terminal | None:
+        """Return the terminal of this process, or None if standard output is not a terminal."""
+        if not is_terminal(sys.stdout, 1):
+            return None
+        try:
+            return cls()
+        except (OSError, termios.error) as error:
+            logger.warning("worker 0 cannot have a terminal of its own: %s", error)
+            return None
+
+    def __enter__(self) -> Terminal:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        os.close(self._stopped)
+        self._thread.join()
+        self.pause()
+        for descriptor in (self._stop, self._main, self._worker):
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def take_worker(self) -> int:
+        """Return the descriptor of worker 0's terminal, once. The caller must close it.
+
+        The output of worker 0 ends as soon as every process has closed the descriptor.
+        """
+        assert self._worker is not None
+        descriptor, self._worker = self._worker, None
+        return descriptor
+
+    def pause(self) -> None:
+        """Restore the settings of our terminal."""
+        with self._lock:
+            self._paused = True
+            if self._changed:
+                self._changed = False
+                with contextlib.suppress(termios.error), _no_job_control():
+                    termios.tcsetattr(self._own, termios.TCSADRAIN, self._settings)
+
+    def resume(self) -> None:
+        """Pass on keys again, after `pause`."""
+        self._paused = False
+
+    def copy_output(self, log: Path, screen: Screen) -> None:
+        """Copy the output of worker 0 to its log and to the screen, until worker 0 has ended."""
+        lines = _Lines(screen)
+        copy_output(self._output(lines), log, lambda file: Transcript(file).write, lines.write)
+
+    def awaits_user(self, process_id: int) -> bool:
+        """Return True if the process waits for the user to type something, as far as the system tells.
+
+        That is the case if its main thread reads from its terminal, or if it has changed its terminal to receive each
+        key, as `readline` does while a line is edited.
+        """
+        if not self.reads:
+            return False
+        with contextlib.suppress(termios.error):
+            if not termios.tcgetattr(self._main)[3] & termios.ICANON:
+                return True
+        try:
+            call = Path(f"/proc/{process_id}/syscall").read_text().split()
+            if call[0] != READ_CALL:
+                return False
+            return os.readlink(f"/proc/{process_id}/fd/{int(call[1], 16)}") in (self.name, "/dev/tty")
+        except (OSError, IndexError):
+            return False
+
+    def _output(self, lines: _Lines) -> Iterator[bytes]:
+        """Yield the output of worker 0 as it arrives, and b"" if a line has been unfinished for `LINE_TIMEOUT_S`."""
+        source = os.dup(self._main)
+        try:
+            while True:
+                if not select.select([source], [], [], LINE_TIMEOUT_S if lines.unfinished else None)[0]:
+                    yield b""
+                    continue
+                try:
+                    data = os.read(source, CHUNK_BYTES)
+                except OSError:
+                    return  # every process has closed the terminal
+                if not data:
+                    return
+                yield data
+        finally:
+            os.close(source)
+
+    def _run(self) -> None:
+        """Copy what the user types to worker 0, and keep the sizes of both terminals equal."""
+        # If this process is in the background, the system would otherwise stop it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU, signal.SIGTTIN})
+        while True:
+            self._copy_size()
+            reading = self.reads and self._take_keys()
+            ready, _, _ = select.select([self._stop, *[0] * reading], [], [], LOOK_INTERVAL_S)
+            if self._stop in ready:
+                return
+            if 0 in ready and not self._paused:
+                self._copy_keys()
+
+    def _take_keys(self) -> bool:
+        """Let our terminal pass on each key, if this process is in the foreground. Return True if it does so."""
+        with self._lock, contextlib.suppress(OSError, termios.error):
+            if self._paused or not _in_foreground():
+                return False
+            if not self._changed:
+                iflag, oflag, cflag, lflag, ispeed, ospeed, characters = self._settings
+                iflag &= ~(termios.ICRNL | termios.INLCR | termios.IGNCR)
+                # Ctrl-C and Ctrl-Z (ISIG) still send signals to this process.
+                lflag &= ~(termios.ICANON | termios.ECHO | termios.IEXTEN)
+                characters = list(characters)
+                characters[termios.VMIN], characters[termios.VTIME] = 1, 0
+                changed = [iflag, oflag, cflag, lflag, ispeed, ospeed, characters]
+                termios.tcsetattr(0, termios.TCSADRAIN, changed)
+                self._changed = True
+            return True
+        return False
+
+    def _copy_keys(self) -> None:
+        try:
+            keys = os.read(0, CHUNK_BYTES)
+        except OSError:
+            keys = b""
+        if not keys:
+            self.reads = False  # the user's terminal has been closed
+        # If worker 0 reads nothing, its terminal is full after some thousand keys, and further keys are lost.
+        while keys and select.select([], [self._main], [], 0)[1]:
+            keys = keys[os.write(self._main, keys[:1]) :]
+
+    def _copy_size(self) -> None:
+        """Give worker 0's terminal the size of ours. Worker 0 then receives SIGWINCH if the size has changed."""
+        with contextlib.suppress(OSError):
+            size = fcntl.ioctl(self._own, termios.TIOCGWINSZ, bytes(8))
+            if size != self._size:
+                self._size = size
+                fcntl.ioctl(self._main, termios.TIOCSWINSZ, size)
+
+
+class _Lines:
+    """Passes the output of worker 0 to a screen: whole lines as lines, until worker 0 draws on its terminal.
+
+    A script that only prints lines leaves the terminal to the launcher's progress display, above which the lines
+    appear. From the first progress bar or prompt on, the output is passed on unchanged.
+
+    Args:
+        screen: the screen.
+
+    Attributes:
+        unfinished: True if the output ends in the middle of a line that has not been shown yet.
+    """
+
+    def __init__(self, screen: Screen) -> None:
+        self.unfinished = False
+        self._screen = screen
+        self._drawing = False
+        self._rest = b""
+
+    def write(self, data: bytes) -> None:
+        """Pass on output. If `data` is empty, nothing has been written for some time."""
+        self._rest += data
+        if not self._drawing:
+            *lines, rest = self._rest.split(b"\n")
+            self._drawing = bool(DRAWING.search(self._rest)) or (not data and bool(rest))
+            if not self._drawing:
+                for line in lines:
+                    self._screen.print(line.rstrip(b"\r").decode(errors="replace"))
+                self._rest = rest
+        if self._drawing:
+            self._screen.draw(self._rest)
+            self._rest = b""
+        self.unfinished = bool(self._rest)
+
+
+def left_behind(modes: set[bytes], data: bytes) -> set[bytes]:
+    """Return the sequences that reset the modes of a terminal that are still set after this output.
+
+    Args:
+        modes: the sequences before this output.
+        data: the output.
+    """
+    for start, end in UNDO.items():
+        first, last = data.rfind(start), data.rfind(end)
+        if first != last:
+            modes = modes | {end} if first > last else modes - {end}
+    return modes
+
+
+def _in_foreground() -> bool:
+    """Return True if this process may use the terminal."""
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return True  # the terminal is not the one that controls this process, so there is no job control
+
+
+@contextlib.contextmanager
+def _no_job_control() -> Iterator[None]:
+    """Do not stop this process if it changes the terminal from the background."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# -- What a terminal shows at the end, as text: the log of a process that writes to a terminal ---------------
+#
+# A progress bar writes the same line hundreds of times. The log contains the line as it was last shown.
+# Colors and other attributes are dropped.
+
+HEIGHT = 100
+"""Number of lines that can still be changed. Programs move the cursor up by a few lines only."""
+
+TOKEN = re.compile(
+    r"\x1b\[(?P<number>\d{0,5})[\d;:]*(?P<command>[@-~])"  # a control sequence
+    r"|\x1b\[[\x20-?]*[@-~]"  # a private control sequence, for example to hide the cursor
+    r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # a command to the terminal's window, such as its title or a link
+    r"|\x1b[\x20-/]*[0-Z\\^-~]"  # a short sequence
+    r"|(?P<control>[\x00-\x1a\x1c-\x1f\x7f])"
+    r"|(?P<text>[^\x00-\x1f\x7f]+)"
+)
+LONGEST_SEQUENCE = 4096  # an unfinished sequence that is longer is shown as text
+
+
+class Transcript:
+    """Writes the final text of a terminal's lines to a file.
+
+    Only the last `HEIGHT` lines are kept in memory and written again when they change.
+
+    Args:
+        file: the file, opened for writing.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = ""  # the beginning of a control sequence
+        self._lines: list[list[str]] = [[]]
+        self._row = 0
+        self._column = 0
+
+    def write(self, data: bytes) -> None:
+        """Write what a program has written to its terminal."""
+        text = self._rest + self._decoder.decode(data)
+        self._rest = ""
+        place = 0
+        while place < len(text):
+            token = TOKEN.match(text, place)
+            if token is None:
+                if len(text) - place < LONGEST_SEQUENCE:
+                    self._rest = text[place:]
+                    break
+                place += 1  # without the escape character, the rest is text
+                continue
+            place = token.end()
+            if token["text"]:
+                self._put(token["text"])
+            elif token["control"]:
+                self._control(token["control"])
+            elif token["command"]:
+                self._command(token["command"], token["number"])
+        self._save()
+
+    def _put(self, text: str) -> None:
+        line, column = self._lines[self._row], self._column
+        line.extend(" " * (column - len(line)))
+        line[column : column + len(text)] = text
+        self._column += len(text)
+
+    def _control(self, character: str) -> None:
+        if character == "\n":
+            # A terminal receives "\r\n" for each line end, unless the program has changed its settings.
+            self._column = 0
+            self._move(1)
+        elif character == "\r":
+            self._column = 0
+        elif character == "\b":
+            self._column = max(0, self._column - 1)
+        elif character == "\t":
+            self._put("\t")
+
+    def _command(self, command: str, number: str) -> None:
+        """Carry out a control sequence that moves the cursor or erases text."""
+        count = max(1, int(number or 1))
+        line = self._lines[self._row]
+        match command:
+            case "A":
+                self._row = max(0, self._row - count)
+            case "B":
+                self._move(count)
+            case "C":
+                self._column += count
+            case "D":
+                self._column = max(0, self._column - count)
+            case "G":
+                self._column = count - 1
+            case "K" if number in ("", "0"):
+                del line[self._column :]
+            case "K" if number == "1":
+                line[: self._column] = " " * self._column
+            case "K":
+                line.clear()
+            case "J" if number in ("", "0"):
+                del line[self._column :]
+                del self._lines[self._row + 1 :]
+            case _:
+                pass  # colors, and movements on the whole screen
+
+    def _move(self, count: int) -> None:
+        self._row += min(count, HEIGHT)
+        while len(self._lines) <= self._row:
+            self._lines.append([])
+
+    def _save(self) -> None:
+        """Write the lines, and leave the file's position at the start of the lines that may still change."""
+        texts = ["".join(line).rstrip(" ") for line in self._lines]
+        final = max(0, len(texts) - HEIGHT)
+        self._file.write("".join(text + "\n" for text in texts[:final]).encode(errors="replace"))
+        place = self._file.tell()
+        self._file.write("\n".join(texts[final:]).encode(errors="replace"))
+        self._file.truncate()
+        self._file.seek(place)
+        del self._lines[:final]
+        self._row = max(0, self._row - final)
+
+
+# -- Text on the screen. Output that cannot be written is dropped, instead of raising an exception -----------
+#
+# Training may take hours. Its result must be kept even if the reader of the output stops reading
+# (`paceline run ... | head`), the disk is full, or the terminal is closed.
+
+log = logging.getLogger("paceline.output")
+
+
+class ForgivingStream:
+    """A wrapper around a text stream that drops all output after the first write error.
+
+    The error is logged, unless it is a broken pipe: readers usually close a pipe intentionally. All other attributes
+    are taken from the stream.
+
+    Args:
+        stream: the stream to write to.
+        name: name of the stream in the log message.
+
+    Attributes:
+        failed: True once writing has failed.
+    """
+
+    def __init__(self, stream: IO[str], name: str) -> None:
+        self.failed = False
+        self._stream = stream
+        self._name = name
+
+    def write(self, text: str) -> int:
+        """Write the text, or drop the text if writing has failed."""
+        if not self.failed:
+            try:
+                return self._stream.write(text)
+            except OSError as error:
+                self._give_up(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream, unless writing has failed."""
+        if not self.failed:
+            try:
+                self._stream.flush()
+            except OSError as error:
+                self._give_up(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _give_up(self, error: OSError) -> None:
+        self.failed = True
+        if not isinstance(error, BrokenPipeError):
+            log.warning("%s can no longer be written: %s", self._name, error.strerror)
+
+
+def print_line(line: str) -> None:
+    """Print a line to standard output. Several threads may do so at the same time.
+
+    `print` would write the end of the line separately, so that another thread's line could come in between.
+    """
+    print(f"{line}\n", end="", flush=True)
+
+
+def plain_console(*, stderr: bool = False, **options: Any) -> Console:
+    """Return a console that prints each text as it is. All consoles of Paceline are made here.
+
+    Texts contain names from users, and extras such as paceline[report]. By default, rich takes what stands in
+    brackets for the name of a style, and drops it.
+
+    Args:
+        stderr: whether it prints to standard error, not to standard output.
+        options: further arguments of `rich.console.Console`.
+    """
+    return Console(stderr=stderr, markup=False, **options)
+
+
+def print_sentence(
+    console: Console, text: str, style: str = "", *, marked: tuple[str, str] = ("", "")
+) -> None:
+    """Print text for people. A terminal wraps it between words; in a pipe or a file, it is never wrapped.
+
+    A word that is longer than a line, such as a path, is left whole, so that it can be copied. A command line should
+    not be printed by this function, because a wrapped one cannot be copied.
+
+    Args:
+        console: the console to write to.
+        text: the text.
+        style: the style of the text.
+        marked: a word whose first occurrence has a style of its own, and this style.
+    """
+    if console.is_terminal:
+        text = "\n".join(wrapped(text, console.width))
+    shown = Text(text, style=style)
+    word, word_style = marked
+    shown.stylize(word_style, start := text.find(word), start + len(word))
+    console.print(shown, soft_wrap=True)
+
+
+class PlainScreen:
+    """Shows the output of a worker line by line on standard output. See `Screen`."""
+
+    def print(self, line: str) -> None:
+        """Show a line."""
+        print_line(line)
+
+    def draw(self, data: bytes) -> None:
+        """Only a worker with a terminal draws, and no worker has one here."""
+        raise InternalError("a worker without a terminal draws on the screen")

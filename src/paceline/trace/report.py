@@ -1,0 +1,403 @@
+"""What the report of a run says, in plain values. `look.page` shows them, and `look.run_reading` finds them.
+
+All times are in seconds since the run began, on the coordinator's clock. Durations are in seconds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from ..core.metrics import Metric
+from ..core.status import JobStatus
+from ..files import read_regular, write_json
+from ..trust import SIGNATURE, is_signed, signature_of
+from ..words import counted
+
+
+class Cause(msgspec.Struct, frozen=True):
+    """One thing that took time, and what would help. The report begins with these, largest loss first.
+
+    Attributes:
+        words: what happened, in one or two sentences.
+        lost_s: time that was lost, summed over the workers; None if the sentence is about something else.
+        share: the same as a share of the workers' time, from 0 to 1.
+        remedies: what would help, in sentences, most effective first.
+        brief: what happened, as a clause for the headline; "" if the sentence is not about time.
+    """
+
+    words: str
+    lost_s: float | None = None
+    share: float | None = None
+    remedies: tuple[str, ...] = ()
+    brief: str = ""
+
+
+class ReportedSetting(msgspec.Struct, frozen=True):
+    """A setting of the run, in the words of the command line.
+
+    Attributes:
+        name: name of the option, such as "--sync".
+        value: its value as text.
+        default: True if this is the default value.
+    """
+
+    name: str
+    value: str
+    default: bool = False
+
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker in figures.
+
+    Attributes:
+        worker: its index.
+        machine: name of its machine; "" if all workers ran on one machine.
+        device: name of its device; "" for the CPU.
+        fate: "finished", "left", "lost", or "" while it takes part in the run.
+        why: why it has left or was lost; "" if it has not.
+        iterations: number of its iterations.
+        samples: number of samples that it has used; 0 if unknown.
+        samples_per_s: its speed while it computes; None if unknown.
+        time_s: kind (see `KINDS`) -> seconds.
+        awaited_s: seconds for which other workers have waited for it, summed over them.
+        mean_batch: mean number of samples per iteration; None if unknown.
+        share: its share of what the updates contain, from 0 to 1; None if unknown.
+    """
+
+    worker: int
+    machine: str = ""
+    device: str = ""
+    fate: str = ""
+    why: str = ""
+    iterations: int = 0
+    samples: int = 0
+    samples_per_s: float | None = None
+    time_s: dict[str, float] = {}
+    awaited_s: float = 0.0
+    mean_batch: float | None = None
+    share: float | None = None
+
+
+class Spans(msgspec.Struct, frozen=True):
+    """The exact iterations of one worker, or the last ones. All numbers are in units of 0.1 ms.
+
+    Attributes:
+        worker: its index.
+        begun: when each iteration began.
+        lengths: for each iteration: wasted, computing, transfer to the shards, waiting, transfer back.
+        awaited: for each iteration: the worker whose event ended the wait; -1 for nobody, or for several shards that
+            differ.
+    """
+
+    worker: int
+    begun: tuple[int, ...]
+    lengths: tuple[tuple[int, int, int, int, int], ...]
+    awaited: tuple[int, ...]
+
+
+class TimelineReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What each worker did over time, in buckets of equal width, and exactly where this is still known.
+
+    Attributes:
+        width_s: width of a bucket in seconds.
+        buckets: number of buckets. Bucket i begins at i * width_s.
+        workers: the workers, in the order of the rows.
+        shares: for each worker, base64 of buckets * len(KINDS) bytes, kinds of one bucket side by side: the share of
+            the bucket that the worker has spent on this kind, from 0 to 255. The rest of a bucket, it was absent.
+        awaited: for each worker, base64 of buckets little-endian int16: the worker for which it has waited longest in
+            this bucket; -1 for none.
+        spans: the exact iterations, for each worker.
+        exact_from_s: from this time on, the exact iterations of all workers are in `spans`.
+        barriers_s: times at which held pushes were applied together; at most 10,000, the last ones.
+        error_s: maximum error of a time, because clocks of machines differ.
+    """
+
+    width_s: float
+    buckets: int
+    workers: tuple[int, ...]
+    shares: tuple[str, ...]
+    awaited: tuple[str, ...]
+    spans: tuple[Spans, ...] = ()
+    exact_from_s: float = 0.0
+    barriers_s: tuple[float, ...] = ()
+    error_s: float = 0.0
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """Something that happened once: a worker joined, left or was lost, the model changed, the guard spoke.
+
+    Attributes:
+        time_s: when.
+        kind: what kind of thing.
+        words: what happened, in a sentence.
+        worker: the worker, or -1.
+    """
+
+    time_s: float
+    kind: Literal["joined", "left", "finished", "lost", "model", "guard", "paused", "note"]
+    words: str
+    worker: int = -1
+
+
+class WaitingFor(msgspec.Struct, frozen=True):
+    """How long workers have waited for one reason under one model, summed over the workers.
+
+    Attributes:
+        reason: what ended the wait, in words, such as "a push of worker 3", "a timer", "worker 2 was lost".
+        total_s: seconds.
+        count: number of waits.
+        awaited: the worker that was awaited, or -1.
+    """
+
+    reason: str
+    total_s: float
+    count: int
+    awaited: int = -1
+
+
+class ModelInForce(msgspec.Struct, frozen=True, kw_only=True):
+    """Staleness and waiting while one sync model was in force at shard 0.
+
+    Attributes:
+        sync: the model in the notation of the command line.
+        from_s: when it came into force.
+        to_s: when another one did, or the run ended.
+        staleness: (staleness in updates, number of pushes), ascending, counted at all shards.
+        waiting: the reasons for waiting, longest first.
+        wait_lengths: (upper end of a class of lengths in seconds, number of waits), ascending.
+        updates: number of updates in this time.
+    """
+
+    sync: str
+    from_s: float
+    to_s: float
+    staleness: tuple[tuple[int, int], ...] = ()
+    waiting: tuple[WaitingFor, ...] = ()
+    wait_lengths: tuple[tuple[float, int], ...] = ()
+    updates: int = 0
+
+
+class LinkTotal(msgspec.Struct, frozen=True):
+    """The traffic from one machine to another.
+
+    Attributes:
+        sender: name of the machine that sends.
+        receiver: name of the machine that receives.
+        total_bytes: number of bytes.
+        bytes_per_s: mean rate while the run trained; None if unknown.
+    """
+
+    sender: str
+    receiver: str
+    total_bytes: int
+    bytes_per_s: float | None = None
+
+
+class RunReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the report of one run shows. See the classes above.
+
+    Attributes:
+        name: name of the run: that of its directory.
+        run_dir: path of its directory.
+        version: version of Paceline that ran it; "" if unknown.
+        begun_at: date and time when it began, in ISO 8601 with the offset from UTC; "" if unknown.
+        state: what became of the run. "cut off" if its launcher was killed, so that it left no summary.
+        failure: why it failed, in words; "" if it did not.
+        duration_s: how long it trained so far: from when the first worker joined until the last one left.
+        headline: one sentence: what was trained how fast, and what held the run back most.
+        causes: what took the time and what would help; empty if nothing stands out.
+        settings: the settings, in the order in which people look for them.
+        command: the command that repeats the run; "" if unknown.
+        emulated: how unequal machines were emulated; "" if they were not.
+        figures: name -> text, as in the summary that `paceline run` prints.
+        metrics: what the script has logged.
+        progress: (time_s, samples, updates) of all workers together, at most 2,000 points.
+        workers: one entry per worker.
+        timeline: what each worker did over time; None if no trace tells.
+        models: one entry for each time in which a model was in force.
+        links: the traffic between machines; empty if the run was on one machine.
+        pushes: what became of the pushes: name -> count.
+        samples: what became of the samples: name -> count.
+        marks: what happened once, in order of time.
+        notes: what the reader should know about this report, such as what is missing and why.
+        live: the state of the job, while it is in progress; None afterwards.
+        now_s: the time of a live report, in seconds since the run began; None afterwards.
+    """
+
+    name: str
+    run_dir: str
+    version: str = ""
+    begun_at: str = ""
+    state: Literal["running", "finished", "interrupted", "failed", "cut off"]
+    failure: str = ""
+    duration_s: float = 0.0
+    headline: str = ""
+    causes: tuple[Cause, ...] = ()
+    settings: tuple[ReportedSetting, ...] = ()
+    command: str = ""
+    emulated: str = ""
+    figures: dict[str, str] = {}
+    metrics: tuple[Metric, ...] = ()
+    progress: tuple[tuple[float, int, int], ...] = ()
+    workers: tuple[WorkerReport, ...] = ()
+    timeline: TimelineReport | None = None
+    models: tuple[ModelInForce, ...] = ()
+    links: tuple[LinkTotal, ...] = ()
+    pushes: dict[str, int] = {}
+    samples: dict[str, int] = {}
+    marks: tuple[Mark, ...] = ()
+    notes: tuple[str, ...] = ()
+    live: JobStatus | None = None
+    now_s: float | None = None
+
+
+# -- `run.json` in a run directory: the settings of a run, and how it can be repeated ------------------------
+#
+# The launcher writes this file when the run begins, so that even a run whose launcher was killed has a
+# report. It is signed (see `paceline.trust`), because a run that is resumed does what is written here.
+
+FORMAT = 1
+NAME = "run.json"
+
+
+class Resumption(msgspec.Struct, frozen=True, kw_only=True):
+    """An interruption of a run, after which it has gone on from a checkpoint.
+
+    Attributes:
+        why: why the run was interrupted, as a sentence; "" if a user has resumed it.
+        begun_at: date and time at which it went on, in ISO 8601 with the offset from UTC.
+        checkpoint: the directory of the checkpoint.
+        updates: number of updates that the job had made at the checkpoint.
+        samples: number of samples that they include, as far as it is known.
+        elapsed_s: time for which the job had run at the checkpoint, in seconds.
+        lost_updates: number of updates that the run had made after the checkpoint; None if it is unknown.
+        lost_samples: number of samples that they include; None if it is unknown.
+        lost_s: time between the checkpoint and the end, in seconds; None if it is unknown.
+        changes: the settings that were changed, such as "--workers 3 -> 2".
+        faults: a sentence for each newer checkpoint, which says why it is not used.
+    """
+
+    why: str = ""
+    begun_at: str
+    checkpoint: str
+    updates: int
+    samples: int
+    elapsed_s: float
+    lost_updates: int | None = None
+    lost_samples: int | None = None
+    lost_s: float | None = None
+    changes: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """What happened, in sentences."""
+        name = Path(self.checkpoint).name
+        if self.lost_updates is None:
+            lost = "What the run had done after it is lost; its traces do not say how much this is."
+        elif not self.lost_updates:
+            lost = "The traces show nothing after it."
+        else:
+            lost = (
+                f"What the run had done after it is lost: {counted(self.lost_updates, 'update')}, "
+                f"{counted(self.lost_samples or 0, 'sample')} and {self.lost_s or 0.0:.1f} s."
+            )
+        said = [
+            self.why,
+            *self.faults,
+            f"The run goes on from checkpoint {name} (update {self.updates}). {lost}",
+        ]
+        if self.changes:
+            said.append(f"Changed: {', '.join(self.changes)}.")
+        return " ".join(filter(None, said))
+
+
+class RunFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `run.json`.
+
+    Attributes:
+        format: version of the format of this file.
+        version: version of Paceline.
+        begun_at: date and time at which the run began, in ISO 8601 with the offset from UTC.
+        run_dir: the directory of the run when it began, by which a copy of the directory is recognized.
+        lineage: the identity of the run and of those that have resumed it in its directory, which its checkpoints
+            carry; "" in runs of earlier versions. See `paceline.checkpoints.manifest`.
+        origin: the directory of the checkpoint of another lineage with which this one has begun; "" for none.
+        command: the command line that repeats the run, quoted for a shell; "" if there is none, as in a notebook.
+        folder: the current directory in which it was called.
+        program: what each worker ran, as in `Order.arguments`; () if machines that join the run choose it.
+        settings: all settings, with the names of their options.
+        sync: the sync model or schedule, in the notation of the command line.
+        workers: number of workers; if machines can join, the largest number.
+        servers: number of servers.
+        shards: number of shards.
+        joined: True if machines join the run. They keep the records of their workers.
+        emulated: how unequal machines are emulated; "" if they are not.
+        resumptions: the interruptions of the run, in order.
+        signature: the signature of the user who has started the run. `read_run_file` returns "" for that of others.
+    """
+
+    format: int = FORMAT
+    version: str
+    begun_at: str
+    command: str
+    folder: str
+    program: tuple[str, ...] = ()
+    settings: tuple[ReportedSetting, ...] = ()
+    sync: str
+    workers: int
+    servers: int
+    shards: int
+    joined: bool = False
+    emulated: str = ""
+    resumptions: tuple[Resumption, ...] = ()
+    run_dir: str = ""
+    lineage: str = ""
+    origin: str = ""
+    signature: str = ""
+
+    def value_of(self, option: str) -> str:
+        """Return the value of a setting, given the name of its option; "" if the setting is not here."""
+        return next((setting.value for setting in self.settings if setting.name == option), "")
+
+
+def write_run_file(file: RunFile, run_dir: Path, *, sign: bool = True) -> None:
+    """Write `run.json`.
+
+    Args:
+        file: its content.
+        run_dir: the directory of the run.
+        sign: True to sign it as the work of this user.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    content = msgspec.to_builtins(file)
+    write_json(run_dir / NAME, {**content, SIGNATURE: signature_of(content) if sign else ""})
+
+
+def read_run_file(run_dir: Path) -> RunFile | None:
+    """Return the content of `run.json`; None if there is no such file, as in simulations and runs of older versions.
+
+    Raises:
+        msgspec.DecodeError: the file has another content.
+        OSError: the file cannot be read.
+    """
+    try:
+        data = read_regular(run_dir / NAME)
+    except FileNotFoundError:
+        return None
+    return parse_run_file(data)
+
+
+def parse_run_file(data: bytes) -> RunFile:
+    """Return the content of `run.json`, given its bytes.
+
+    Raises:
+        msgspec.DecodeError: the file has another content.
+    """
+    file = msgspec.json.decode(data, type=RunFile)
+    return file if is_signed(msgspec.json.decode(data)) else msgspec.structs.replace(file, signature="")

@@ -1,0 +1,9 @@
+"""The side of the training script: the distributed optimizer, the distributed loader, and the worker's session.
+
+A session connects both with the servers. Live and simulated workers each bring their own session, so nothing here
+knows sockets, processes, or virtual time.
+
+Read first: `session`, then `optimizer` and `training`.
+
+Imports from `errors`, `files`, `sync`, `core` and `shard`.
+"""

@@ -1,0 +1,928 @@
+"""`distribute`, which gives each worker its part of the data.
+
+All workers compute the same order of the items for each epoch. The coordinator hands out positions in this order (see
+`paceline.core.data_ledger`): either each worker receives its next batches when it needs them, or all workers
+have equal shares.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from types import FrameType
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+from weakref import ref
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import IterableDataset
+
+from ..core.lease import BATCH_SIZINGS, SPLITS, Batch, BatchSizing, DataOrder, Split
+from ..core.metrics import PassMark, Stopwatch
+from ..errors import ConfigurationError, UsageError, unknown_name
+from ..shard.vectors import lent_bytes
+from .collectives import update_main
+from .generator_states import GeneratorStates, generators_lock, loader_seed, seed_worker
+from .job_model import least_samples_of
+from .loops import Position, active_loop, bars_over, expected_batches, set_batch
+from .session import BatchSite, Session, current, hold_job_model, resumption_of, untrained
+from .sources import DataSource, DataStream, source_of, streams_of
+from .training import training_of
+from .worker_state import at_boundary, begin_resumed, repeated, restore
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+def distribute(
+    loader: Iterable[T],
+    *,
+    split: Split | None = None,
+    batch: BatchSizing | None = None,
+    joint_batch: bool | None = None,
+    max_batch: int | None = None,
+    device: torch.device | str | None = None,
+) -> Iterable[T]:
+    """Return this worker's part of a loader.
+
+    In each epoch, all workers use the same order of the items. If the loader shuffles, the order changes in every
+    epoch and depends on the run's seed, but not on the number of workers. Outside a run, the loader is returned
+    unchanged, unless its batches are to be moved to a device. Call this function once, or at the start of every
+    epoch. Each pass over the result is one epoch.
+
+    The first call also seeds the random generators of torch, Python and NumPy in each worker except worker 0, so that
+    dropout, augmentation and noise differ between workers. Worker 0 draws the same numbers as the script alone.
+
+    Args:
+        loader: a `DataLoader`, whose batch size is the batch size of each worker (unless `joint_batch` is True), or
+            another iterable over batches. A `DataLoader` over a dataset with a length is split at its sampler, so
+            that each worker loads only its own part. Any other iterable is split at its output: every worker produces
+            all batches and skips those of the other workers.
+        split: "dynamic" hands out each batch when a worker needs it, so a fast worker receives more of them; "static"
+            gives all workers equal shares of every joint batch (one batch of each worker); "auto" chooses "static"
+            for an epoch if the sync model keeps all workers in lockstep when the epoch begins, as `bsp` does, and
+            "dynamic" otherwise. Default: the option `--split` of the run, or "auto" if it is not given.
+        batch: "equal" gives all workers batches of the loader's size; "balanced" gives a faster worker larger batches
+            and a slower worker smaller ones, so that all of them take the same time for a batch. The joint batch of
+            all workers has the same samples in both cases. Default: the option `--batch` of the run, or "equal" if it
+            is not given.
+        joint_batch: True if the loader's batch size is that of the joint batch: each batch of the loader is divided
+            among the workers that are there, so the hyper-parameters mean what they mean in one process. False if it
+            is the batch size of each worker. Default: the option `--joint-batch` of the run.
+        max_batch: maximum size of a balanced batch, or of a worker's part of a joint batch, for example because
+            larger ones do not fit into memory. Default: no maximum.
+        device: device to which the batches are moved, such as `paceline.device()`, with all tensors in lists, tuples,
+            dictionaries and the like. If the loader pins its memory, the copies are not waited for. Default: the
+            batches stay where the loader puts them.
+
+    Returns:
+        An iterable over batches. Its length is the number of batches that each worker would receive if all shares
+        were equal. During a pass over what is left of an epoch, because the run was resumed, it is their number.
+
+    Raises:
+        ConfigurationError: the loader cannot be split, or has fewer items than there are workers, or its batches
+            cannot be balanced, or cannot be divided among the workers.
+
+    Example:
+        >>> import paceline, torch
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=2, shuffle=True)
+        >>> for epoch in range(2):
+        ...     for (batch,) in paceline.distribute(loader):
+        ...         pass  # train on the batch
+    """
+    site = call_site(sys._getframe(1))
+    return distribute_at(
+        site, loader, split=split, batch=batch, joint_batch=joint_batch, max_batch=max_batch, device=device
+    )
+
+
+def distribute_at(
+    site: str,
+    loader: Iterable[T],
+    *,
+    split: Split | None = None,
+    batch: BatchSizing | None = None,
+    joint_batch: bool | None = None,
+    max_batch: int | None = None,
+    device: torch.device | str | None = None,
+) -> Iterable[T]:
+    """Distribute a loader as if the script had called `distribute` at `site`. See `call_site`."""
+    if split is not None and split not in SPLITS:
+        raise unknown_name("split", split, SPLITS)
+    if batch is not None and batch not in BATCH_SIZINGS:
+        raise unknown_name("batch", batch, BATCH_SIZINGS)
+    target = None if device is None else device_of(device)
+    source = source_of(loader)
+    session = current()
+    joint = joint_batch if joint_batch is not None else session is not None and session.joint_batch
+    joint = joint and (session is None or session.workers > 1)
+    _require_balanceable(source, batch, max_batch, joint=joint)
+    if joint:
+        _require_divisible(source, max_batch, 1 if session is None else session.workers)
+    if session is None:
+        set_batch(source.batch if source.counts_samples else None)
+        return loader if target is None else MovedLoader(loader, target, pinned=pins(loader))
+    seed_worker(session)
+    balanced = (batch or session.batch) == "balanced"
+    if balanced and not source.divisible:
+        source.warnings.append(f"distribute() gives all workers equal batches, because {NOT_DIVISIBLE}.")
+        balanced = False
+    division = Division(split or session.split, balanced, max_batch, joint)
+    distributed: DistributedLoader[T] = DistributedLoader(source, session, division, site)
+    if target is not None:
+        distributed.move_to(target)
+    return distributed
+
+
+def call_site(caller: FrameType) -> str:
+    """Return the place in the script that a frame executes, as file and line.
+
+    In a function, the line is relative to its beginning. So a place keeps its name in a resumed run, although what
+    surrounds the function has changed.
+    """
+    code, line = caller.f_code, caller.f_lineno
+    name = Path(code.co_filename).name
+    return (
+        f"{name}:{line}"
+        if code.co_name == "<module>"
+        else f"{name}:{code.co_qualname}+{line - code.co_firstlineno}"
+    )
+
+
+NOT_DIVISIBLE = (
+    "only the batches of a DataLoader with a batch_size, over a dataset with a length, can be balanced"
+)
+
+
+class Division(NamedTuple):
+    """How the positions of an epoch are divided among the workers. See `distribute`."""
+
+    split: Split
+    balanced: bool = False
+    most: int | None = None
+    joint: bool = False
+
+
+def _require_balanceable(
+    source: DataSource, batch: str | None, max_batch: int | None, *, joint: bool
+) -> None:
+    """Raise `ConfigurationError` for arguments of `distribute` that cannot be used with this source."""
+    if batch == "balanced" and not source.divisible:
+        raise ConfigurationError(
+            f"distribute() was called with batch='balanced', but {NOT_DIVISIBLE}. Omit batch, or use such a loader."
+        )
+    if max_batch is None:
+        return
+    if joint:
+        return
+    if batch == "equal":
+        raise ConfigurationError(
+            f"max_batch is {max_batch!r}, but distribute() was called with batch='equal'. Only balanced batches have "
+            "a maximum size: omit max_batch, or use batch='balanced'."
+        )
+    if isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < source.batch:
+        raise ConfigurationError(
+            f"max_batch is {max_batch!r}, expected an integer of at least {source.batch}, the loader's batch size."
+        )
+
+
+def _require_divisible(source: DataSource, max_batch: int | None, workers: int) -> None:
+    """Raise `ConfigurationError` if the batches of a source cannot be divided among the workers."""
+    if not source.divisible:
+        raise ConfigurationError(
+            f"the joint batches of a {type(source.inner).__name__} cannot be divided among the workers: "
+            f"{NOT_DIVISIBLE.replace('balanced', 'divided')}. Use such a loader, or "
+            "distribute(loader, joint_batch=False), with which each batch of the loader is the batch of one worker."
+        )
+    if source.batch < workers:
+        raise ConfigurationError(
+            f"the joint batch has {_samples(source.batch)}, which cannot be divided among {workers} workers: each of "
+            f"them needs at least one. Use at most {source.batch} workers, or a larger batch size."
+        )
+    whole = isinstance(max_batch, int) and not isinstance(max_batch, bool)
+    if max_batch is not None and not (whole and max_batch * workers >= source.batch):
+        least = -(-source.batch // workers)
+        raise ConfigurationError(
+            f"max_batch is {max_batch!r}, expected an integer of at least {least}, so that {workers} workers can "
+            f"divide the joint batch of {_samples(source.batch)}."
+        )
+
+
+def _samples(count: int) -> str:
+    return f"{count} sample{'s' * (count != 1)}"
+
+
+UNDIVIDED = frozenset({"base_dataloader", "batch_sampler", "sampler"})
+"""Attributes of loaders that are not shown, because they yield the data of all workers."""
+
+
+class DistributedLoader(Generic[T]):
+    """One worker's part of a loader. All other attributes are those of the loader, except for `UNDIVIDED`.
+
+    Args:
+        source: the data to split.
+        session: this worker's session.
+        division: how the data is divided among the workers.
+        site: the place in the script at which `distribute` is called.
+
+    Attributes:
+        position: how far the script has progressed through the data.
+    """
+
+    def __init__(self, source: DataSource, session: Session, division: Division, site: str) -> None:
+        self._source = source
+        self._session = session
+        stream = streams_of(session).of(source.key, site)
+        stream.warn(source.warnings)
+        self._part = SourcePart(source, session, stream, division)
+        # Worker 0 draws the seeds of the loader's processes as the script alone would.
+        self._generator = torch.Generator() if session.worker > 0 else None
+        self._loaded: Iterable[T] = source.load(self._part, self._generator)
+        self.position = Position(self._part.joint, stream.name)
+        # least number of pushes that the script has made for a batch; 0 if it accumulates gradients
+        self._pushes: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._part)
+
+    @property
+    def divides(self) -> bool:
+        """True if the batch size of the script's loader is that of the joint batch. See `distribute`."""
+        return self._part.divides
+
+    def __iter__(self) -> Iterator[T]:
+        times = _PassTimes(self._session)
+        try:
+            yield from self._batches(times)
+        finally:
+            times.end()
+
+    def _batches(self, times: _PassTimes) -> Iterator[T]:
+        loop, part = active_loop(self._session), self._part
+        hold_job_model(self._session)
+        part.expect_batches()
+        begin_resumed(self._session)
+        if loop is None:
+            update_main(self._session)
+        epoch = part.next_epoch
+        place = BatchSite(self.position.name, epoch)
+        if self._generator is not None:
+            self._generator.manual_seed(loader_seed(self._session, epoch))
+        part.is_finished = resumption_of(self._session).lies_beyond(place)
+        with self.position.making_a_pass(self._session, epoch - part.skipped, dynamic=part.is_dynamic):
+            bars = bars_over(self) if part.is_dynamic and part.size is not None else ()
+            drawn = 0
+            batches = iter(self._loaded)  # a `DataLoader` draws the seed of its processes here
+            restore(self._session, place, self._go_on)
+            while True:
+                give_state = at_boundary(self._session, place, self._content)
+                if (loaded := next(batches, END)) is END:
+                    break
+                if loop is not None and loop.over:
+                    return
+                give_state = self._sit_out(place, give_state)
+                give_state()
+                taken = part.taken.popleft()
+                assert taken is not None
+                if taken.batch is None:
+                    times.draw()
+                    with repeated(self._session, self._go_on):
+                        yield cast(T, loaded)
+                    times.ask()
+                    continue
+                resumption_of(self._session).restored = None
+                self.position.draw(taken.batch)
+                self._session.core.data.draw(
+                    part.number, taken.positions, taken.samples, _held(loaded), part.share_until(taken.batch)
+                )
+                drawn += 1
+                for bar in bars:
+                    begun = self.position.joint_batches - part.before
+                    bar.total = expected_batches(drawn, max(begun, 1), len(part))
+                before = self._session.core.iteration
+                times.draw()
+                yield cast(T, loaded)
+                times.ask()
+                pushes = self._session.core.iteration - before
+                self._pushes = pushes if self._pushes is None else min(pushes, self._pushes)
+            self._sit_out(place, give_state)
+            self.position.complete(epoch)
+            for bar in bars:
+                bar.total = drawn
+
+    def _sit_out(self, place: BatchSite, give_state: Callable[[], None]) -> Callable[[], None]:
+        """Make the pushes of joint batches in which this worker has no part, before its next batch.
+
+        Args:
+            place: where the script is.
+            give_state: gives what the script holds, if the job is cut. A cut wants it before the next push.
+
+        Returns:
+            What gives the state after these pushes.
+        """
+        taken = self._part.taken
+        while taken and taken[0] is None:
+            taken.popleft()
+            if (training := training_of(self._session)) is not None:
+                give_state()
+                training.sit_out(self._pushes or 0)
+                give_state = at_boundary(self._session, place, self._content)
+        return give_state
+
+    def _content(self) -> dict[str, Any]:
+        """Return what the script's loader holds between two batches, from which another run can go on."""
+        return {
+            "generator": None if (generator := self._own_generator) is None else generator.get_state(),
+            "order": self._part.content,
+        }
+
+    def _go_on(self, content: Mapping[str, Any]) -> None:
+        """Let the script's loader go on from what it held. See `_content`."""
+        if self._own_generator is not None and content["generator"] is not None:
+            self._own_generator.set_state(content["generator"])
+        self._part.resumed = content["order"]
+
+    @property
+    def _own_generator(self) -> torch.Generator | None:
+        """The generator that the script has given to the loader; None if there is none."""
+        generator = getattr(self._source.inner, "generator", None)
+        return generator if isinstance(generator, torch.Generator) else None
+
+    def move_to(self, device: torch.device) -> None:
+        """Move each batch to a device from now on. See `distribute`."""
+        self._loaded = MovedLoader(self._loaded, device, pinned=pins(self._source.inner))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next pass over this loader, for example when a run is resumed.
+
+        All workers must call this method at the same point of the script, with the same epoch. If the number is 0 and
+        a pass has been made before, the script begins to count from 0 again, for example because it trains a second
+        time. The orders of the items are then new ones.
+
+        Args:
+            epoch: number of the epoch, counted from 0. The order of the items depends on it.
+
+        Raises:
+            UsageError: the number is not an integer, or this epoch or a later one has begun already.
+        """
+        self._part.set_epoch(epoch)
+
+    def __getattr__(self, name: str) -> Any:
+        # An attribute of this class can be missing, for example while an instance is copied.
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(self._source.inner, name)
+        if name in UNDIVIDED or (name == "dataset" and isinstance(value, IterableDataset)):
+            raise AttributeError(
+                f"A distributed loader does not show the {name!r} of the loader: what is built from it has the data "
+                "of all workers, such as the loader of Accelerate's skip_first_batches(), with which the Trainer "
+                "resumes in mid-epoch. Resume with `paceline run --resume`, or pass ignore_data_skip=True to "
+                "TrainingArguments. To look at the sampler itself, keep the loader from before the call of prepare "
+                "or distribute."
+            )
+        return value
+
+
+END = object()
+"""What `next` returns at the end of a pass."""
+
+
+class _PassTimes:
+    """Tells the stopwatch of a worker when its script asks a loader for batches, during one pass.
+
+    Args:
+        session: the session of the worker.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._begun: tuple[Stopwatch, PassMark] | None = None
+        if (watched := session.watched()) is not None:
+            watch, now_ticks = watched
+            self._begun = watch, watch.begin_pass(session.core.data.accumulations, now_ticks)
+
+    def draw(self) -> None:
+        """Record that the script receives a batch now."""
+        if (watched := self._session.watched()) is not None:
+            watch, now_ticks = watched
+            watch.draw(now_ticks)
+
+    def ask(self) -> None:
+        """Record that the script asks for the next batch now."""
+        if (watched := self._session.watched()) is not None:
+            watch, now_ticks = watched
+            watch.ask(now_ticks)
+
+    def end(self) -> None:
+        """Record that the pass ends now."""
+        if (watched := self._session.watched()) is None:
+            return
+        watch, now_ticks = watched
+        if self._begun is not None and self._begun[0] is watch:
+            watch.end_pass(self._begun[1], self._session.core.data.accumulations, now_ticks)
+        else:  # the worker has begun to train in this pass
+            watch.enter("between", now_ticks)
+
+
+def _held(batch: object) -> Callable[[], bool]:
+    """Return a function that returns True if something still refers to one of the tensors in a batch."""
+    tensors = [ref(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return lambda: any(tensor() is not None for tensor in tensors)
+
+
+class Taken(NamedTuple):
+    """A batch that the sampler of a loader has received.
+
+    Attributes:
+        batch: the positions that were handed out; None if a batch is repeated (see `worker_state.repeated`).
+        positions: number of these positions that exist.
+        samples: number of samples in the batch; None if it is unknown.
+    """
+
+    batch: Batch | None
+    positions: int
+    samples: int | None
+
+
+class SourcePart:
+    """One worker's part of a source: an iterable over batches of items. Each pass over it is one epoch.
+
+    Attributes:
+        number: this worker's number for the stream of the source.
+        size: number of items in an epoch; None if it is unknown.
+        joint: number of items in a joint batch of all workers.
+        taken: the batches that were taken but have not been drawn by the script yet; None for a joint batch in which
+            this worker has no part.
+        resumed: how far an earlier run has come with the items of one epoch; None if this is not known.
+        expected: number of batches of the last pass that has begun; None if it is that of a whole epoch, or unknown.
+    """
+
+    def __init__(self, source: DataSource, session: Session, stream: DataStream, division: Division) -> None:
+        self.number = stream.number
+        self.size = size = source.size
+        self.joint = source.batch if division.joint else source.batch * session.workers
+        self.taken: deque[Taken | None] = deque()
+        self.resumed: Mapping[str, Any] | None = None
+        self.expected: int | None = None
+        self._fresh = True  # True until the script has made a pass, or has got a batch
+        self.is_finished = False  # True if a resumed script passes through an epoch that was finished before
+        self._in_rest = session.resumed > 0  # True until the first batch of a resumed run shows what is left
+        self._source = source
+        self._session = session
+        self._stream = stream
+        self._division = division
+        self._epoch = -1
+        self._orders: dict[int, EpochOrder] = {}
+        if size is not None and size < max(session.workers, 1):
+            raise ConfigurationError(
+                f"distribute() cannot split {size} items among {session.workers} "
+                f"worker{'s' * (session.workers > 1)}: each worker needs at least one item."
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        stream = self._stream
+        begun, whole = stream.epoch, isinstance(epoch, int) and not isinstance(epoch, bool)
+        first = stream.first
+        if whole and (first is None or (epoch == 0 and first <= begun)):
+            first = begun + 1 - epoch
+        if not whole or first is None or first + epoch <= begun:
+            raise UsageError(
+                f"epoch is {epoch!r}, expected 0 or an integer of at least {begun + 1 - (first or 0)}: the epochs of "
+                "a loader can be skipped, but not repeated."
+            )
+        stream.first, stream.epoch = first, first + epoch - 1
+
+    def __len__(self) -> int:
+        source = self._source
+        if source.size is None:
+            raise TypeError(f"{type(source.inner).__name__} has no length")
+        return self._rounds(source.size) if self.expected is None else self.expected
+
+    @property
+    def before(self) -> int:
+        """Number of joint batches of the epoch that an earlier run has used, before the current pass."""
+        return 0 if self.expected is None or self.size is None else self._rounds(self.size) - self.expected
+
+    def _rounds(self, size: int) -> int:
+        """Return the number of joint batches of `size` positions."""
+        least = 1 if self._division.joint else self._session.workers
+        rounds, rest = divmod(size, self.joint)
+        return rounds + (rest >= least and not self._source.drop_last)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        session, source = self._session, self._source
+        self.taken.clear()
+        self.expected = None
+        again = session.core.data.again and self._stream.epoch >= 0
+        self._epoch = self._stream.epoch = epoch = self.next_epoch
+        if not again:
+            session.epoch_begins(epoch)
+            digest = self._order(epoch).digest()
+            split, balanced, most, joint = self._division
+            whole = DataOrder(
+                source.size, source.batch, source.drop_last, split, digest, balanced, most, joint
+            )
+            session.exchange(lambda: session.core.data.begin(self.number, self._stream.name, epoch, whole))
+            # A script may divide by the length, so that of an epoch without a rest is the length of a whole epoch.
+            self.expected = session.core.data.to_take(self.number) or None
+        while (batch := self._take()) is not None:
+            if self._epoch != epoch:
+                raise UsageError(
+                    "A new pass over the distributed loader has begun, so the earlier iterator cannot continue. Call "
+                    "distribute() separately for each iterator."
+                )
+            if not batch.size:
+                self.taken.append(None)
+                continue
+            items = self._items(batch)
+            if self._in_rest:
+                self._in_rest = False
+                if self.expected is None and source.size is not None and batch.epoch == epoch:
+                    self.expected = self._rounds(source.size - batch.start)
+            if items:
+                self._fresh = False
+                self.taken.append(Taken(batch, len(items), source.samples(items)))
+                yield items
+        if self._fresh and self._is_repeatable:
+            items = self._order(epoch).items(0, source.batch)
+            self.taken.append(Taken(None, len(items), source.samples(items)))
+            self.expected = 1
+            yield items
+        self._fresh = False
+
+    @property
+    def _is_repeatable(self) -> bool:
+        """True if the script of a resumed run gets a batch again when nothing is left of the epoch in progress."""
+        session, source = self._session, self._source
+        return bool(
+            session.resumed
+            and (active_loop(session) is not None or self.is_finished)
+            and not source.once
+            and source.stateful is None
+            and resumption_of(session).begun
+        )
+
+    @property
+    def divides(self) -> bool:
+        """True if each batch of the source is divided among the workers."""
+        return self._division.joint
+
+    def expect_batches(self) -> None:
+        """Tell the coordinator how small a part of a joint batch may be, before the first one is divided.
+
+        Raises:
+            ConfigurationError: the parts are too small for the model.
+        """
+        data, workers, batch = self._session.core.data, self._session.workers, self._source.batch
+        if not self._division.joint:
+            return
+        data.least = max(data.least, least_samples(self._session))
+        if data.least * workers > batch:
+            raise ConfigurationError(
+                f"the model has BatchNorm, which needs at least {data.least} samples in each worker's batch, but "
+                f"{workers} workers divide a joint batch of {batch}. Use at most {batch // data.least} workers, or a "
+                "larger batch size."
+            )
+
+    @property
+    def content(self) -> dict[str, Any] | None:
+        """How far the iteration over the items has come; None if the source cannot go on from there."""
+        source, order = self._source, self._orders.get(self._epoch)
+        if source.stateful is None or order is None:
+            return None
+        return {"epoch": self._epoch, "state": source.stateful.state_dict(), **order.content}
+
+    @property
+    def next_epoch(self) -> int:
+        """Number of the epoch of the next pass. A pass over returned positions belongs to the last epoch."""
+        begun = self._stream.epoch
+        return begun if self._session.core.data.again and begun >= 0 else begun + 1
+
+    @property
+    def skipped(self) -> int:
+        """Number of passes that this worker does not make, because it has joined late."""
+        return self._stream.skipped
+
+    @property
+    def is_dynamic(self) -> bool:
+        """True if each batch of an epoch that begins now is handed out when a worker needs it."""
+        split = self._division.split
+        return split == "dynamic" or (split == "auto" and not self._session.core.lockstep)
+
+    def share_until(self, batch: Batch) -> float | None:
+        """Return the part of the current epoch up to the end of a batch; None if it is unknown."""
+        size = self._source.size
+        return min((batch.start + batch.size) / size, 1.0) if size and batch.epoch == self._epoch else None
+
+    def _take(self) -> Batch | None:
+        """Return the next batch of positions; None at the end of the epoch."""
+        data = self._session.core.data
+        while (batch := data.take(self.number)) is None and not data.ended(self.number):
+            self._session.exchange(lambda: data.request(self.number))
+        return batch
+
+    def _items(self, batch: Batch) -> list[Any]:
+        """Return the items of a batch; [] if the order ends before the batch."""
+        order, source = self._order(batch.epoch), self._source
+        if source.once and (batch.epoch != self._epoch or batch.start < order.start):
+            raise ConfigurationError(
+                "this worker must use items that another worker received but did not use. However, a "
+                f"{type(source.inner).__name__} can be iterated over only once. Give distribute() an object that can "
+                "produce the items again, such as a DataLoader or a list."
+            )
+        items = order.items(batch.start, batch.size)
+        stop = batch.start + batch.size
+        if len(items) == batch.size and batch.least_size <= stop:
+            return items
+        size = order.ends_before(batch.start, max(batch.least_size, stop))
+        if size is None:
+            return items
+        if source.size is not None:
+            raise ConfigurationError(
+                f"the sampler of the loader has yielded only {size} items, but its length is {source.size}. Its "
+                "__len__() must return the number of items that it yields in every epoch."
+            )
+        self._session.exchange(lambda: self._session.core.data.exhaust(self.number, batch.epoch, size))
+        exists = size >= batch.least_size and not source.drop_last
+        return items if exists else []
+
+    def _order(self, epoch: int) -> EpochOrder:
+        """Return the order of the current epoch, or of an earlier one whose positions were returned."""
+        if epoch not in self._orders:
+            seed, source = _mix(self._session.seed, epoch), self._source
+
+            def begin() -> Iterable[Any]:
+                items = source.order()
+                _seed_generators(items, seed)
+                return items
+
+            current = {self._epoch: self._orders[self._epoch]} if self._epoch in self._orders else {}
+            self._orders = {**current, epoch: EpochOrder(begin, seed, source.chunk)}
+            self._go_on_in(epoch)
+        return self._orders[epoch]
+
+    def _go_on_in(self, epoch: int) -> None:
+        """Let the iteration over the items of an epoch go on from where an earlier run was."""
+        source, content = self._source, self.resumed
+        if content is None or content["epoch"] != epoch or source.stateful is None:
+            return
+        self.resumed = None
+        try:
+            source.stateful.load_state_dict(content["state"])
+        except Exception as error:
+            raise UsageError(
+                f"the {type(source.stateful).__name__} that was given to distribute() does not accept the state that "
+                f"it had at the checkpoint: {' '.join(str(error).split())} Resume the run with the same script."
+            ) from error
+        self._orders[epoch].go_on(content)
+
+
+def least_samples(session: Session) -> int:
+    """Return how many samples the batches of the models that are not trained yet must have."""
+    least = 1
+    for optimizer in untrained(session):
+        with suppress(ConfigurationError):  # the model cannot be found; training will say so
+            least = max(least, *(least_samples_of(model.modules()) for model in optimizer.models()))
+    return least
+
+
+def _seed_generators(sampler: object, seed: int) -> None:
+    """Seed the generators that the script passed to a sampler, or to the sampler in a batch sampler."""
+    while sampler is not None:
+        generator = getattr(sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        sampler = getattr(sampler, "sampler", None)
+
+
+def _mix(seed: int, epoch: int) -> int:
+    """Mix two numbers into one seed, so that nearby numbers give very different seeds (finalizer of SplitMix64)."""
+    z = (seed * 0x9E3779B97F4A7C15 + epoch + 1) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
+    z = (z ^ z >> 30) * 0x94D049BB133111EB & (1 << 64) - 1
+    return z ^ z >> 31
+
+
+# -- The order of the items in one epoch, which every worker computes for itself -----------------------------
+#
+# A worker draws the order from the loader's own sampler, with random generators that are seeded from the
+# run's seed and the number of the epoch. So all workers see the same order. The order is drawn lazily: it may
+# be much longer than the part of it that is used.
+#
+# Several threads may draw orders; they take turns, because the samplers draw from the generators of the
+# process. A script that draws random numbers on one thread while another thread iterates over a distributed
+# loader must give the loader a generator of its own.
+
+# Items are drawn in chunks of this size, because saving the states of the generators takes time.
+CHUNK = 1024
+DIGESTED = 256  # number of items at the beginning of the order that `digest` covers
+MOST_DIGESTED_BYTES = 1 << 16  # maximum number of bytes of each tensor that `digest` covers
+
+
+class EpochOrder:
+    """The order of one epoch.
+
+    Args:
+        begin: function that returns a new iterator over the items, for example `iter(sampler)`.
+        seed: seed for the random generators during the iteration.
+        chunk: number of items that are drawn at a time.
+
+    Attributes:
+        start: the first position whose item is kept. Asking for an earlier position begins a new iteration.
+    """
+
+    def __init__(self, begin: Callable[[], Iterable[Any]], seed: int, chunk: int = CHUNK) -> None:
+        self._begin = begin
+        self._seed = seed
+        self._chunk = chunk
+        self._digest: str | None = None  # None if it has not been computed
+        self._iterator: Iterator[Any] | None
+        self._drawn: list[Any]
+        self._restart()
+
+    def items(self, start: int, size: int) -> list[Any]:
+        """Return the items at the positions from `start` on: `size` items, or fewer at the end of the order."""
+        self._reach(start, start + size)
+        begin = start - self.start
+        return self._drawn[begin : begin + size]
+
+    def ends_before(self, start: int, stop: int) -> int | None:
+        """Return the size of the order if it is smaller than `stop`, else None.
+
+        Items before position `start` are no longer kept.
+        """
+        self._reach(start, stop)
+        size = self.start + len(self._drawn)
+        return size if size < stop else None
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """How far the order has been drawn: the position, the generators there, and the hash of the first items.
+
+        The state of what is iterated over is not included.
+        """
+        return {
+            "position": self.start + len(self._drawn),
+            "generators": self._generators.content,
+            "digest": self._digest,
+        }
+
+    def go_on(self, content: Mapping[str, Any]) -> None:
+        """Go on from how far an equal order has been drawn. The next iterator must already go on from there."""
+        self._drawn, self.start, self._digest = [], content["position"], content["digest"]
+        with generators_lock:
+            outside = GeneratorStates()
+            self._iterator = iter(self._begin())  # draws nothing that counts
+            self._generators = GeneratorStates.of(content["generators"])
+            outside.give_back()
+
+    def digest(self) -> str:
+        """Return a hash of the first items; "" if there are items of a type that cannot be hashed reliably."""
+        if self._digest is None:
+            self._digest = self._hash()
+        return self._digest
+
+    def _hash(self) -> str:
+        found = blake2b(digest_size=8)
+        try:
+            for item in self.items(0, min(DIGESTED, self._chunk)):
+                _digest(item, found.update)
+        except TypeError:
+            return ""
+        return found.hexdigest()
+
+    def _reach(self, start: int, stop: int) -> None:
+        """Draw the items up to, but not including, position `stop`, and discard those before `start`."""
+        if self.start <= start and stop <= self.start + len(self._drawn):
+            return
+        if start < self.start:
+            self._restart()
+        while self.start + len(self._drawn) < stop and not self._ended:
+            surplus = min(start - self.start, len(self._drawn))
+            del self._drawn[:surplus]
+            self.start += surplus
+            self._draw()
+
+    def _restart(self) -> None:
+        self._iterator = None
+        with generators_lock:
+            # The states with which the iteration continues.
+            self._generators = GeneratorStates.seeded(self._seed)
+        self.start = 0  # position of the first item in `_drawn`
+        self._drawn = []
+        self._ended = False
+
+    def _draw(self) -> None:
+        """Draw the next chunk of items, using the saved generator states of this order."""
+        with generators_lock:
+            outside = GeneratorStates()
+            self._generators.give_back()
+            try:
+                if self._iterator is None:
+                    self._iterator = iter(self._begin())
+                drawn = list(itertools.islice(self._iterator, self._chunk))
+                self._generators = GeneratorStates()
+            finally:
+                outside.give_back()
+        self._drawn += drawn
+        self._ended = len(drawn) < self._chunk
+
+
+def _digest(item: object, update: Callable[[bytes], object]) -> None:
+    """Pass the content of an item to a hash function; raise `TypeError` if its type is not supported."""
+    numpy = sys.modules.get("numpy")
+    match item:
+        case bool() | int() | float() | str() | bytes() | None:
+            update(repr(item).encode())
+        case list() | tuple():
+            update(b"(")
+            for element in item:
+                _digest(element, update)
+            update(b")")
+        case dict():
+            for key, element in item.items():
+                _digest((key, element), update)
+        case torch.Tensor() if not item.is_sparse:
+            flat = item.detach().reshape(-1)[: MOST_DIGESTED_BYTES // max(1, item.element_size())]
+            update(repr(tuple(item.shape)).encode())
+            update(lent_bytes(flat.cpu().contiguous()).tobytes())
+        case _ if numpy is not None and isinstance(item, numpy.ndarray | numpy.generic):
+            _digest(torch.as_tensor(numpy.asarray(item)), update)
+        case _:
+            raise TypeError(f"{type(item).__name__} cannot be hashed reliably")
+
+
+# -- Batches that are moved to a device ----------------------------------------------------------------------
+
+
+def device_of(device: torch.device | str) -> torch.device:
+    """Return a device that the user has named.
+
+    Raises:
+        ConfigurationError: torch does not know it.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigurationError(
+            f"device is {device!r}, expected a device of torch, such as paceline.device() or 'cuda:0'."
+        ) from error
+
+
+def pins(loader: object) -> bool:
+    """Return True if a loader puts its batches into pinned memory."""
+    return bool(getattr(loader, "pin_memory", False))
+
+
+def moved(batch: T, device: torch.device, *, pinned: bool) -> T:
+    """Return a batch whose tensors are on a device. What is there already is not copied.
+
+    Args:
+        batch: tensors and other objects, nested in lists, tuples, dictionaries and the like. Objects that have a
+            method `to`, such as `PackedSequence`, move themselves.
+        device: the device.
+        pinned: True if the tensors are in pinned memory, so that their copies need not be waited for.
+    """
+    found: T = tree_map(
+        lambda leaf: leaf.to(device, non_blocking=pinned) if _moves(leaf) else leaf, batch, is_leaf=_moves
+    )
+    return found
+
+
+def _moves(part: Any) -> bool:
+    return callable(getattr(part, "to", None)) and not isinstance(part, type)
+
+
+class MovedLoader(Generic[T]):
+    """A loader whose batches are moved to a device. All other attributes are those of the loader.
+
+    Args:
+        loader: the loader.
+        device: the device.
+        pinned: see `moved`.
+    """
+
+    def __init__(self, loader: Iterable[T], device: torch.device, *, pinned: bool) -> None:
+        self._loader = loader
+        self._device = device
+        self._pinned = pinned
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[T]:
+        batches = iter(self._loader)  # now, not when the first batch is asked for
+        return (moved(batch, self._device, pinned=self._pinned) for batch in batches)
+
+    def __getattr__(self, name: str) -> Any:
+        # An attribute of this class can be missing, for example while an instance is copied.
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._loader, name)

@@ -1,0 +1,227 @@
+"""`epochs`, the training loop over the epochs of a run, which all workers end together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+from ..core.messages import LoopPosition, StopRequested
+from ..core.requests import COORDINATOR, Send
+from ..errors import ConfigurationError, UsageError
+from ..shard.optimizers import decode_states, encode_states
+from .collectives import update_main
+from .loops import Limits, LoopProgress, enter_loop, leave_loop, progress_of
+from .session import Session, begins_with_the_run, current, hold_job_model
+from .sources import streams_of
+from .worker_state import begin_resumed, has_tracked, load_states, tracked_states
+
+
+def epochs(
+    count: int | None = None,
+    *,
+    minutes: float | None = None,
+    updates: int | None = None,
+    samples: int | None = None,
+) -> Epochs:
+    """Return the numbers of the epochs to train, for a `for` loop.
+
+    If several limits are given, the first one that is reached ends the loop. All limits count from the beginning of
+    the loop. In a run, the first worker to notice that the limit on time, updates or samples has been reached stops
+    the loop in all workers: each worker finishes its current iteration, and its pass over a distributed loader ends.
+    Outside a run, the loop ends after the current epoch.
+
+    A worker that joins a run in progress begins with the epoch that the job has reached; `track` names the objects of
+    the script whose states it needs for that. Its limits count from the same beginning as those of the others.
+
+    If a worker is lost in the last epochs and has not used all of its data, the workers that have not finished their
+    last epoch by then make one more pass, over this data only. The number of the last epoch is then repeated.
+
+    Args:
+        count: number of epochs.
+        minutes: time after which training ends, in minutes.
+        updates: number of updates of the weights, by all workers together. Under `bsp` and other models that average
+            the pushes of a round, each round is one update; under models that apply each push on arrival, such as
+            `asp` and `ssp`, each push is one. Pushes that are not applied do not count.
+        samples: number of samples that all workers together use. The samples of a push count if it is applied or held
+            to be averaged. Outside a run, each step counts as one full batch of the loader that was given to
+            `distribute` last, unless `step(samples=...)` says otherwise.
+
+    Returns:
+        An iterator over 0, 1, ..., or over the numbers that are left in a worker that joins late. It has the method
+        `stop`, which stops the loop in all workers.
+
+    Raises:
+        ConfigurationError: no limit is given, or a limit is not positive.
+        UsageError: `samples` is given, but no step says how many samples it has used. Raised during the loop.
+
+    Example:
+        >>> import paceline
+        >>> for epoch in paceline.epochs(3):
+        ...     print(epoch)
+        0
+        1
+        2
+    """
+    if count is None and minutes is None and updates is None and samples is None:
+        raise ConfigurationError(
+            "epochs() needs a limit: epochs(10), epochs(minutes=30), epochs(updates=1000) or epochs(samples=10**6)."
+        )
+    for name, value, meaning in (
+        ("count", count, "epochs"),
+        ("updates", updates, "updates of the weights"),
+        ("samples", samples, "samples that all workers together use"),
+    ):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigurationError(
+                f"{name} is {value!r}, expected a positive integer: the number of {meaning}."
+            )
+    if minutes is not None and not (isinstance(minutes, int | float) and minutes > 0):
+        raise ConfigurationError(f"minutes is {minutes!r}, expected a positive number.")
+    time_s = math.inf if minutes is None else 60.0 * minutes
+    return Epochs(Limits(count, time_s, updates or math.inf, samples or math.inf), current())
+
+
+class Epochs:
+    """A training loop over epochs. See `epochs`.
+
+    Args:
+        limits: the limits of the loop.
+        session: the session of this worker; None outside a run.
+
+    Attributes:
+        limits: the limits of the loop.
+    """
+
+    def __init__(self, limits: Limits, session: Session | None) -> None:
+        self.limits = limits
+        self._session = session
+        self._number = -1  # set when the loop begins
+        self._begun_s = math.inf
+        # The progress at the beginning of the loop. None if it is not known yet, because this worker has not trained
+        # in an earlier loop.
+        self._begun: LoopProgress | None = None
+        self._stopped = False
+
+    def __iter__(self) -> Iterator[int]:
+        session, count = self._session, self.limits.epochs
+        self._begun_s = self._now_s()
+        if session is not None:
+            self._number = next(_loops.setdefault(session, itertools.count()))
+            enter_loop(session, self)
+        if session is None or session.weights:
+            self._begun = progress_of(session)
+        elif self._number == 0:
+            self._begun = LoopProgress()
+        try:
+            first = self._begin()
+            if first is None:
+                return
+            last = max(first - 1, 0)
+            for last in itertools.count(first) if count is None else range(first, count):
+                if self.over:
+                    return
+                if session is not None:
+                    update_main(session)
+                yield last
+                self._reach(last + 1, over=self.over or last + 1 == count)
+            if session is not None and not self.over:
+                session.exchange(session.core.data.reopen)
+                if session.core.data.has_batches:
+                    session.core.data.again = True
+                    yield last
+                    self._reach(last + 1, over=True)
+        finally:
+            if session is not None:
+                session.core.data.again = False
+                leave_loop(session)
+                update_main(session)
+
+    def _begin(self) -> int | None:
+        """Return the number of the first epoch of this worker; None if the job has ended this loop already."""
+        session = self._session
+        if session is None:
+            return 0
+        if session.weights:
+            self._reach(0)
+            return 0
+        session.exchange(lambda: session.core.data.enter(self._number, self.limits.told))
+        entered = session.core.data.entered
+        position = entered.position
+        if position is None:  # the run is only beginning
+            begins_with_the_run(session)
+            return 0
+        hold_job_model(session, newest=True)
+        resumed = begin_resumed(session)
+        if (
+            position.loop >= self._number
+            and not resumed
+            and (kept := session.servers.fetch_states(entered.address)) is not None
+        ):
+            position, states = kept
+            load_states(session, decode_states(states))
+        streams_of(session).skip(position.passes)
+        self._begun_s -= entered.elapsed_s
+        if position.loop == self._number:
+            self._begun = LoopProgress(0, position.updates, position.samples)
+            return position.epoch
+        return 0 if position.loop < self._number else None
+
+    def _reach(self, epoch: int, *, over: bool = False) -> None:
+        """Report that the script has reached an epoch or the end of the loop, and send the states if necessary."""
+        session = self._session
+        if session is None or not session.weights:
+            return
+        begun = self._begun or LoopProgress()
+        position = LoopPosition(self._number, epoch, begun.updates, begun.samples, streams_of(session).passes)
+        tracks = has_tracked(session)
+        limits = self.limits.told
+        session.exchange(lambda: session.core.data.reach(position, over=over, tracks=tracks, limits=limits))
+        if tracks and session.core.data.states_wanted:
+            session.servers.keep_states(position, encode_states(tracked_states(session)))
+
+    @property
+    def over(self) -> bool:
+        """True if the loop must end, because it was stopped or has reached a limit."""
+        if self._session is not None and self._number in self._session.core.data.stopped:
+            self._stopped = True
+        elif not self._stopped and self._has_reached_a_limit():
+            self.stop()
+        return self._stopped
+
+    def done(self) -> LoopProgress | None:
+        """Return what has been done since the loop began; None if its beginning is not known yet."""
+        now = progress_of(self._session)
+        if self._begun is None and self._session is not None and self._session.weights:
+            self._begun = now
+        return None if self._begun is None else now.since(self._begun)
+
+    def stop(self) -> None:
+        """Stop the loop in all workers. Each worker finishes its current iteration."""
+        if not self._stopped and self._session is not None:
+            self._session.exchange(lambda: [Send(COORDINATOR, StopRequested(self._number))])
+        self._stopped = True
+
+    def _has_reached_a_limit(self) -> bool:
+        limits = self.limits
+        if self._now_s() - self._begun_s >= limits.time_s:
+            return True
+        if math.isinf(limits.updates) and math.isinf(limits.samples):
+            return False
+        done = self.done()
+        if done is None:
+            return False
+        if limits.samples < math.inf and done.steps and done.updates and not done.samples:
+            raise UsageError(
+                "epochs(samples=...) cannot count the samples, because no step says how many it has used. Distribute "
+                "a DataLoader with a batch_size, or call optimizer.step(samples=...)."
+            )
+        return done.updates >= limits.updates or done.samples >= limits.samples
+
+    def _now_s(self) -> float:
+        return self._session.now_s if self._session is not None else time.monotonic()
+
+
+_loops: WeakKeyDictionary[Session, Iterator[int]] = WeakKeyDictionary()

@@ -1,0 +1,247 @@
+"""Notices the first forward pass in which a script uses given parameters to compute gradients.
+
+Workers must have the same weights before they compute their first gradients. Until then, a script may edit its
+weights, and may wrap or compile its model. It may also call only a part of the model. So the hook belongs to no
+module: a *global* hook of torch is called before every module's `forward()`, and is removed as soon as it has seen
+the pass that it waits for. A model that is copied, saved or compiled before training therefore contains no hook.
+
+A *dispatch mode* of torch sees each operation. Most modes carry the operations out, such as CUDA's sanitizer and
+`FlopCounterMode`, and a pass in such a mode counts like any other. A few modes of torch itself only record the
+operations or imitate their results.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+
+from .session import OfSession, Session, current
+
+IMITATING = (
+    torch._C._TorchDispatchModeKey.FAKE,
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,
+)
+"""The kinds of dispatch modes that do not carry out the operations, as for `make_fx` and `FakeTensorMode`."""
+
+
+def builds_graph(session: Session) -> bool:
+    """Return True if operations of this session's worker are now recorded in a graph that `backward()` can use."""
+    return torch.is_grad_enabled() and computes(session)
+
+
+def can_compute_gradients(session: Session, module: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
+    """Return True if a module is about to run in this session's worker, and may compute gradients of the parameters.
+
+    Passes without gradients do not count. Neither do those in which torch compiles, traces or imitates operations,
+    because it would record that the weights are replaced.
+    """
+    return builds_graph(session) and _holds(module, parameters)
+
+
+def may_look(session: Session, module: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
+    """Return True if a module with one of the parameters is about to run in this worker, without gradients."""
+    return not torch.is_grad_enabled() and computes(session) and _holds(module, parameters)
+
+
+def computes(session: Session) -> bool:
+    """Return True unless another worker computes, or torch only compiles, traces or imitates operations."""
+    if torch.compiler.is_compiling() or current() is not session:
+        return False
+    return torch._C._get_tracing_state() is None and not imitates()
+
+
+def imitates() -> bool:
+    """Return True if a dispatch mode records or imitates operations instead of carrying them out."""
+    return _get_current_dispatch_mode() is not None and any(map(torch._C._get_dispatch_mode, IMITATING))
+
+
+@contextmanager
+def hidden_from_modes() -> Iterator[None]:
+    """Return a context whose operations no dispatch mode sees.
+
+    For example, selective activation checkpointing counts the operations of a forward pass, and must find the same
+    ones when it repeats the pass.
+    """
+    with ExitStack() as modes:
+        while _get_current_dispatch_mode() is not None:
+            modes.enter_context(_pop_mode_temporarily())
+        yield
+
+
+def _holds(module: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
+    held = {id(parameter) for parameter in module.parameters()}
+    return any(id(parameter) in held for parameter in parameters)
+
+
+# -- A guess at the loss of a script that logs none: the tensor on which it calls `backward()` ---------------
+#
+# The function `torch.autograd.backward` is wrapped during a run; `Tensor.backward` calls it as well. The
+# wrapper changes nothing: it looks at the arguments after the gradients have been computed. What it sees is a
+# guess, and is shown as one, because the tensor may be a scaled loss or one of several. A wrong loss is worse
+# than none. So nothing is guessed any more, for the rest of the run, as soon as the script
+#
+# - calls `backward()` several times between two steps, as with gradient accumulation, whose losses are parts;
+# - trains several parameter sets, or steps with a closure, whose result is the loss;
+# - scales a loss with a `GradScaler` (see `loss_scaling.py`).
+#
+# A call inside of another one, as in activation checkpointing, belongs to the outer one.
+
+BACKWARD = torch.autograd.backward
+
+GUESSING_INTERVAL_S = 0.002
+"""Minimum time between two guesses, because the shortest steps are not much longer than what a guess costs."""
+
+
+class Guess:
+    """What the script of one worker has called `backward()` on since its last step.
+
+    Attributes:
+        computes: True if the script has begun to compute the gradient of the coming step.
+        in_closure: True while the closure of a step runs.
+        in_call: True while gradients are computed.
+    """
+
+    def __init__(self) -> None:
+        self.computes = False
+        self.in_closure = False
+        self.in_call = False
+        self._off = False
+        self._calls = 0
+        self._calls_outside = 0  # those outside of a closure
+        self._loss: float | torch.Tensor | None = None  # of the last call, if it may be a loss
+        self._guessed_s = -math.inf
+
+    def give_up(self) -> None:
+        """Guess no loss any more."""
+        self._off, self._loss = True, None
+
+    def accumulates(self) -> bool:
+        """Return True if the gradient of the step that follows is a sum to which its closure has only added.
+
+        Lightning, for example, divides each of the losses of which it accumulates gradients by their number.
+        """
+        return self._calls_outside > 0
+
+    def take(self, *, usable: bool) -> float | None:
+        """Return the loss of the step that follows; None if it cannot be guessed, or was guessed a moment ago.
+
+        Args:
+            usable: False if the script trains in a way in which the tensor is not the loss.
+        """
+        calls, self._calls, self._calls_outside = self._calls, 0, 0
+        loss, self._loss = self._loss, None
+        if calls > 1 or not usable:
+            self.give_up()
+        return None if loss is None or self._off else read(loss)
+
+    def note(self, session: Session, *arguments: Any, **options: Any) -> None:
+        """Note a call of torch's function by a session's worker, which has computed the gradients."""
+        self.computes = True
+        self._calls += 1
+        self._calls_outside += not self.in_closure
+        if self._off:
+            return
+        self._loss, now_s = None, session.now_s
+        if now_s - self._guessed_s >= GUESSING_INTERVAL_S:
+            self._loss, self._guessed_s = _loss_of(*arguments, **options), now_s
+
+
+guess_of = OfSession(lambda _: Guess())
+"""Returns what the script of a session's worker has called `backward()` on."""
+
+
+def watch_backward() -> None:
+    """Wrap the function of torch, so that the losses of scripts that log none are guessed."""
+    torch.autograd.backward = _backward
+
+
+def unwatch_backward() -> None:
+    """Restore the function of torch."""
+    torch.autograd.backward = BACKWARD
+
+
+def _loss_of(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> float | torch.Tensor | None:
+    """Return the loss if the arguments of `torch.autograd.backward` are those for one; else None."""
+    if type(tensors) is not torch.Tensor:
+        if not isinstance(tensors, Sequence) or len(tensors) != 1 or type(tensors[0]) is not torch.Tensor:
+            return None
+        tensors = tensors[0]
+    if grad_tensors is not None or tensors.numel() != 1:
+        return None
+    return keep(tensors)
+
+
+# -- Keeps `torch.compile` from tracing what talks to servers ------------------------------------------------
+#
+# If a script compiles a function that calls `backward()` and `step()`, torch would trace the functions that
+# these call. This takes half a minute, and all it finds are reasons to stop. Instead, the graph ends before
+# the call, as it does before each method of torch's own that is not traced, and a new graph begins after it.
+#
+# `torch.compiler.disable` imports `torch._dynamo`, which takes as long as importing torch. Nothing is traced
+# before something else has imported it.
+
+
+def untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return a function that does the same, and that `torch.compile` does not trace."""
+    called = function
+
+    @functools.wraps(function)
+    def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        nonlocal called
+        if called is function and "torch._dynamo" in sys.modules:
+            called = torch.compiler.disable(function)
+        return called(*arguments, **options)
+
+    return call
+
+
+@untraced
+@functools.wraps(BACKWARD)
+def _backward(*arguments: Any, **options: Any) -> None:
+    session = current()
+    if session is None or (guess := guess_of(session)).in_call or imitates():
+        BACKWARD(*arguments, **options)
+        return
+    guess.in_call = True
+    try:
+        BACKWARD(*arguments, **options)
+    finally:
+        guess.in_call = False
+    guess.note(session, *arguments, **options)
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+# -- Values of tensors that are read later, so that nobody waits for a device now ----------------------------
+
+
+def keep(tensor: torch.Tensor) -> float | torch.Tensor:
+    """Return the number in a tensor of one element. If it is on another device than the CPU, return a copy there.
+
+    Raises:
+        RuntimeError: the number cannot be read.
+    """
+    if _is_at_hand(tensor):
+        return float(tensor.item())
+    return tensor.detach().clone()
+
+
+def read(kept: float | torch.Tensor) -> float:
+    """Return the number that was kept."""
+    return float(kept.item()) if isinstance(kept, torch.Tensor) else kept
+
+
+def _is_at_hand(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor can be read without waiting, or cannot be copied in the ordinary way."""
+    return tensor.is_cpu or type(tensor) not in (torch.Tensor, torch.nn.Parameter)

@@ -1,0 +1,320 @@
+"""What a report says first: what held a run back, in words, and what would help."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from paceline.look.causes import Evidence, causes_of, headline_of
+from paceline.trace.findings import Handout
+from paceline.trace.report import Cause, LinkTotal, WorkerReport
+
+DIVISIBLE = Handout("static", divisible=True)
+
+
+def worker(index: int, *, awaited_s: float = 0.0, samples: float = 1000, **time_s: float) -> WorkerReport:
+    """A worker with 100 iterations. The names of the times are those of the kinds."""
+    return WorkerReport(
+        worker=index,
+        iterations=100,
+        samples=int(samples),
+        time_s=time_s,
+        awaited_s=awaited_s,
+        fate="finished",
+        machine="10.0.0.2" if time_s.get("transfer", 0.0) > 50.0 else "this machine",
+    )
+
+
+def evidence(*workers: WorkerReport, **others: Any) -> Evidence:
+    known = {"state": "finished", "sync": "bsp", "lockstep": True, "duration_s": 100.0, "end_s": 100.0}
+    known |= {"samples": 4000, "updates": 100, "handout": DIVISIBLE, "program": ("script", "train.py")}
+    known["last_push_s"] = {each.worker: 100.0 - each.time_s.get("idle", 0.0) for each in workers}
+    return Evidence(workers=workers, **{**known, **others})
+
+
+def only(found: tuple[Cause, ...]) -> Cause:
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_a_straggler_is_named_with_the_time_that_the_others_waited_for_it() -> None:
+    others = [worker(index, computing=30.0, waiting=64.0, transfer=3.0) for index in range(3)]
+    known = evidence(*others, worker(3, computing=93.0, transfer=4.0, awaited_s=190.0), run_dir="runs/1")
+    cause = only(causes_of(known))
+    assert cause.words == (
+        "Workers 0 to 2 waited 66 % of their time (192 s together) for worker 3, whose batches take 3.1 times as "
+        "long."
+    )
+    assert cause.lost_s == 192.0
+    assert cause.share == pytest.approx(192 / 388)
+    assert cause.remedies[0].startswith("Try --batch balanced")
+    assert cause.remedies[-1].endswith(
+        "paceline simulate runs/1 --script train.py --sync bsp,asp,elastic-bsp"
+    )
+    assert headline_of(known, [cause]) == (
+        "4 workers trained 4,000 samples in 100 s under bsp (40.0 samples per second). What held the run back most: "
+        "the others waited for 66 % of their time for worker 3, whose batches take 3.1 times as long."
+    )
+
+
+def test_options_are_arguments_for_a_run_that_was_launched_from_python() -> None:
+    others = [worker(index, computing=30.0, waiting=64.0) for index in range(3)]
+    known = evidence(*others, worker(3, computing=93.0, awaited_s=192.0), program=("function",))
+    assert only(causes_of(known)).remedies[0].startswith("Try batch='balanced'")
+
+
+def test_a_worker_with_a_slow_link_is_told_from_one_that_computes_slowly() -> None:
+    known = evidence(
+        worker(0, computing=20.0, waiting=70.0, transfer=1.0),
+        worker(1, computing=20.0, transfer=75.0, awaited_s=70.0),
+        links=(
+            LinkTotal("this machine", "10.0.0.2", 400_000_000),
+            LinkTotal("10.0.0.2", "this machine", 400_000_000),
+        ),
+    )
+    cause = only(causes_of(known))
+    assert cause.words == (
+        "Worker 0 waited 77 % of its time (70 s) for worker 1, whose gradients and weights are on their way for 750 "
+        "ms in each iteration, 75 times as long as those of the others. In each iteration, 8 MB pass between "
+        "10.0.0.2 and this machine (8 MB per second on average)."
+    )
+    assert "--remote-servers 1" in cause.remedies[0]
+    assert cause.remedies[1].startswith("Try --wire bf16")
+    assert "accumulate the gradients" in cause.remedies[2]
+    rounded = structs.replace(known, wire="bf16")
+    assert not any("--wire" in remedy for remedy in only(causes_of(rounded)).remedies)
+    assert "a slow link" in headline_of(known, [cause])
+
+
+def test_transfers_that_slow_all_workers_alike_are_named() -> None:
+    links = (LinkTotal("a", "b", 10_000_000),)
+    known = evidence(*(worker(index, computing=60.0, transfer=30.0) for index in range(2)), links=links)
+    assert only(causes_of(known)).words.startswith(
+        "Gradients and weights were on their way for 33 % of the workers' time (60 s together), 300 ms in each "
+        "iteration."
+    )
+
+
+def test_a_worker_with_more_data_than_the_others_is_named() -> None:
+    others = [worker(index, computing=20.0, idle=60.0, samples=1000) for index in range(2)]
+    known = evidence(*others, worker(2, computing=80.0, samples=4000), handout=Handout())
+    cause = only(causes_of(known))
+    assert cause.words == (
+        "Worker 2 had 4 times as much data as workers 0 and 1 (4,000 samples instead of 1,000), which were idle for "
+        "the last 60 s (60 % of the run)."
+    )
+    assert "paceline.distribute" in cause.remedies[0]
+
+
+def test_equal_shares_for_unequal_workers_are_named() -> None:
+    known = evidence(
+        worker(0, computing=30.0, idle=60.0), worker(1, computing=90.0), sync="asp", lockstep=False
+    )
+    cause = only(causes_of(known))
+    assert cause.words == (
+        "Worker 0 was idle for the last 60 s (60 % of the run), because worker 1 was still working. All of them had "
+        "equal shares of the data, but the batches of worker 1 take 3 times as long."
+    )
+    assert "--split static" in " ".join(cause.remedies)
+
+
+def test_what_the_main_worker_does_after_its_last_step_is_not_training() -> None:
+    known = evidence(
+        worker(0, computing=30.0, outside=60.0),
+        worker(1, computing=30.0, idle=60.0),
+        last_push_s={0: 40.0, 1: 40.0},
+    )
+    words = [cause.words for cause in causes_of(known)]
+    assert any(
+        "went on for 60 s after its last step with something other than training" in each for each in words
+    )
+
+
+def test_workers_that_wait_for_each_other_in_turn_have_no_culprit() -> None:
+    workers = [worker(index, computing=60.0, waiting=30.0, awaited_s=30.0) for index in range(4)]
+    assert "now for one worker, now for another" in only(causes_of(evidence(*workers))).words
+
+
+@pytest.mark.parametrize(
+    ("time_s", "words"),
+    [
+        (
+            {"wasted": 20.0},
+            "Computations of 40 s (20 % of the workers' time) came to nothing, because the sync model ",
+        ),
+        (
+            {"paused": 20.0},
+            "The run paused for 20 % of the workers' time (40 s together), because it had fewer than 2",
+        ),
+        (
+            {"outside": 20.0},
+            "For 20 % of the workers' time (40 s together), the script did something other than",
+        ),
+        (
+            {"transfer": 20.0},
+            "For 20 % of the workers' time (40 s together), gradients and weights were on their way",
+        ),
+    ],
+)
+def test_other_lost_time_is_named(time_s: dict[str, float], words: str) -> None:
+    workers = [worker(index, computing=80.0, **time_s) for index in range(2)]
+    assert only(causes_of(evidence(*workers, restarts=7, shortage="2 workers"))).words.startswith(words)
+
+
+def test_nothing_is_named_if_nothing_stands_out() -> None:
+    known = evidence(*(worker(index, computing=96.0, waiting=2.0, transfer=2.0) for index in range(4)))
+    assert causes_of(known) == ()
+    assert headline_of(known, ()).endswith(
+        "Nothing stands out that held it back: workers computed for 96 % of their time."
+    )
+
+
+def test_what_makes_the_result_doubtful_comes_first() -> None:
+    known = evidence(
+        worker(0, computing=30.0, waiting=60.0),
+        worker(1, computing=90.0, awaited_s=60.0),
+        noticed=("The loss has risen.",),
+        unapplied="Nothing was trained.",
+    )
+    assert [cause.words for cause in causes_of(known)][:2] == ["Nothing was trained.", "The loss has risen."]
+
+
+@pytest.mark.parametrize(
+    ("state", "failure", "words"),
+    [
+        (
+            "failed",
+            "worker 1 failed: ValueError: no\nmore",
+            "The run failed after 100 s: worker 1 failed: ValueError: no. ",
+        ),
+        ("interrupted", "", "The run was interrupted after 100 s. 1 worker trained"),
+        ("cut off", "", "The run was cut off after 100 s: its launcher was killed. 1 worker trained"),
+        ("running", "", "The run has been training for 100 s. 1 worker trained"),
+    ],
+)
+def test_the_headline_says_how_the_run_ended(state: str, failure: str, words: str) -> None:
+    known = evidence(worker(0, computing=99.0), state=state, failure=failure)
+    assert headline_of(known, ()).startswith(words)
+
+
+def test_each_remedy_is_said_once() -> None:
+    others = [worker(index, computing=30.0, waiting=30.0, idle=30.0) for index in range(3)]
+    found = causes_of(evidence(*others, worker(3, computing=90.0, awaited_s=90.0)))
+    assert len(found) == 2
+    said = [re.sub(r"\W+", " ", remedy) for cause in found for remedy in cause.remedies]
+    assert len(said) == len(set(said)) > 0
+
+
+def test_more_busy_processes_than_cores_are_named_before_transfers_are_blamed() -> None:
+    """Four workers, two servers and two cores: pushes take long because each process waits for a core."""
+    workers = [
+        worker(index, computing=60.0, transfer=30.0, waiting=10.0, awaited_s=10.0) for index in range(4)
+    ]
+    known = evidence(*workers, servers=2, cores=2, queued_s=dict.fromkeys(range(4), 40.0))
+    cause = only(causes_of(known))
+    assert cause.words.startswith(
+        "4 workers and 2 servers shared 2 cores, perhaps with other programs: for 40 % of "
+    )
+    assert not any("--servers" in remedy for remedy in cause.remedies)
+    assert headline_of(known, [cause]).endswith(
+        "What held the run back most: 6 busy processes shared 2 cores."
+    )
+    # Workers that never wait for a core, because they sleep or use an accelerator, are not too many.
+    for fewer in (structs.replace(known, queued_s={}), structs.replace(known, cores=8)):
+        [first, *_] = causes_of(fewer)
+        assert "cores" not in first.words
+
+
+def test_a_slow_loader_is_told_from_a_slow_machine() -> None:
+    known = evidence(
+        *(worker(index, computing=30.0, waiting=60.0, loading=1.0) for index in range(2)),
+        worker(2, computing=30.0, loading=61.0, awaited_s=120.0),
+    )
+    cause = only(causes_of(known))
+    assert cause.words == (
+        "Workers 0 and 1 waited 66 % of their time (120 s together) for worker 2, whose script waits for its loader "
+        "for 610 ms in each iteration, 61 times as long as those of the others."
+    )
+    assert cause.remedies[0].startswith("Give the DataLoader more processes")
+    alike = evidence(*(worker(index, computing=60.0, loading=30.0) for index in range(2)))
+    assert only(causes_of(alike)).words.startswith(
+        "For 33 % of the workers' time (60 s together), the script waited for its loader: 300 ms in each iteration."
+    )
+
+
+def test_a_run_without_a_single_cause_says_what_its_workers_did() -> None:
+    """A short run, in which no kind of time has cost a second per worker."""
+    times = {"computing": 0.6, "waiting": 0.9, "transfer": 0.3, "outside": 0.9}
+    known = evidence(*(worker(index, **times) for index in range(4)), duration_s=3.0)
+    assert causes_of(known) == ()
+    assert headline_of(known, ()).endswith(
+        "No single cause stands out: workers computed for 22 % of their time; they waited for others for 33 %, did "
+        "something other than training for 33 %, had messages on their way for 11 %. It was too short to say more."
+    )
+
+
+def test_a_worker_that_evaluates_beside_training_ends_later_and_is_not_called_slow() -> None:
+    """Inside `evaluating`, nobody waits for it, but it makes its own steps later."""
+    known = evidence(
+        worker(0, computing=50.0, outside=45.0),
+        *(worker(index, computing=50.0, idle=45.0) for index in (1, 2)),
+        last_push_s={0: 99.0, 1: 55.0, 2: 55.0},
+    )
+    cause, further = causes_of(known)
+    assert cause.words == (
+        "Workers 1 and 2 were idle for the last 45 s (45 % of the run), because the script of worker 0 did something "
+        "other than training for 45 s longer than theirs, such as evaluating the model, and made its steps later."
+    )
+    assert "snapshot_every_s" in cause.remedies[0]
+    assert not any("--batch" in remedy for each in (cause, further) for remedy in each.remedies)
+
+
+def test_what_a_script_without_a_loader_does_between_two_steps_is_not_called_computing() -> None:
+    """It may compute longer than the others, or evaluate the model: both lie between two steps."""
+    known = evidence(
+        worker(0, computing=90.0, awaited_s=30.0, samples=0),
+        worker(1, computing=60.0, waiting=30.0, samples=0),
+        samples=0,
+        handout=Handout(),
+    )
+    cause = only(causes_of(known))
+    unknown = (
+        "The script distributes no loader, so it is not known how much of this was computing, and how much was "
+        "something else, such as evaluating the model."
+    )
+    assert cause.words == (
+        "Worker 1 waited 33 % of its time (30 s) for worker 0, which takes 1.5 times as long from one step to the "
+        f"next. {unknown}"
+    )
+    assert "paceline.evaluating(model)" in cause.remedies[0]
+    assert "batches" not in cause.words + cause.brief
+    simulated = structs.replace(known, program=())  # the compute times of a cluster are known
+    assert only(causes_of(simulated)).words.endswith("for worker 0, whose batches take 1.5 times as long.")
+
+
+def test_a_script_without_a_loader_is_not_said_to_have_computed_all_the_time() -> None:
+    known = evidence(
+        *(worker(index, computing=98.0, transfer=2.0, samples=0) for index in range(2)),
+        samples=0,
+        handout=Handout(),
+    )
+    assert headline_of(known, causes_of(known)).endswith(
+        "workers spent 98 % of their time between one step and the next. The script distributes no loader, so it is "
+        "not known how much of this was computing, and how much was something else, such as evaluating the model."
+    )
+
+
+def test_an_evaluation_in_all_workers_is_not_that_of_one_and_belongs_in_one() -> None:
+    known = evidence(worker(0, computing=40.0, outside=60.4), worker(1, computing=40.0, outside=59.6))
+    cause = only(causes_of(known))
+    assert cause.words.startswith(
+        "For 60 % of the workers' time (120 s together), the script did something other "
+    )
+    assert "if paceline.is_main():" in cause.remedies[0]
+    alone = evidence(worker(0, computing=40.0, outside=60.0), worker(1, computing=99.0, outside=1.0))
+    cause = only(causes_of(alone))
+    assert "(61 s together, most of it worker 0)" in cause.words
+    assert cause.remedies[0].startswith("Inside paceline.evaluating(model), the other workers need not wait.")

@@ -1,0 +1,145 @@
+"""How a server notices that workers have left: goodbyes, closed connections, and what the coordinator says.
+
+A worker says goodbye to the coordinator and to each server on separate connections, and the end of a connection is
+noticed at different times. So a server may be told of a departure, or be asked for the final weights, before it has
+read the last messages of the workers that have left.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline import DistributedOptimizer
+from paceline.core import messages
+from paceline.core.coordinator import Coordinator
+from paceline.core.layout import Layout, ModelSpec, OptimizerSpec, Parameter
+from paceline.core.messages import Commit, CreateShards, FetchSnapshot, LossSettled, PushesReported, Snapshot
+from paceline.core.requests import COORDINATOR, Apply, Request, Send, server_peer, worker_peer
+from paceline.core.server import Server
+from paceline.run.hub import Caller, Hub
+from paceline.run.server import ServerHost
+from paceline.sync import BSP
+from paceline.sync.schedule import Schedule, ScheduleStep
+from tests.conftest import RunOnThreads
+
+MODEL = ModelSpec(
+    Layout.of([Parameter(("a",), (40,), "float32")]), OptimizerSpec("SGD", ({"lr": 0.1},), (0,)), ()
+)
+
+
+def server_with_a_held_push() -> Server:
+    """Return a server of a run under BSP: worker 0 has pushed with two batches drawn, and worker 1 has not."""
+    server = Server()
+    slices = MODEL.layout.sliced(1, "even")
+    server.handle(COORDINATOR, CreateShards(MODEL, slices, "bsp", (0, 1), 0), 0)
+    server.handle(worker_peer(0), messages.InitialWeights(0), 0)
+    for worker in (0, 1):
+        server.connected(worker, 0)
+    requests = server.handle(worker_peer(0), Commit(0, 0, None, drawn=(2,)), 0)
+    assert not any(isinstance(request, Apply) for request in requests)
+    return server
+
+
+DEPARTURES = {
+    "worker 0 is lost, says the coordinator": lambda s: s.handle(COORDINATOR, messages.WorkerLost(0), 0),
+    "the coordinator asks": lambda s: s.handle(COORDINATOR, FetchSnapshot(0, (0, 1)), 0),
+    "worker 0's connection ends": lambda s: s.disconnected(0, 0),
+    "worker 1 says goodbye": lambda s: s.handle(worker_peer(1), messages.WorkerFinished(), 0),
+}
+
+
+@pytest.mark.parametrize("order", list(permutations(DEPARTURES)), ids=lambda order: ", ".join(order))
+def test_the_final_weights_contain_what_the_departures_cause(order: tuple[str, ...]) -> None:
+    server = server_with_a_held_push()
+    done: list[Request] = []
+    for what in order:
+        done += DEPARTURES[what](server)
+        server.validate()
+        reported = any(isinstance(r, Send) and isinstance(r.message, PushesReported) for r in done)
+        if reported:
+            done += server.handle(COORDINATOR, LossSettled(0, 0, 0), 0)
+    done = [
+        r for r in done if isinstance(r, Apply) or (isinstance(r, Send) and isinstance(r.message, Snapshot))
+    ]
+    assert [type(request) for request in done] == [Apply, Send]
+    assert done[-1] == Send(COORDINATOR, Snapshot(0, 1))
+
+
+def test_the_coordinator_names_all_workers_that_have_left() -> None:
+    core = Coordinator(Schedule((ScheduleStep((BSP(),)),)), workers=3, servers=2, shards=3)
+    for server in (0, 1):
+        core.connected(server_peer(server), 0)
+    for worker in (0, 1, 2):
+        core.connected(worker_peer(worker), 0)
+    core.handle(worker_peer(2), messages.WorkerFinished(), 0)
+    core.disconnected(worker_peer(0), 0)
+    assert core.fetch(2) == [Send(server_peer(0), FetchSnapshot(2, (0, 2)))]
+
+
+def test_a_server_reports_the_pushes_of_a_lost_worker_when_its_connection_has_ended() -> None:
+    server = server_with_a_held_push()
+    report = Send(COORDINATOR, PushesReported(0, 0, (0,), (True,), ((2,),)))
+    assert server.handle(COORDINATOR, messages.WorkerLost(0), 0) == []
+    assert server.disconnected(0, 0) == [report]
+    server = server_with_a_held_push()
+    assert server.disconnected(0, 0) == []
+    assert server.handle(COORDINATOR, messages.WorkerLost(0), 0) == [report]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_server_that_is_asked_for_the_final_weights_first_reads_the_goodbyes(
+    run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    done: set[int] = set()  # workers whose only message from now on is their goodbye
+    asked: list[set[int]] = []  # workers that were expected when a request for the weights arrived
+    answered: list[set[int]] = []  # workers that were expected when it was answered
+    serve, handle, send = Hub._serve, ServerHost._handle_coordinator, ServerHost._send_snapshot
+
+    def serve_later(hub: Hub[Any], peer: Caller, events: int) -> None:
+        if (
+            hub._name.startswith("the coordinator")
+            or peer.index not in done
+            or peer.role != "worker"
+            or asked
+        ):
+            serve(hub, peer, events)
+        else:
+            time.sleep(
+                0.001
+            )  # the server sees at once that there is more to read, and would leave the workers no time
+
+    def note_request(host: ServerHost, message: messages.Message) -> None:
+        if isinstance(message, FetchSnapshot):
+            asked.append(set(host._core.expected))
+        handle(host, message)
+
+    def note_answer(host: ServerHost, peer: Any, index: int) -> None:
+        answered.append(set(host._core.expected))
+        send(host, peer, index)
+
+    monkeypatch.setattr(Hub, "_serve", serve_later)
+    monkeypatch.setattr(ServerHost, "_handle_coordinator", note_request)
+    monkeypatch.setattr(ServerHost, "_send_snapshot", note_answer)
+
+    def train() -> None:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model=model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+        time.sleep(0.2)  # the server may still look for another message after the last push
+        done.add(paceline.worker_index())
+
+    run = run_on_threads(train, workers=2, servers=1, transport=transport)
+    assert asked == [{0, 1}]
+    assert answered == [set()]
+    assert run.state_dict["weight"].item() == 0.0

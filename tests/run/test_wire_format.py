@@ -1,0 +1,575 @@
+"""The option `--wire`: what is rounded on its way between processes, and what is not."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline import DistributedOptimizer, simulate, worker_index
+from paceline.core.layout import EXACT, Layout, Parameter, ShardSlice, WireFormat
+from paceline.core.messages import Commit, PullRepeated, Stage
+from paceline.core.requests import rounds_answer, rounds_push
+from paceline.errors import ConfigurationError
+from paceline.run import worker as worker_module
+from paceline.run.job import describe
+from paceline.run.job_options import make_job
+from paceline.run.worker import WorkerSession
+from paceline.shard.rounding import round_trip
+from paceline.shard.store import Push, Store
+from paceline.shard.vectors import Vectors
+from paceline.sim import Cluster
+from paceline.sync.events import Edit
+from paceline.trace import replay
+from tests.support.live import train as live_training
+
+if TYPE_CHECKING:
+    from tests.conftest import RunOnThreads
+
+Tensors = list[torch.Tensor]
+
+# -- the notation and the rules -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "gradients", "weights", "written"),
+    [
+        ("float32", "float32", "float32", "float32"),
+        ("bf16", "bf16", "bf16", "bf16"),
+        ("gradients=bf16", "bf16", "float32", "gradients=bf16,weights=float32"),
+        ("weights=bf16,gradients=float32", "float32", "bf16", "gradients=float32,weights=bf16"),
+        ("weights=bf16,gradients=bf16", "bf16", "bf16", "bf16"),
+    ],
+)
+def test_each_direction_has_a_format(text: str, gradients: str, weights: str, written: str) -> None:
+    wire = WireFormat.read(text)
+    assert (wire.gradients, wire.weights) == (gradients, weights)
+    assert str(wire) == written
+    assert WireFormat.read(written) == wire
+    assert wire.exact == (text == "float32")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "fp16", "BF16", "bf16,bf16", "gradients=fp16", "grads=bf16", "gradients=bf16,gradients=bf16", "="],
+)
+def test_another_notation_is_refused_before_anything_starts(text: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match="expected 'float32' or 'bf16', or a format for each direction"
+    ):
+        make_job(workers=1, wire=text, run_dir=tmp_path / "run")
+    with pytest.raises(ConfigurationError, match="expected 'float32' or 'bf16'"):
+        simulate(Cluster(compute_s=[1.0]), wire=text)
+    assert not Path(tmp_path / "run").exists()
+
+
+def test_what_is_not_the_usual_exchange_is_not_rounded() -> None:
+    both = WireFormat("bf16", "bf16")
+    edit = Commit(0, 1, edit=Edit(number=0, sole=True))
+    gradient, restart = Commit(0, 1), PullRepeated(0, 1)
+    evaluation, before_edit = PullRepeated(0, 1, restart=False), PullRepeated(0, 1, restart=False, edit=0)
+    assert rounds_push(both, gradient)
+    assert rounds_push(both, Stage(0, (1,)))
+    assert not rounds_push(both, edit)
+    assert rounds_answer(both, gradient)
+    assert rounds_answer(both, restart)
+    assert not any(rounds_answer(both, each) for each in (edit, evaluation, before_edit))
+    for message in (gradient, edit):
+        assert not rounds_push(EXACT, message)
+        assert not rounds_answer(EXACT, message)
+    assert not rounds_push(WireFormat(weights="bf16"), gradient)
+    assert not rounds_answer(WireFormat(gradients="bf16"), gradient)
+
+
+def test_only_float32_counts_half() -> None:
+    layout = Layout.of(
+        [
+            Parameter(("a",), (100,), "float32"),
+            Parameter(("b",), (100,), "float64"),
+            Parameter(("c",), (100,), "bfloat16"),
+            Parameter(("d",), (100,), "float32", set_index=1),
+        ]
+    )
+    [shard] = layout.slice_evenly(1)
+    halved = 4 * (layout.sizes["float32"] + layout.sizes["float32/1"]) // 2
+    assert shard.rounded_bytes == shard.size_bytes - halved
+
+
+# -- live runs, with what the shards get and have -----------------------------------------------------------
+
+
+class Watched:
+    """What the shards of a run have received and what they have held, as flat parameters."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # (worker, iteration) or version -> parameter -> its elements, as far as shards have told them
+        self.pushed: dict[tuple[int, int], dict[int, torch.Tensor]] = defaultdict(dict)
+        self.held: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
+        self._lock = threading.Lock()
+        self._versions: dict[int, int] = defaultdict(int)
+        put, apply = Store.put, Store.apply
+
+        def watched_put(store: Store, worker: int, iteration: int, push: Push) -> None:
+            with self._lock:
+                self._note(self.pushed[worker, iteration], store.bounds, push.gradient)
+            put(store, worker, iteration, push)
+
+        def watched_apply(store: Store, *arguments: Any) -> None:
+            apply(store, *arguments)
+            with self._lock:
+                self._versions[store.bounds.index] += 1
+                self._note(self.held[self._versions[store.bounds.index]], store.bounds, store.weights)
+
+        monkeypatch.setattr(Store, "put", watched_put)
+        monkeypatch.setattr(Store, "apply", watched_apply)
+
+    @staticmethod
+    def _note(found: dict[int, torch.Tensor], bounds: ShardSlice, vectors: Vectors) -> None:
+        for segment in bounds.segments:
+            if segment.dtype in vectors:
+                values = vectors[segment.dtype][segment.start : segment.stop].clone()
+                whole = found.setdefault(segment.parameter, torch.zeros(0, dtype=values.dtype))
+                if len(whole) < segment.offset + len(values):
+                    grown = torch.zeros(segment.offset + len(values), dtype=values.dtype)
+                    grown[: len(whole)] = whole
+                    whole = found[segment.parameter] = grown
+                whole[segment.offset : segment.offset + len(values)] = values
+
+
+def flat(tensors: Mapping[int, torch.Tensor]) -> Tensors:
+    return [tensors[index] for index in sorted(tensors)]
+
+
+def rounded(tensors: Tensors) -> Tensors:
+    return [round_trip({"": tensor})[""] for tensor in tensors]
+
+
+def same(found: Tensors, expected: Tensors) -> bool:
+    return all(
+        torch.equal(one.flatten(), other.flatten()) for one, other in zip(found, expected, strict=True)
+    )
+
+
+class Mixed(nn.Module):
+    """A model with parameters of three dtypes; the largest is sent in several pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.large = nn.Parameter(torch.randn(700_000, generator=generator))
+        self.wide = nn.Parameter(torch.randn(50, generator=generator).double())
+        self.narrow = nn.Parameter(torch.randn(70, generator=generator).bfloat16())
+        self.small = nn.Parameter(torch.randn(3, generator=generator))
+        self.register_buffer("seen", torch.full((5,), 1 / 3))
+
+    def forward(self, worker: int, iteration: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * worker + iteration)
+        total = torch.zeros(())
+        for parameter in self.parameters():
+            factors = torch.randn(parameter.shape, generator=generator)
+            total = total + (parameter.float().square() * factors).sum()
+        return total
+
+
+Steps = list[tuple[Tensors, Tensors]]  # for each iteration, the gradients and the weights after it
+
+
+def training(steps: int = 4, scale: float = 1.0) -> Callable[[], Steps]:
+    def train() -> Steps:
+        model = Mixed()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), model=model)
+        found = []
+        for iteration in range(steps):
+            optimizer.zero_grad()
+            model(worker_index(), iteration).backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                if scale != 1.0:
+                    parameter.grad.mul_(scale)
+            gradients = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+            optimizer.step()
+            found.append((gradients, [parameter.detach().clone() for parameter in model.parameters()]))
+        return found
+
+    return train
+
+
+WIRES = ["bf16", "gradients=bf16", "weights=bf16", "float32"]
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["early", "at once"])
+@pytest.mark.parametrize("transport", ["tcp", "unix"])
+@pytest.mark.parametrize("wire", WIRES)
+def test_shards_get_rounded_gradients_and_workers_rounded_weights(
+    wire: str, transport: str, early: bool, run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "is_here", lambda address: not early)
+    watched = Watched(monkeypatch)
+    run = run_on_threads(training(), workers=2, servers=2, shards=3, transport=transport, wire=wire)
+    wire_format = WireFormat.read(wire)
+    for worker, steps in run.results.items():
+        assert isinstance(steps, list)
+        for iteration, (gradients, weights) in enumerate(steps):
+            sent = rounded(gradients) if wire_format.gradients == "bf16" else gradients
+            assert same(flat(watched.pushed[worker, iteration]), sent)
+            held = flat(watched.held[iteration + 1])
+            assert same(weights, rounded(held) if wire_format.weights == "bf16" else held)
+            assert wire == "float32" or not same(gradients + weights, sent + held)
+    final = [run.state_dict[name] for name, _ in Mixed().named_parameters()]
+    assert same(final, flat(watched.held[4]))  # readers receive what the shards have
+    assert torch.equal(run.state_dict["seen"], torch.full((5,), 1 / 3))
+    for trace in run.traces:
+        assert replay(trace) == []
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_pieces_that_were_sent_early_and_changed_are_rounded_again(
+    scale: float, run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "is_here", lambda address: False)
+    watched = Watched(monkeypatch)
+    run = run_on_threads(
+        training(scale=scale), workers=2, servers=1, shards=2, sync="asp", transport="tcp", wire="bf16"
+    )
+    for worker, steps in run.results.items():
+        assert isinstance(steps, list)
+        for iteration, (gradients, _) in enumerate(steps):
+            assert same(flat(watched.pushed[worker, iteration]), rounded(gradients))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap": "off", "shards": 2},
+        {"slicing": "by-parameter", "shards": 2},
+        {"sync": "ssp:staleness=1"},
+        {"sync": "bsp@0,asp@2"},
+    ],
+    ids=str,
+)
+def test_each_way_of_training_rounds_both_directions(
+    options: dict[str, Any], run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(monkeypatch)
+    run = run_on_threads(training(), workers=2, servers=1, transport="tcp", wire="bf16", **options)
+    for worker, steps in run.results.items():
+        assert isinstance(steps, list)
+        for iteration, (gradients, weights) in enumerate(steps):
+            assert same(flat(watched.pushed[worker, iteration]), rounded(gradients))
+            assert same(weights, rounded(weights))
+    for trace in run.traces:
+        assert replay(trace) == []
+
+
+def test_weights_that_change_while_they_are_sent_arrive_as_they_were(
+    run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are more than a socket holds, and the other workers push meanwhile."""
+    watched = Watched(monkeypatch)
+    run = run_on_threads(
+        training(6), workers=3, servers=1, shards=1, sync="asp", transport="tcp", wire="bf16"
+    )
+    sent = [rounded(flat(held)) for held in watched.held.values()]
+    for steps in run.results.values():
+        assert isinstance(steps, list)
+        for _, weights in steps:
+            assert any(same(weights, version) for version in sent)
+
+
+def test_updates_that_are_too_small_for_rounded_weights_are_not_lost(run_on_threads: RunOnThreads) -> None:
+    """Next to 1, a bfloat16 has steps of 1/256 below and 1/128 above."""
+
+    def train() -> float:
+        model = nn.Linear(4, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=2.0**-12), model=model)
+        for _ in range(40):
+            optimizer.zero_grad()
+            (-model.weight.sum()).backward()
+            optimizer.step()
+        return model.weight[0, 0].item()
+
+    run = run_on_threads(train, workers=2, servers=1, transport="tcp", wire="bf16")
+    assert run.state_dict["weight"].tolist() == [[1 + 40 * 2.0**-12] * 4]
+    assert run.results == {0: 1 + 2.0**-7, 1: 1 + 2.0**-7}
+
+
+# -- edits, evaluations, first weights ----------------------------------------------------------------------
+
+THIRDS = torch.arange(1.0, 301.0) / 3
+
+
+class Vector(nn.Module):
+    """Two parameters whose values no bfloat16 has; updates do not change the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moving = nn.Parameter(THIRDS.clone())
+        self.still = nn.Parameter(-THIRDS)
+
+    def loss(self) -> torch.Tensor:
+        return self.moving.sum() + 0 * self.still.sum()
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+@pytest.mark.parametrize("host", ["live", "simulated"])
+def test_an_edit_is_exact_and_begins_with_exact_weights(
+    sync: str, host: str, run_on_threads: RunOnThreads
+) -> None:
+    """A worker doubles a part of a parameter: neither this part nor the others lose a bit."""
+    seen: dict[int, list[Tensors]] = defaultdict(list)
+
+    def train() -> None:
+        model = Vector()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1 / 1024), model=model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model.loss().backward()
+            optimizer.step()
+        with optimizer.editing(), torch.no_grad():
+            seen[worker_index()].append([each.detach().clone() for each in model.parameters()])
+            model.still[:100] *= 2
+        seen[worker_index()].append([each.detach().clone() for each in model.parameters()])
+
+    if host == "live":
+        state = run_on_threads(
+            train, workers=2, servers=2, shards=2, sync=sync, transport="tcp", wire="bf16"
+        ).state_dict
+    else:
+        cluster = Cluster(compute_s=[1.0, 1.5], servers=2)
+        found = simulate(cluster, sync, train_fn=train, wire="bf16").state_dict
+        assert found is not None
+        state = found
+    expected = -THIRDS
+    expected[:100] *= 2
+    assert torch.equal(state["still"], expected)
+    assert not torch.equal(round_trip({"": expected})[""], expected)
+    for before, after in seen.values():
+        assert torch.equal(before[1], -THIRDS) or torch.equal(before[1], expected)
+        if sync == "bsp":  # every worker pushes its edit, and pulls the edited weights as they are
+            assert torch.equal(after[1], expected)
+            assert torch.equal(before[0], state["moving"])
+            assert torch.equal(after[0], state["moving"])
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+@pytest.mark.parametrize("host", ["live", "simulated"])
+def test_an_evaluation_sees_exact_weights(sync: str, host: str, run_on_threads: RunOnThreads) -> None:
+    def train() -> Tensors:
+        model = Vector()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model=model)
+        found = [model.still.detach().clone()]
+        for _ in range(2):
+            optimizer.zero_grad()
+            model.loss().backward()
+            found.append(model.still.detach().clone())
+            optimizer.step()
+        with paceline.evaluating(model) as snapshot:
+            found.append(snapshot.still.detach().clone())
+        return found
+
+    seen: list[Tensors] = []
+    if host == "live":
+        run = run_on_threads(train, workers=2, servers=1, sync=sync, transport="tcp", wire="bf16")
+        seen = list(run.results.values())  # type: ignore[arg-type]
+    else:
+        simulate(Cluster(compute_s=[1.0, 2.0]), sync, train_fn=lambda: seen.append(train()), wire="bf16")
+    assert len(seen) == 2
+    for before, first, second, evaluated in seen:
+        for exact in (before, first, evaluated):  # the first weights are exact, too
+            assert torch.equal(exact, -THIRDS)
+        assert torch.equal(second, round_trip({"": -THIRDS})[""])
+
+
+@pytest.mark.parametrize("host", ["live", "simulated"])
+def test_parameters_that_are_added_later_begin_with_exact_weights(
+    host: str, run_on_threads: RunOnThreads
+) -> None:
+    def train() -> Tensors:
+        found = []
+        for _ in range(2):  # the second model is an extension
+            model = Vector()
+            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model=model)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model.loss().backward()
+                found.append(model.still.detach().clone())
+                optimizer.step()
+        return found
+
+    seen: list[Tensors] = []
+    if host == "live":
+        run = run_on_threads(train, workers=2, servers=2, shards=3, transport="tcp", wire="bf16")
+        seen = list(run.results.values())  # type: ignore[arg-type]
+    else:
+        simulate(Cluster(compute_s=[1.0, 2.0]), train_fn=lambda: seen.append(train()), wire="bf16")
+    assert len(seen) == 2
+    narrow = round_trip({"": -THIRDS})[""]
+    for one, two, three, four in seen:
+        assert torch.equal(one, -THIRDS)
+        assert torch.equal(three, -THIRDS)
+        assert torch.equal(two, narrow)
+        assert torch.equal(four, narrow)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unix"])
+def test_several_optimizers_round_what_each_pulls(transport: str, run_on_threads: RunOnThreads) -> None:
+    """The weights of a set change only in the steps of its optimizer."""
+
+    def train() -> list[bool]:
+        one, two = Vector(), Vector()
+        first = DistributedOptimizer(torch.optim.SGD(one.parameters(), lr=0.0), model=one)
+        second = DistributedOptimizer(torch.optim.SGD(two.parameters(), lr=0.0), model=two)
+        narrow = round_trip({"": -THIRDS})[""]
+        found = []
+        for optimizer in (first, second):
+            first.zero_grad()
+            second.zero_grad()
+            (one.loss() + two.loss()).backward()
+            optimizer.step()
+            found += [torch.equal(model.still, narrow) for model in (one, two)]
+        return found
+
+    run = run_on_threads(train, workers=2, servers=2, transport=transport, wire="bf16")
+    assert run.results == {worker: [True, False, True, True] for worker in range(2)}
+
+
+@pytest.mark.parametrize("near", [False, True], ids=["another machine", "the machine of the servers"])
+def test_a_worker_that_joins_late_begins_with_exact_weights(
+    near: bool, run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the machine of the servers, it shares its memory with them, so nothing is rounded later, either."""
+    if not near:
+        monkeypatch.setattr(worker_module, "is_here", lambda address: False)
+    first: dict[int, torch.Tensor] = {}
+    await_first_weights = WorkerSession.await_first_weights
+
+    def watched(session: WorkerSession) -> None:
+        await_first_weights(session)
+        first[session.worker] = session.weights["float32"].clone()
+
+    monkeypatch.setattr(WorkerSession, "await_first_weights", watched)
+    stepped, joined = threading.Event(), threading.Event()
+    after: list[Tensors] = []
+
+    def train() -> None:
+        index = paceline.worker_index()
+        model = Vector()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1 / 1024), model=model)
+        for step in range(4):
+            optimizer.zero_grad()
+            model.loss().backward()
+            optimizer.step()
+            if index:
+                after.append([each.detach().clone() for each in model.parameters()])
+                joined.set()
+            elif step == 2:
+                stepped.set()
+                assert joined.wait(60.0)
+
+    run_on_threads(train, late=stepped, servers=2, sync="asp", wire="bf16")
+    size = len(THIRDS)
+    offset = Layout.of([Parameter((name,), (size,), "float32") for name in ("moving", "still")]).offsets[1]
+    for weights in first.values():
+        assert torch.equal(weights[offset : offset + size], -THIRDS)
+    moved = first[1][:size]  # by the updates of worker 0
+    assert not torch.equal(moved, THIRDS)
+    assert not torch.equal(moved, round_trip({"": moved})[""])
+    for _, still in after:
+        assert torch.equal(still, -THIRDS if near else round_trip({"": -THIRDS})[""])
+
+
+# -- shared memory ------------------------------------------------------------------------------------------
+
+
+def test_between_processes_that_share_memory_nothing_is_rounded(
+    run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(monkeypatch)
+    run = run_on_threads(training(), workers=2, servers=2, transport="shm", wire="bf16")
+    for worker, steps in run.results.items():
+        assert isinstance(steps, list)
+        for iteration, (gradients, weights) in enumerate(steps):
+            assert same(flat(watched.pushed[worker, iteration]), gradients)
+            assert same(weights, flat(watched.held[iteration + 1]))
+
+
+@pytest.mark.parametrize("wire", ["bf16", "float32"])
+def test_a_format_that_has_no_effect_is_said(wire: str, tmp_path: Path) -> None:
+    job = make_job(workers=1, servers=1, transport="shm", wire=wire, run_dir=tmp_path / "run")
+    assert ("bf16 has no effect" in describe(job)["wire"]) == (wire == "bf16")
+    assert bool(job.wire_in_vain) == (wire == "bf16")
+    over_tcp = make_job(workers=1, servers=1, transport="tcp", wire=wire, run_dir=tmp_path / "other")
+    assert over_tcp.wire_in_vain == ""
+    assert wire in describe(over_tcp)["wire"]
+
+
+# -- in virtual time ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_simulation_trains_as_a_live_run_does(wire: str, run_on_threads: RunOnThreads) -> None:
+    cluster = Cluster(compute_s=[1.0, 2.0], servers=2)
+    seen: dict[int, Steps] = {}
+    simulated = simulate(
+        cluster,
+        train_fn=lambda: seen.update({worker_index(): training()()}),
+        shards=3,
+        wire=wire,
+    )
+    run = run_on_threads(training(), workers=2, servers=2, shards=3, transport="tcp", wire=wire)
+    assert simulated.state_dict is not None
+    assert simulated.wire == wire if "=" not in wire else simulated.summary["wire"].startswith("gradients=")
+    for name, value in run.state_dict.items():
+        assert torch.equal(simulated.state_dict[name], value), name
+    for worker, steps in run.results.items():
+        assert isinstance(steps, list)
+        for (_, live), (_, virtual) in zip(steps, seen[worker], strict=True):
+            assert same(live, virtual)
+
+
+@pytest.mark.parametrize(
+    ("wire", "push", "pull"),
+    [("float32", 1.0, 1.0), ("bf16", 0.5, 0.5), ("gradients=bf16", 0.5, 1.0), ("weights=bf16", 1.0, 0.5)],
+)
+def test_half_as_many_bytes_are_simulated(wire: str, push: float, pull: float) -> None:
+    cluster = Cluster(compute_s=[1.0, 1.0], servers=2, size_bytes=8_000_000, bandwidth_bps=100e6)
+    result = simulate(cluster, iterations=10, wire=wire)
+    sent = result.bytes_by_kind
+    assert sent["push"] == pytest.approx(20 * 8e6 * push, rel=1e-3)
+    assert sent["pull"] == pytest.approx(20 * 8e6 * pull, rel=1e-3)
+    # Both workers send 8 MB over the links of the servers, 4 MB to each, and receive as much.
+    assert result.time_s == pytest.approx(10 * (1 + 0.64 * (push + pull)), rel=0.05)
+
+
+# -- runs in processes of their own ---------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_a_run_that_shares_memory_says_that_the_format_has_had_no_effect(mark: str) -> None:
+    result = paceline.launch(live_training(), args=(3,), workers=1, servers=1, transport="shm", wire="bf16")
+    assert result.summary["wire"] == "bf16"
+    assert any("--wire bf16 had no effect" in finding for finding in result.summary["findings"])
+
+
+@pytest.mark.processes
+def test_a_run_over_tcp_rounds_and_its_settings_name_the_format(mark: str, tmp_path: Path) -> None:
+    result = paceline.launch(
+        live_training(),
+        args=(3,),
+        workers=2,
+        servers=1,
+        transport="tcp",
+        wire="gradients=bf16",
+        run_dir=tmp_path / "run",
+    )
+    assert result.summary["wire"] == "gradients=bf16,weights=float32"
+    assert not any("--wire" in finding for finding in result.summary["findings"])
+    assert '"--wire"' in (tmp_path / "run" / "run.json").read_text()

@@ -1,0 +1,45 @@
+"""The programs that are executed for a run all start in one place."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline.start.processes.program import execute, main_of
+from paceline.wire.secure import VARIABLE
+
+SOURCE = Path(paceline.__file__).parent
+STARTS = re.compile(
+    r"\b(subprocess\.(Popen|run|call|check_\w+)\(|os\.(exec|spawn|posix_spawn|system|popen)\w*\()"
+)
+
+
+def test_programs_are_started_in_one_file() -> None:
+    """Fork servers fork, and pools of processes are Python's."""
+    starting = {
+        str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if STARTS.search(path.read_text())
+    }
+    assert starting == {"start/processes/program.py"}
+
+
+def test_a_program_gets_neither_the_secret_nor_modules_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "secrets.py").write_text("raise SystemExit('the wrong module')")
+    monkeypatch.setenv(VARIABLE, "a secret")
+    program = f"import os, secrets, sys; print({VARIABLE!r} in os.environ, sys.argv[1:])"
+    with execute(["-c", program, "one"], stdout=subprocess.PIPE, cwd=tmp_path) as started:
+        assert started.communicate()[0] == b"False ['one']\n"
+    assert started.returncode == 0
+
+
+def test_the_main_function_of_a_module_gets_the_arguments_that_follow(tmp_path: Path) -> None:
+    """Wherever the package lies: Python itself is told nothing of it."""
+    words = [*main_of("paceline.cli"), "--version"]
+    environment = {"PYTHONPATH": ""}
+    with execute(words, environment=environment, stdout=subprocess.PIPE, cwd=tmp_path) as started:
+        assert started.communicate()[0].decode() == f"paceline {paceline.__version__}\n"
