@@ -968,6 +968,7 @@ class Coordinator:
             requests += self._announce_main()
         if self.quorum.short:
             requests.append(Send(worker_peer(worker), Paused()))
+        # A run resumes before the newcomer has weights: under BSP, these may wait for a push of a paused worker.
         return requests + self.quorum.pause_or_resume() + self._end_join(now_ticks)
 
     def _end_join(self, now_ticks: int) -> list[Request]:

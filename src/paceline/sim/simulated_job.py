@@ -3,6 +3,15 @@
 The cores are the same as in a live run (see `paceline.core`). This module sends the messages through the simulated
 network, without encoding them, and advances virtual time. A `Driver` determines what a worker does between messages:
 compute a gradient, or only let time pass.
+
+Events at the same tick have a fixed order, which follows from the order in which they are scheduled (see `kernel`):
+
+- Workers begin in the order of their indices. Of computations that end at the same tick, the one that began earlier
+  ends first; if they began at the same tick, the one whose worker received its last answer first.
+- A message without latency arrives at the same tick, but after all events that were already scheduled for it.
+- A worker sends its push to the shards in descending order, and then its report to the coordinator. A shard sends the
+  answers that one event releases in the order of the actions of its sync model.
+- Timers come last, in the order in which they were set. What is sent while a timer is handled precedes the next one.
 """
 
 from __future__ import annotations

@@ -97,7 +97,11 @@ class DeviceQueue(Protocol):
         ...
 
     def keep_close(self) -> None:
-        """Wait on the host until all computations that were started before the call before this one have ended."""
+        """Wait on the host until all computations that were started before the call before this one have ended.
+
+        While a computation may be aborted, this is called at each hook: what a device has been given cannot be taken
+        back.
+        """
         ...
 
     def register(self, memory: Sequence[torch.Tensor], *, only_read: bool) -> Callable[[], None]:
