@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it contains, and the sizes and checksums by which a damaged one is recognized.
+"""The manifest of a checkpoint, by which a damaged one is recognized, the names of directories, and a limit of rate.
 
 The manifest is written last. So a checkpoint without a manifest is not complete. Whoever can write a checkpoint can
 also sign it, so a manifest that names files outside of its directory is refused like a damaged one.

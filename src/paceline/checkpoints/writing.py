@@ -7,7 +7,7 @@
     Draft.finish    adds the small files, waits for the disk, writes the manifest, and renames the directory to NUMBER
 
 So each byte is written once, nothing is put together in memory, and a checkpoint is complete or absent. What earlier
-writers of the same lineage have left is removed, and nothing else (see `directory`). All functions wait for the disk.
+writers of the same lineage have left is removed, and nothing else (see `manifest`). All functions wait for the disk.
 Call them in a thread or a process of their own, never in an event loop.
 """
 

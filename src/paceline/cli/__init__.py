@@ -9,6 +9,8 @@ The commands parse options, call the library and print results. Exit codes:
 - 130: the command was interrupted by Ctrl-C, and all processes have ended.
 - 143, 129 or 131: the command was terminated by SIGTERM, SIGHUP or SIGQUIT, and all processes have ended.
 
+Read first: `run`, whose options come from `options`.
+
 Imports from `errors`, `files`, `trust`, `words`, `sync`, `core`, `trace`, `wire`, `settings`, `run`, `look`,
 `sim`, `start`, `lab` and `studies`.
 """

@@ -1,4 +1,4 @@
-"""`paceline report`: the report of runs as a page, and in short in the terminal."""
+"""Commands about runs that exist: `paceline report`, `paceline replay` and `paceline status`."""
 
 from __future__ import annotations
 

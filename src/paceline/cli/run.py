@@ -1,4 +1,4 @@
-"""`paceline run` and `paceline demo`: training in several processes."""
+"""Commands that train: `paceline run` and `demo` on this machine, `serve` and `join` on several."""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ expected to shorten the time of the slowest worker by more than the uncertainty 
 
 An accelerator compiles or tunes its programs again for each new size of a batch. So the sizes of a worker on an
 accelerator are multiples of a step (see `in_steps`), and the other workers take what remains of the joint batch.
+
+`LeaseSizes` decides how many batches a worker receives at a time, and of which sizes.
 """
 
 from __future__ import annotations

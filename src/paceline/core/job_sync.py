@@ -1,7 +1,7 @@
 """The coordinator's part of the sync model: it runs the coordinator's state machine and publishes model changes.
 
 Only one change is in progress at a time: the next change is published when the current one is complete at all shards
-(see `shard_sync`). The current change is known to be complete once a worker that has passed the boundary starts its
+(see `core.shard`). The current change is known to be complete once a worker that has passed the boundary starts its
 next iteration, because every shard has then answered that worker. If all workers that have passed the boundary are
 lost before then, it is unknown which shards have changed, and the change is published again to all workers.
 

@@ -1,4 +1,7 @@
-"""The samples of a joint batch: those that one push of each live worker would contain."""
+"""What all workers have in common: the joint batch, their calls, the norm of a joint gradient, and their shares.
+
+The samples of a joint batch are those that one push of each live worker would contain.
+"""
 
 from __future__ import annotations
 

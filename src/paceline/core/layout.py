@@ -1,4 +1,7 @@
-"""The layout of parameters in flat vectors, and the slicing of those vectors into shards.
+"""The layout of parameters in flat vectors, their slicing into shards, and the servers of these shards.
+
+It also contains what follows from the layout: the description of a model, as processes send it to each other, the
+format in which values travel (`--wire`), and what a shard's optimizer state consists of.
 
 This module contains only arithmetic and does not import torch. A *parameter set* consists of the parameters that one
 optimizer of the script trains. The parameters of a set are placed one after another in one flat vector per dtype, and

@@ -2,6 +2,8 @@
 
 The order of an epoch is a permutation of the items of a dataset. Every worker can compute it from the run's seed and
 the number of the epoch. So the coordinator and the workers exchange *positions* in the order, not indices of items.
+
+In the worker, `Drawn` decides which of the batches that a script has drawn belong to its next push.
 """
 
 from __future__ import annotations

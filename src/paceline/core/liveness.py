@@ -1,4 +1,6 @@
-"""Decides which machines and workers no longer take part in a run, although no connection has ended.
+"""Who is alive, and since when a run waits for whom: heartbeats, clocks of other machines, traffic, and patience.
+
+The first part decides which machines and workers no longer take part in a run, although no connection has ended.
 
 Each machine's *agent*, a process that trains nothing, sends a heartbeat every `HEARTBEAT_S`, and another one as soon
 as the state of one of its processes changes. There are two kinds of verdicts:

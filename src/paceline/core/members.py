@@ -1,4 +1,4 @@
-"""The members of a run: which workers are expected, which take part, and which are gone.
+"""The members of a run: its workers and servers, how many it needs, the main worker, and how a worker is lost.
 
 A worker has an index. When it is gone and has not finished its work, another worker may join with this index. It is
 the next *incarnation* of the worker, and what an earlier one still sends is refused. Every index is in one of three

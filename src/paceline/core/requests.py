@@ -1,4 +1,4 @@
-"""The requests that a core returns to its host.
+"""The requests that a core returns to its host, and the class `Host`, which carries them out.
 
 For every message, a core returns a list of requests, which the host must carry out in order. In particular, the
 weights in each answer must include all updates that precede the answer in the list, and no later update.

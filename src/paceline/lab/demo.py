@@ -1,4 +1,7 @@
-"""Handwritten digits: the data, a small network, and the training function that every worker runs.
+"""The demo: sync models are compared in live runs that train on handwritten digits (`paceline demo`).
+
+The first part has the data, a small network, and the training function that every worker runs. Then come the settings
+that are compared, a run with one of them, and the comparison.
 
 The 1,797 images of 8 x 8 pixels are part of scikit-learn, so nothing is downloaded. The launcher loads the images and
 passes them to the workers as tensors, so workers do not import scikit-learn.

@@ -1,8 +1,8 @@
 """Rankings of sync models on a cluster.
 
 Each model is simulated for the same virtual time. The simulations cover timing only: how many gradients are computed,
-how stale they are, and how long workers wait. To find out how staleness affects the loss, train a model; see the
-module `training` in this package.
+how stale they are, and how long workers wait. To find out how staleness affects the loss, train a model; see
+`paceline simulate --script`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One recommendation, with its reason, from the figures of simulations. Nothing here simulates or reads anything.
+"""One recommendation, with its reason, from the figures of simulations.
 
 What leaves the result of training as it is comes first: balanced batches, and more servers if transfers take much of
 the time. Models with another effect on the result (see `sync.model`) are recommended together with this effect and

@@ -1,4 +1,4 @@
-"""A small HTTP server for a few readers, which strangers can neither fill nor keep busy. h11 parses the requests.
+"""A small HTTP server for a few readers, which strangers can neither fill nor keep busy, and who may read what.
 
 A connection belongs to a *stranger* until a request on it has shown the token; from then on to a *guest*. If there is
 no token, all are strangers. These limits hold:

@@ -1,4 +1,4 @@
-"""The summary of a run as pairs of short texts, which `paceline run` prints."""
+"""The summary of a run as pairs of short texts, which `paceline run` prints, and plots of loss and accuracy."""
 
 from __future__ import annotations
 

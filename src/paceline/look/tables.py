@@ -1,4 +1,4 @@
-"""A table and pictures that compare sync models on one cluster: speed, staleness, and the workers' use of time."""
+"""Tables in the terminal, and tables and pictures that compare sync models or runs."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def state_vectors(
         optimizer: name of the optimizer's class in `torch.optim`.
         groups: hyper-parameters of each parameter group. The group that needs the most vectors determines the result.
         dtypes: dtypes of the parameters.
-        fractions: True if the optimizer takes fractions of steps, for which copies are needed (see `fractional`).
+        fractions: True if the optimizer takes fractions of steps, for which copies are needed (see `slice_optimizers`).
 
     Example:
         >>> state_vectors("SGD", [{"momentum": 0.9}], ["float32"])

@@ -1,6 +1,6 @@
 """Connection management for the event loops of the *hosts*, which are the servers and the coordinator.
 
-A peer is accepted when its first message contains the run's token. Until then it is a *stranger* (see `strangers`):
+A peer is accepted when its first message contains the run's token. Until then it is a *stranger* (see `listener`):
 only a small greeting and at most one descriptor are received from it, and nothing is sent to it. A stranger is
 dropped if it remains silent for too long, and is dropped earlier if other peers are waiting to connect.
 

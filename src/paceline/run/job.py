@@ -1,4 +1,7 @@
-"""The configuration of a run, which is passed to each of its processes. See `job_options` for its validation."""
+"""The configuration of a run, which is passed to each of its processes, its description, and its devices.
+
+`job_options` checks what depends on several settings.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The one port on which a machine listens for all of its processes.
+"""The one port on which a machine listens for all of its processes, and the limits for callers without the token.
 
 Each connection begins with a preface, which names the process that it is for (see `wire.preface`). The listener reads
 exactly the preface, and passes the socket on to this process, which does everything else. So the listener holds
 no secret, and a process does not notice the connections that never send a preface. Their number and lifetime are
-limited as those of all strangers are (see `strangers`).
+limited as those of all strangers are (see `PendingConnections`).
 
 The listener has a thread of its own, and never waits for a process. If a process has ended, or does not keep up, the
 connection is refused, and the client is told why.

@@ -1,7 +1,8 @@
-"""The reader, a client that pulls snapshots of the weights and never pushes.
+"""Clients that read from a run and never push: snapshots, the state of the job, what a worker needs, final weights.
 
-A reader connects directly to the servers and never blocks a worker. All weights of one shard have the same version,
-but different shards may have different versions. A snapshot contains the version of each shard.
+A *reader* pulls snapshots of the weights. It connects directly to the servers and never blocks a worker. All weights
+of one shard have the same version, but different shards may have different versions. A snapshot contains the version
+of each shard.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The traces of servers on other machines, which these servers send at the end of a run.
+"""Files that a run writes while it goes on: traces and records in segments, metrics, and logs.
 
-The coordinator writes each trace to the run directory as it arrives, and gives the file its name when it is complete.
-So a file that a server has written to the same directory, which several machines may share, stays complete as well.
+Servers on other machines send their traces at the end of a run. The coordinator writes each of them to the run
+directory as it arrives, and gives the file its name when it is complete. So a file that a server has written to the
+same directory, which several machines may share, stays complete as well.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The connections of a worker, which carry out the requests of its core and pass on what arrives.
+"""The connections of a worker, its memory, and how weights and gradients get from one to the other.
+
+The connections carry out the requests of the core, and pass on what arrives.
 
 What the coordinator and the servers send goes to the core, `paceline.core.worker`. The table `handlers` names the
 messages of servers that something else handles. The table `targets` names the messages that have a payload.

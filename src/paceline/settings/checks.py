@@ -1,4 +1,7 @@
-"""The checks of settings. Each is a `setting.Check`, or returns one."""
+"""The checks of settings, what a row of their table contains, and how TOML files of users are read.
+
+A check of a setting is a `Check`, or a function that returns one.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The tensors of a shard: weights, optimizer state, pushed gradients and model buffers.
 
-It knows flat vectors and PyTorch's optimizers, and nothing of workers, of the order of pushes, or of sockets.
+It knows flat vectors and PyTorch's optimizers: which of them can run on slices, and how. Who may push, in which order
+pushes are applied, and how they travel is not known here.
 
-Read first: `store`.
+Read first: `store`, then `slice_optimizers`.
 
 Imports from `errors`, `files`, `sync` and `core`.
 """

@@ -1,4 +1,4 @@
-"""The optimizers that can run on slices of the parameters, and their hyper-parameters as plain data.
+"""The optimizers that can run on slices of the parameters, and their hyper-parameters and states as plain data.
 
 A shard holds an arbitrary slice of the flat vector, so only *elementwise* optimizers, which update each element
 independently, give the same result on slices as on whole tensors. `ELEMENTWISE` lists torch's elementwise optimizers,

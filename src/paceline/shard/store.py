@@ -1,5 +1,7 @@
 """The tensors of one shard: its slice of the weights, the user's optimizer on that slice, and the stored pushes.
 
+Below are the tensors that belong to no shard: buffers, snapshots of the model, and files with frozen parameters.
+
 A store carries out requests from a server's core (see `paceline.core.requests`): it applies, discards or
 copies pushes, each identified by (worker, iteration). A store does not depend on sync models, processes or time. A
 simulation without gradients uses a `NullStore` instead.

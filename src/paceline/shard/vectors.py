@@ -1,4 +1,4 @@
-"""Flat vectors of weights or gradients, one per dtype, and views of their parts."""
+"""Tensors as plain data: flat vectors and views of their parts, hashes of frozen parameters, buffers as bytes."""
 
 from __future__ import annotations
 

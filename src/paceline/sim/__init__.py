@@ -11,6 +11,8 @@
 >>> simulate(Cluster(compute_s=[1.0, 1.0, Uniform(low=2.0, high=4.0)]), "ssp:staleness=3").updates
 300
 
+Read first: `simulate`, then `simulated_job`, the host of the cores in virtual time. `virtual_training` adds gradients.
+
 Imports from `errors`, `files`, `sync`, `core`, `trace`, `shard`, `settings` and `train`.
 """
 

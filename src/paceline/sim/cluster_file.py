@@ -25,7 +25,7 @@
     workers = [28, 29, 30, 31]
     bandwidth = "1 Gbit/s"
 
-In place of `[[workers]]`, `delays = "delays.csv"` names a file of measured compute times (see `delays`).
+In place of `[[workers]]`, `delays = "delays.csv"` names a file of measured compute times (see `times`).
 
 Every quantity is a string with a unit, or a number in base units (seconds, bytes, bits per second, or fractions from
 0 to 1). A string without a unit, such as "400", is refused: whoever writes it may mean milliseconds.

@@ -1,7 +1,8 @@
-"""The program `paceline serve` as a child: a process that a scheduler has started also serves the job.
+"""The programs beside a run: `paceline serve` as a child, the digest of traces, simulations, and the display elsewhere.
 
-The child ignores SIGTERM, and so do the servers, which inherit this: schedulers send the signal to all processes at
-once, and the servers must receive what the workers push before they leave. The parent decides when the child ends.
+A process that a scheduler has started also serves the job, in a child. The child ignores SIGTERM, and so do the
+servers, which inherit this: schedulers send the signal to all processes at once, and the servers must receive what the
+workers push before they leave. The parent decides when the child ends.
 """
 
 from __future__ import annotations
@@ -291,7 +292,7 @@ class Rehearsals:
             log.warning("a simulation for --sync auto has failed: %s", errors.decode(errors="replace"))
 
 
-# -- The process that shows a run elsewhere while it goes on (see `paceline.outlets`), as the launcher starts it
+# -- The process that shows a run elsewhere while it goes on (see `look.show_process`), as the launcher starts it
 
 # Maximum time to wait until everything is written and every open page has been told that the run has ended.
 END_TIMEOUT_S = 20.0

@@ -1,8 +1,7 @@
-"""Joining a run: a machine connects to the coordinator, and offers to run some workers, and perhaps some servers.
+"""Joining a run: a machine offers to run some workers, and perhaps some servers, and its agent looks after them.
 
 The coordinator replies with their indices and the configuration of the run. From then on, they are processes as in a
-run on one machine, except that the coordinator and other processes are on other ones. The agent of the machine looks
-after them (see `agent`).
+run on one machine, except that the coordinator and other processes are on other ones.
 
 A machine that brings servers listens on one port for all of them, as the machine that serves the run does. The run
 cannot continue without them. So when such a machine loses its connection, it does not join again. Other machines do,
@@ -143,7 +142,7 @@ def join(
 ) -> Joined:
     """Run processes on this machine for a run whose coordinator listens at `address`, until they have ended.
 
-    Workers that are taken out of the run join it again (see `rejoining`).
+    Workers that are taken out of the run join it again (see `start.local`).
 
     Args:
         address: address of the coordinator, for example "tls:10.0.0.1:29600".

@@ -1,4 +1,4 @@
-"""Functions that run a training function or a script in several workers and return the result."""
+"""`launch`, which runs a training function or a script in several workers, and the engines that place the workers."""
 
 from __future__ import annotations
 
@@ -186,13 +186,13 @@ def _source_of(function: Callable[..., object]) -> str:
 
 # -- The engines of `launch`: where the processes of a run are placed, and how the launcher hears of their end
 #
-# The local engine starts all processes on this machine (see `live_run.local`). Any other engine places
-# *programs* on machines: one that serves the run (see `live_run.run`), and one for each worker, which joins
-# it (see `clusters.join`). Each program starts the processes of its machine as the local engine does, and
+# The local engine starts all processes on this machine (see `start.local`). Any other engine places
+# *programs* on machines: one that serves the run (see `start.run`), and one for each worker, which joins
+# it (see `start.join`). Each program starts the processes of its machine as the local engine does, and
 # tells the coordinator how they end. So such an engine knows nothing of servers and workers; it only places
 # its programs again if they end too early.
 #
-# A scheduler that starts the programs by itself, such as Slurm, needs no engine (see `clusters.scheduled`).
+# A scheduler that starts the programs by itself, such as Slurm, needs no engine (see `start.schedulers`).
 
 
 class Asked(NamedTuple):
@@ -279,7 +279,7 @@ class Local(Engine):
 
 
 class OnRay(Engine):
-    """A Ray cluster places the workers, and the coordinator together with the servers. See `clusters.ray_run`."""
+    """A Ray cluster places the workers, and the coordinator together with the servers. See `start.ray`."""
 
     name = "ray"
 

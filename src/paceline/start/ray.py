@@ -3,7 +3,7 @@
 The driver asks Ray for one placement group, with a bundle of resources for the coordinator and the servers, and one
 for each of the least number of workers: Ray reserves all of them or none. Each further worker is a request of its
 own, which Ray fulfills when there are resources, perhaps because it has added a node. On each place, a thin actor
-starts a program (see `ray_host`), which serves the run or joins it. Everything else is as in a run that `paceline
+starts a program (see `ray_program`), which serves the run or joins it. Everything else is as in a run that `paceline
 serve` and `paceline join` have started: the actors take no part in it.
 
 If an actor dies, or its worker is lost or leaves, the driver requests the place again, and the worker joins as a new

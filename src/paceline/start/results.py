@@ -1,4 +1,4 @@
-"""The results of a run: the weights and the summary.
+"""The results of a run: weights, summary, `run.json`, snapshots and report, and what a resumed run keeps of them.
 
 The weights are saved first, so that they are not lost if a later step fails. A failure to write another file does not
 make the run fail.

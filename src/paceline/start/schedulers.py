@@ -1,4 +1,4 @@
-"""What a scheduler has written into the environment of a process: the place of the process in a job.
+"""Processes that a scheduler has started: the place of each in the job, and how it joins or serves the job.
 
 A scheduler starts the same command several times, on one or more machines, and tells the processes apart by their
 environment. Each function here reads the variables of one scheduler and returns a `JobPlace`; `ENVIRONMENTS` lists

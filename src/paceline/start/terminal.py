@@ -2,7 +2,7 @@
 
 Every process writes to its log. The output of worker 0 is also shown. If another worker becomes the main worker, its
 output is shown from then on, too. If the launcher writes to a terminal, worker 0 has a terminal as well (see
-`terminal`); all other processes, and worker 0 otherwise, write to pipes.
+below); all other processes, and worker 0 otherwise, write to pipes.
 """
 
 from __future__ import annotations

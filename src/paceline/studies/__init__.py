@@ -1,13 +1,11 @@
 """Studies: sync models compared on simulated clusters, with seeds, intervals, tables and figures.
 
+- `study`: all of it, from a description to a folder of results. Read it first.
 - `description`: what a study consists of, read from a TOML file or from Python.
-- `generators`: kinds of clusters by name and number of workers.
-- `trained`, `problems`: what is trained: functions, scripts, and the problems that come with Paceline.
-- `cells`: the runs of a study. `work`: makes those that are missing, in several processes or on Ray.
-- `plan`: which cells there are, and which hyper-parameters are chosen.
-- `statistics`, `curves`: pure functions of numbers. `results`: what the cells say.
-- `tables`, `pages`, `figures`: what is written.
-- `study`: all of it, from a description to a folder of results.
+- `trained`: what is trained: functions, scripts, and the problems that come with Paceline.
+- `cells`: the runs of a study, and which hyper-parameters are chosen. `lab.pool` carries them out.
+- `results`: what the cells say. `statistics`: pure functions of numbers and curves.
+- `pages`, `figures`: what is written.
 
 Imports from `errors`, `files`, `words`, `sync`, `core`, `trace`, `settings`, `train`, `run`, `look`, `sim` and
 `lab`.

@@ -1,4 +1,4 @@
-"""`summary.md`: what a study says, in a page that can be read without the figures."""
+"""What a study writes besides its figures: the page `summary.md`, and tables for programs and papers."""
 
 from __future__ import annotations
 

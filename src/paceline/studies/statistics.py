@@ -1,4 +1,4 @@
-"""Intervals for differences between runs, Holm's correction, and ranks. Everything here is a pure function.
+"""Pure functions of the results of runs: intervals for their differences, Holm's correction, ranks, and curves.
 
 A run that ends before it reaches its target is *censored*: it is known only that it would have taken longer. Censored
 times are neither left out nor replaced by the time at which the run ended. A ratio belongs to the interval of

@@ -9,6 +9,8 @@ SSP(staleness=4)
 >>> str(ElasticBSP())
 'elastic-bsp:lookahead=15'
 
+Read first: `events`, then `model` (the interface) and `ssp`, a model in fifty lines.
+
 Imports from `errors`, `state` and `zipline`.
 """
 

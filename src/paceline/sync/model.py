@@ -1,4 +1,4 @@
-"""The interface of a sync model: its specification and its state machines.
+"""The interface of a sync model: its specification, its state machines, and what these have in common.
 
 A *specification* (`BSP()`, `SSP(staleness=3)`) is an immutable object that can be written on a command line, sent in
 a message and stored in a trace. A specification creates the *state machines* that make the decisions: one for each

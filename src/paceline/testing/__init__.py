@@ -7,6 +7,8 @@ There are four kinds of tests. `check` runs the first three, which you can also 
 - `explore`, `SmallJob` and `Admission` search all interleavings of small jobs for failures;
 - `play` runs a script of events and shows how a model responds.
 
+Read first: `checking`, then `promises` and `small_job`.
+
 Imports from `errors`, `state`, `sync` and `core`.
 """
 

@@ -1,7 +1,7 @@
 """The digest of a run: its statistics and the activity of its workers, from all entries and records of the run.
 
 A run with `--traces recent` deletes the oldest segments of its traces and records (see `trace.recording`). Before a
-segment is deleted, a process of low priority digests it (see `trace.digest`), and keeps the state of the digest in
+segment is deleted, a process of low priority digests it, and keeps the state of the digest in
 `earlier/digest.msgpack`, with the place in each file from which it goes on. Whoever digests the run directory later
 begins with this state. So the statistics are the same as if nothing had been deleted.
 

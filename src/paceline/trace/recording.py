@@ -1,4 +1,6 @@
-"""Recording and reading traces: the events and actions of the state machines of a run.
+"""Recording and reading what grows with a run: traces, the records of iterations, and the segments of both.
+
+A trace contains the events and actions of one state machine.
 
 A trace is a text file of JSON lines. A run has one trace per shard, and one for the coordinator. The first line is
 the header, which states the version of the format, the initial sync model, and whether the trace belongs to a shard
@@ -11,7 +13,7 @@ Times are whole numbers of ticks (see `paceline.sync.events`). In version 3 of t
 When such a trace is read, they are rounded to whole numbers of nanoseconds. Its decisions can then be replayed unless
 they depended on the rounding errors of the floats.
 
-A long run writes its traces in segments, of which the oldest may be deleted (see `trace.recording`). Each segment has
+A long run writes its traces in segments, of which the oldest may be deleted (see below). Each segment has
 a header of its own. From the second one on, the header contains the state of the core when the segment began, so that
 what is left can be replayed (see `trace.keyframes`). Such a segment is in version 5 of the format. When a trace is
 read, its header is that of the first segment that is left.

@@ -1,4 +1,4 @@
-"""Replays a trace: passes the recorded events to a new core, which must return the recorded actions.
+"""Replays a trace with its own core, which must return the recorded actions, or with another sync model.
 
 Live runs use the same cores (see `paceline.core`). The decisions of a core depend only on its events, so a replay is
 exact. If the beginning of a trace was deleted, the replay begins with the state of the core in the header.

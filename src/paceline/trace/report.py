@@ -1,4 +1,4 @@
-"""What the report of a run says, in plain values. `look.page` shows them, and `look.run_reading` finds them.
+"""What `run.json` and the report of a run say, in plain values. `look.run_reading` finds them, `look.page` shows them.
 
 All times are in seconds since the run began, on the coordinator's clock. Durations are in seconds.
 """

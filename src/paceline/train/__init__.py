@@ -3,7 +3,7 @@
 A session connects both with the servers. Live and simulated workers each bring their own session, so nothing here
 knows sockets, processes, or virtual time.
 
-Read first: `session`, then `optimizer` and `training`.
+Read first: `session`, then `optimizer` and `training` for a step, and `data` for the loader.
 
 Imports from `errors`, `files`, `sync`, `core` and `shard`.
 """

@@ -1,4 +1,4 @@
-"""`barrier` and `reduce`, calls that all workers make, and that end together in all workers."""
+"""`barrier`, `reduce`, `evaluating`, `save` and `is_main`: what scripts do together, or once for all workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`distribute`, which gives each worker its part of the data.
+"""`distribute`, which gives each worker its part of the data: loaders, the order of an epoch, batches on a device.
 
 All workers compute the same order of the items for each epoch. The coordinator hands out positions in this order (see
 `paceline.core.data_ledger`): either each worker receives its next batches when it needs them, or all workers

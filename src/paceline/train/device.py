@@ -1,4 +1,4 @@
-"""`device`, the device on which a script computes."""
+"""`device`, the device on which a script computes, and copies between its memory and that of the host."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def _holds(module: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
 #
 # - calls `backward()` several times between two steps, as with gradient accumulation, whose losses are parts;
 # - trains several parameter sets, or steps with a closure, whose result is the loss;
-# - scales a loss with a `GradScaler` (see `loss_scaling.py`).
+# - scales a loss with a `GradScaler` (see `gradients.py`).
 #
 # A call inside of another one, as in activation checkpointing, belongs to the outer one.
 

@@ -1,4 +1,4 @@
-"""The gradients of a worker, stored in the stager's flat vectors.
+"""The gradients of a worker, stored in the stager's flat vectors, their check, and scaled losses.
 
 Autograd chooses the memory in which it accumulates a gradient. A large gradient is *adopted* by a hook as soon as it
 has been accumulated: it is copied to its place in the flat vector while it is in the cache, and this place becomes

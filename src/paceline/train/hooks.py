@@ -1,4 +1,6 @@
-"""Hooks on parameters and on torch's modules, which are removed when the session is freed.
+"""Hooks on parameters and on torch's modules, and what they serve: computations that can be aborted, and clipping.
+
+They are removed when the session is freed.
 
 torch stores a tensor's hooks in C++, where Python's garbage collector cannot see them. As long as the tensor exists,
 so do all objects to which its hooks refer. If such an object also refers to the tensor, neither is ever freed.

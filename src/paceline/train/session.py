@@ -2,6 +2,8 @@
 
 The front end (`DistributedOptimizer`, `distribute`) depends only on a `Session`, so it works in the same way in a
 process of a live run and on a thread of a simulation. Without a session, a script runs as one ordinary process.
+
+Below is what the front end keeps for each session, in particular for a script that is resumed or that joins late.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model's trained parameters as views of the stager's flat vectors, and the detection of edits to the weights.
+"""A model's parameters as views of flat vectors, the stager, which moves these, and the detection of edits.
 
 Once training has begun, the servers hold the weights, and a worker's weights may change only inside `step()` and
 `editing()`: any other edit would make the worker diverge silently. Most edits change a parameter's version counter,
@@ -379,7 +379,7 @@ def shape_change_outside_step(parameter: Parameter, shape: torch.Size) -> Weight
 # flat vectors on the device, which are copied to and from those of the session (`Copying`). This module is
 # the only place where weights and gradients change memory.
 #
-# `Copying` copies gradients while the backward pass is still running (see `early_copies.py`). Weights are
+# `Copying` copies gradients while the backward pass is still running (see `device.py`). Weights are
 # copied to the device in pieces, while the rest of a pull still travels, and what remains after it. The
 # device waits for these copies before it computes anything else, and the host waits for them before the
 # session uses its memory again (`Callbacks.before_exchange`).

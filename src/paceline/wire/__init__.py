@@ -2,7 +2,7 @@
 
 It carries bytes between addresses. It does not know tensors, synchronization models, or how processes are started.
 
-Read first: `stream`, then `transports`.
+Read first: `stream` (messages over a connection), then `transports` and `memory` (what two processes share).
 
 Imports from `errors` and `core`.
 """

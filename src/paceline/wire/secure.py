@@ -1,4 +1,4 @@
-"""A TLS connection with the interface of a non-blocking socket, as far as `Stream` uses it."""
+"""Encrypted connections between the machines of a run, with the interface of a socket, and the secret of the run."""
 
 from __future__ import annotations
 

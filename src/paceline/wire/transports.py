@@ -1,8 +1,8 @@
 """What a run asks of a transport: to connect its processes, and to place the memory of its workers.
 
-A transport is a subclass of `Transport` in a file of its own: `shm`, `unix` or `tcp`. `addresses` has the table of
-all transports. No other code tells them apart by their names: it asks for the attributes below. So a new transport is
-a class and a row of this table.
+A transport is a subclass of `Transport`: TCP, AF_UNIX sockets, or shared memory. `TRANSPORTS`, at the end, is the
+table of all transports. No other code tells them apart by their names: it asks for the attributes below. So a new
+transport is a class and a row of this table.
 
 Messages travel over the connections in frames (see `stream`). What a transport costs in memory and descriptors
 follows from `shares_memory`; see `paceline.run.footprint`.
@@ -102,7 +102,7 @@ class Transport(ABC):
         return address
 
 
-# -- TCP sockets on one or several machines. TLS encrypts them in a run with a secret (see `tls` and `secure`)
+# -- TCP sockets on one or several machines. TLS encrypts them in a run with a secret (see `secure`)
 #
 # tcp:host:port     the address of a socket
 # tls:host:port     a socket whose connections use TLS, for the coordinator
@@ -394,7 +394,7 @@ SHM = SharedMemory()
 
 # -- The transports of a run, and their addresses, which share one notation: a kind, a colon and the rest ----
 #
-# The kind says which transport an address belongs to; see `unix` and `tcp` for what follows it.
+# The kind says which transport an address belongs to; see the sections above for what follows it.
 
 TRANSPORTS: dict[str, Transport] = {each.name: each for each in (SHM, UNIX, TCP)}
 """Name -> transport, the best one first."""

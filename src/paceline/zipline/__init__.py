@@ -22,6 +22,8 @@ Learning (2021), sections 4 to 6.1. The modules cite this paper as "ElasticBSP (
 >>> solve_periodic(*LastInterval()(pushes), lookahead=15).picks.shape
 (10,)
 
+Read first: `end_times` (the input), then `zipline`.
+
 Imports from `errors`.
 """
 

@@ -1,4 +1,4 @@
-"""The input of the solvers: R predicted end times for each of n workers, in ascending order.
+"""The input and the result of the solvers: R predicted end times for each of n workers, and one of each worker.
 
 This module validates the input and defines its two forms: an explicit array (`Matrix`), and arithmetic progressions
 that are computed only where they are needed (`Progressions`). It does not depend on the search algorithm.
@@ -245,7 +245,7 @@ def checked_progressions(last: ArrayLike, interval: ArrayLike, lookahead: int) -
 
 # -- Exact results for workers whose times are given as integers, such as ticks ------------------------------
 #
-# Floats represent all integers below 2^53, and the search (see `sweep`) only adds, subtracts and compares end
+# Floats represent all integers below 2^53, and the search (see `zipline`) only adds, subtracts and compares end
 # times. It is therefore exact for small integers. To make the integers small, the earliest time is subtracted
 # from all times, and if necessary, the times are divided by their greatest common divisor. If some of them
 # are still too large, a slower search computes the result with Python's own integers.

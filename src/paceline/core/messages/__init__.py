@@ -1,7 +1,7 @@
 """The messages between the processes of a run.
 
 On a connection, a message is a small MessagePack header, followed by its payload: raw binary data, such as slices of
-weights and gradients. Each side decodes only the messages that its peer may send now; see `protocol`. In virtual
+weights and gradients. Each side decodes only the messages that its peer may send now; see `table`. In virtual
 time, the same objects are passed without encoding. Indices and counts that a worker or a reader sends have the type
 `Number`, which limits their range.
 
