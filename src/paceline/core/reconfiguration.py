@@ -6,7 +6,7 @@ There are three kinds of reconfigurations that change something, and each goes t
     agreed     its content is fixed, and those whom it concerns are told
     in force   all of them follow it; nothing is left to do
 
-               join (`joining`)           change of the sync model (`job_sync`)   extension (`extension`)
+               join                       change of the sync model (`job_sync`)   extension
     proposed   admitted; JoinProposed     SyncRequested                           Contributed, from each live worker
     agreed     WorkerJoined to servers    ChangePublished to the live workers     ExtendShards to servers
     in force   WorkerWelcomed from all    a worker starts its first iteration     ExtensionReady from all servers,
@@ -22,7 +22,7 @@ no extension begins before the worker has joined. And the next change waits for 
 `JobSync`, because the events of a trace determine this queue. A change and an extension do not exclude each other: an
 extension is not an event of the sync model.
 
-A cut of the job (`cut`) changes nothing, so nothing waits for it. It waits for everything else, and also for open
+A cut of the job changes nothing, so nothing waits for it. It waits for everything else, and also for open
 losses; if any of them begins, the cut begins again afterwards.
 """
 

@@ -1,13 +1,12 @@
 """Recording and reading what grows with a run: traces, the records of iterations, and the segments of both.
 
-A trace contains the events and actions of one state machine.
-
-A trace is a text file of JSON lines. A run has one trace per shard, and one for the coordinator. The first line is
-the header, which states the version of the format, the initial sync model, and whether the trace belongs to a shard
-or to the coordinator. Each further line is an entry; the entries are in the order in which their events were
-processed. An entry contains the event with its exact time, the resulting actions, the reason if the event was
-refused, and the effects of the actions: the version that the shard reached, the staleness of each push that the shard
-applied, and the largest gap (see `measures`) among the workers whose pulls the shard answered.
+A trace contains the events and actions of one state machine, in a text file of JSON lines. A run has one trace per
+shard, and one for the coordinator. The first line is the header, which states the version of the format, the initial
+sync model, and whether the trace belongs to a shard or to the coordinator. Each further line is an entry; the entries
+are in the order in which their events were processed. An entry contains the event with its exact time, the resulting
+actions, the reason if the event was refused, and the effects of the actions: the version that the shard reached, the
+staleness of each push that the shard applied, and the largest gap (see `measures`) among the workers whose pulls the
+shard answered.
 
 Times are whole numbers of ticks (see `paceline.sync.events`). In version 3 of the format, they were floats in seconds.
 When such a trace is read, they are rounded to whole numbers of nanoseconds. Its decisions can then be replayed unless
