@@ -4,5 +4,7 @@
 finds the newest whole checkpoint and reads slices of it. How a run takes a checkpoint or resumes is not known here: the
 states of the job and of its workers are bytes. `docs/checkpoints.md` describes the files.
 
+Read first: `manifest`, then `writing`.
+
 Imports from `errors`, `files`, `core` and `shard`.
 """

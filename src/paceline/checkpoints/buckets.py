@@ -1,7 +1,7 @@
 """Copies checkpoints to and from object storage, such as a bucket, by the file systems of `fsspec`.
 
 A bucket has no directories that can be renamed. So a copy is whole once its manifest is there, which is copied last.
-The first file of a copy says whose it is. As in a directory (see `directory`), several runs may share a bucket: none
+The first file of a copy says whose it is. As in a directory (see `manifest`), several runs may share a bucket: none
 looks outside of the folder of its lineage, and none removes what does not carry its identity.
 """
 

@@ -73,7 +73,7 @@ class Manifest(msgspec.Struct, frozen=True):
         versions: for each shard, the number of updates that its weights include.
         optimizers: the optimizers.
         files: all other files, by their paths in the directory of the checkpoint.
-        lineage: the identity of the run and of those that have resumed it. See `directory`. "" in format 1.
+        lineage: the identity of the run and of those that have resumed it. "" in format 1.
         origin: the checkpoint of another lineage with which this one has begun. See `origin_of`; "" for none.
         sha256: checksum of this manifest with the checksum "".
     """

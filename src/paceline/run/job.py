@@ -1,4 +1,4 @@
-"""The configuration of a run, which is passed to each of its processes, its description, and its devices.
+"""The configuration of a run, which is passed to each of its processes, and its description.
 
 `job_options` checks what depends on several settings.
 """
@@ -70,7 +70,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         least: number of workers with which training begins; if machines can join, the others may join later.
         pause_below: number of workers below which the run pauses until other workers join; 0 if it never pauses.
         joined: True if the workers run on machines that join the run, and none is started by the launcher.
-        servers: number of servers. See `placement`.
+        servers: number of servers. See `core.layout.Placement`.
         remote_servers: number of servers, the last ones, that machines bring when they join the run.
         shards: number of slices into which the parameters are divided.
         slicing: "even" for slices of equal size, or "by-parameter" for slices that contain about the same number of
@@ -99,7 +99,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         checkpoint_every_s: time between two checkpoints, in seconds; 0 for no checkpoints.
         keep: number of the newest checkpoints that are kept.
         checkpoint_dir: directory with a folder for the checkpoints, or the URL of a bucket; None for the usual
-            directory. See `checkpoints` and `bucket`.
+            directory. See `checkpoints.buckets`.
         on_server_loss: "resume" if the run goes on from its last checkpoint when a server is lost, or "stop" if it
             ends.
         stall_timeout_s: seconds after which a silent process is killed if others wait for it; None for no limit.

@@ -1,6 +1,6 @@
 """Simulates the candidates of a live run in a process of its own, so that nothing waits for it.
 
-`main` reads what was observed from standard input, and writes the results to standard output. See `prospects`.
+`main` reads what was observed from standard input, and writes the results to standard output. See `sim.simulate`.
 """
 
 from __future__ import annotations

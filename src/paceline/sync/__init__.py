@@ -9,7 +9,7 @@ SSP(staleness=4)
 >>> str(ElasticBSP())
 'elastic-bsp:lookahead=15'
 
-Read first: `events`, then `model` (the interface) and `ssp`, a model in fifty lines.
+Read first: `events` and `actions`, then `model` (the interface) and `ssp`, a model in fifty lines.
 
 Imports from `errors`, `state` and `zipline`.
 """

@@ -1,9 +1,7 @@
-"""Events, the input of a sync model, actions, its output, and ticks, the unit of time.
+"""Events: the input of a sync model. Events are immutable, and their names are in the past tense.
 
-Both are immutable. The names of events are in the past tense, and those of actions are imperatives.
-
-A model knows the time only from its events: `now_ticks` is the host's clock, in ticks since the run began. A trace
-contains the events of a run, and passing them to the model again gives the same actions.
+A model knows the time only from its events: `now_ticks` is the host's clock, in ticks since the run began (see
+`ticks`). A trace contains the events of a run, and passing them to the model again gives the same actions.
 
 Each worker has two counters. `iteration` is the label that the worker itself gives to an iteration, counted from 0.
 The model counts c_p, the number of iterations that worker p has pushed; a worker that joins late starts with a c_p

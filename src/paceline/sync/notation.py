@@ -1,4 +1,4 @@
-"""Sync models and their schedules as text: the notation used on the command line, in traces and in messages.
+"""Sync models as text: the notation used on the command line, in traces and in messages.
 
 name:key=value,key=value      one model
 model|model|...               one model for each shard

@@ -3,10 +3,10 @@
 Each step of a schedule has a model (or one model per shard) and a starting point: the start of the job, the first
 time a worker reaches an iteration, or the first time a worker begins an epoch. An epoch is one pass over the part of
 the data that `distribute` assigned to the worker. All shards change the model at the same boundary; see
-`paceline.core.sync.shard_sync`.
+`paceline.core.shard`.
 
 `--sync auto` is a schedule, too: it begins with bsp, and the coordinator decides later (see
-`paceline.core.sync.auto`).
+`paceline.core.auto`).
 """
 
 from __future__ import annotations

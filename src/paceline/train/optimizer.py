@@ -476,7 +476,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """True if a `GradScaler` may call `step()` with scaled gradients. See `loss_scaling.py`."""
+        """True if a `GradScaler` may call `step()` with scaled gradients. See `gradients.py`."""
         return self._session is not None or getattr(self._wrapped, "_step_supports_amp_scaling", False)
 
     def _parameters(self) -> list[torch.Tensor]:
