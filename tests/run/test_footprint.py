@@ -141,7 +141,7 @@ def test_an_optimizer_keeps_as_many_vectors_as_is_said(
 
     optimizer = optimizer_of_slice(OptimizerSpec(name, groups, (0,)), shard, {dtype: vector()})
     for _ in range(2):
-        optimizer.step([{dtype: vector()}, {dtype: vector()}], (0.5, 0.5), lambda parameter: True, groups)
+        optimizer.step([{dtype: vector()}, {dtype: vector()}], (0.5, 0.5), b"\x01", groups)
     state = optimizer.state()
     kept = sum(
         value.nbytes for key, value in state.items() if key.partition("/")[2] not in PER_PARAMETER_STATE

@@ -192,7 +192,7 @@ for name, kind in ELEMENTWISE.items():
         except ProtocolError:  # torch cannot change it
             continue
         changed += 1
-        optimizer.step([ones], (1.0,), lambda parameter: True, ({**groups[0], key: new},))
+        optimizer.step([ones], (1.0,), bytes([1]) * len(layout.parameters), ({**groups[0], key: new},))
 print(changed, "torch._dynamo" in sys.modules)
 """
 

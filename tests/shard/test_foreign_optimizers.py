@@ -369,7 +369,7 @@ def test_a_counter_in_a_group_is_kept_when_the_learning_rate_changes() -> None:
     for rate in (1.0, 0.5, 0.25):
         optimizer.param_groups[0]["lr"] = rate
         server.step(
-            [{"float32": torch.ones_like(weights["float32"])}], (1.0,), lambda _: True, read_groups(optimizer)
+            [{"float32": torch.ones_like(weights["float32"])}], (1.0,), b"\x01", read_groups(optimizer)
         )
     assert weights["float32"][0] == pytest.approx(-(1 + 0.5 / 2 + 0.25 / 3))
 

@@ -165,13 +165,13 @@ def _try(model: ModelSpec, groups: tuple[HyperParameters, ...], set_index: int =
         rehearse(before.name, before.groups, groups)
         optimizer = optimizer_of_slice(OptimizerSpec(before.name, before.groups, group_of), bounds, ones())
         for settings in (before.groups, groups):
-            optimizer.step([ones()], (1.0,), lambda parameter: True, settings)
+            optimizer.step([ones()], (1.0,), bytes([1]) * len(dtypes), settings)
         state = {
             name: torch.full_like(value, LATE_STEP) if name.endswith("/step") else value.clone()
             for name, value in optimizer.state().items()
         }
         optimizer.load_state(state)
-        optimizer.step([ones()], (1.0,), lambda parameter: True, groups)
+        optimizer.step([ones()], (1.0,), bytes([1]) * len(dtypes), groups)
     except Exception as error:
         # torch may raise any exception here.
         raise ProtocolError(f"the optimizer cannot use the hyper-parameters: {error!r}") from error

@@ -30,7 +30,6 @@ from ..sync.translation import FAMILIES, WHOLE, Family, Fraction
 from .optimizers import ELEMENTWISE, entry_of, make_optimizer, segments_of_state, take_step, tensors_of
 from .vectors import Vectors, segment_views
 
-Presence = Callable[[int], bool]
 """Function that returns True if the parameter with a given index has a gradient in at least one push."""
 
 Kernel = Callable[..., object]
@@ -47,7 +46,7 @@ class SliceOptimizer(Protocol):
         self,
         gradients: Sequence[Vectors],
         scales: Sequence[float],
-        present: Presence,
+        present: bytes,
         groups: tuple[HyperParameters, ...],
         fraction: Fraction = WHOLE,
     ) -> None:
@@ -56,7 +55,7 @@ class SliceOptimizer(Protocol):
         Args:
             gradients: this slice's part of each push's gradient. The gradients are not modified.
             scales: the factor of each gradient, for example 1 / n for the mean of n gradients.
-            present: function that returns True if the parameter with a given index has a gradient.
+            present: one byte per parameter of the layout: 0 if none of the gradients contains the parameter.
             groups: the hyper-parameters of each group.
             fraction: the fraction of a step to take (see `paceline.sync.translation`).
         """
@@ -319,6 +318,7 @@ class FusedOptimizer:
         self._update = FUSED[spec.name]
         self._group_of = [spec.group_of[segment.parameter] for segment in bounds.segments]
         self._groups = spec.groups
+        self._own = [*dict.fromkeys(segment.parameter for segment in bounds.segments)]
         # (key, dtype) -> state vector, as long as the weight vector of this dtype
         self._state: dict[tuple[str, str], torch.Tensor] = {}
         self._scratch = {
@@ -333,15 +333,15 @@ class FusedOptimizer:
         self,
         gradients: Sequence[Vectors],
         scales: Sequence[float],
-        present: Presence,
+        present: bytes,
         groups: tuple[HyperParameters, ...],
         fraction: Fraction = WHOLE,
     ) -> None:
         self._groups = groups
-        if not all(map(present, {segment.parameter for segment in self._bounds.segments})):
+        if not all(map(present.__getitem__, self._own)):
             self._split(present)
         for run in self._runs:
-            if present(self._bounds.segments[run.segments[0]].parameter):
+            if present[self._bounds.segments[run.segments[0]].parameter]:
                 self._step_run(run, gradients, scales, groups[run.group], fraction)
 
     def state(self) -> Vectors:
@@ -417,12 +417,14 @@ class FusedOptimizer:
             self._copies[key, dtype] = torch.empty_like(self._scratch[dtype])
         return self._copies[key, dtype]
 
-    def _split(self, present: Presence) -> None:
+    def _split(self, present: bytes) -> None:
         """Split the runs so that in each run, either all segments or none of them have a gradient."""
         segments = self._bounds.segments
         runs = []
         for run in self._runs:
-            parts = [list(p) for _, p in groupby(run.segments, key=lambda p: present(segments[p].parameter))]
+            parts = [
+                list(p) for _, p in groupby(run.segments, key=lambda p: present[segments[p].parameter] > 0)
+            ]
             runs += (
                 [run]
                 if len(parts) == 1
@@ -476,7 +478,7 @@ class TorchOptimizer:
         self,
         gradients: Sequence[Vectors],
         scales: Sequence[float],
-        present: Presence,
+        present: bytes,
         groups: tuple[HyperParameters, ...],
         fraction: Fraction = WHOLE,
     ) -> None:
@@ -494,7 +496,7 @@ class TorchOptimizer:
                     total.add_(other[dtype], alpha=scale)
         parts = segment_views(self._bounds, gradient)
         for parameter, part, segment in zip(self._parameters, parts, self._bounds.segments, strict=True):
-            parameter.grad = part if present(segment.parameter) else None
+            parameter.grad = part if present[segment.parameter] else None
         try:
             if fraction.whole:
                 take_step(self._optimizer)

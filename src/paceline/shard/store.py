@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -136,10 +135,11 @@ class Store:
         for set_index, keys, shares in _by_set(taken, scales):
             held = [taken[key] for key in keys]
             newest = max(range(len(keys)), key=lambda i: (keys[i][1], -keys[i][0]))
+            flags = {push.present for push in held}  # nearly always the same for all of them
             self._sets[set_index].optimizer.step(
                 [push.gradient for push in held],
                 shares,
-                partial(_is_present, held),
+                flags.pop() if len(flags) == 1 else bytes(map(max, *flags)),
                 held[newest].groups,
                 fraction,
             )
@@ -275,10 +275,6 @@ def _by_set(
         part = sum(scales[position] for position in held)
         factor = sum(scales) / part if part else 0.0
         yield set_index, [keys[position] for position in held], [scales[p] * factor for p in held]
-
-
-def _is_present(pushes: Sequence[Push], parameter: int) -> bool:
-    return any(push.present[parameter] for push in pushes)
 
 
 # -- Stores the model buffers (such as BatchNorm statistics) that each worker last sent, and pools them ------
