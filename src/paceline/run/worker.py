@@ -759,10 +759,8 @@ class Iterations:
         assert self.begun_s is not None
         assert commit is not None
         dropped_s, restarted_s = self.restarted or (None, None)
-        outside_s, loading_s, computing_s = (
-            ticks / TICKS_PER_S for ticks in (self.lap.outside, self.lap.loading, self.lap.computing)
-        )
-        known_s = outside_s + loading_s + computing_s
+        outside_s, loading_s = self.lap.outside / TICKS_PER_S, self.lap.loading / TICKS_PER_S
+        known_s = outside_s + loading_s + self.lap.computing / TICKS_PER_S
         lasted_s = (dropped_s or pushed_s) - self.begun_s
         # An aborted computation is not part of the lap, so exchanges before it are not known.
         exchanged_s = lasted_s - known_s if dropped_s is None else 0.0

@@ -134,9 +134,15 @@ def read_groups(optimizer: torch.optim.Optimizer) -> tuple[HyperParameters, ...]
     else:
         keys = tuple(key for key in optimizer.defaults if key not in IMPLEMENTATION_KEYS)
         convert = _data
-    # Not from a generator: if another thread calls `gc.get_objects()`, CPython 3.11 fails to complete the tuple.
-    groups = [{**rest, **{key: convert(key, group[key]) for key in keys}} for group in optimizer.param_groups]
-    return tuple(groups)
+    found = []
+    for group in optimizer.param_groups:
+        settings = rest.copy()
+        for key in keys:
+            value = group[key]
+            # This runs in every step, and nearly all values are plain.
+            settings[key] = value if type(value) in PLAIN else convert(key, value)
+        found.append(settings)
+    return tuple(found)
 
 
 def make_optimizer(
@@ -212,8 +218,6 @@ def _is_torchs(kind: type) -> bool:
 
 
 def _plain(key: str, value: Any) -> HyperParameter:
-    if type(value) in PLAIN:  # the usual case comes first, because this runs in every step
-        return value  # type: ignore[no-any-return]
     if isinstance(value, torch.Tensor | np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int):
