@@ -25,7 +25,7 @@ from paceline.sync.events import (
 )
 from paceline.sync.ticks import in_ticks
 from paceline.trace import Entry, Header, Memory, Replay, Trace
-from paceline.trace.measures import PushFates, Wait, measure, waits
+from paceline.trace.measures import Pulls, PushFates, Wait, measure
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -153,13 +153,19 @@ def test_the_figures_of_a_fast_and_a_slow_worker_under_asp() -> None:
     assert measures.delayed_pulls == 0
 
 
+def waits(trace: Trace) -> list[Wait]:
+    """All waits in a trace, in the order of their ends."""
+    pulls = Pulls()
+    return [wait for entry in trace.entries if entry.refused is None for wait in pulls.ended(entry)]
+
+
 def test_a_wait_is_from_the_pulls_arrival_to_its_answer() -> None:
-    assert waits([bsp_with_two_workers().trace()]) == [
-        Wait(0, 0, 1.0, 3.0),
-        Wait(0, 1, 4.0, 5.0),
-        Wait(1, 0, 3.0, 3.0),
+    found = waits(bsp_with_two_workers().trace())
+    assert [(each.worker, each.iteration, each.begin, each.end, each.awaited) for each in found] == [
+        (0, 0, in_ticks(1.0), in_ticks(3.0), 1),
+        (1, 0, in_ticks(3.0), in_ticks(3.0), -1),
+        (0, 1, in_ticks(4.0), in_ticks(5.0), 1),
     ]
-    assert Wait(0, 0, 1.0, 3.0).length_s == 2.0
 
 
 def test_of_several_shards_the_longest_wait_counts() -> None:
@@ -170,7 +176,9 @@ def test_of_several_shards_the_longest_wait_counts() -> None:
     for shard, asked_s, answered_s in [(first, 1.0, 1.5), (second, 2.0, 4.0)]:
         shard.pull(asked_s, 0, 0, answered=False)
         shard.note(PushReceived(now_ticks=in_ticks(answered_s), worker=1, iteration=0), AnswerPull(0, 0))
-    assert waits([first.trace(), second.trace()]) == [Wait(0, 0, 2.0, 4.0)]
+    measures = measure([first.trace(), second.trace()])
+    assert measures.waiting_s == {0: 2.0, 1: 0.0}
+    assert measures.awaited_s == {0: 0.0, 1: 2.0}
 
 
 def test_staleness_delayed_pulls_and_drops_are_counted_at_every_shard() -> None:
@@ -434,7 +442,7 @@ def test_a_run_in_which_nothing_happened_has_figures_too() -> None:
     assert measures.left_s == measures.last_push_s == {}
     assert measures.waiting_share == 0.0
     assert measures.iterations == {}
-    assert waits([Shard(BSP()).trace()]) == []
+    assert waits(Shard(BSP()).trace()) == []
 
 
 # -- pushes -----------------------------------------------------------------------------------------------

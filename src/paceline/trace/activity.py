@@ -34,23 +34,21 @@ from typing import Literal
 import msgspec
 
 from ..core.requests import Entry, EntryRecorder
-from ..sync.actions import AnswerPull, ApplyMean
+from ..sync.actions import ApplyMean
 from ..sync.events import (
     OfShard,
-    PullRepeated,
     PullRequested,
     PushReceived,
     RateTempered,
-    RecordedEvent,
     TimerFired,
-    WorkerFenced,
     WorkerFinished,
     WorkerJoined,
     WorkerLost,
 )
 from ..sync.ticks import TICKS_PER_S
-from .activity_cells import KINDS, NOBODY, Boundary, Cells, Era, decoded, encoded
+from .activity_cells import KINDS, Boundary, Cells, Era, decoded, encoded
 from .clocks import Converter, MachineClock
+from .measures import NOBODY, Pulls, Reason, Wait
 from .recording import IterationRecord
 
 COMPUTING, TRANSFER, WAITING, WASTED, PAUSED, OUTSIDE, IDLE, LOADING = range(len(KINDS))
@@ -64,10 +62,6 @@ MOST_PROGRESS = 2_000
 MOST_HAPPENINGS = 2_000
 MOST_ERAS = 200
 MOST_OPEN = 1_000  # maximum number of iterations of one worker that are kept because something is unknown
-
-Reason = Literal["push", "timer", "change", "joined", "finished", "lost"]
-"""What ends a wait: a push or pull of the awaited worker, a timer, the end of a change of the model, or that the
-awaited worker joined, finished or was lost."""
 
 
 class _Span(msgspec.Struct, frozen=True, array_like=True):
@@ -161,7 +155,11 @@ class _ShardState(msgspec.Struct):
     now_s: float = 0.0
     version: int = 0
     boundary: Boundary = msgspec.field(default_factory=Boundary)
-    asked: dict[int, float] = {}  # worker -> arrival of its pull, which is not answered yet
+    pulls: Pulls = msgspec.field(default_factory=Pulls)
+    machine: int = 0  # whose clock the times of `pulls` are on
+    asked: dict[
+        int, float
+    ] = {}  # in states of earlier versions, in place of `pulls`: worker -> arrival in seconds
 
 
 class _State(msgspec.Struct):
@@ -294,10 +292,13 @@ class Activity:
         end_s = self.now_s if now_s is None else now_s
         copy = Activity.restored(self.state(), self.converter.clocks)
         copy.converter.unknown = set(self.converter.unknown)
+        first = self._state.shards[0]
         for worker, own in copy.workers.items():
             copy._finish_all(worker, own)
             if not own.fate:
-                copy._end(worker, own, COMPUTING, self._state.shards[0].asked.get(worker, -1.0), end_s)
+                asked = first.pulls.asked.get(worker)
+                asked_s = -1.0 if asked is None else copy._at_s(first.machine, asked[1])
+                copy._end(worker, own, COMPUTING, asked_s, end_s)
         departed = [own.left_s for own in copy.workers.values() if own.fate]
         last_s = max(departed, default=0.0) if len(departed) == len(copy.workers) else end_s
         for worker, own in copy.workers.items():
@@ -313,7 +314,13 @@ class Activity:
             index: index of the shard.
             machine: the machine whose clock the times are on.
         """
-        return _AtShard(self, index, machine)
+        state = self._state.shards[index]
+        state.machine = machine
+        for worker, at_s in state.asked.items():
+            added_s = self.converter.added_s(at_s, machine) if machine else 0.0
+            state.pulls.asked[worker] = -1, round((at_s - added_s) * self._state.ticks_per_s)
+        state.asked = {}
+        return _AtShard(self, index)
 
     def expect_records(self, worker: int) -> None:
         """Wait for the record of each iteration of this worker. Without this, the iterations end without one."""
@@ -355,10 +362,14 @@ class Activity:
         exchange = own.open[iteration] = Exchange()
         return exchange
 
-    def _answered(
-        self, worker: int, iteration: int, at_s: float, wait_s: float, reason: Reason, awaited: int, era: int
-    ) -> None:
-        """Process the answer of one shard. `wait_s` is 0 if the pull was answered at once."""
+    def _at_s(self, machine: int, ticks: int) -> float:
+        """Return a time on the clock of a machine in seconds on the coordinator's clock."""
+        at_s = ticks / self._state.ticks_per_s
+        return max(0.0, at_s + self.converter.added_s(at_s, machine)) if machine else at_s
+
+    def _answered(self, wait: Wait, wait_s: float, at_s: float, era: int) -> None:
+        """Process the answer of one shard, on the coordinator's clock."""
+        worker, iteration = wait.worker, wait.iteration
         own = self._worker(worker)
         exchange = own.open.get(iteration)
         if exchange is None:
@@ -367,20 +378,16 @@ class Activity:
         if at_s > exchange.released_s:
             exchange.released_s = at_s
         if wait_s > exchange.longest_s:
-            exchange.longest_s, exchange.reason = wait_s, reason
-            exchange.awaited, exchange.era = awaited, era
+            exchange.longest_s, exchange.reason = wait_s, wait.reason
+            exchange.awaited, exchange.era = wait.awaited, era
         if exchange.answered < len(self._state.shards):
             return
         if exchange.longest_s > 0.0:
-            self._waited(exchange)
+            self._era(exchange.era).waited(exchange.reason, exchange.awaited, exchange.longest_s)
+            if exchange.awaited != NOBODY:
+                self._worker(exchange.awaited).awaited_s += exchange.longest_s
         if exchange.record is not None or not exchange.pushed or worker not in self._state.recorded:
             self._finish(worker, own, iteration)
-
-    def _waited(self, exchange: Exchange) -> None:
-        """Count the wait of a pull that all shards have answered."""
-        self._era(exchange.era).waited(exchange.reason, exchange.awaited, exchange.longest_s)
-        if exchange.awaited != NOBODY:
-            self._worker(exchange.awaited).awaited_s += exchange.longest_s
 
     def _finish(self, worker: int, own: WorkerActivity, iteration: int) -> None:
         """Add what is known about an iteration, and forget its exchange."""
@@ -510,11 +517,9 @@ class Activity:
 class _AtShard:
     """Processes the entries of the trace of one shard."""
 
-    def __init__(self, activity: Activity, index: int, machine: int) -> None:
+    def __init__(self, activity: Activity, index: int) -> None:
         self._activity = activity
         self._first = index == 0
-        self._machine = machine
-        self._ticks_per_s = activity._state.ticks_per_s
         self._state = activity._state.shards[index]
 
     def record(self, entry: Entry) -> None:
@@ -523,28 +528,28 @@ class _AtShard:
             return
         activity, state, event = self._activity, self._state, entry.event
         kind = type(event)
-        at_s = event.now_ticks / self._ticks_per_s
-        if self._machine:
-            at_s = max(0.0, at_s + activity.converter.added_s(at_s, self._machine))
-        state.now_s = at_s
+        state.now_s = at_s = activity._at_s(state.machine, event.now_ticks)
         if entry.version is not None:
             state.version = entry.version
-        if kind is PullRequested:
-            state.asked[event.worker] = at_s  # type: ignore[union-attr]
-        elif kind is PushReceived:
-            self._receive(event, at_s)  # type: ignore[arg-type]
-        elif isinstance(event, OfShard):
+        if isinstance(event, OfShard):
             if self._first and isinstance(event, RateTempered):
                 activity.happenings.append(Happening(at_s, "rate", text=f"{event.factor:g}"))
             return
-        elif kind in (WorkerJoined, WorkerLost, WorkerFinished, WorkerFenced):
-            self._change(event, at_s)
-        for action in entry.actions:
-            if type(action) is AnswerPull:
-                if kind is not PullRepeated:
-                    self._answer(action, event, at_s)
-            elif type(action) is ApplyMean and self._first:
-                activity.barriers_s.append(at_s)
+        if isinstance(event, PushReceived):
+            self._receive(event, at_s)
+        elif isinstance(event, WorkerJoined) and self._first:
+            activity._joined(event.worker, at_s, event)
+        waits = state.pulls.ended(entry)
+        if isinstance(event, WorkerLost | WorkerFinished) and self._first:
+            asked_s = next((self._at_s(wait.begin) for wait in waits if wait.reason == "left"), None)
+            activity._departed(
+                event.worker, at_s, "lost" if isinstance(event, WorkerLost) else "finished", asked_s
+            )
+        for wait in waits:
+            if wait.reason != "left":
+                activity._answered(wait, at_s - self._at_s(wait.begin), at_s, state.boundary.changed)
+        if self._first:
+            activity.barriers_s.extend(at_s for action in entry.actions if type(action) is ApplyMean)
         if entry.staleness:
             staleness = activity._era(state.boundary.changed).staleness
             for _, _, updates in entry.staleness:
@@ -558,6 +563,9 @@ class _AtShard:
             and self._first
         ):
             activity._changed(state.boundary.changed, state.boundary.sync, at_s, state.version)
+
+    def _at_s(self, ticks: int) -> float:
+        return self._activity._at_s(self._state.machine, ticks)
 
     def _receive(self, push: PushReceived, at_s: float) -> None:
         activity = self._activity
@@ -576,43 +584,3 @@ class _AtShard:
             if push.samples is not None and not push.repeated:
                 own.samples += push.samples
                 activity._state.samples += push.samples
-
-    def _answer(self, action: AnswerPull, event: RecordedEvent, at_s: float) -> None:
-        worker, kind = action.worker, type(event)
-        wait_s = at_s - self._state.asked.pop(worker, at_s)
-        reason, awaited = _reason(event)
-        if kind is not TimerFired and awaited == worker:  # the pull did not wait
-            wait_s, awaited = 0.0, NOBODY
-        self._activity._answered(
-            worker, action.iteration, at_s, wait_s, reason, awaited, self._state.boundary.changed
-        )
-
-    def _change(self, event: RecordedEvent, at_s: float) -> None:
-        activity = self._activity
-        if isinstance(event, WorkerJoined):
-            if self._first:
-                activity._joined(event.worker, at_s, event)
-        elif isinstance(event, WorkerLost | WorkerFinished):
-            asked_s = self._state.asked.pop(event.worker, None)
-            if self._first:
-                fate: Literal["finished", "lost"] = "lost" if isinstance(event, WorkerLost) else "finished"
-                activity._departed(event.worker, at_s, fate, asked_s)
-
-
-def _reason(event: RecordedEvent) -> tuple[Reason, int]:
-    """Return why a pull is answered in the entry of this event, and the worker that it has waited for."""
-    match event:
-        case TimerFired():
-            return "timer", NOBODY
-        case PushReceived(worker=worker, change=change):
-            return "push" if change is None else "change", worker
-        case WorkerJoined(worker=worker):
-            return "joined", worker
-        case WorkerFinished(worker=worker):
-            return "finished", worker
-        case WorkerLost(worker=worker):
-            return "lost", worker
-        case PullRequested(worker=worker):
-            return "push", worker
-        case _:
-            return "push", NOBODY

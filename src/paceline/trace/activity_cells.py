@@ -30,7 +30,7 @@ from ..sync.events import (
     WorkerJoined,
     WorkerLost,
 )
-from .measures import WorkerPresence
+from .measures import NOBODY, WorkerPresence
 
 if TYPE_CHECKING:
     Floats = array[float]
@@ -45,7 +45,6 @@ Their order is that of the files in which cells are kept, so further kinds come 
 """
 
 KIND_COUNT = len(KINDS)
-NOBODY = -1
 MOST_NAMED = 2**15 - 1  # largest index of an awaited worker that a cell can name
 
 FIRST_WIDTH_S = 0.01

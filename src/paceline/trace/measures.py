@@ -31,10 +31,11 @@ use does not grow with the number of entries.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import repeat
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -48,37 +49,92 @@ from ..sync.events import (
     PullRequested,
     PushReceived,
     TimerFired,
+    WorkerFenced,
     WorkerFinished,
     WorkerJoined,
     WorkerLost,
 )
 from ..sync.ticks import TICKS_PER_S
-from .recording import AnyTrace, Trace
+from .recording import AnyTrace
 
 MOST_PLANS = 1000  # number of plans whose barriers have not ended; only a few of them may still end
 
 LOOK_INTERVAL = 1000  # number of entries after which `meter_of` looks whether it is hurried
 
 
-class Wait(msgspec.Struct, frozen=True):
-    """The waiting time of one pull at the shard where it waited longest.
+Reason = Literal["push", "timer", "change", "joined", "finished", "lost", "left"]
+"""What ends a wait: a push or pull of the awaited worker, a timer, the end of a change of the model, that the awaited
+worker joined, finished or was lost, or that the worker itself left without an answer."""
+
+NOBODY = -1
+
+ENDS: dict[type, Reason] = {
+    TimerFired: "timer",
+    WorkerJoined: "joined",
+    WorkerFinished: "finished",
+    WorkerLost: "lost",
+    WorkerFenced: "lost",
+}
+"""The reasons of events other than pushes and pulls."""
+
+
+class Wait(NamedTuple):
+    """What one pull has waited at one shard, in ticks on the clock of the shard.
 
     Attributes:
         worker: index of the worker.
         iteration: number of the worker's iteration.
-        asked_s: time at which the pull arrived at the shard with the longest waiting time.
-        answered_s: time at which this shard answered the pull.
+        begin: time at which the pull arrived.
+        end: time at which it was answered, or its worker left.
+        reason: what ended the wait.
+        awaited: the other worker whose event this was; -1 for nobody.
     """
 
     worker: int
     iteration: int
-    asked_s: float
-    answered_s: float
+    begin: int
+    end: int
+    reason: Reason = "push"
+    awaited: int = NOBODY
 
-    @property
-    def length_s(self) -> float:
-        """The waiting time in seconds."""
-        return self.answered_s - self.asked_s
+
+class Pulls(msgspec.Struct):
+    """The pass over the entries of a shard that yields all waits: figures are sums of them, and timelines bins.
+
+    Attributes:
+        asked: worker -> the iteration and the arrival of its pull that is not answered.
+
+    Example:
+        >>> pulls = Pulls()
+        >>> pulls.ended(Entry(PullRequested(now_ticks=3, worker=0, iteration=7)))
+        []
+        >>> answer = Entry(PushReceived(now_ticks=5, worker=1, iteration=7), [AnswerPull(0, 7)])
+        >>> pulls.ended(answer)
+        [Wait(worker=0, iteration=7, begin=3, end=5, reason='push', awaited=1)]
+    """
+
+    asked: dict[int, tuple[int, int]] = {}
+
+    def ended(self, entry: Entry) -> list[Wait]:
+        """Process an entry that was not refused. Return the waits that it ends."""
+        event, now = entry.event, entry.event.now_ticks
+        waits = []
+        if isinstance(event, PullRequested):
+            self.asked[event.worker] = event.iteration, now
+        elif isinstance(event, WorkerLost | WorkerFinished) and event.worker in self.asked:
+            waits.append(Wait(event.worker, *self.asked.pop(event.worker), now, "left"))
+        if isinstance(event, PullRepeated):
+            return waits
+        for action in entry.actions:
+            if type(action) is AnswerPull:
+                _, begin = self.asked.pop(action.worker, (0, now))
+                reason = ENDS.get(type(event), "push")
+                if isinstance(event, PushReceived) and event.change is not None:
+                    reason = "change"
+                other = NOBODY if reason == "timer" else getattr(event, "worker", NOBODY)
+                awaited = NOBODY if other == action.worker else other
+                waits.append(Wait(action.worker, action.iteration, begin, now, reason, awaited))
+        return waits
 
 
 class PushFates(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,24 +258,6 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     clipped_alone: int
 
 
-def waits(shards: Sequence[Trace]) -> list[Wait]:
-    """Return one `Wait` for each answered pull, sorted by worker and iteration."""
-    longest: dict[tuple[int, int], Wait] = {}
-    for trace in shards:
-        asked: dict[tuple[int, int], float] = {}
-        for entry in trace.entries:
-            event = entry.event
-            if isinstance(event, PullRequested) and entry.refused is None:
-                asked[event.worker, event.iteration] = trace.time_s(entry)
-            for action in entry.actions:
-                if isinstance(action, AnswerPull) and not isinstance(event, PullRepeated):
-                    key = action.worker, action.iteration
-                    wait = Wait(*key, asked.pop(key), trace.time_s(entry))
-                    if key not in longest or wait.length_s > longest[key].length_s:
-                        longest[key] = wait
-    return [longest[key] for key in sorted(longest)]
-
-
 def measure(shards: Sequence[AnyTrace], coordinator: AnyTrace | None = None) -> Measures:
     """Return the statistics of a run, computed from the traces of all its shards.
 
@@ -318,20 +356,16 @@ class Meter:
 
     def presences(self, until_ticks: int | None = None) -> dict[int, WorkerPresence]:
         """Return for each worker how long it took part in the run. See `measures` for `until_ticks`."""
-        end = self._end(until_ticks)
-        memberships = self._shards[0].ordered
-        begun = min((member.joined for member in memberships), default=0)
-        duration = max((member.until(end) for member in memberships), default=0) - begun
+        begun, left, end = self._span(until_ticks)
         present: dict[int, int] = defaultdict(int)
         idle: dict[int, int] = defaultdict(int)
-        for member in memberships:
+        for member in self._shards[0].ordered:
             present[member.worker] += member.until(end) - member.joined
             if member.finished and member.worker not in self._left:
-                again = begun + duration if member.again is None else member.again
-                idle[member.worker] += again - member.until(end)
-        waiting = self._waiting.totals([(shard.unanswered, end) for shard in self._shards])
+                idle[member.worker] += (left if member.again is None else member.again) - member.until(end)
+        waiting = self._waiting.totals([shard.pulls for shard in self._shards], end)
         return {
-            worker: WorkerPresence(time, waiting[worker], idle[worker], duration - time - idle[worker])
+            worker: WorkerPresence(time, waiting[worker], idle[worker], left - begun - time - idle[worker])
             for worker, time in present.items()
         }
 
@@ -343,18 +377,14 @@ class Meter:
                 Default: the time of the last entry of shard 0.
         """
         first, ticks_per_s = self._shards[0], self._ticks_per_s
-        end = self._end(until_ticks)
         presences = self.presences(until_ticks)
-        memberships = first.ordered
-        begun = min((member.joined for member in memberships), default=0)
-        duration = max((member.until(end) for member in memberships), default=0) - begun
-        duration_s = duration / ticks_per_s
-        present = sum(each.present for each in presences.values())
-        idle = sum(each.idle for each in presences.values())
+        begun, left, end = self._span(until_ticks)
+        duration_s = (left - begun) / ticks_per_s
+        present, waiting, idle, _ = map(sum, zip(*presences.values(), strict=True)) if presences else (0,) * 4
         iterations: dict[int, int] = defaultdict(int)
         left_s: dict[int, float] = {}
         last_push_s: dict[int, float] = {}
-        for member in memberships:
+        for member in first.ordered:
             iterations[member.worker] += member.iterations
             left_s[member.worker] = (member.until(end) - begun) / ticks_per_s
             if member.pushed is not None:
@@ -363,44 +393,39 @@ class Meter:
         total_staleness = sum(updates * count for updates, count in self.staleness.items())
         pushes = self._pushes()
         in_progress = first.largest_update if first.current else 0
+        own = ("updates", "gradients", "samples", "sampled_gradients", "barriers", "dropped_samples")
         return Measures(
+            **{name: getattr(first, name) for name in (*own, "restarts", "clipped_alone")},
+            **{f"{name}_per_s": getattr(first, name) / (duration_s or math.inf) for name in own[:3]},
             duration_s=duration_s,
             present_s=present / ticks_per_s,
-            updates=first.updates,
-            updates_per_s=first.updates / duration_s if duration_s else 0.0,
-            gradients=first.gradients,
-            gradients_per_s=first.gradients / duration_s if duration_s else 0.0,
-            sampled_gradients=first.sampled_gradients,
             iterations=dict(iterations),
             waiting_s={worker: each.waiting / ticks_per_s for worker, each in presences.items()},
             awaited_s={worker: self._waiting.awaited.get(worker, 0) / ticks_per_s for worker in presences},
-            waiting_share=sum(each.waiting for each in presences.values()) / present if present else 0.0,
-            barriers=first.barriers,
+            waiting_share=waiting / present if present else 0.0,
             sync_cost_s=max(shard.sync_cost for shard in self._shards) / ticks_per_s,
             predicted_sync_cost_s=self._plans.predicted_s,
             idle_s={worker: each.idle / ticks_per_s for worker, each in presences.items()},
             idle_share=idle / (present + idle) if present else 0.0,
             left_s=left_s,
             last_push_s=last_push_s,
-            samples=first.samples,
-            samples_per_s=first.samples / duration_s if duration_s else 0.0,
             worker_samples={worker: first.worker_samples.get(worker, 0) for worker in iterations},
             worker_gradients={w: count - first.without_gradient.get(w, 0) for w, count in iterations.items()},
-            dropped_samples=first.dropped_samples,
             mean_staleness=total_staleness / applied if applied else 0.0,
             max_staleness=max(self.staleness, default=0),
             max_gap=max(shard.max_gap for shard in self._shards),
             delayed_pulls=sum(shard.delayed_pulls for shard in self._shards),
             dropped_pushes=sum(shard.dropped_pushes for shard in self._shards),
-            restarts=first.restarts,
             pushes=pushes,
             unapplied=max(0, pushes.lost - in_progress - sum(member.lost for member in first.ordered)),
-            clipped_alone=first.clipped_alone,
         )
 
-    def _end(self, until_ticks: int | None) -> int:
-        """Return the end of the measured time in ticks."""
-        return self._shards[0].now if until_ticks is None else until_ticks
+    def _span(self, until_ticks: int | None) -> tuple[int, int, int]:
+        """Return when the first worker joined, when the last one left, and the end of the measured time, in ticks."""
+        first = self._shards[0]
+        end = first.now if until_ticks is None else until_ticks
+        begun = min((member.joined for member in first.ordered), default=0)
+        return begun, max((member.until(end) for member in first.ordered), default=begun), end
 
     def _pushes(self) -> PushFates:
         """Return what became of the pushes."""
@@ -437,8 +462,8 @@ class _Membership(msgspec.Struct):
     iterations: int = 0
     iteration: int = -1  # label of the worker's last push
     fate: str = ""  # category of this push in `PushFates`; "" while the shard holds the push
-    asked: int = 0  # time at which the worker's last pull arrived
-    pulls: int | None = None  # label of this pull; None once it is answered
+    asked: int = 0  # in states of earlier versions: arrival of the pull that is not answered,
+    pulls: int | None = None  # and its label
     pushed: int | None = None  # time at which the worker's last push arrived
     superstep: int | None = None  # superstep for whose barrier the worker has stopped with its last push
 
@@ -460,55 +485,44 @@ class _Waiting(msgspec.Struct):
     # (worker, iteration) of a pull that only some shards have answered -> the worker that it has waited for longest.
     awaited_by: dict[tuple[int, int], int] = msgspec.field(default_factory=dict)
 
-    def ended(self, worker: int, iteration: int, wait: int, awaited: int | None = None) -> None:
-        """Record that a shard has answered a pull after `wait` ticks, or that its worker was lost after this time.
-
-        Args:
-            worker: the worker that has pulled.
-            iteration: label of its pull.
-            wait: how long the pull has waited.
-            awaited: the worker whose event has ended the wait; None for nobody.
-        """
-        if self.shards == 1:
-            self._add(worker, wait, awaited)
-            return
-        key = worker, iteration
+    def ended(self, wait: Wait) -> None:
+        """Record that a wait at one of the shards has ended."""
+        key = wait.worker, wait.iteration
         answered, longest = self.open.pop(key, (0, 0))
-        before = self.awaited_by.pop(key, None)
-        if wait <= longest:
-            awaited = before
-        longest = max(longest, wait)
+        awaited = self.awaited_by.pop(key, NOBODY)
+        if wait.end - wait.begin > longest:
+            longest, awaited = wait.end - wait.begin, wait.awaited
         if answered + 1 == self.shards:
-            self._add(worker, longest, awaited)
+            self._add(wait.worker, longest, awaited)
             return
         self.open[key] = answered + 1, longest
-        if awaited is not None:
+        if awaited != NOBODY:
             self.awaited_by[key] = awaited
 
     def forget(self, worker: int) -> None:
         """End all pulls of a worker that was lost. Its index is used again, and its iteration numbers may be, too."""
         for key in [key for key in self.open if key[0] == worker]:
-            self._add(worker, self.open.pop(key)[1], self.awaited_by.pop(key, None))
+            self._add(worker, self.open.pop(key)[1], self.awaited_by.pop(key, NOBODY))
 
-    def totals(self, unanswered: Iterable[tuple[Mapping[tuple[int, int], int], int]]) -> dict[int, int]:
+    def totals(self, unanswered: Iterable[Pulls], end: int) -> dict[int, int]:
         """Return the total waiting time of each worker in ticks; 0 for a worker that has not waited.
 
         Args:
-            unanswered: for each shard, the pulls that it has not answered, (worker, iteration) -> time of arrival,
-                and the end of the measured time.
+            unanswered: for each shard, the pulls that it has not answered.
+            end: the end of the measured time.
         """
         longest = {key: wait for key, (_, wait) in self.open.items()}
-        for pulls, end in unanswered:
-            for key, asked in pulls.items():
-                longest[key] = max(longest.get(key, 0), end - asked)
+        for pulls in unanswered:
+            for worker, (iteration, asked) in pulls.asked.items():
+                longest[worker, iteration] = max(longest.get((worker, iteration), 0), end - asked)
         totals = defaultdict(int, self.total)
         for (worker, _), wait in longest.items():
             totals[worker] += wait
         return totals
 
-    def _add(self, worker: int, wait: int, awaited: int | None) -> None:
+    def _add(self, worker: int, wait: int, awaited: int) -> None:
         self.total[worker] = self.total.get(worker, 0) + wait
-        if awaited is not None and wait:
+        if awaited != NOBODY:
             self.awaited[awaited] = self.awaited.get(awaited, 0) + wait
 
 
@@ -575,26 +589,21 @@ class _ShardMeter(msgspec.Struct, dict=True):
     pending: dict[tuple[int, int], int] = msgspec.field(default_factory=dict)
     # all memberships, in the order in which the workers joined
     ordered: list[_Membership] = msgspec.field(default_factory=list)
+    pulls: Pulls = msgspec.field(default_factory=Pulls)
 
     def __post_init__(self) -> None:
         # The memberships of all workers, and of those that have not left. They follow from `ordered`.
         self._latest = {member.worker: member for member in self.ordered}
         self.current = {worker: member for worker, member in self._latest.items() if member.left is None}
         self.plans: _Plans | None = None  # set for shard 0 only
+        for worker, member in self.current.items():
+            if member.pulls is not None:
+                self.pulls.asked[worker], member.pulls = (member.pulls, member.asked), None
 
     def join(self, waiting: _Waiting, staleness: dict[int, int]) -> None:
         """Set the objects to which the meters of all shards add."""
         self._waiting = waiting
         self._staleness = staleness
-
-    @property
-    def unanswered(self) -> dict[tuple[int, int], int]:
-        """(worker, iteration) of each pull that has arrived and is not answered -> time of arrival in ticks."""
-        return {
-            (worker, member.pulls): member.asked
-            for worker, member in self.current.items()
-            if member.pulls is not None
-        }
 
     @property
     def memberships(self) -> dict[tuple[int, int], _Membership]:
@@ -613,7 +622,7 @@ class _ShardMeter(msgspec.Struct, dict=True):
         if entry.refused is not None:
             self.refused += kind is PushReceived
             return
-        self.now = now = event.now_ticks
+        self.now = event.now_ticks
         if entry.gap > self.max_gap:
             self.max_gap = entry.gap
         if entry.version is not None:
@@ -623,35 +632,29 @@ class _ShardMeter(msgspec.Struct, dict=True):
         if kind is PushReceived:
             self._receive(event)  # type: ignore[arg-type]
         elif kind is PullRequested:
-            member = self.current[event.worker]
-            member.asked, member.pulls = now, event.iteration  # type: ignore[union-attr]
             self.delayed_pulls += 1  # decremented below if the pull is answered by this entry
         else:
             self._change(event)
         # longest waiting time of a worker that continues because of this event of another one
         longest = -1
+        for wait in self.pulls.ended(entry):
+            self._waiting.ended(wait)
+            if wait.worker != event.worker:
+                longest = max(longest, wait.end - wait.begin)
+                superstep = self.current[wait.worker].superstep
+                if superstep is not None and self.plans is not None:
+                    self.plans.ended(superstep)
+            elif kind is PullRequested:
+                self.delayed_pulls -= 1
         for action in entry.actions:
-            if type(action) is AnswerPull:
-                if kind is not PullRepeated:
-                    worker = action.worker
-                    member = self.current[worker]
-                    wait, member.pulls = now - member.asked, None
-                    other = kind is not TimerFired and event.worker != worker
-                    self._waiting.ended(worker, action.iteration, wait, event.worker if other else None)
-                    if worker != event.worker:
-                        longest = max(longest, wait)
-                        if member.superstep is not None and self.plans is not None:
-                            self.plans.ended(member.superstep)
-                    elif kind is PullRequested:
-                        self.delayed_pulls -= 1
-            elif type(action) is ApplyPush:
+            if type(action) is ApplyPush:
                 self.applied += 1
                 self._decide((action.worker, action.iteration), "applied")
             elif type(action) is ApplyMean:
-                self.largest_update = max(self.largest_update, len(action.pushes))
-                fate = "averaged" if len(action.pushes) > 1 else "applied"
-                self.averaged += len(action.pushes) if len(action.pushes) > 1 else 0
-                self.applied += len(action.pushes) == 1
+                count = len(action.pushes)
+                self.largest_update = max(self.largest_update, count)
+                fate = "averaged" if count > 1 else "applied"
+                setattr(self, fate, getattr(self, fate) + count)
                 for push in action.pushes:
                     self._decide(push, fate)
             elif type(action) is DropPush:
@@ -707,8 +710,6 @@ class _ShardMeter(msgspec.Struct, dict=True):
             member = self.current.pop(event.worker)
             member.left = self.now
             member.finished, member.lost = kind is WorkerFinished, kind is WorkerLost
-            if member.pulls is not None:
-                self._waiting.ended(member.worker, member.pulls, self.now - member.asked)
 
     def _decide(self, push: tuple[int, int], fate: str) -> int:
         """Record what became of a push, and return its number of samples; 0 if this number is unknown.
