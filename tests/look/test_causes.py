@@ -318,3 +318,10 @@ def test_an_evaluation_in_all_workers_is_not_that_of_one_and_belongs_in_one() ->
     cause = only(causes_of(alone))
     assert "(61 s together, most of it worker 0)" in cause.words
     assert cause.remedies[0].startswith("Inside paceline.evaluating(model), the other workers need not wait.")
+
+
+def test_a_worker_that_nobody_else_worked_beside_is_not_blamed() -> None:
+    """The others have made no iteration, so there is nobody who waited for it."""
+    alone = worker(0, computing=50.0, waiting=40.0, awaited_s=90.0)
+    other = structs.replace(worker(1, waiting=90.0), iterations=0)
+    assert "now for one worker, now for another" in only(causes_of(evidence(alone, other))).words

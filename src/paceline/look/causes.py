@@ -1,8 +1,8 @@
 """What held a run back, and what would help: the sentences with which a report begins, and the terminal ends.
 
 Each cause is computed from measured times, and says how many seconds it has cost, summed over the workers. A cause is
-named only if it has cost at least `LEAST_SHARE` of the workers' time, and at least `LEAST_S` per worker. What helps
-against waiting is in `trace.findings`. The kinds of time are those of `core.metrics`.
+named only if it has cost at least `LEAST_SHARE` of the workers' time, and at least `LEAST_S` per worker. `ROWS` has a
+sentence for each, and what would help. The kinds of time are those of `core.metrics`.
 
 Waiting alone says little: it is the other side of what another worker does. So the worker that was awaited is
 compared with the others. What it spends more time on in each iteration is the cause: its computation, its loader, its
@@ -15,22 +15,24 @@ the same in all workers.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ..core.lease import Split
 from ..errors import ConfigurationError
-from ..sync.model import backup_quorum
+from ..sync.model import EFFECTS, backup_quorum
 from ..sync.schedule import read_schedule
 from ..trace.activity_cells import KINDS
-from ..trace.findings import LEAST_S, LEAST_SHARE, Handout, hints_for, how_to_check, in_python
-from ..trace.measures import PushFates, unapplied_pushes
+from ..trace.findings import DISTRIBUTE, Handout, how_to_check, in_python
 from ..trace.report import Cause, LinkTotal, WorkerReport
 from ..words import counted, length, listed, percent, size
+from .summary import unapplied_in
 
+LEAST_SHARE = 0.05
+LEAST_S = 1.0
 GUILTY_SHARE = 0.7  # a few workers are named if they were awaited for at least this share of all waiting
 SLOWER = 1.15  # the others are compared with a worker that takes at least this many times as long
 MORE_DATA = 1.2  # and at least this many times as much data
@@ -59,18 +61,19 @@ UNKNOWN = (
 )
 COMPARE = "To compare the sync models on these machines, run"
 
-Remedies = tuple[str, ...]
-
 
 def causes_of(evidence: Evidence) -> tuple[Cause, ...]:
     """Return what held a run back: first what makes its result doubtful, then what took time, most time first."""
     doubts = [Cause(sentence) for sentence in (evidence.unapplied, *evidence.noticed) if sentence]
     crowded = _cores(evidence)
     awaited, explained = _waiting(evidence)
-    if crowded is not None:
-        explained = *explained, *(() if evidence.links else (_transfer,))
-        awaited = awaited if _guilty(evidence) else None
-    further = (find(evidence) for find in FURTHER if find not in explained)
+    if crowded is not None and not _guilty(evidence):
+        awaited = None
+    further = [
+        _of_kind(evidence, name)
+        for name, (kind, _) in KINDS_OF_CAUSES.items()
+        if kind != explained and not (crowded and name == "exchanges")
+    ]
     found = [crowded, awaited, _idle(evidence), *further]
     slow = sorted((each for each in found if each is not None), key=lambda each: -(each.lost_s or 0.0))
     said: set[str] = set()  # what helps is said once
@@ -244,102 +247,260 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         whole_s = self.present_s() + self.total_s("idle")
         return lost_s / whole_s if whole_s else 0.0
 
-    def cause(self, words: str, brief: str, lost_s: float, remedies: Sequence[str]) -> Cause:
-        """Return a cause, with its share of the workers' time."""
+    def cause(self, name: str, lost_s: float, remedies: Sequence[str] = (), **facts: str) -> Cause:
+        """Return the cause that a row of `ROWS` describes, with its share of the workers' time.
+
+        Args:
+            name: the name of the row.
+            lost_s: the time that it has cost, in seconds, summed over the workers.
+            remedies: what would help. Default: what the row says.
+            facts: what the sentences of the row name.
+        """
+        row = ROWS[name]
+        facts = {"share": self.percent(lost_s), "lost": f"{length(lost_s)} together", **facts}
         python = self.program[:1] == ("function",)
-        shown = tuple(in_python(hint) if python else hint for hint in remedies)
+        shown = tuple(in_python(hint) if python else hint for hint in remedies or row.remedies)
+        words, brief = row.words.format(**facts).strip(), row.brief.format(**facts)
         return Cause(words, lost_s, self.share(lost_s), shown, brief)
 
-    def hints(self, *, equal_shares: bool, slow: int, waited: bool) -> list[str]:
-        """Return what helps against waiting and idle workers; see `hints_for`."""
-        quorum = backup_quorum(len(self.workers), slow) if slow else None
-        how = how_to_check(self.run_dir or None, self.program)
-        return hints_for(
-            self.lockstep, self.handout, self.overlap, equal_shares, waited, slow, quorum, how, self.auto
-        )
+    def percent(self, lost_s: float, workers: Collection[int] | None = None) -> str:
+        """Return lost time as a share of the presence of workers, by default of all, in words."""
+        return percent(lost_s / (self.present_s(workers) or 1.0))
+
+    def hints(self, *, equal_shares: bool = False, slow: int = 0, waited: bool = True) -> list[str]:
+        """Return what would help against waiting and idle workers, as far as it can be done in this run.
+
+        Args:
+            equal_shares: True if workers of unequal speed had equal shares of the work, so that some were idle.
+            slow: number of workers that waited much less than the others, so that balanced batches help.
+            waited: True if workers waited for the answers to their pulls.
+        """
+        handout, lost = self.handout, equal_shares or waited
+        if handout.split is None:
+            return [DISTRIBUTE] if equal_shares or (self.lockstep and waited) else []
+        if self.auto:
+            return []  # balanced batches are used if they can be, and other models if they save time
+        hints = []
+        if handout.may_balance and (slow or (self.lockstep and equal_shares)):
+            hints.append(BALANCED_LOCKSTEP if self.lockstep else BALANCED)
+        if self.lockstep and lost:
+            quorum = backup_quorum(len(self.workers), slow) if slow else None
+            if quorum is not None:
+                hints.append(BACKUP.format(quorum=quorum))
+            omitted = [OMIT] * (handout.split == "static") + ["--overlap off"] * (not self.overlap)
+            unless = f", if you omit {' and '.join(omitted)}" if omitted else ""
+            how = how_to_check(self.run_dir or None, self.program)
+            hints.append(RELAXED.format(models=MODELS, unless=unless, how=how))
+        elif equal_shares and handout.split == "static":
+            hints.append(f"{DYNAMIC}{SHARES if handout.may_balance else ''}.")
+        return hints
 
 
-# -- waiting ----------------------------------------------------------------------------------------------
+# -- The table of causes: what they are called, how they are told, and what helps ----------------------------
 
-Finder = Callable[[Evidence], Cause | None]
+BALANCED = "Try --batch balanced, which makes the size of each worker's batch proportional to its speed."
+BALANCED_LOCKSTEP = (
+    f"{BALANCED} The joint batch of all workers stays the same, and so does the result of training."
+)
+BACKUP = f"If all workers draw from the same data, try --sync drop-stragglers:quorum={{quorum}}: {EFFECTS['fresh']}."
+MODELS = "--sync asp or --sync elastic-bsp"
+RELAXED = (
+    "Under {models}, there is no barrier in every iteration, and data is handed out on demand{unless}. But "
+    f"{EFFECTS['stale']}. Check the accuracy first: {{how}}"
+)
+OMIT = "--split static and split='static' in distribute(loader)"
+DYNAMIC = f"Omit {OMIT}, so that data is handed out on demand"
+SHARES = ", or try --batch balanced, which makes the shares proportional to the workers' speeds"
+
+SELDOM = "It also helps to evaluate less often."
+EVALUATE = f"Inside paceline.evaluating(model), the other workers need not wait. {SELDOM}"
+EVALUATE_ONCE = (
+    "If every worker evaluates the same data, let one worker do this: in `if paceline.is_main():` and inside "
+    f"paceline.evaluating(model), so that the others go on training. {SELDOM}"
+)
+EVALUATE_THERE = (
+    "If the script evaluates or saves the model there, do so inside paceline.evaluating(model): the other workers "
+    f"then need not wait. {SELDOM}"
+)
+READER = (
+    "Or evaluate copies of the weights elsewhere: with paceline.launch(snapshot_every_s=...), a reader takes "
+    "them, for which no worker waits."
+)
+LOADERS = (
+    "Give the DataLoader more processes (num_workers), so that batches are loaded while the script computes, or load "
+    "from a faster disk."
+)
+FEWER_STEPS = (
+    "Use larger batches, or accumulate the gradients of several batches before each step: then there are fewer "
+    "pushes and pulls for the same data. The joint batch becomes larger, so the learning rate may have to be "
+    "adapted."
+)
+ABORTS = (
+    "An abort costs a computation, and gives the next one newer weights. With parameters of the model under "
+    "which it aborts less often, less is wasted. The parameters are listed by: paceline sync NAME"
+)
+MINIMUM = "With a smaller MIN in --workers MIN:MAX, the run goes on with fewer workers."
+MORE_CORES = "Use a machine with more cores, or fewer servers and workers."
 
 
-def _waiting(evidence: Evidence) -> tuple[Cause | None, tuple[Finder, ...]]:
-    """Return why workers have waited for others. Also return the causes that this one includes."""
+class Row(NamedTuple):
+    """How a cause is told. In braces are facts of the run.
+
+    Attributes:
+        words: what happened, in a sentence.
+        brief: the same as a clause for the headline.
+        remedies: what always helps, most effective first.
+    """
+
+    words: str
+    brief: str
+    remedies: tuple[str, ...] = ()
+
+
+ROWS = {
+    # waits for now one worker, now another
+    "in turn": Row(
+        "Workers waited {where} for {share} of their time ({lost}), now for one worker, now for another: their "
+        "iterations do not take equally long each time.",
+        "workers waited for one another for {share} of their time",
+    ),
+    # waits for a few workers: what these spend more time on than the others
+    "their transfer": Row(
+        "{waited}, whose gradients and weights are on their way for {each} in each iteration, {times} as long as "
+        "those of the others. {bytes}",
+        "a slow link: {brief}, whose transfers take {times} as long",
+    ),
+    "their outside": Row(
+        "{waited}, whose script did something other than training for {outside}, such as evaluating or saving the "
+        "model.",
+        "{brief}, whose script did something other than training",
+        (EVALUATE, READER),
+    ),
+    "their loading": Row(
+        "{waited}, whose script waits for its loader for {each} in each iteration, {times} as long as those of the "
+        "others.",
+        "{brief}, which loads its batches {times} as long",
+        (LOADERS,),
+    ),
+    "unsplit": Row(
+        "{waited}, which {take} {times} as long from an answer to the next push: for the computation and the "
+        "transfers, which are not told apart.",
+        "{brief}, which {take} {times} as long for each iteration",
+    ),
+    "last": Row("{waited}: {it} reached the barriers last, although {it} did not compute longer.", "{brief}"),
+    "unknown": Row(
+        f"{{waited}}, which {{take}} {{times}} as long from one step to the next. {UNKNOWN}",
+        "{brief}, which {take} {times} as long from one step to the next",
+    ),
+    "their computing": Row(
+        "{waited}, whose batches take {times} as long.", "{brief}, whose batches take {times} as long"
+    ),
+    # idle workers: why the others were not
+    "silent": Row(
+        "{idle}, because the script of {blamed} went on for {silent} after its last step with something other than "
+        "training, such as evaluating the model.",
+        "{brief}",
+        (READER,),
+    ),
+    "evaluated": Row(
+        "{idle}, because the script of {blamed} did something other than training for {more} longer than theirs, "
+        "such as evaluating the model, and made its steps later.",
+        "{brief}",
+        (READER, SELDOM),
+    ),
+    "more data": Row(
+        "{Blamed} had {times} as much {much} as {who} ({amounts}), which {were} idle for {longest} ({part} of the "
+        "run).",
+        "{blamed} had {times} as much {much} as the others, which were idle at the end",
+    ),
+    "working": Row("{idle}, because {blamed} {was} still working.{equal}", "{brief}"),
+    # a kind of time
+    "cores": Row(
+        "{Who} shared {cores}, perhaps with other programs: for {share} of their time ({lost}), the workers could "
+        "have gone on, but had no core. Computations, pushes and pulls take longer then.",
+        "{processes} busy processes shared {cores}",
+    ),
+    "links": Row(
+        "Gradients and weights were on their way for {share} of the workers' time ({lost}), {each} in each "
+        "iteration. {bytes}",
+        "gradients and weights were on their way for {share} of the workers' time",
+    ),
+    "exchanges": Row(
+        "For {share} of the workers' time ({lost}), gradients and weights were on their way, or a server made its "
+        "part of a step: {each} in each iteration.",
+        "pushes and pulls took {share} of the workers' time",
+    ),
+    "loading": Row(
+        "For {share} of the workers' time ({lost}), the script waited for its loader: {each} in each iteration.",
+        "scripts waited for their loaders for {share} of the time",
+        (LOADERS,),
+    ),
+    "wasted": Row(
+        "Computations of {wasted} ({share} of the workers' time) came to nothing{why}.",
+        "{share} of the workers' time was wasted",
+    ),
+    "paused": Row(
+        "The run paused for {share} of the workers' time ({lost}), because it had {fewer}.",
+        "the run paused for {share} of the workers' time",
+        (MINIMUM,),
+    ),
+    "outside": Row(
+        "For {share} of the workers' time ({lost}{whose}), the script did something other than training: it "
+        "evaluated or saved the model, or waited in a barrier or a reduction, or went on after its last step.",
+        "{share} of the workers' time was spent outside of training",
+        (EVALUATE_ONCE, READER),
+    ),
+}
+"""Name of a cause -> how the terminal and the report tell it."""
+
+
+def _were(workers: Sequence[int]) -> str:
+    return "were" if len(workers) > 1 else "was"
+
+
+def _waiting(evidence: Evidence) -> tuple[Cause | None, str]:
+    """Return why workers have waited for others. Also return the kind of time that this cause includes, or ""."""
     waited_s = evidence.total_s("waiting")
     if not evidence.matters(waited_s):
-        return None, ()
+        return None, ""
     guilty = _guilty(evidence)
-    where = "at the barrier of each iteration" if evidence.lockstep else "for answers to their pulls"
-    if not guilty:
-        share = percent(waited_s / evidence.present_s())
-        words = (
-            f"Workers waited {where} for {share} of their time ({length(waited_s)} together), now for one worker, "
-            "now for another: their iterations do not take equally long each time."
-        )
-        brief = f"workers waited for one another for {share} of their time"
-        return evidence.cause(
-            words, brief, waited_s, evidence.hints(equal_shares=False, slow=0, waited=True)
-        ), ()
     others = [each.worker for each in evidence.workers if each.worker not in guilty and each.iterations]
+    if not guilty or not others:
+        where = "at the barrier of each iteration" if evidence.lockstep else "for answers to their pulls"
+        return evidence.cause("in turn", waited_s, evidence.hints(), where=where), ""
     own_s = evidence.total_s("waiting", workers=others)
-    share = percent(own_s / evidence.present_s(others))
-    together = f"{length(own_s)} together" if len(others) > 1 else length(own_s)
-    blamed = listed(guilty)
-    waited = f"{listed(others).capitalize()} waited {share} of their time ({together}) for {blamed}"
-    if len(others) == 1:
-        waited = waited.replace("their time", "its time")
-    brief = f"the others waited for {share} of their time for {blamed}"
+    share, blamed = evidence.percent(own_s, others), listed(guilty)
+    their, together = ("their", " together") if len(others) > 1 else ("its", "")
     excess = {
         kind: _excess(evidence, kind, guilty) for kind in ("computing", "loading", "transfer", "outside")
     }
     kind = max(excess, key=lambda each: excess[each][0])
     _, ratio, each_s = excess[kind]
-    slow = len(guilty)
-    if kind == "transfer" and ratio >= SLOWER:
-        lost_s = own_s + evidence.total_s("transfer", workers=guilty)
-        words = (
-            f"{waited}, whose gradients and weights are on their way for {length(each_s)} in each iteration, "
-            f"{_times(ratio)} as long as those of the others. {_bytes(evidence, guilty)}"
-        )
-        slow_link = f"a slow link: {brief}, whose transfers take {_times(ratio)} as long"
-        return evidence.cause(words.strip(), slow_link, lost_s, _fewer_bytes(evidence)), (_transfer,)
-    if kind == "outside" and ratio >= SLOWER:
-        outside_s = evidence.total_s("outside", workers=guilty)
-        words = (
-            f"{waited}, whose script did something other than training for {length(outside_s)}, such as "
-            "evaluating or saving the model."
-        )
-        brief += ", whose script did something other than training"
-        return evidence.cause(words, brief, own_s, (EVALUATE, READER)), (_outside,)
-    if kind == "loading" and ratio >= SLOWER:
-        words = (
-            f"{waited}, whose script waits for its loader for {length(each_s)} in each iteration, {_times(ratio)} as "
-            "long as those of the others."
-        )
-        brief += f", which loads its batches {_times(ratio)} as long"
-        return evidence.cause(words, brief, own_s, (LOADERS,)), (_loading,)
-    if evidence.unsplit and ratio >= SLOWER:
-        words = f"{waited}, which {_takes(guilty)} {_times(ratio)} as long from an answer to the next push: for the "
-        words += "computation and the transfers, which are not told apart."
-        brief += f", which {_takes(guilty)} {_times(ratio)} as long for each iteration"
-    elif ratio < SLOWER:
-        slow, why = (
-            0,
-            f"{_it(guilty)} reached the barriers last, although {_it(guilty)} did not compute longer",
-        )
-        words = f"{waited}: {why}."
-    elif not evidence.knows_computing:
-        words = (
-            f"{waited}, which {_takes(guilty)} {_times(ratio)} as long from one step to the next. {UNKNOWN}"
-        )
-        brief += f", which {_takes(guilty)} {_times(ratio)} as long from one step to the next"
-        remedies = (EVALUATE_THERE, *evidence.hints(equal_shares=False, slow=slow, waited=True))
-        return evidence.cause(words, brief, own_s, remedies), ()
-    else:
-        words = f"{waited}, whose batches take {_times(ratio)} as long."
-        brief += f", whose batches take {_times(ratio)} as long"
-    return evidence.cause(words, brief, own_s, evidence.hints(equal_shares=False, slow=slow, waited=True)), ()
+    name, slow, lost_s, remedies = f"their {kind}", len(guilty), own_s, list[str]()
+    if ratio < SLOWER:
+        name, slow = "last", 0
+    elif kind == "transfer":
+        lost_s += evidence.total_s("transfer", workers=guilty)
+        remedies = _fewer_bytes(evidence)
+    elif kind == "computing" and evidence.unsplit:
+        name = "unsplit"
+    elif kind == "computing" and not evidence.knows_computing:
+        name, remedies = "unknown", [EVALUATE_THERE]
+    explained = kind if name == f"their {kind}" and kind != "computing" else ""
+    cause = evidence.cause(
+        name,
+        lost_s,
+        remedies if explained else [*remedies, *evidence.hints(slow=slow)],
+        waited=f"{listed(others).capitalize()} waited {share} of {their} time ({length(own_s)}{together}) for {blamed}",
+        brief=f"the others waited for {share} of their time for {blamed}",
+        each=length(each_s),
+        times=_times(ratio),
+        take="take" if slow > 1 else "takes",
+        it="they" if len(guilty) > 1 else "it",
+        outside=length(evidence.total_s("outside", workers=guilty)),
+        bytes=_bytes(evidence, guilty),
+    )
+    return cause, explained
 
 
 def _guilty(evidence: Evidence) -> list[int]:
@@ -373,90 +534,61 @@ def _excess(evidence: Evidence, kind: str, guilty: Collection[int]) -> tuple[flo
     return own_s - others_s, own_s / max(others_s, 1e-6), own_s
 
 
-# -- other causes -----------------------------------------------------------------------------------------
-
-EVALUATE = "Inside paceline.evaluating(model), the other workers need not wait. It also helps to evaluate less often."
-EVALUATE_ONCE = (
-    "If every worker evaluates the same data, let one worker do this: in `if paceline.is_main():` and inside "
-    "paceline.evaluating(model), so that the others go on training. It also helps to evaluate less often."
-)
-EVALUATE_THERE = (
-    "If the script evaluates or saves the model there, do so inside paceline.evaluating(model): the other workers "
-    "then need not wait. It also helps to evaluate less often."
-)
-READER = (
-    "Or evaluate copies of the weights elsewhere: with paceline.launch(snapshot_every_s=...), a reader takes "
-    "them, for which no worker waits."
-)
-SELDOM = "It also helps to evaluate less often."
-LOADERS = (
-    "Give the DataLoader more processes (num_workers), so that batches are loaded while the script computes, or load "
-    "from a faster disk."
-)
-
-
 def _idle(evidence: Evidence) -> Cause | None:
     """Return why workers had finished while others were still working."""
     least_s = max(LEAST_S, LEAST_SHARE * evidence.duration_s)
-    idle_s = {
-        each.worker: each.time_s.get("idle", 0.0)
-        for each in evidence.workers
-        if each.time_s.get("idle", 0.0) >= least_s
-    }
-    lost_s = sum(idle_s.values())
+    idle_s = {each.worker: each.time_s.get("idle", 0.0) for each in evidence.workers}
+    idle_s = {worker: seconds for worker, seconds in idle_s.items() if seconds >= least_s}
     working = [each.worker for each in evidence.workers if each.fate != "lost" and each.worker not in idle_s]
     if not idle_s or not working:
         return None
-    longest = f"the last {length(max(idle_s.values()))}"
-    blamed, were = listed(working), "were" if len(working) > 1 else "was"
-    who = f"{listed(sorted(idle_s))} {'were' if len(idle_s) > 1 else 'was'}".capitalize()
-    idle = f"{who} idle for {longest} ({percent(max(idle_s.values()) / max(evidence.duration_s, 1e-9))} of the run)"
-    brief = f"{blamed} worked for {length(max(idle_s.values()))} longer than the others"
+    lost_s, longest_s, who, blamed = (
+        sum(idle_s.values()),
+        max(idle_s.values()),
+        sorted(idle_s),
+        listed(working),
+    )
+    longest = f"the last {length(longest_s)}"
+    part = percent(longest_s / max(evidence.duration_s, 1e-9))
+
+    def usual(amounts: Mapping[int, float]) -> tuple[float, float]:
+        """Return the amount of the working worker in the middle, and that of the idle one."""
+        return median(amounts.get(each, 0.0) for each in working), median(
+            amounts.get(each, 0.0) for each in who
+        )
+
+    facts = {
+        "idle": f"{listed(who).capitalize()} {_were(who)} idle for {longest} ({part} of the run)",
+        "brief": f"{blamed} worked for {length(longest_s)} longer than the others",
+        "blamed": blamed,
+    }
     silent_s = evidence.end_s - max(
         (evidence.last_push_s.get(worker, 0.0) for worker in working), default=0.0
     )
-    if silent_s > max(idle_s.values()) / 2:
-        words = (
-            f"{idle}, because the script of {blamed} went on for {length(silent_s)} after its last step with "
-            "something other than training, such as evaluating the model."
-        )
-        return evidence.cause(words, brief, lost_s, (READER,))
-    outside_s = {each.worker: each.time_s.get("outside", 0.0) for each in evidence.workers}
-    usual_s = median(outside_s[worker] for worker in idle_s)
-    more_s = median(outside_s[worker] for worker in working) - usual_s
-    if more_s > max(idle_s.values()) / 2:
-        words = (
-            f"{idle}, because the script of {blamed} did something other than training for {length(more_s)} longer "
-            "than theirs, such as evaluating the model, and made its steps later."
-        )
-        return evidence.cause(words, brief, lost_s, (READER, SELDOM))
-    amounts = {
-        each.worker: float(each.samples if evidence.samples else each.iterations) for each in evidence.workers
-    }
-    usual, more = median(amounts[worker] for worker in idle_s), median(amounts[worker] for worker in working)
-    ratio = more / usual if usual else 0.0
-    if ratio >= MORE_DATA and not evidence.handout.balanced:
-        much = "data" if evidence.samples else "to do"
-        unit = "samples" if evidence.samples else "steps"
-        brief = f"{blamed} had {_times(ratio)} as much {much} as the others, which were idle at the end"
-        words = (
-            f"{blamed.capitalize()} had {_times(ratio)} as much {much} as {listed(sorted(idle_s))} "
-            f"({more:,.0f} {unit} instead of {usual:,.0f}), which {'were' if len(idle_s) > 1 else 'was'} idle for "
-            f"{longest} ({percent(max(idle_s.values()) / evidence.duration_s)} of the run)."
-        )
-        return evidence.cause(words, brief, lost_s, (_shared_data(evidence),))
-    per = evidence.per_iteration_s("computing")
-    slower = median(per.get(worker, 0.0) for worker in working) / max(
-        1e-9, median(per.get(worker, 0.0) for worker in idle_s)
+    if silent_s > longest_s / 2:
+        return evidence.cause("silent", lost_s, **facts, silent=length(silent_s))
+    outside_s, theirs_s = usual({each.worker: each.time_s.get("outside", 0.0) for each in evidence.workers})
+    if outside_s - theirs_s > longest_s / 2:
+        return evidence.cause("evaluated", lost_s, **facts, more=length(outside_s - theirs_s))
+    more, less = usual(
+        {each.worker: each.samples if evidence.samples else each.iterations for each in evidence.workers}
     )
-    words = f"{idle}, because {blamed} {were} still working."
+    ratio = more / less if less else 0.0
+    if ratio >= MORE_DATA and not evidence.handout.balanced:
+        much, unit = ("data", "samples") if evidence.samples else ("to do", "steps")
+        facts |= {"Blamed": blamed.capitalize(), "who": listed(who), "were": _were(who), "longest": longest}
+        facts |= {"part": part, "much": much, "times": _times(ratio)}
+        amounts = f"{more:,.0f} {unit} instead of {less:,.0f}"
+        return evidence.cause("more data", lost_s, [_shared_data(evidence)], **facts, amounts=amounts)
+    computing_s, theirs_s = usual(evidence.per_iteration_s("computing"))
+    slower = computing_s / max(1e-9, theirs_s)
     # Balanced batches are unequal shares, even if the iteration counts are equal.
-    equal = usual > 0 and 1 / MORE_DATA < ratio < MORE_DATA and not evidence.handout.balanced
-    if equal:
-        longer = f", but the batches of {blamed} take {_times(slower)} as long" if slower >= SLOWER else ""
-        words += f" All of them had equal shares of the data{longer}."
-    hints = evidence.hints(equal_shares=equal, slow=len(working) if evidence.lockstep else 0, waited=False)
-    return evidence.cause(words, brief, lost_s, hints)
+    equal = less > 0 and 1 / MORE_DATA < ratio < MORE_DATA and not evidence.handout.balanced
+    longer = f", but the batches of {blamed} take {_times(slower)} as long" if slower >= SLOWER else ""
+    facts["equal"] = f" All of them had equal shares of the data{longer}." if equal else ""
+    slow = len(working) if evidence.lockstep else 0
+    hints = evidence.hints(equal_shares=equal, slow=slow, waited=False)
+    return evidence.cause("working", lost_s, hints, **facts, was=_were(working))
 
 
 def _shared_data(evidence: Evidence) -> str:
@@ -468,29 +600,6 @@ def _shared_data(evidence: Evidence) -> str:
             "it needs one."
         )
     return "Use --split dynamic, with which each worker gets its next batch when it needs one."
-
-
-def _transfer(evidence: Evidence) -> Cause | None:
-    """Return how long messages were on their way."""
-    lost_s = evidence.total_s("transfer")
-    if not evidence.matters(lost_s, LEAST_SHARE if evidence.links else LEAST_OUTSIDE):
-        return None
-    share = percent(lost_s / evidence.present_s())
-    per = evidence.per_iteration_s("transfer")
-    each_s = median(per.values()) if per else 0.0
-    if not evidence.links:
-        words = (
-            f"For {share} of the workers' time ({length(lost_s)} together), gradients and weights were on their "
-            f"way, or a server made its part of a step: {length(each_s)} in each iteration."
-        )
-        brief = f"pushes and pulls took {share} of the workers' time"
-        return evidence.cause(words, brief, lost_s, _shorter_exchanges(evidence))
-    words = (
-        f"Gradients and weights were on their way for {share} of the workers' time ({length(lost_s)} together), "
-        f"{length(each_s)} in each iteration. {_bytes(evidence, [each.worker for each in evidence.workers])}"
-    )
-    brief = f"gradients and weights were on their way for {share} of the workers' time"
-    return evidence.cause(words.strip(), brief, lost_s, _fewer_bytes(evidence))
 
 
 def _bytes(evidence: Evidence, workers: Collection[int]) -> str:
@@ -519,7 +628,7 @@ def _bytes(evidence: Evidence, workers: Collection[int]) -> str:
     )
 
 
-def _fewer_bytes(evidence: Evidence) -> Remedies:
+def _fewer_bytes(evidence: Evidence) -> list[str]:
     """Return what helps against a slow link."""
     more = evidence.servers + 1 if evidence.servers > 1 else 2
     servers = (
@@ -527,30 +636,11 @@ def _fewer_bytes(evidence: Evidence) -> Remedies:
         f"paceline serve --servers {more} --remote-servers {more - 1}, and paceline join --servers 1 on the other "
         "machine."
     )
-    if evidence.wire != "float32":
-        return servers, *_fewer_steps()
     rounding = (
         "Try --wire bf16: float32 gradients and weights are rounded on their way, so half as many bytes travel. The "
         "servers keep float32 weights."
     )
-    return servers, rounding, *_fewer_steps()
-
-
-def _fewer_steps() -> Remedies:
-    return (
-        "Use larger batches, or accumulate the gradients of several batches before each step: then there are fewer "
-        "pushes and pulls for the same data. The joint batch becomes larger, so the learning rate may have to be "
-        "adapted.",
-    )
-
-
-def _shorter_exchanges(evidence: Evidence) -> Remedies:
-    """Return what helps if pushes and pulls take long on one machine."""
-    return (
-        *_fewer_steps(),
-        f"If there are cores that the workers leave free, try --servers {evidence.servers + 1}: each server then "
-        "makes a smaller part of each step.",
-    )
+    return [servers, *([rounding] if evidence.wire == "float32" else []), FEWER_STEPS]
 
 
 def _cores(evidence: Evidence) -> Cause | None:
@@ -559,97 +649,62 @@ def _cores(evidence: Evidence) -> Cause | None:
     processes = len(evidence.workers) + evidence.servers
     if not 0 < evidence.cores < processes or not evidence.matters(lost_s, LEAST_OUTSIDE):
         return None
-    share = percent(lost_s / evidence.present_s())
-    who = f"{counted(len(evidence.workers), 'worker')} and {counted(evidence.servers, 'server')}"
-    cores = counted(evidence.cores, "core")
-    words = (
-        f"{who.capitalize()} shared {cores}, perhaps with other programs: for {share} of their time "
-        f"({length(lost_s)} together), the workers could have gone on, but had no core. Computations, pushes and "
-        "pulls take longer then."
-    )
     fewer = max(1, evidence.cores - evidence.servers)
-    remedies = [f"Use fewer workers: --workers {fewer} leaves each process a core of its own."]
-    if evidence.cores <= evidence.servers:
-        remedies = ["Use a machine with more cores, or fewer servers and workers."]
-    return evidence.cause(words, f"{processes} busy processes shared {cores}", lost_s, remedies)
-
-
-def _loading(evidence: Evidence) -> Cause | None:
-    """Return how long scripts waited for their loaders."""
-    lost_s = evidence.total_s("loading")
-    if not evidence.matters(lost_s, LEAST_OUTSIDE):
-        return None
-    share = percent(lost_s / evidence.present_s())
-    per = evidence.per_iteration_s("loading")
-    each_s = median(per.values()) if per else 0.0
-    words = (
-        f"For {share} of the workers' time ({length(lost_s)} together), the script waited for its loader: "
-        f"{length(each_s)} in each iteration."
-    )
+    remedy = f"Use fewer workers: --workers {fewer} leaves each process a core of its own."
     return evidence.cause(
-        words, f"scripts waited for their loaders for {share} of the time", lost_s, (LOADERS,)
-    )
-
-
-def _wasted(evidence: Evidence) -> Cause | None:
-    """Return how long was computed for nothing."""
-    lost_s = evidence.total_s("wasted")
-    if not evidence.matters(lost_s):
-        return None
-    share = percent(lost_s / evidence.present_s())
-    lost = [each.worker for each in evidence.workers if each.fate == "lost"]
-    aborted = (
-        f"the sync model aborted {counted(evidence.restarts, 'computation')}" if evidence.restarts else ""
-    )
-    with_worker = f"{listed(lost)} {'were' if len(lost) > 1 else 'was'} lost" if lost else ""
-    why = " and ".join(filter(None, (aborted, with_worker)))
-    words = f"Computations of {length(lost_s)} ({share} of the workers' time) came to nothing"
-    words += f", because {why}." if why else "."
-    hint = (
-        "An abort costs a computation, and gives the next one newer weights. With parameters of the model under "
-        "which it aborts less often, less is wasted. The parameters are listed by: paceline sync NAME"
-    )
-    return evidence.cause(
-        words, f"{share} of the workers' time was wasted", lost_s, (hint,) if aborted else ()
-    )
-
-
-def _paused(evidence: Evidence) -> Cause | None:
-    """Return how long the run paused."""
-    lost_s = evidence.total_s("paused")
-    if not evidence.matters(lost_s):
-        return None
-    share = percent(lost_s / evidence.present_s())
-    fewer = f"fewer than {evidence.shortage}" if evidence.shortage else "too few workers"
-    words = f"The run paused for {share} of the workers' time ({length(lost_s)} together), because it had {fewer}."
-    hint = "With a smaller MIN in --workers MIN:MAX, the run goes on with fewer workers."
-    return evidence.cause(words, f"the run paused for {share} of the workers' time", lost_s, (hint,))
-
-
-def _outside(evidence: Evidence) -> Cause | None:
-    """Return for how long scripts did something other than training."""
-    lost_s = evidence.total_s("outside")
-    if not evidence.matters(lost_s, LEAST_OUTSIDE):
-        return None
-    share = percent(lost_s / evidence.present_s())
-    per = {each.worker: each.time_s.get("outside", 0.0) for each in evidence.workers}
-    most = max(per, key=lambda worker: per[worker])
-    mostly = len(per) > 1 and per[most] >= GUILTY_SHARE * lost_s
-    whose = f", most of it worker {most}" if mostly else ""
-    words = (
-        f"For {share} of the workers' time ({length(lost_s)} together{whose}), the script did something other than "
-        "training: it evaluated or saved the model, or waited in a barrier or a reduction, or went on after its last "
-        "step."
-    )
-    return evidence.cause(
-        words,
-        f"{share} of the workers' time was spent outside of training",
+        "cores",
         lost_s,
-        (EVALUATE if mostly else EVALUATE_ONCE, READER),
+        [MORE_CORES if evidence.cores <= evidence.servers else remedy],
+        Who=f"{counted(len(evidence.workers), 'worker')} and {counted(evidence.servers, 'server')}".capitalize(),
+        cores=counted(evidence.cores, "core"),
+        processes=str(processes),
     )
 
 
-FURTHER: tuple[Finder, ...] = (_transfer, _loading, _wasted, _paused, _outside)
+KINDS_OF_CAUSES = {
+    "links": ("transfer", LEAST_SHARE),
+    "exchanges": ("transfer", LEAST_OUTSIDE),
+    "loading": ("loading", LEAST_OUTSIDE),
+    "wasted": ("wasted", LEAST_SHARE),
+    "paused": ("paused", LEAST_SHARE),
+    "outside": ("outside", LEAST_OUTSIDE),
+}
+"""Name of a cause -> the kind of time, and the least share of it that is named."""
+
+
+def _of_kind(evidence: Evidence, name: str) -> Cause | None:
+    """Return how much time a kind of activity took that is not computing."""
+    kind, least = KINDS_OF_CAUSES[name]
+    lost_s = evidence.total_s(kind)
+    if not evidence.matters(lost_s, least) or name == ("exchanges" if evidence.links else "links"):
+        return None
+    per = evidence.per_iteration_s(kind)
+    facts, remedies = {"each": length(median(per.values()) if per else 0.0)}, list[str]()
+    if name == "links":
+        facts["bytes"] = _bytes(evidence, [each.worker for each in evidence.workers])
+        remedies = _fewer_bytes(evidence)
+    elif name == "exchanges":
+        remedies = [
+            FEWER_STEPS,
+            f"If there are cores that the workers leave free, try --servers {evidence.servers + 1}: each server then "
+            "makes a smaller part of each step.",
+        ]
+    elif name == "wasted":
+        lost = [each.worker for each in evidence.workers if each.fate == "lost"]
+        why = [f"{listed(lost)} {_were(lost)} lost"] if lost else []
+        if evidence.restarts:
+            why.insert(0, f"the sync model aborted {counted(evidence.restarts, 'computation')}")
+            remedies = [ABORTS]
+        facts |= {"wasted": length(lost_s), "why": f", because {' and '.join(why)}" if why else ""}
+    elif name == "paused":
+        facts["fewer"] = f"fewer than {evidence.shortage}" if evidence.shortage else "too few workers"
+    elif name == "outside":
+        spent_s = {each.worker: each.time_s.get(kind, 0.0) for each in evidence.workers}
+        most = max(spent_s, key=lambda worker: spent_s[worker])
+        mostly = len(spent_s) > 1 and spent_s[most] >= GUILTY_SHARE * lost_s
+        facts["whose"] = f", most of it worker {most}" if mostly else ""
+        remedies = [EVALUATE, READER] if mostly else []
+    return evidence.cause(name, lost_s, remedies, **facts)
 
 
 def _times(ratio: float) -> str:
@@ -661,57 +716,39 @@ def _times(ratio: float) -> str:
     return f"{ratio:.0f} times" if ratio >= 10 or abs(ratio - round(ratio)) < 0.05 else f"{ratio:.1f} times"
 
 
-def _takes(workers: Sequence[int]) -> str:
-    return "takes" if len(workers) == 1 else "take"
-
-
-def _it(workers: Sequence[int]) -> str:
-    return "it" if len(workers) == 1 else "they"
-
-
-def evidence_of(summary: Mapping[str, Any], run_dir: str) -> Evidence | None:
-    """Return what the summary of a run says about lost time; None if it contains no statistics.
+def evidence_of(summary: Mapping[str, Any], run_dir: str, **known: Any) -> Evidence | None:
+    """Return what the summary of a run says about lost time; None if nobody knows what the workers did.
 
     Args:
-        summary: the summary of a live run, as in `summary.json`.
+        summary: the summary of a run, as in `summary.json`, perhaps without statistics.
         run_dir: the run directory.
+        known: attributes that are known better than from the summary.
     """
-    if not summary.keys() >= {"time_use", "iterations", "awaited_s"}:
-        return None
-    links = links_of(summary)
-    lockstep, auto = read_model(str(summary["sync"]))
-    joined = bool(summary.get("joined", links))
-    pushes = summary.get("ledger", {}).get("pushes", {})
-    unapplied = ""
-    if pushes and "unapplied" in summary:
-        unapplied = unapplied_pushes(PushFates(**pushes), summary["unapplied"])
-    return Evidence(
-        state=str(summary.get("ended", "finished")),
-        failure=str(summary.get("failure", "")),
-        sync=str(summary["sync"]),
-        lockstep=lockstep,
-        auto=auto,
-        duration_s=summary["duration_s"],
-        workers=_workers(summary),
-        last_push_s={int(worker): at_s for worker, at_s in summary["last_push_s"].items()},
-        end_s=summary["duration_s"],
-        links=links,
-        samples=summary.get("samples", 0),
-        updates=summary.get("updates", 0),
-        restarts=summary.get("restarts"),
-        servers=int(summary.get("servers", 1)),
-        cores=int(summary.get("cores", 0)),
-        queued_s={int(worker): queued_s for worker, queued_s in summary.get("queued_s", {}).items()},
-        wire=str(summary.get("wire", "float32")),
-        joined=joined,
-        handout=handout_of(summary),
-        overlap=summary.get("overlap", "shards") == "shards",
-        program=tuple(summary.get("program", ())),
-        run_dir="" if joined else run_dir,
-        noticed=tuple(summary.get("noticed", ())),
-        unapplied=unapplied,
-        shortage=shortage_of(summary),
-    )
+    if "workers" not in known:
+        if not summary.keys() >= {"time_use", "iterations", "awaited_s"}:
+            return None
+        known["workers"] = _workers(summary)
+        last_push_s = {int(worker): at_s for worker, at_s in summary["last_push_s"].items()}
+        known |= {"last_push_s": last_push_s, "end_s": summary["duration_s"]}
+    sync = known.setdefault("sync", str(summary.get("sync", "")))
+    joined = known.setdefault("joined", bool(summary.get("joined", summary.get("links"))))
+    lockstep, auto = read_model(sync)
+    names = ("failure", "duration_s", "samples", "updates", "restarts", "servers", "cores", "wire")
+    found = {name: summary[name] for name in names if name in summary}
+    found |= {name: tuple(summary[name]) for name in ("program", "noticed") if name in summary}
+    found |= {
+        "state": str(summary.get("ended", "finished")),
+        "lockstep": lockstep,
+        "auto": auto,
+        "links": links_of(summary),
+        "queued_s": {int(worker): queued_s for worker, queued_s in summary.get("queued_s", {}).items()},
+        "handout": handout_of(summary),
+        "overlap": summary.get("overlap", "shards") == "shards",
+        "run_dir": "" if joined else run_dir,
+        "unapplied": unapplied_in(summary),
+        "shortage": counted(int(summary["least_workers"]), "worker") if "least_workers" in summary else "",
+    }
+    return Evidence(**{**found, **known})
 
 
 def _workers(summary: Mapping[str, Any]) -> tuple[WorkerReport, ...]:
@@ -749,11 +786,6 @@ def handout_of(summary: Mapping[str, Any]) -> Handout:
     """Return how the data of a run was handed out, according to its summary."""
     split: Split | None = summary.get("split")
     return Handout(split, summary.get("batch") == "balanced", bool(summary.get("divisible", True)))
-
-
-def shortage_of(summary: Mapping[str, Any]) -> str:
-    """Return how many workers a run must have so that it does not pause; "" if its summary does not say this."""
-    return counted(int(summary["least_workers"]), "worker") if "least_workers" in summary else ""
 
 
 def read_model(sync: str) -> tuple[bool, bool]:

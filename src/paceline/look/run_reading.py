@@ -22,7 +22,6 @@ from ..trace.activity_cells import KINDS, LEAST_CLASS_S, Era, Total
 from ..trace.clocks import MachineClock, read_clocks
 from ..trace.digest import Digest, shares_of_updates
 from ..trace.findings import Handout
-from ..trace.measures import PushFates, unapplied_pushes
 from ..trace.recording import held_files
 from ..trace.report import (
     LinkTotal,
@@ -43,11 +42,8 @@ from .causes import (
     Evidence,
     causes_of,
     evidence_of,
-    handout_of,
     headline_of,
     links_of,
-    read_model,
-    shortage_of,
 )
 from .summary import summary_rows
 
@@ -390,49 +386,39 @@ class _Assembly:
         self, workers: tuple[WorkerReport, ...], links: tuple[LinkTotal, ...], lasted_s: float, end_s: float
     ) -> Evidence:
         summary, activity, described = self._summary, self._activity, self._described
-        if self._has_ended and (known := evidence_of(summary, str(self._run_dir))) is not None:
+        run_dir = str(self._run_dir)
+        if self._has_ended and (known := evidence_of(summary, run_dir)) is not None:
             return known  # as in the terminal
-        lockstep, auto = read_model(self._sync)
-        joined = described.joined if described is not None else bool(summary.get("links"))
-        handout = handout_of(summary)
+        others: dict[str, Any] = {"duration_s": lasted_s} if "duration_s" not in summary else {}
+        if described is not None:
+            others["joined"] = described.joined
+            others |= {
+                name: getattr(described, name) for name in ("servers", "program") if name not in summary
+            }
+        else:
+            others["joined"] = bool(summary.get("links"))
+        if activity is not None:
+            others["last_push_s"] = {worker: own.last_push_s for worker, own in activity.workers.items()}
+            if "time_use" not in summary:
+                others["unsplit"] = tuple(each for each in activity.workers if each not in activity.recorded)
         if "epochs" not in summary and not self._has_ended and summary.get("samples"):
             # The run has not said how its data was handed out, but the numbers of samples show that it was.
             balanced = self._setting("--batch") == "balanced"
-            handout = Handout(cast(Split, self._setting("--split") or "auto"), balanced, divisible=True)
-        pushes = _counts(summary, "pushes")
-        unapplied = ""
-        if pushes.keys() >= {"applied", "averaged", "dropped", "refused", "lost"} and "unapplied" in summary:
-            unapplied = unapplied_pushes(PushFates(**pushes), summary["unapplied"])
-        return Evidence(
+            split = cast(Split, self._setting("--split") or "auto")
+            others["handout"] = Handout(split, balanced, divisible=True)
+        evidence = evidence_of(
+            summary,
+            run_dir,
             state=self._state,
-            failure=str(summary.get("failure", "")),
             sync=self._sync,
-            lockstep=lockstep,
-            auto=auto,
-            duration_s=summary.get("duration_s", lasted_s),
             workers=workers,
-            unsplit=()
-            if activity is None or "time_use" in summary
-            else tuple(worker for worker in activity.workers if worker not in activity.recorded),
-            last_push_s={}
-            if activity is None
-            else {worker: own.last_push_s for worker, own in activity.workers.items()},
             end_s=end_s,
             links=links,
-            samples=summary.get("samples", 0),
-            updates=summary.get("updates", 0),
-            restarts=summary.get("restarts"),
-            servers=int(summary.get("servers", 1 if described is None else described.servers)),
-            wire=next((each.value for each in self._settings() if each.name == "--wire"), "float32"),
-            joined=joined,
-            handout=handout,
-            overlap=summary.get("overlap", "shards") == "shards",
-            program=tuple(summary.get("program", () if described is None else described.program)),
-            run_dir="" if joined else str(self._run_dir),
-            noticed=tuple(summary.get("noticed", ())),
-            unapplied=unapplied,
-            shortage=shortage_of(summary),
+            wire=self._setting("--wire") or "float32",
+            **others,
         )
+        assert evidence is not None
+        return evidence
 
     @property
     def _has_ended(self) -> bool:

@@ -35,7 +35,7 @@ def summary_rows(summary: Mapping[str, Any]) -> dict[str, str]:
     """
     # There are no statistics if the traces of the run could not be read.
     measured = "duration_s" in summary
-    shown = {"warning": warning} if measured and (warning := _warning(summary)) else {}
+    shown = {"warning": warning} if measured and (warning := unapplied_in(summary)) else {}
     shown["sync"] = str(summary["sync"])
     if "choices" in summary:
         shown["chosen"] = " ".join(summary["choices"]) or "bsp until the end: no model saves 10 % of an epoch"
@@ -66,9 +66,12 @@ def _devices(devices: Mapping[str, str]) -> str:
     return "; ".join(f"{named_workers(workers)}: {device}" for device, workers in users.items())
 
 
-def _warning(summary: Mapping[str, Any]) -> str:
-    """Return a sentence about pushes that were never applied; "" if there are none."""
-    return unapplied_pushes(PushFates(**summary["ledger"]["pushes"]), summary["unapplied"])
+def unapplied_in(summary: Mapping[str, Any]) -> str:
+    """Return a sentence about pushes that were never applied; "" if there are none, or nobody has counted them."""
+    pushes = summary.get("ledger", {}).get("pushes", {})
+    if "unapplied" not in summary or not pushes.keys() >= {*PushFates.__struct_fields__}:
+        return ""
+    return unapplied_pushes(PushFates(**pushes), summary["unapplied"])
 
 
 def _figures(summary: Mapping[str, Any]) -> dict[str, str]:

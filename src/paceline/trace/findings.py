@@ -16,27 +16,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..core.lease import DataOrder, Split
-from ..sync.model import EFFECTS
 from .measures import Measures, missing_updates, unapplied_pushes
 
 OPTION = re.compile(r"--(\w+) ([\w-]+(?::\w+=\w+)?)")
 
-LEAST_SHARE = 0.05
-LEAST_S = 1.0
-
-BALANCED = "Try --batch balanced, which makes the size of each worker's batch proportional to its speed."
-BALANCED_LOCKSTEP = (
-    f"{BALANCED} The joint batch of all workers stays the same, and so does the result of training."
-)
-BACKUP = f"If all workers draw from the same data, try --sync drop-stragglers:quorum={{quorum}}: {EFFECTS['fresh']}."
-MODELS = "--sync asp or --sync elastic-bsp"
-RELAXED = (
-    "Under {models}, there is no barrier in every iteration, and data is handed out on demand{unless}. But "
-    f"{EFFECTS['stale']}. Check the accuracy first: {{how}}"
-)
-OMIT = "--split static and split='static' in distribute(loader)"
-DYNAMIC = f"Omit {OMIT}, so that data is handed out on demand"
-SHARES = ", or try --batch balanced, which makes the shares proportional to the workers' speeds"
 DISTRIBUTE = (
     "The script decides how many iterations each worker makes. If this is a fixed number, the run lasts as long as "
     "its slowest worker under every sync model. If the script distributes its data with paceline.distribute(loader), "
@@ -170,46 +153,3 @@ def in_python(hint: str) -> str:
     "Try batch='balanced'."
     """
     return OPTION.sub(r"\1='\2'", hint)
-
-
-def hints_for(
-    lockstep: bool,
-    handout: Handout,
-    overlap: bool,
-    equal_shares: bool,
-    waited: bool,
-    slow: int,
-    quorum: int | None,
-    how: str,
-    auto: bool,
-) -> list[str]:
-    """Return what would help against lost time, as far as it can be done in this run.
-
-    Args:
-        lockstep: True if the sync model keeps all workers in lockstep, as `bsp` does. Its epochs are split into equal
-            shares, and it has a barrier in every iteration.
-        handout: how the data of the run was handed out.
-        overlap: False if the run had the option `--overlap off`, which other sync models do not have.
-        equal_shares: True if workers of unequal speed had equal shares of the work, so that some were idle.
-        waited: True if workers waited for the answers to their pulls.
-        slow: number of workers that waited much less than the others, so that balanced batches help.
-        quorum: number of pushes for which a round without them would wait; None if there is none.
-        how: how to check the accuracy of other models.
-        auto: True if the run has chosen its sync models itself, so that others are not suggested.
-    """
-    if handout.split is None:
-        return [DISTRIBUTE] if equal_shares or (lockstep and waited) else []
-    hints = []
-    if handout.may_balance and (slow or (lockstep and equal_shares)):
-        hints.append(BALANCED_LOCKSTEP if lockstep else BALANCED)
-    if auto:
-        return []  # balanced batches are used if they can be, and other models if they save time
-    if lockstep and (waited or equal_shares):
-        if quorum is not None:
-            hints.append(BACKUP.format(quorum=quorum))
-        omitted = [OMIT] * (handout.split == "static") + ["--overlap off"] * (not overlap)
-        unless = f", if you omit {' and '.join(omitted)}" if omitted else ""
-        hints.append(RELAXED.format(models=MODELS, unless=unless, how=how))
-    elif equal_shares and handout.split == "static":
-        hints.append(f"{DYNAMIC}{SHARES if handout.may_balance else ''}.")
-    return hints
