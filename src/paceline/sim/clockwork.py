@@ -6,13 +6,11 @@ import math
 
 import msgspec
 
-from ..core.job_cut import JobCut
 from ..core.lease import BatchSizing, DataOrder, Split
-from ..core.requests import CompleteCut
 from ..errors import ConfigurationError, unknown_name
 from ..sync.schedule import Schedule
 from .cluster import Cluster
-from .simulated_job import VirtualJob
+from .simulated_job import Driver, VirtualJob
 
 SPLITS = ("auto", "dynamic", "static")
 LOADER = 0  # number of each worker's only loader
@@ -91,7 +89,7 @@ def require_enough_data(data: Dataset, cluster: Cluster, schedule: Schedule) -> 
         )
 
 
-class Clockwork:
+class Clockwork(Driver):
     """Drives workers through a number of iterations.
 
     Args:
@@ -117,36 +115,6 @@ class Clockwork:
 
     def aborted(self, worker: int) -> None:
         self._job.pull_again(worker)
-
-    def sent(self, worker: int, shard: int, *, rounded: bool) -> None:
-        pass
-
-    def combined(self, worker: int) -> None:
-        pass
-
-    def model_extended(self, initializer: int) -> None:
-        pass
-
-    def extended(self, worker: int) -> None:
-        pass
-
-    def supplied(self, worker: int) -> None:
-        pass
-
-    def passed(self, worker: int) -> None:
-        pass
-
-    def take_cut(self, shard: int, number: int) -> None:
-        pass  # there are no weights
-
-    def save_cut(self, cut: JobCut) -> None:
-        pass
-
-    def complete_cut(self, request: CompleteCut) -> None:
-        pass
-
-    def lost(self, worker: int) -> None:
-        pass
 
 
 class DatasetClockwork(Clockwork):

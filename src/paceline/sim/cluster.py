@@ -14,6 +14,7 @@ from msgspec import structs
 from ..core.data_feed import Work
 from ..errors import ConfigurationError
 from ..sync.ticks import resolution
+from ..words import counted
 from .cluster_file import in_words_of_file, read_bandwidth, read_cluster_file, read_preset
 from .recorded import arguments_of_run
 from .times import (
@@ -33,6 +34,7 @@ from .times import (
 )
 
 Together = TypeVar("Together", Pause, Uplink)
+Own = TypeVar("Own", Link, Outside)
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ class Cluster:
         if servers is not None:
             require_whole("servers", servers, 1)
             changes["servers"] = servers
-            said.append(f"{servers} servers" if servers > 1 else "1 server")
+            said.append(counted(servers, "server"))
         if size_bytes is not None:
             require_whole("size_bytes", size_bytes, 1)
             changes["size_bytes"] = size_bytes
@@ -222,7 +224,7 @@ class Cluster:
         if workers is not None:
             require_whole("workers", workers, 1)
             count = workers
-            said.append(f"{workers} workers" if workers > 1 else "1 worker")
+            said.append(counted(workers, "worker"))
         if not isinstance(slow, Mapping):
             raise ConfigurationError(
                 f"slow is {slow!r}, expected a factor for each worker that is slower, such as {{0: 3.0}}."
@@ -246,13 +248,9 @@ class Cluster:
             self,
             compute_s=compute_s,
             fixed_share=[self.fixed_share[w % before] for w in range(count)],
-            links={
-                w: _link_like(links[w % before], repeated=w >= before)
-                for w in range(count)
-                if w % before in links
-            },
+            links={w: _alike(links[w % before], w >= before) for w in range(count) if w % before in links},
             outside={
-                w: _outside_like(self.outside[w % before], repeated=w >= before)
+                w: _alike(self.outside[w % before], w >= before)
                 for w in range(count)
                 if w % before in self.outside
             },
@@ -355,18 +353,8 @@ def _members(each: Together, before: int, count: int) -> Together:
     return structs.replace(each, workers=workers)
 
 
-def _link_like(link: Link, *, repeated: bool) -> Link:
-    return structs.replace(
-        link,
-        to_server_s=None if link.to_server_s is None else _like(link.to_server_s, repeated=repeated),
-        from_server_s=None if link.from_server_s is None else _like(link.from_server_s, repeated=repeated),
-    )
-
-
-def _outside_like(outside: Outside, *, repeated: bool) -> Outside:
-    without_epochs_s = outside.without_epochs_s
-    return Outside(
-        each_s=_like(outside.each_s, repeated=repeated),
-        epoch_s=_like(outside.epoch_s, repeated=repeated),
-        without_epochs_s=None if without_epochs_s is None else _like(without_epochs_s, repeated=repeated),
-    )
+def _alike(own: Own, repeated: bool) -> Own:
+    """Return a link, or what a script does outside of training, of a machine like another one."""
+    times = {name: value for name, value in structs.asdict(own).items() if name.endswith("_s")}
+    like = {name: _like(value, repeated=repeated) for name, value in times.items() if value is not None}
+    return structs.replace(own, **like)

@@ -7,9 +7,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -25,7 +26,6 @@ from ..sync import SyncModel
 from ..sync.plugins import load_models
 from ..sync.schedule import Schedule, read_schedule
 from ..sync.ticks import Seconds
-from ..sync.translation import Standing
 from ..trace.activity_cells import time_use
 from ..trace.measures import Meter
 from ..trace.recording import IterationRecord
@@ -180,6 +180,17 @@ def simulate(
         if most is not None:
             require_whole(f"until_{kind}", most, 1)
             recorders.takers.append(_limit(recorders.meter, kind, most, lambda: job.kernel.stop()))
+    make_job = partial(
+        VirtualJob,
+        cluster,
+        schedule,
+        count,
+        seed,
+        overlap=overlap == "shards",
+        recorders=recorders,
+        planner=lambda situation: prospects(situation, simulate),
+        wire=wire_format,
+    )
     with recorders:
         if train_fn is None:
             recorders.begin()
@@ -187,17 +198,7 @@ def simulate(
                 cluster.size_bytes * (k + 1) // count - cluster.size_bytes * k // count for k in range(count)
             ]
             halves = [-(-size // 2) for size in sizes]
-            job = VirtualJob(
-                cluster,
-                schedule,
-                count,
-                seed,
-                overlap=overlap == "shards",
-                recorders=recorders,
-                planner=_planner,
-                wire=wire_format,
-                has_epochs=data is not None,
-            )
+            job = make_job(has_epochs=data is not None)
             clockwork = (
                 Clockwork(job, math.inf if iterations is None else iterations)
                 if data is None
@@ -228,19 +229,11 @@ def simulate(
             with training:
                 translated = hyperparameters == "translated"
                 recorders.begin(computed_by(), translated=translated)
-                job = training.job = VirtualJob(
-                    cluster,
-                    schedule,
-                    count,
-                    seed,
-                    overlap=overlap == "shards",
-                    recorders=recorders,
+                job = training.job = make_job(
                     slicing=slicing,
                     translated=translated,
                     guard=Guard(mode, skips_nan=on_nan == "skip"),
-                    planner=_planner,
                     relaxes=translated,
-                    wire=wire_format,
                     resumed=resumed.job if resumed is not None else None,
                     cut_at_s=cut_at_s,
                     marks_outside=translated or schedule.auto,
@@ -304,11 +297,6 @@ def simulate(
     )
     recorders.summarize(result.summary)
     return result
-
-
-def _planner(situation: Situation) -> list[Prospect]:
-    """Simulate the candidates of a run that chooses its model."""
-    return prospects(situation, simulate)
 
 
 def _loss_recorder(losses: list[Loss], goes_on: Callable[[], bool]) -> TakeRecord:
@@ -500,28 +488,13 @@ def _checked(
 class NullStore:
     """A `core.requests.ShardStore` without tensors."""
 
-    def put(self, worker: int, iteration: int, push: object) -> None:
+    def put(self, *_: Any, **__: Any) -> None:
         pass
 
-    def apply(
-        self,
-        pushes: Sequence[tuple[int, int]],
-        scales: Sequence[float],
-        standing: Standing | None = None,
-    ) -> None:
-        pass
+    apply = overwrite = discard = preserve = put
 
     def squared_norm(self, pushes: Sequence[tuple[int, int]], scales: Sequence[float]) -> float:
         return 0.0
-
-    def overwrite(self, worker: int, iteration: int, number: int) -> None:
-        pass
-
-    def discard(self, worker: int, iteration: int) -> None:
-        pass
-
-    def preserve(self, worker: int, iteration: int) -> None:
-        pass
 
 
 # -- How fast a run would be under other sync models, from what has been observed of it. See `paceline.core.auto`

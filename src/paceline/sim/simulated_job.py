@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -269,17 +269,16 @@ class VirtualJob:
         self._begin(models)
         for at_s in self._cut_at_s:
             self.kernel.at(self.kernel.in_ticks(at_s), self._cut)
-        for worker in self._first:
-            self._plan_absence(worker)
-        for worker in self._first:
-            driver.joined(worker)
+        for act in (self._plan_absence, driver.joined):
+            for worker in self._first:
+                act(worker)
         self.kernel.run(until_s)
         while self._stand_in():
             self.kernel.run(until_s)
         for state in self.workers:
             self._record(state)
         if self.coordinator.members.present and self.kernel.idle:
-            raise RunFailedError("the run", self._standstill())
+            raise RunFailedError("the run", standstill(self._waits(), self.coordinator.collectives.waiting))
         if not self.kernel.idle:  # stopped early
             stopped = self.kernel.stopped
             self.cut_off_ticks = self.kernel.now_ticks if stopped else self.kernel.in_ticks(until_s)
@@ -413,9 +412,7 @@ class VirtualJob:
             self._record(state, logged.earlier_loss)
         for request in state.core.log(logged.noted, self.kernel.now_s, ended=ended):
             assert type(request) is Send
-            self._coordinator_host.carry_out(
-                self.coordinator.handle(state.peer, request.message, self.kernel.now_ticks)
-            )
+            self._tell_coordinator(state.peer, request.message)
 
     def pull_again(self, worker: int) -> None:
         """Pull again after an aborted computation. `Driver.answered` is called when every shard has answered."""
@@ -443,20 +440,21 @@ class VirtualJob:
 
         `Driver.answered` is called when every shard has answered.
         """
-        state = self.workers[worker]
-        state.pushed_s = self.kernel.now_s
-        state.loss, state.loss_follows = None, False
-        self._from_worker(worker, state.core.push_edit(), pushes)
+        self._push_besides(worker, self.workers[worker].core.push_edit(), pushes)
 
     def sit_out(self, worker: int) -> None:
         """Push without a gradient, because the worker has no part in a joint batch; then pull.
 
         `Driver.answered` is called when every shard has answered.
         """
+        self._push_besides(worker, self.workers[worker].core.sit_out())
+
+    def _push_besides(self, worker: int, requests: Sequence[Request], pushes: Sequence[object] = ()) -> None:
+        """Send a push that ends no computation."""
         state = self.workers[worker]
         state.pushed_s = self.kernel.now_s
         state.loss, state.loss_follows = None, False
-        self._from_worker(worker, state.core.sit_out())
+        self._from_worker(worker, requests, pushes)
 
     def let_pass(self, worker: int, length_s: Seconds, activity: Activity | None = None) -> None:
         """Let time pass between two computations of a worker, then call `Driver.passed`.
@@ -552,8 +550,7 @@ class VirtualJob:
         for index in range(len(self._servers)):
             self._at_once(server_peer(index), self.coordinator.connected(server_peer(index), 0))
         for worker in self._first:
-            peer = worker_peer(worker)
-            self._at_once(COORDINATOR, self.coordinator.connected(peer, 0))
+            self._at_once(COORDINATOR, self.coordinator.connected(worker_peer(worker), 0))
         for worker in self._first:
             self._at_once(worker_peer(worker), self.workers[worker].core.register(models(worker)))
         initializer = worker_peer(self.coordinator.initializer)
@@ -583,7 +580,7 @@ class VirtualJob:
         self._coordinator_host.carry_out(self.coordinator.admit(worker, self.kernel.now_ticks))
 
     def _start(self, worker: int) -> None:
-        """Let a worker that joins a run in progress connect to the servers, which send it their weights."""
+        """Let the servers send their weights to a worker that joins a run in progress, or has a larger model."""
         for index, server in enumerate(self._servers):
             core = self.workers[worker].core
             incarnation = self.coordinator.members.incarnation(worker)
@@ -743,9 +740,11 @@ class VirtualJob:
 
     def _at_coordinator(self, worker: int, life: int, message: Message) -> None:
         if self.workers[worker].life == life:
-            self._coordinator_host.carry_out(
-                self.coordinator.handle(worker_peer(worker), message, self.kernel.now_ticks)
-            )
+            self._tell_coordinator(worker_peer(worker), message)
+
+    def _tell_coordinator(self, sender: Peer, message: Message) -> None:
+        """Let the coordinator handle a message now."""
+        self._coordinator_host.carry_out(self.coordinator.handle(sender, message, self.kernel.now_ticks))
 
     def _at_worker(self, worker: int, life: int, message: Message) -> None:
         state = self.workers[worker]
@@ -791,19 +790,15 @@ class VirtualJob:
             return  # an outer call delivers it
         while self._exchanged:
             server, message, to_server = self._exchanged[0]
-            now_ticks = self.kernel.now_ticks
             if to_server:
-                self._server_hosts[server].carry_out(
-                    self._servers[server].handle(COORDINATOR, message, now_ticks)
-                )
+                requests = self._servers[server].handle(COORDINATOR, message, self.kernel.now_ticks)
+                self._server_hosts[server].carry_out(requests)
                 if type(message) is ModelExtended and server == 0:
                     self.shard_bytes = [bounds.size_bytes for bounds in self.coordinator.slices]
                     self.rounded_bytes = [bounds.rounded_bytes for bounds in self.coordinator.slices]
                     self._driver.model_extended(self._servers[0].initializer)
             else:
-                self._coordinator_host.carry_out(
-                    self.coordinator.handle(server_peer(server), message, now_ticks)
-                )
+                self._tell_coordinator(server_peer(server), message)
             self._exchanged.popleft()
 
     # -- barriers and reductions --------------------------------------------------------------------------
@@ -822,9 +817,7 @@ class VirtualJob:
             if not state.standing_in and core.is_awaited and core.may_stand_in:
                 state.standing_in = standing_in = True
                 self._enter(worker, "exchanging")
-                state.pushed_s = self.kernel.now_s
-                state.loss, state.loss_follows = None, False
-                self._from_worker(worker, core.stand_in())
+                self._push_besides(worker, core.stand_in())
         return standing_in
 
     # -- extension of the model ---------------------------------------------------------------------------
@@ -837,14 +830,7 @@ class VirtualJob:
         state.pulls_rounded = False
         state.core.await_extended_weights()
         self._driver.extended(worker)
-        for index, server in enumerate(self._servers):
-            requests = server.connected(
-                worker,
-                self.kernel.now_ticks,
-                state.core.extension,
-                self.coordinator.members.incarnation(worker),
-            )
-            self._server_hosts[index].carry_out(requests)
+        self._start(worker)
 
     # -- latencies and standstills ------------------------------------------------------------------------
 
@@ -861,9 +847,6 @@ class VirtualJob:
             return self.kernel.in_ticks(sample(drawn - 1, self.kernel.now_s))
 
         return draw
-
-    def _standstill(self) -> str:
-        return standstill(self._waits(), self.coordinator.collectives.waiting)
 
     def _require_answers(self) -> None:
         """Raise `RunFailedError` if a run that was stopped early has a pull that would never have been answered.
@@ -1124,39 +1107,6 @@ class VirtualWorker:
         stopwatch: measures what the worker spends its time on since it has joined.
     """
 
-    __slots__ = (
-        "attempt",
-        "begun_s",
-        "computing",
-        "core",
-        "droppable",
-        "dropped_s",
-        "finished_s",
-        "from_coordinator",
-        "from_server",
-        "joining",
-        "lap",
-        "life",
-        "loss",
-        "loss_follows",
-        "outside",
-        "outside_of",
-        "pauses",
-        "peer",
-        "pulls_rounded",
-        "pushed_s",
-        "refreshing",
-        "restarted",
-        "sample",
-        "standing_in",
-        "started_ticks",
-        "stopwatch",
-        "ticks_per_s",
-        "to_coordinator",
-        "to_server",
-        "unrecorded",
-    )
-
     def __init__(self, index: int, ticks_per_s: int) -> None:
         self.core: Worker
         self.ticks_per_s = ticks_per_s
@@ -1218,7 +1168,7 @@ class VirtualWorker:
 # -- What the workers of a simulated job do between messages -------------------------------------------------
 
 
-class Driver(Protocol):
+class Driver:
     """Determines what the workers do between messages. `VirtualJob` calls the methods of its driver."""
 
     def joined(self, worker: int) -> None:

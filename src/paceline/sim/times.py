@@ -142,10 +142,7 @@ class Pareto(Spec, frozen=True, kw_only=True, tag="pareto"):
 
     def __post_init__(self) -> None:
         _require_time("least", self.least)
-        if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise ConfigurationError(
-                f"pareto: alpha is {self.alpha:g}, expected a number > 0, for example 2."
-            )
+        _require_positive("pareto: alpha", self.alpha, "number > 0, for example 2")
 
     def sampler(self, *key: int) -> Sample:
         draw = uniforms(*key)
@@ -156,27 +153,37 @@ class Pareto(Spec, frozen=True, kw_only=True, tag="pareto"):
         return self.least * exp(log(2.0) / self.alpha)
 
 
-class Recorded(Spec, frozen=True, kw_only=True, tag="recorded"):
-    """A list of recorded durations. When the list is exhausted, it starts again from the beginning.
-
-    Attributes:
-        seconds: the recorded durations, in seconds: floats or exact fractions.
-    """
+class _Listed(Spec, frozen=True, kw_only=True):
+    """Base class for distributions that consist of measured durations."""
 
     seconds: tuple[Seconds, ...]
 
     def __post_init__(self) -> None:
-        _require_recorded("recorded", self.seconds)
-
-    def sampler(self, *key: int) -> Sample:
-        return lambda number, now_s: self.seconds[number % len(self.seconds)]
+        kind = self.__struct_config__.tag
+        if not isinstance(self.seconds, Sequence) or not self.seconds:
+            raise ConfigurationError(
+                f"{kind}: seconds is {self.seconds!r}, expected a list of at least one number of seconds."
+            )
+        for value in self.seconds:
+            _require_time("a recorded time", value)
 
     @property
     def typical_s(self) -> float:
         return median(map(float, self.seconds))
 
 
-class Resampled(Spec, frozen=True, kw_only=True, tag="resampled"):
+class Recorded(_Listed, frozen=True, kw_only=True, tag="recorded"):
+    """A list of recorded durations. When the list is exhausted, it starts again from the beginning.
+
+    Attributes:
+        seconds: the recorded durations, in seconds: floats or exact fractions.
+    """
+
+    def sampler(self, *key: int) -> Sample:
+        return lambda number, now_s: self.seconds[number % len(self.seconds)]
+
+
+class Resampled(_Listed, frozen=True, kw_only=True, tag="resampled"):
     """Random blocks of recorded durations, for a machine like the recorded one.
 
     Each block begins at a random place in the list, so two machines that resample the same list are not slow at the
@@ -188,11 +195,10 @@ class Resampled(Spec, frozen=True, kw_only=True, tag="resampled"):
         block: number of durations in a block; None for the square root of their number, rounded up.
     """
 
-    seconds: tuple[Seconds, ...]
     block: int | None = None
 
     def __post_init__(self) -> None:
-        _require_recorded("resampled", self.seconds)
+        super().__post_init__()
         if self.block is not None and (isinstance(self.block, bool) or self.block < 1):
             raise ConfigurationError(f"resampled: block is {self.block!r}, expected a whole number >= 1.")
 
@@ -206,12 +212,8 @@ class Resampled(Spec, frozen=True, kw_only=True, tag="resampled"):
 
         return sample
 
-    @property
-    def typical_s(self) -> float:
-        return median(map(float, self.seconds))
 
-
-class Timed(Spec, frozen=True, kw_only=True, tag="timed"):
+class Timed(_Listed, frozen=True, kw_only=True, tag="timed"):
     """Durations that were measured at known times. Each one applies from its time until the next one.
 
     The measurements repeat after the last one has applied for the mean distance between measurements.
@@ -223,11 +225,10 @@ class Timed(Spec, frozen=True, kw_only=True, tag="timed"):
     """
 
     at: tuple[float, ...]
-    seconds: tuple[Seconds, ...]
     shifted: bool = False
 
     def __post_init__(self) -> None:
-        _require_recorded("timed", self.seconds)
+        super().__post_init__()
         if len(self.at) != len(self.seconds) or any(b <= a for a, b in pairwise(self.at)):
             raise ConfigurationError("timed: expected one time for each duration, in ascending order.")
 
@@ -236,10 +237,6 @@ class Timed(Spec, frozen=True, kw_only=True, tag="timed"):
         period = at[-1] * len(at) / max(1, len(at) - 1) or 1.0
         begun_s = uniforms(*key)(SLOW_PHASES) * period if self.shifted else 0.0
         return lambda number, now_s: self.seconds[bisect_right(at, (begun_s + now_s) % period) - 1]
-
-    @property
-    def typical_s(self) -> float:
-        return median(map(float, self.seconds))
 
 
 @runtime_checkable
@@ -304,8 +301,7 @@ class Scaled(Spec, frozen=True, kw_only=True, tag="scaled"):
     factor: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.factor) and self.factor > 0):
-            raise ConfigurationError(f"scaled: factor is {self.factor:g}, expected a number > 0.")
+        _require_positive("scaled: factor", self.factor, "number > 0")
 
     def sampler(self, *key: int) -> Sample:
         base, factor = times_of(self.base).sampler(*key), self.factor
@@ -331,8 +327,7 @@ class Drifting(Spec, frozen=True, kw_only=True, tag="drifting"):
 
     def __post_init__(self) -> None:
         _require_factor("factor", self.factor, 0.0)
-        if not (math.isfinite(self.over) and self.over > 0):
-            raise ConfigurationError(f"drifting: over is {self.over:g}, expected a number of seconds > 0.")
+        _require_positive("drifting: over", self.over)
 
     def sampler(self, *key: int) -> Sample:
         base = times_of(self.base).sampler(*key)
@@ -489,13 +484,9 @@ def _require_time(name: str, value: Seconds) -> None:
         )
 
 
-def _require_recorded(kind: str, seconds: Sequence[Seconds]) -> None:
-    if not isinstance(seconds, Sequence) or not seconds:
-        raise ConfigurationError(
-            f"{kind}: seconds is {seconds!r}, expected a list of at least one number of seconds."
-        )
-    for value in seconds:
-        _require_time("a recorded time", value)
+def _require_positive(name: str, value: float, what: str = "number of seconds > 0") -> None:
+    if not 0 < value < math.inf:
+        raise ConfigurationError(f"{name} is {value:g}, expected a {what}.")
 
 
 def _require_factor(name: str, value: float, least: float) -> None:
@@ -533,8 +524,8 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
                     f"{name} is {value!r}, expected a number of seconds >= {float(least):g}."
                 )
         every_s = self.preempted_every_s
-        if every_s is not None and not (math.isfinite(every_s) and every_s > 0):
-            raise ConfigurationError(f"preempted_every_s is {every_s:g}, expected a number of seconds > 0.")
+        if every_s is not None:
+            _require_positive("preempted_every_s", every_s)
         if self.lost_at_s is not None and every_s is not None:
             raise ConfigurationError(
                 "lost_at_s and preempted_every_s are both given, but a worker is lost either at a fixed time or at "

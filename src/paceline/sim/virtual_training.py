@@ -54,13 +54,13 @@ from ..train.hooks import unwatch_torch, watch_torch
 from ..train.metrics import metrics_of, unwatch_adapters
 from ..train.session import Callbacks, Servers, Session, TrainingStep, install
 from .simulated_cuts import CutShard, SimCut
-from .simulated_job import VirtualJob
+from .simulated_job import Driver, VirtualJob
 
 INDEX_BYTES = 8  # size of the index of a row in a sparse gradient
 GENERATORS = 1 << 16  # part of the key from which the seeds of the workers' generators are drawn
 
 
-class Training:
+class Training(Driver):
     """The job's `Driver`: runs the training functions of the workers, and stores the trained weights.
 
     Args:

@@ -31,6 +31,7 @@ from ..sync.events import (
 from ..sync.plugins import load_models
 from ..sync.schedule import read_schedule
 from .keyframes import fill
+from .measures import Pulls
 from .recording import Header, Memory, Trace, modules_of_models, require_known
 
 
@@ -172,26 +173,22 @@ class _Tally:
         self._pushes = self._updates = self._dropped = 0
         self._delayed: Counter[int] = Counter()
         self._waited: Counter[int] = Counter()
-        self._pulled: dict[int, int] = {}  # worker -> time of its pull that is not answered
+        self._pulls = Pulls()
         self._staleness: list[int] = []
         self.too_early: Counter[int] = Counter()
         self.differs_s: float | None = None
 
     def note(self, entry: Entry) -> None:
-        event, now = entry.event, entry.event.now_ticks
+        event = entry.event
         self._pushes += isinstance(event, PushReceived)
         self._staleness += [updates for _, _, updates in entry.staleness]
-        if isinstance(event, PullRequested):
-            self._pulled[event.worker] = now
+        for wait in self._pulls.ended(entry):
+            if wait.reason != "left":
+                self._waited[wait.worker] += wait.end - wait.begin
         for action in entry.actions:
             self._updates += isinstance(action, ApplyPush | ApplyMean)
             self._dropped += isinstance(action, DropPush)
-            if (
-                isinstance(action, AnswerPull)
-                and (pulled := self._pulled.pop(action.worker, None)) is not None
-            ):
-                self._waited[action.worker] += now - pulled
-        if isinstance(event, PullRequested) and event.worker in self._pulled:
+        if isinstance(event, PullRequested) and event.worker in self._pulls.asked:
             self._delayed[event.worker] += 1
 
     def decisions(self) -> Decisions:
