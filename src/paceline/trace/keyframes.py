@@ -34,81 +34,6 @@ from ..sync.notation import parse
 
 PURE = ("paceline.core.", "paceline.sync.", "paceline.zipline.")
 
-FORMER_MODULES = {
-    "core.changes.cut": "core.reconfiguration",
-    "core.changes.edits": "core.reconfiguration",
-    "core.changes.extension": "core.reconfiguration",
-    "core.changes.joining": "core.reconfiguration",
-    "core.changes.reconfiguration": "core.reconfiguration",
-    "core.data.batch_sizes": "core.batch_sizes",
-    "core.data.data_feed": "core.data_feed",
-    "core.data.data_ledger": "core.data_ledger",
-    "core.data.drawn": "core.lease",
-    "core.data.drawn_at_shard": "core.shard",
-    "core.data.epoch_split": "core.epoch_split",
-    "core.data.lease_sizes": "core.batch_sizes",
-    "core.data.loader_ledger": "core.loader_ledger",
-    "core.data.loop_positions": "core.data_ledger",
-    "core.machines.clock_offset": "core.liveness",
-    "core.machines.heartbeats": "core.liveness",
-    "core.machines.liveness": "core.liveness",
-    "core.machines.losses": "core.members",
-    "core.machines.main_worker": "core.members",
-    "core.machines.members": "core.members",
-    "core.machines.quorum": "core.members",
-    "core.machines.server_roster": "core.members",
-    "core.machines.traffic_rates": "core.liveness",
-    "core.machines.waiting_clocks": "core.liveness",
-    "core.metrics.history": "core.metrics",
-    "core.metrics.metric_intake": "core.metrics",
-    "core.metrics.time_spent": "core.metrics",
-    "core.metrics.unsent_metrics": "core.metrics",
-    "core.oversight.agreement": "core.agreement",
-    "core.oversight.divergence": "core.guard",
-    "core.oversight.fingerprints": "core.agreement",
-    "core.oversight.good_weights": "core.guard",
-    "core.oversight.guard": "core.guard",
-    "core.oversight.outliers": "core.guard",
-    "core.oversight.oversight": "core.agreement",
-    "core.protocol.entry": "core.requests",
-    "core.protocol.host": "core.requests",
-    "core.protocol.job_cut": "core.job_cut",
-    "core.protocol.layout": "core.layout",
-    "core.protocol.lease": "core.lease",
-    "core.protocol.model_spec": "core.layout",
-    "core.protocol.order": "core.order",
-    "core.protocol.placement": "core.layout",
-    "core.protocol.requests": "core.requests",
-    "core.protocol.state_entries": "core.layout",
-    "core.protocol.wire_format": "core.layout",
-    "core.status.awaited": "core.status",
-    "core.status.job_progress": "core.status",
-    "core.status.job_status": "core.status",
-    "core.sync.auto": "core.auto",
-    "core.sync.clipped_means": "core.shard",
-    "core.sync.early_pause": "core.job_sync",
-    "core.sync.job_sync": "core.job_sync",
-    "core.sync.joint_batch": "core.joint_batch",
-    "core.sync.joint_calls": "core.joint_batch",
-    "core.sync.joint_norms": "core.joint_batch",
-    "core.sync.paces": "core.paces",
-    "core.sync.shard_sync": "core.shard",
-    "core.sync.standing": "core.joint_batch",
-    "core.sync.turns": "core.paces",
-    "core.sync.versions": "core.shard",
-    "plugins.optimizer_sources": "shard.foreign",
-    "plugins.user_conditions": "sync.plugins",
-    "sync.actions": "sync.events",
-    "sync.counts": "sync.model",
-    "sync.effects": "sync.model",
-    "sync.intervals": "sync.conditions",
-    "sync.schedule": "sync.notation",
-    "zipline.solution": "zipline.end_times",
-    "zipline.sweep": "zipline.zipline",
-    "zipline.whole_times": "zipline.end_times",
-}
-"""Former name of a module -> the module that has its classes now. Older keyframes name the former one."""
-
 MOST_BITS = 63  # integers with more bits are written as text
 
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
@@ -304,13 +229,24 @@ class _Reader:
 def _class_of(name: str, imports: Collection[str]) -> type | None:
     """Return a class that may be part of a core, by its module and its name; None for any other name."""
     module, _, path = name.partition(":")
-    if (former := module.removeprefix("paceline.")) in FORMER_MODULES:
-        module = f"paceline.{FORMER_MODULES[former]}"
-    if not (module.startswith(PURE) or module in imports):
+    if module in sys.modules and (module.startswith(PURE) or module in imports):
+        return _class_in(module, path)
+    if not module.startswith("paceline."):
         return None
-    found: Any = sys.modules.get(module)
+    # An older keyframe names the module in which the class was then. Most have stayed in their folder.
+    folders = tuple(folder for folder in PURE if module.startswith(folder)) or PURE
+    known = (_class_in(each, path) for each in sorted(sys.modules) if each.startswith(folders))
+    moved = [each for each in known if each is not None]
+    return moved[0] if len(moved) == 1 else None
+
+
+def _class_in(module: str, path: str) -> type | None:
+    """Return a class that an imported module defines, by its qualified name; None if it defines no such class."""
+    found: Any = sys.modules[module]
     for part in path.split("."):
         found = vars(found).get(part) if isinstance(found, type | types.ModuleType) else None
-    if isinstance(found, type) and found.__module__ == module and found.__qualname__ == path:
-        return found
-    return None
+    return (
+        found
+        if isinstance(found, type) and (found.__module__, found.__qualname__) == (module, path)
+        else None
+    )
