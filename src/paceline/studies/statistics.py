@@ -10,12 +10,13 @@ logarithms.
 
 from __future__ import annotations
 
-import bisect
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from statistics import fmean, median
 from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from ..errors import ConfigurationError
 
@@ -114,7 +115,7 @@ def compare_samples(ours: Sequence[float], others: Sequence[float]) -> Ratio:
     logs = [_log_ratio(one, other) for one, other in zip(ours, others, strict=True)]
     if not all(map(math.isfinite, logs)) or len(logs) < 2:
         return _by_signs(sorted(logs))
-    return _ratio(_student(logs))
+    return _ratio(_mean(logs).interval)
 
 
 def ratio_of_times(ours: Sequence[Time], others: Sequence[Time], *, paired: bool = True) -> Ratio:
@@ -136,8 +137,8 @@ def ratio_of_times(ours: Sequence[Time], others: Sequence[Time], *, paired: bool
     """
     if all(time.reached for time in (*ours, *others)):
         x, y = ([each.value for each in _Logs.of(times)] for times in (ours, others))
-        return _ratio(_student_paired(x, y) if paired else _student_pooled(x, y))
-    return _ratio(_inverted(_cut_off(ours, others, paired=paired), _freedom(ours, others, paired)))
+        return _ratio(_mean_difference(x, y, paired=paired).interval)
+    return _ratio(_inverted(_cut_off(ours, others, paired=paired)))
 
 
 def typical_time(times: Sequence[Time]) -> Estimate:
@@ -155,8 +156,10 @@ def typical_time(times: Sequence[Time]) -> Estimate:
     inf
     """
     if all(time.reached for time in times):
-        return Estimate(*_ratio(_student([each.value for each in _Logs.of(times)]))[:3])
-    return Estimate(*_ratio(_inverted(_cut_around(times), len(times) - 1, _first_end(times)))[:3])
+        return Estimate(*_ratio(_mean([each.value for each in _Logs.of(times)]).interval)[:3])
+    # Just before the first run ended.
+    farthest = min(each.end for each in _Logs.of(times)) - PRECISION
+    return Estimate(*_ratio(_inverted(_cut_around(times), farthest))[:3])
 
 
 def difference(ours: Sequence[float], others: Sequence[float], *, paired: bool = True) -> Difference:
@@ -174,7 +177,7 @@ def difference(ours: Sequence[float], others: Sequence[float], *, paired: bool =
     """
     if not all(map(math.isfinite, (*ours, *others))):
         return Difference(math.nan, -math.inf, math.inf, 1.0)
-    return (_student_paired if paired else _student_pooled)(ours, others)
+    return _mean_difference(ours, others, paired=paired).interval
 
 
 def mean_interval(values: Sequence[float]) -> Estimate:
@@ -187,7 +190,7 @@ def mean_interval(values: Sequence[float]) -> Estimate:
         return Estimate(math.nan, math.nan, math.nan)
     if len(values) < 2:
         return Estimate(values[0], math.nan, math.nan)
-    return Estimate(*_student(values)[:3])
+    return Estimate(*_mean(values).interval[:3])
 
 
 def holm(p_values: Mapping[Key, float], level: float = 1 - CONFIDENCE) -> set[Key]:
@@ -233,60 +236,50 @@ def _critical(freedom: int) -> float:
     return float(special.stdtrit(freedom, (1 + CONFIDENCE) / 2)) if freedom > 0 else math.inf
 
 
-def _student(values: Sequence[float]) -> Difference:
-    """Return the mean of values, with Student's interval and the probability that the true mean is 0."""
-    mean = sum(values) / len(values)
-    return _with_interval(mean, _t(mean, _error(values)), _error(values), len(values) - 1)
+class _Mean(NamedTuple):
+    """A mean, or the difference of two, with its standard error and the degrees of freedom of Student's t."""
+
+    value: float
+    error: float
+    freedom: int
+
+    @property
+    def t(self) -> float:
+        """Student's t. Values that are all equal differ certainly, or not at all."""
+        if self.error == 0.0:
+            return math.copysign(math.inf, self.value) if self.value else 0.0
+        return self.value / self.error
+
+    @property
+    def interval(self) -> Difference:
+        """The mean, with Student's interval and the probability that the true mean is 0."""
+        mean, error, freedom = self
+        if error == 0.0:
+            return Difference(mean, mean, mean, 1.0 if mean == 0.0 else 0.0)
+        half = _critical(freedom) * error
+        return Difference(mean, mean - half, mean + half, _p(self.t, freedom))
 
 
-def _student_paired(ours: Sequence[float], others: Sequence[float]) -> Difference:
-    return _student([one - other for one, other in zip(ours, others, strict=True)])
-
-
-def _student_pooled(ours: Sequence[float], others: Sequence[float]) -> Difference:
-    mean, error = fmean(ours) - fmean(others), _pooled_error(ours, others)
-    return _with_interval(mean, _t(mean, error), error, len(ours) + len(others) - 2)
-
-
-def _with_interval(mean: float, t: float, error: float, freedom: int) -> Difference:
-    if error == 0.0:
-        return Difference(mean, mean, mean, 1.0 if mean == 0.0 else 0.0)
-    if freedom < 1:
-        return Difference(mean, -math.inf, math.inf, 1.0)
-    half = _critical(freedom) * error
-    return Difference(mean, mean - half, mean + half, _p(t, freedom))
-
-
-def _error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean of values; infinity if there is only one."""
+def _mean(values: Sequence[float]) -> _Mean:
     count = len(values)
-    if count < 2:
-        return math.inf
-    mean = sum(values) / count
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1) / count)
+    error = math.sqrt(_squares(values) / (count - 1) / count) if count > 1 else math.inf
+    return _Mean(sum(values) / count, error, count - 1)
 
 
-def _pooled_error(ours: Sequence[float], others: Sequence[float]) -> float:
-    """Return the standard error of the difference of two means, for equal variances."""
+def _squares(values: Sequence[float]) -> float:
+    """Return the sum of the squared distances from the mean. NumPy takes much longer for a few values."""
+    mean = sum(values) / len(values)
+    return sum((value - mean) ** 2 for value in values)
+
+
+def _mean_difference(ours: Sequence[float], others: Sequence[float], *, paired: bool) -> _Mean:
+    """Return the mean difference, for equal variances unless pairs are compared."""
+    if paired:
+        return _mean([one - other for one, other in zip(ours, others, strict=True)])
     freedom = len(ours) + len(others) - 2
-    if freedom < 1:
-        return math.inf
-    squares = 0.0
-    for values in (ours, others):
-        mean = sum(values) / len(values)
-        squares += sum((value - mean) ** 2 for value in values)
-    return math.sqrt(squares / freedom * (1 / len(ours) + 1 / len(others)))
-
-
-def _t(mean: float, error: float) -> float:
-    """Return Student's t. Values that are all equal differ certainly, or not at all."""
-    if error == 0.0:
-        return math.copysign(math.inf, mean) if mean else 0.0
-    return mean / error
-
-
-def _freedom(ours: Sequence[Time], others: Sequence[Time], paired: bool) -> int:
-    return len(ours) - 1 if paired else len(ours) + len(others) - 2
+    squares = _squares(ours) + _squares(others)
+    error = math.sqrt(squares / freedom * (1 / len(ours) + 1 / len(others))) if freedom > 0 else math.inf
+    return _Mean(fmean(ours) - fmean(others), error, freedom)
 
 
 class _Logs(NamedTuple):
@@ -300,72 +293,61 @@ class _Logs(NamedTuple):
         return [cls(*(math.log(max(each, SHORTEST)) for each in time[:2])) for time in times]
 
 
-Test = Callable[[float], tuple[float, float]]
-"""Function that returns the mean difference, and Student's t, at a shift. Both fall with the shift."""
+Test = Callable[[float], _Mean]
+"""Function that returns the mean difference at a shift. It falls with the shift, and so does Student's t."""
 
 
 def _cut_off(ours: Sequence[Time], others: Sequence[Time], *, paired: bool) -> Test:
     """Return the test that shifts the others' logarithms, and cuts off all of them."""
     x, y = _Logs.of(ours), _Logs.of(others)
-
-    def of_pairs(shift: float) -> tuple[float, float]:
-        differences = []
-        for one, other in zip(x, y, strict=True):
-            end = min(one.end, other.end + shift)
-            differences.append(min(one.value, end) - min(other.value + shift, end))
-        mean = sum(differences) / len(differences)
-        return mean, _t(mean, _error(differences))
-
     first_x, first_y = min(one.end for one in x), min(other.end for other in y)
 
-    def of_all(shift: float) -> tuple[float, float]:
-        end = min(first_x, first_y + shift)
-        own, theirs = [min(one.value, end) for one in x], [min(other.value + shift, end) for other in y]
-        mean = sum(own) / len(own) - sum(theirs) / len(theirs)
-        return mean, _t(mean, _pooled_error(own, theirs))
+    def at(shift: float) -> _Mean:
+        if paired:
+            ends = [min(one.end, other.end + shift) for one, other in zip(x, y, strict=True)]
+            own, theirs = ends, ends
+        else:
+            end = min(first_x, first_y + shift)
+            own, theirs = [end] * len(x), [end] * len(y)
+        return _mean_difference(
+            [min(one.value, end) for one, end in zip(x, own, strict=True)],
+            [min(other.value + shift, end) for other, end in zip(y, theirs, strict=True)],
+            paired=paired,
+        )
 
-    return of_pairs if paired else of_all
-
-
-def _first_end(times: Sequence[Time]) -> float:
-    """Return the logarithm of a time just before the first run ended."""
-    return min(each.end for each in _Logs.of(times)) - PRECISION
+    return at
 
 
 def _cut_around(times: Sequence[Time]) -> Test:
     """Return the test that compares logarithms with a center, and cuts off distances from it on both sides."""
     logs = _Logs.of(times)
 
-    def around(center: float) -> tuple[float, float]:
-        distances = []
-        for each in logs:
-            most = max(0.0, each.end - center)
-            distances.append(max(-most, min(most, each.value - center)))
-        mean = sum(distances) / len(distances)
-        return mean, _t(mean, _error(distances))
+    def around(center: float) -> _Mean:
+        most = [max(0.0, each.end - center) for each in logs]
+        return _mean([max(-m, min(m, each.value - center)) for m, each in zip(most, logs, strict=True)])
 
     return around
 
 
-def _inverted(at: Test, freedom: int, farthest: float = FARTHEST) -> Difference:
+def _inverted(at: Test, farthest: float = FARTHEST) -> Difference:
     """Return all shifts at which a test finds no difference, the shift in their middle, and the test's p at 0.
 
     Args:
         at: the test.
-        freedom: its degrees of freedom.
         farthest: the largest shift that can be tested.
     """
-    most = _critical(freedom)
-    low = _boundary(lambda shift: at(shift)[1] > most, farthest)
-    high = _boundary(lambda shift: at(shift)[1] >= -most, farthest)
+    same = at(0.0)
+    most = _critical(same.freedom)
+    low = _boundary(lambda shift: at(shift).t > most, farthest)
+    high = _boundary(lambda shift: at(shift).t >= -most, farthest)
     # Between these two, our runs are cut off wherever they differ from the others.
-    first = _boundary(lambda shift: at(shift)[0] > 0.0, farthest)
-    last = _boundary(lambda shift: at(shift)[0] >= 0.0, farthest)
+    first = _boundary(lambda shift: at(shift).value > 0.0, farthest)
+    last = _boundary(lambda shift: at(shift).value >= 0.0, farthest)
     if math.isinf(first) and math.isinf(last):
         middle = math.nan if first != last else first
     else:
         middle = first if math.isinf(first) else last if math.isinf(last) else (first + last) / 2
-    return Difference(middle, low, high, _p(at(0.0)[1], freedom))
+    return Difference(middle, low, high, _p(same.t, same.freedom))
 
 
 def _boundary(holds: Callable[[float], bool], farthest: float) -> float:
@@ -444,16 +426,8 @@ def value_at(curve: Curve, x: float) -> float:
     >>> value_at([(0.0, 1.0), (2.0, 5.0)], 0.5), value_at([(0.0, 1.0), (2.0, 5.0)], 3.0)
     (2.0, nan)
     """
-    index = bisect.bisect_left(curve, x, key=lambda point: point[0])
-    if index == len(curve):
-        return math.nan
-    after_x, after = curve[index]
-    if after_x == x:
-        return after
-    if index == 0:
-        return math.nan
-    before_x, before = curve[index - 1]
-    return before + (after - before) * (x - before_x) / (after_x - before_x)
+    places, values = zip(*curve, strict=True)
+    return float(np.interp(x, places, values, left=math.nan, right=math.nan))
 
 
 def band(curves: Sequence[Curve], places: Sequence[float]) -> list[tuple[float, Estimate]]:
