@@ -32,6 +32,7 @@ from paceline.lab.demo import (
 )
 from paceline.look.tables import TrialOutcome
 from paceline.sync import MODELS, Rennala, Ringmaster, parse
+from paceline.trace.run_dir import read_metrics
 from tests.support.fake_trials import FakeTrials
 
 # -- the data ----------------------------------------------------------------------------------------------
@@ -101,7 +102,7 @@ def test_target_is_reached_with_the_second_evaluation_in_a_row(
     accuracies: list[float], expected: float | None
 ) -> None:
     times_s = [0.5 * index for index in range(len(accuracies))]
-    assert time_to_target(times_s, accuracies, target=0.95) == expected
+    assert time_to_target(list(zip(times_s, accuracies, strict=True)), target=0.95) == expected
 
 
 # -- the whole ---------------------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ TWO = (DemoSetting("bsp", 0.1, 0.9), DemoSetting("elastic-bsp:lookahead=5", 0.05
 
 
 @pytest.mark.processes
-def test_demo_trains_judges_and_leaves_table_curves_and_picture(tmp_path: Path) -> None:
+def test_demo_trains_judges_and_leaves_table_curves_and_page(tmp_path: Path) -> None:
     text = io.StringIO()
     console = Console(file=text, width=80)
     outcomes = run_demo(
@@ -145,7 +146,11 @@ def test_demo_trains_judges_and_leaves_table_curves_and_picture(tmp_path: Path) 
     assert all((time_s / 0.25).is_integer() for time_s in times_s)  # the grid
     assert times_s[-1] >= 1.0
 
-    assert (home / "comparison.png").stat().st_size > 30_000
+    assert "bsp-seed-0" in (home / "comparison.html").read_text()
+    shown = read_metrics(home / "bsp-seed-0")["accuracy"]
+    assert list(shown.time_s) == times_s
+    assert all(0 <= value <= 1 for value in shown.values)
+    assert shown.updates[-1] > 0
     for run in ("bsp-seed-0", "elastic-bsp-lookahead-5-seed-0"):
         assert (home / run / "report.html").exists()
         assert (home / run / "worker-1.jsonl").exists()
@@ -154,21 +159,19 @@ def test_demo_trains_judges_and_leaves_table_curves_and_picture(tmp_path: Path) 
     assert printed[-1].endswith(str(home))
 
 
-def test_demo_without_matplotlib_says_so_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digits: Digits
-) -> None:
+def test_demo_needs_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digits: Digits) -> None:
     monkeypatch.setattr(paceline.lab.demo, "run_trial", FakeTrials())
+    monkeypatch.setattr(paceline.lab.demo, "_save_page", lambda *anything: None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     text = io.StringIO()
     run_demo(console=Console(file=text, width=80), run_dir=tmp_path / "demo", seeds=(0, 1, 2))
-    assert "comparison.png was not drawn: pictures require matplotlib" in text.getvalue()
     assert (tmp_path / "demo" / "summary.json").exists()
     assert text.getvalue().rstrip().endswith(str(tmp_path / "demo"))
 
 
 def test_demo_with_several_seeds_gives_medians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paceline.lab.demo, "run_trial", FakeTrials())
-    monkeypatch.setattr(paceline.lab.demo, "_save_picture", lambda *anything: None)
+    monkeypatch.setattr(paceline.lab.demo, "_save_page", lambda *anything: None)
     settings = (DemoSetting("asp", 0.2, 0.0),)
     [outcome] = run_demo(
         console=Console(file=io.StringIO()), run_dir=tmp_path / "demo", settings=settings, seeds=(0, 1, 2)
@@ -213,7 +216,7 @@ def test_the_table_says_which_hyper_parameters_a_row_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paceline.lab.demo, "run_trial", FakeTrials())
-    monkeypatch.setattr(paceline.lab.demo, "_save_picture", lambda *anything: None)
+    monkeypatch.setattr(paceline.lab.demo, "_save_page", lambda *anything: None)
     text = io.StringIO()
     run_demo(console=Console(file=text, width=80), run_dir=tmp_path / "demo")
     assert "elastic-bsp:lookahead=15" in text.getvalue()  # the table has its columns in full
@@ -228,7 +231,7 @@ def test_the_comparison_of_all_shows_delayed_pulls_and_aborts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paceline.lab.demo, "run_trial", FakeTrials())
-    monkeypatch.setattr(paceline.lab.demo, "_save_picture", lambda *anything: None)
+    monkeypatch.setattr(paceline.lab.demo, "_save_page", lambda *anything: None)
     text = io.StringIO()
     run_demo(console=Console(file=text, width=110), run_dir=tmp_path / "demo", settings=EVERY_SETTING)
     printed = text.getvalue()

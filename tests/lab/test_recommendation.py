@@ -10,7 +10,7 @@ from rich.console import Console
 
 from paceline.core.lease import BatchSizing
 from paceline.lab.comparison import show_recommendation
-from paceline.lab.ranking import Figures, rank
+from paceline.lab.ranking import rank
 from paceline.lab.recommendation import (
     Candidate,
     Recommendation,
@@ -19,6 +19,7 @@ from paceline.lab.recommendation import (
     recommend,
     wire_variants,
 )
+from paceline.look.tables import Figures
 from paceline.sim import Cluster, Dataset, Uniform
 from paceline.sync.model import EFFECTS
 from paceline.trace.findings import DISTRIBUTE

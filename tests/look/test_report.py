@@ -17,15 +17,14 @@ from rich.console import Console
 
 from paceline.errors import ConfigurationError
 from paceline.lab.ranking import EVERY_MODEL, rank
-from paceline.look.summary import Curve, accuracy_picture, summary_rows
+from paceline.look.summary import LossCurve, loss_picture, summary_rows
 from paceline.look.tables import TrialOutcome, comparison_table, medians, ranking_picture
 from paceline.look.timelines import COLOURS, activity_of, new_figure, save, timelines_picture
 from paceline.sim import Cluster, Uniform, simulate
 from paceline.words import COMPUTING, TRANSFER, WAITING, WASTED
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-BSP_CURVE = Curve("bsp", (0.0, 1.0, 2.0, 3.0), (0.1, 0.7, 0.95, 0.96), 3.0)
-ASP_CURVE = Curve("asp", (0.0, 1.0, 2.0, 3.0), (0.1, 0.8, 0.9, 0.9), None)
+LOSSES = [LossCurve("bsp", [(0.0, 2.3), (1.0, 0.9), (2.0, 0.4)]), LossCurve("asp", [(0.0, 2.3), (1.0, 0.5)])]
 
 
 def outcome(**changes: object) -> TrialOutcome:
@@ -205,36 +204,8 @@ def test_a_summary_without_statistics_has_what_is_known() -> None:
     assert summary_rows({**bare, "ended": "interrupted"}) == {"sync": "asp", "ended": "interrupted"}
 
 
-def test_accuracy_picture_draws_each_curve_the_target_and_when_it_was_reached() -> None:
-    [axes] = accuracy_picture("t", "n", [BSP_CURVE, ASP_CURVE], target=0.95).axes
-    drawn = {ys(line): line.get_color() for line in axes.lines if xs(line) == BSP_CURVE.times_s}
-    assert set(drawn) == {BSP_CURVE.accuracies, ASP_CURVE.accuracies}
-    assert drawn[BSP_CURVE.accuracies] != drawn[ASP_CURVE.accuracies]
-    assert any(ys(line) == (0.95, 0.95) for line in axes.lines)  # the target
-    marks = [line for line in axes.lines if line.get_marker() == "o" and xs(line)]
-    assert [(xs(mark), ys(mark)) for mark in marks] == [((3.0,), (0.95,))]
-    legend = axes.get_legend()
-    assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "bsp: 95% after 3.00 s",
-        "asp: 95% not reached",
-    ]
-    assert axes.get_xlabel() == "seconds since training began"
-    assert axes.get_ylabel() == "accuracy on the test images"
-
-
-def test_runs_with_several_seeds_share_a_colour_and_an_entry() -> None:
-    other = Curve("bsp", BSP_CURVE.times_s, (0.1, 0.95, 0.96, 0.97), 2.0)
-    [axes] = accuracy_picture("t", "n", [BSP_CURVE, other], target=0.95).axes
-    curves = [line for line in axes.lines if xs(line) == BSP_CURVE.times_s]
-    assert len({line.get_color() for line in curves}) == 1
-    legend = axes.get_legend()
-    assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == ["bsp: 95% after 2.00, 3.00 s"]
-
-
 def test_a_picture_is_saved_with_its_title(tmp_path: Path) -> None:
-    figure = accuracy_picture("A title", "emulated: so and so", [BSP_CURVE, ASP_CURVE], 0.95)
+    figure = loss_picture("A title", "emulated: so and so", LOSSES)
     assert figure.axes[0].get_title() == "emulated: so and so"
     save(figure, tmp_path / "picture.png")
     data = (tmp_path / "picture.png").read_bytes()
@@ -335,5 +306,5 @@ def test_no_setting_of_matplotlib_is_changed() -> None:
     import matplotlib
 
     before = dict(matplotlib.rcParams)
-    accuracy_picture("t", "n", [BSP_CURVE], 0.95)
+    loss_picture("t", "n", LOSSES)
     assert dict(matplotlib.rcParams) == before

@@ -9,7 +9,7 @@ from matplotlib.lines import Line2D
 from paceline.lab.demo import EVERY_SETTING, SETTINGS
 from paceline.lab.ranking import EVERY_MODEL, rank
 from paceline.look.models import FURTHER_COLORS, MODEL_STYLES, styles_of
-from paceline.look.summary import Curve, LossCurve, accuracy_picture, loss_picture
+from paceline.look.summary import LossCurve, loss_picture
 from paceline.look.tables import ranking_picture, sweep_picture
 from paceline.sim import Cluster
 from paceline.sync import MODELS
@@ -69,10 +69,6 @@ def _drawn(lines: list[Line2D]) -> dict[str, str]:
 
 def test_all_pictures_use_them() -> None:
     expected = {name: MODEL_STYLES[name].color for name in ("bsp", "asp")}
-    curves = [Curve(name, (0.0, 1.0), (0.1, 0.9), None) for name in expected]
-    accuracies = accuracy_picture("t", "n", curves, target=0.95)
-    found = _drawn([line for line in accuracies.axes[0].lines if not str(line.get_label()).startswith("_")])
-    assert found == expected
     losses = loss_picture("t", "n", [LossCurve(name, [(0.0, 1.0)]) for name in expected])
     assert _drawn([*losses.axes[0].lines]) == expected
     rows = rank(Cluster(compute_s=[1.0, 3.0]), EVERY_MODEL, iterations=5)

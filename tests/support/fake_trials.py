@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 
 from paceline.lab.demo import DemoSetting, Digits, Problem, Trial
-from paceline.look.summary import Curve
 from paceline.look.tables import TrialOutcome
 
 
@@ -46,4 +45,4 @@ class FakeTrials:
             max_staleness=0,
             emulated="",
         )
-        return Trial(plain, Curve(setting.name, (), (), None), run_dir)
+        return Trial(plain, (), run_dir)

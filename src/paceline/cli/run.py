@@ -242,7 +242,7 @@ def demo(
 
     Each model has the learning rate and momentum of bsp, translated, and in another run its own best ones. One of the
     four workers is three times slower than the others. The demo takes about three minutes on two cores and ends with
-    a table and a picture.
+    a table and a page that shows the runs side by side.
     """
     from ..lab.demo import EVERY_SETTING, SETTINGS, run_demo
     from ..trace.run_dir import require_usable

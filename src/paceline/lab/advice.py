@@ -25,7 +25,7 @@ from ..core.requests import Entry
 from ..errors import ConfigurationError
 from ..look.causes import COMPARE, evidence_of, sentences_of
 from ..look.summary import speed_unit
-from ..look.tables import ranking_table
+from ..look.tables import Figures, ranking_table
 from ..sim import Cluster, Dataset, simulate
 from ..start.terminal import print_sentence
 from ..sync.events import WorkerFinished, WorkerJoined, WorkerLost
@@ -39,7 +39,7 @@ from ..words import run_name
 from .clusters import NO_CHANGES, Changes, describe, describe_data, load_cluster
 from .comparison import STAR, show_faults, show_recommendation
 from .pool import TellCount
-from .ranking import EVERY_MODEL, Figures, mark_front, rank
+from .ranking import EVERY_MODEL, mark_front, rank
 from .recommendation import ENOUGH, WORTH_IT, Recommendation, candidates_of, recommend, wire_variants
 
 SLOW = 1.5  # a worker is slow if its iterations take this many times as long as those of the median worker

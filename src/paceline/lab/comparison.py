@@ -20,7 +20,7 @@ from ..core.metrics import MetricPoint
 from ..errors import RunFailedError, UsageError
 from ..files import write_json
 from ..look.summary import LossCurve, loss_picture, speed_unit
-from ..look.tables import ranking_picture, ranking_table, runs_table, sweep_picture
+from ..look.tables import Figures, ranking_picture, ranking_table, runs_table, sweep_picture
 from ..look.timelines import activity_of, can_draw, no_picture, save, timelines_picture
 from ..sim import Cluster, Dataset, simulate
 from ..start.terminal import print_sentence
@@ -29,7 +29,7 @@ from ..trace.findings import how_to_check
 from ..words import run_name, wrappable
 from .clusters import NO_CHANGES, Changes, describe, describe_data
 from .pool import TellCount, on_all_cores
-from .ranking import Figures, failed, figures_of, rank, sweep
+from .ranking import failed, figures_of, rank, sweep
 from .recommendation import Candidate, Recommendation, WireVariant, candidates_of, recommend, wire_variants
 
 NO_RECOMMENDATION = (

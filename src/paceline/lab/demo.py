@@ -25,16 +25,18 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ..core.lease import BatchSizing
+from ..core.metrics import Metric, MetricPoint
 from ..errors import ConfigurationError
 from ..files import Unfinished, write_json
-from ..look.summary import Curve, accuracy_picture
+from ..look.page import page_of
+from ..look.run_reading import read_report
 from ..look.tables import TrialOutcome, comparison_table, medians
-from ..look.timelines import can_draw, no_picture, save
 from ..run.job_options import make_job
 from ..start.launch import launch
 from ..start.results import RunResult
 from ..start.terminal import print_sentence
 from ..sync import PullState
+from ..trace.run_dir import read_metrics, write_metrics
 from ..train.data import distribute
 from ..train.optimizer import DistributedOptimizer
 from ..words import run_name
@@ -307,19 +309,19 @@ class Trial(msgspec.Struct, frozen=True):
 
     Attributes:
         outcome: settings and results of the run.
-        curve: accuracy on the test images over time.
+        curve: (seconds since training began, accuracy on the test images) of each evaluation.
         run_dir: directory of the run.
     """
 
     outcome: TrialOutcome
-    curve: Curve
+    curve: tuple[tuple[float, float], ...]
     run_dir: Path
 
 
 def run_trial(
     digits: Digits, problem: Problem, setting: DemoSetting, seed: int, *, run_dir: Path, progress: bool | None
 ) -> Trial:
-    """Train in new processes, then evaluate the weights.
+    """Train in new processes, then evaluate the weights. The accuracies become a metric of the run.
 
     A trial takes the duration given by `problem`, plus the time to start the processes. Gradients that are not finite
     are skipped, so that a trial has a result even if training diverges.
@@ -351,8 +353,11 @@ def run_trial(
         progress=progress,
         snapshot_every_s=problem.snapshot_every_s,
     )
-    times_s, accuracies = _evaluate(result, digits, problem.snapshot_every_s)
-    reached_s = time_to_target(times_s, accuracies, problem.target_accuracy)
+    points = _evaluate(result, digits, problem.snapshot_every_s)
+    metrics = [*read_metrics(result.run_dir).values(), Metric("accuracy", "point", points)]
+    write_metrics(result.run_dir, metrics)
+    curve = tuple((point.time_s, point.value) for point in points)
+    reached_s = time_to_target(curve, problem.target_accuracy)
     summary = result.summary
     present_s = len(problem.pace_s) * summary["duration_s"]
     pulls = sum(summary["iterations"].values()) * problem.servers
@@ -382,40 +387,41 @@ def run_trial(
             )
         },
     )
-    return Trial(outcome, Curve(setting.name, times_s, accuracies, reached_s), run_dir)
+    return Trial(outcome, curve, run_dir)
 
 
-def time_to_target(times_s: Sequence[float], accuracies: Sequence[float], target: float) -> float | None:
+def time_to_target(curve: Sequence[tuple[float, float]], target: float) -> float | None:
     """Return the first time at which two consecutive evaluations have reached the target, or None.
 
-    >>> time_to_target([0.0, 0.5, 1.0, 1.5, 2.0], [0.1, 0.96, 0.94, 0.95, 0.97], target=0.95)
+    >>> time_to_target([(0.0, 0.1), (0.5, 0.96), (1.0, 0.94), (1.5, 0.95), (2.0, 0.97)], target=0.95)
     2.0
     """
-    for index in range(1, len(times_s)):
-        if min(accuracies[index - 1], accuracies[index]) >= target:
-            return times_s[index]
-    return None
+    pairs = itertools.pairwise(curve)
+    return next((time_s for (_, before), (time_s, now) in pairs if min(before, now) >= target), None)
 
 
-def _evaluate(
-    result: RunResult, digits: Digits, interval_s: float
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the times of the evaluations, which are multiples of the interval, and the accuracy at each time.
+def _evaluate(result: RunResult, digits: Digits, interval_s: float) -> tuple[MetricPoint, ...]:
+    """Return the accuracy at each evaluation. Their times are multiples of the interval.
 
     If the times of several snapshots round to the same multiple, because some were late, only the first is used.
     """
-    by_tick: dict[int, float] = {}
-    for taken_s, snapshot in result.snapshots:
-        tick = round(taken_s / interval_s)
-        if tick not in by_tick:
-            by_tick[tick] = accuracy(snapshot.state_dict, digits)
-    return tuple(round(tick * interval_s, 6) for tick in by_tick), tuple(by_tick.values())
+    by_tick = {round(taken_s / interval_s): snapshot for taken_s, snapshot in reversed(result.snapshots)}
+    return tuple(
+        MetricPoint(
+            round(tick * interval_s, 6),
+            0,
+            max(snapshot.versions),
+            accuracy(snapshot.state_dict, digits),
+            worker=0,
+        )
+        for tick, snapshot in reversed(by_tick.items())
+    )
 
 
 # -- Compares sync models for the demo, and equal batches with balanced ones ---------------------------------
 #
 # Four workers train on handwritten digits, and one of them is three times slower than the others. A table and
-# a picture show how much time is lost by waiting for the slowest worker, and how much of it is saved by an
+# a page show how much time is lost by waiting for the slowest worker, and how much of it is saved by an
 # elastic barrier or by balanced batches. Each sync model runs twice: with the learning rate and momentum that
 # are best for BSP, translated, as a user has them who changes only `--sync`; and with its own best ones, used
 # as they are.
@@ -433,7 +439,7 @@ def run_demo(
     """Train with each setting and each seed, one run after another, then print and save the results.
 
     Afterwards, the run directory contains `summary.json` (one object per setting, with medians over the seeds),
-    `trials.json` (one object per run), `curves.csv`, `comparison.png`, and a directory for each run.
+    `trials.json` (one object per run), `curves.csv`, `comparison.html`, and a directory for each run.
 
     Args:
         console: console on which the table and the messages are printed.
@@ -477,11 +483,8 @@ def run_demo(
     write_json(home / "trials.json", [trial.outcome for trial in trials])
     _save_curves(home / "curves.csv", trials)
     console.print(comparison_table(outcomes, every=len(settings) > len(SETTINGS), width=console.width))
-    if can_draw():
-        _save_picture(home / "comparison.png", trials, problem)
-        console.print(f"picture: {home / 'comparison.png'}", soft_wrap=True, highlight=False)
-    else:
-        print_sentence(console, no_picture("comparison.png"))
+    _save_page(home / "comparison.html", trials)
+    console.print(f"page: {home / 'comparison.html'}", soft_wrap=True, highlight=False)
     console.print(f"results: {home}", soft_wrap=True, highlight=False)
     return outcomes
 
@@ -491,16 +494,13 @@ def _save_curves(path: Path, trials: Sequence[Trial]) -> None:
         rows = csv.writer(file)
         rows.writerow(["sync", "seed", "time_s", "accuracy"])
         for trial in trials:
-            for time_s, accuracy in zip(trial.curve.times_s, trial.curve.accuracies, strict=True):
-                rows.writerow([trial.outcome.name, trial.outcome.seeds[0], time_s, accuracy])
+            rows.writerows((trial.outcome.name, trial.outcome.seeds[0], *point) for point in trial.curve)
 
 
-def _save_picture(path: Path, trials: Sequence[Trial], problem: Problem) -> None:
+def _save_page(path: Path, trials: Sequence[Trial]) -> None:
+    """Write a page that shows the runs side by side, with the curves of their accuracies."""
     shown = {setting.name for setting in SETTINGS}
-    figure = accuracy_picture(
-        "Handwritten digits, one slow worker",
-        f"the speeds of the workers were emulated: {trials[0].outcome.emulated}",
-        [trial.curve for trial in trials if trial.outcome.name in shown],
-        problem.target_accuracy,
-    )
-    save(figure, path)
+    reports = [read_report(trial.run_dir) for trial in trials if trial.outcome.name in shown]
+    if reports:
+        with Unfinished(path) as place:
+            place.write_text(page_of(reports), encoding="utf-8")

@@ -12,11 +12,13 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from statistics import fmean
+from typing import Any
 
 import msgspec
 
 from ..core.lease import BATCH_SIZINGS, BatchSizing
 from ..errors import ConfigurationError, RunFailedError
+from ..look.tables import Figures
 from ..sim import Cluster, Dataset, SimResult, simulate
 from ..sim.clockwork import require_enough_data
 from ..sync import MODELS
@@ -76,83 +78,6 @@ class Task(msgspec.Struct, frozen=True):
     wire: str = "float32"
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of one simulation. All shares are numbers from 0 to 1.
-
-    Attributes:
-        sync: sync model.
-        batch: sizes of the workers' batches.
-        until_s: virtual seconds that were simulated.
-        finished_s: virtual time at which workers finished their last iteration, averaged over the workers.
-        gradients_per_s: number of applied pushes of all workers per virtual second.
-        updates_per_s: optimizer steps per virtual second. Under BSP, one step applies all gradients of a round, so
-            compare models by `speed` instead.
-        samples_per_s: number of samples per virtual second from which applied gradients were computed; 0.0 if it is
-            unknown, because the simulation had no data.
-        epoch_s: virtual time per epoch, in seconds; None if the simulation had no data.
-        mean_staleness: mean staleness of the gradients, in updates.
-        max_staleness: largest staleness of a gradient, in updates.
-        computing_share: share of the workers' time spent computing gradients that were pushed.
-        waiting_share: share of the workers' time spent waiting for other workers.
-        transfer_share: share of the workers' time in which messages were on their way.
-        wasted_share: share of the workers' time spent on computations that were aborted or lost, and on the pulls
-            after aborts.
-        outside_share: share of the workers' time in which their scripts did not train, for example in a barrier.
-        delayed_share: pulls that were not answered on arrival, as a share of all pulls.
-        sync_cost_s: c_sync, the sum over the barriers of the longest waiting time of a worker, in virtual seconds.
-        predicted_sync_cost_s: the same sum as the plans predicted it; None if the model plans no barriers.
-        restarts: number of computations that were aborted and restarted.
-        bytes_sent: bytes sent by all processes.
-        faults: descriptions of conditions that failed, and of the models that replaced them. If the list is not
-            empty, the results are not those of `sync` alone.
-        failure: why there are no results, with the lines of the model's code that failed; all numbers are then 0. ""
-            if there are results.
-        unapplied: sentence about pushes that were never applied; "" if there are none. See `trace.measures`.
-        front: True if the model can be recommended, and no other such model is better in speed or staleness without
-            being worse in the other.
-    """
-
-    sync: str
-    batch: BatchSizing = "equal"
-    until_s: float
-    finished_s: float
-    gradients_per_s: float
-    updates_per_s: float
-    samples_per_s: float = 0.0
-    epoch_s: float | None = None
-    mean_staleness: float
-    max_staleness: int
-    computing_share: float
-    waiting_share: float
-    transfer_share: float
-    wasted_share: float
-    outside_share: float
-    delayed_share: float
-    sync_cost_s: float = 0.0
-    predicted_sync_cost_s: float | None = None
-    restarts: int
-    bytes_sent: int
-    faults: list[str] = []
-    failure: str = ""
-    unapplied: str = ""
-    front: bool = False
-
-    @property
-    def sound(self) -> bool:
-        """True if the results are those of a model that trains. Other models are never recommended."""
-        return not (self.failure or self.unapplied or self.faults)
-
-    @property
-    def name(self) -> str:
-        """The sync model, and the sizes of the batches if they are balanced."""
-        return run_name(self.sync, self.batch)
-
-    @property
-    def speed(self) -> float:
-        """Samples per second if they are known, else gradients per second."""
-        return self.samples_per_s or self.gradients_per_s
-
-
 def figures_of(
     sync: str, result: SimResult, data: Dataset | None = None, batch: BatchSizing = "equal"
 ) -> Figures:
@@ -162,27 +87,22 @@ def figures_of(
     unapplied = unapplied_pushes(measures.pushes, measures.unapplied)
     trained = 1.0 - measures.unapplied / measures.gradients if unapplied and measures.gradients else 1.0
     duration_s = measures.duration_s or 1.0
-    shares = time_shares(result.time_use)
+    own = ("updates_per_s", "mean_staleness", "max_staleness", "waiting_share", "sync_cost_s", "restarts")
+    shares: dict[str, Any] = time_shares(result.time_use)
     return Figures(
+        **{name: getattr(measures, name) for name in (*own, "predicted_sync_cost_s")},
+        **{
+            name: shares[name]
+            for name in ("computing_share", "transfer_share", "wasted_share", "outside_share")
+        },
         sync=sync,
         batch=batch,
         until_s=measures.duration_s,
         finished_s=fmean(result.finished_s),
         gradients_per_s=(pushes - measures.dropped_pushes / result.shards) / duration_s * trained,
-        updates_per_s=measures.updates_per_s,
         samples_per_s=measures.samples_per_s * trained,
         epoch_s=duration_s / data.epochs if data is not None else None,
-        mean_staleness=measures.mean_staleness,
-        max_staleness=measures.max_staleness,
-        computing_share=shares["computing_share"],
-        waiting_share=measures.waiting_share,
-        transfer_share=shares["transfer_share"],
-        wasted_share=shares["wasted_share"],
-        outside_share=shares["outside_share"],
-        sync_cost_s=measures.sync_cost_s,
-        predicted_sync_cost_s=measures.predicted_sync_cost_s,
         delayed_share=measures.delayed_pulls / (pushes * result.shards) if pushes else 0.0,
-        restarts=measures.restarts,
         bytes_sent=result.bytes_sent,
         faults=result.faults,
         unapplied=unapplied,
@@ -197,25 +117,7 @@ def failed(sync: str, error: RunFailedError, batch: BatchSizing = "equal") -> Fi
     """
     if error.process != "the run":  # a worker's script, or a cluster on which time stands still
         raise error
-    return Figures(
-        sync=sync,
-        batch=batch,
-        failure=f"{error.reason}\n{error.traceback}".rstrip(),
-        until_s=0.0,
-        finished_s=0.0,
-        gradients_per_s=0.0,
-        updates_per_s=0.0,
-        mean_staleness=0.0,
-        max_staleness=0,
-        computing_share=0.0,
-        waiting_share=0.0,
-        transfer_share=0.0,
-        wasted_share=0.0,
-        outside_share=0.0,
-        delayed_share=0.0,
-        restarts=0,
-        bytes_sent=0,
-    )
+    return Figures(sync=sync, batch=batch, failure=f"{error.reason}\n{error.traceback}".rstrip())
 
 
 def run_task(task: Task) -> Figures:

@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 from rich import box
@@ -15,6 +15,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from ..core.lease import BatchSizing
 from ..words import COMPUTING, OUTSIDE, TRANSFER, WAITING, WASTED, run_name, shortened, wrappable
 from .models import styles_of
 from .summary import speed_unit
@@ -30,42 +31,84 @@ NOTE_COLUMNS = 160
 NEAR_X, NEAR_Y = 0.06, 0.045  # points that are nearer than this, as shares of the axes, have one label
 
 
-class Ranked(Protocol):
-    """The results shown for one sync model in the table and pictures. See `paceline.lab.ranking.Figures`."""
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """The results of one simulation. All shares are numbers from 0 to 1.
+
+    Attributes:
+        sync: sync model.
+        batch: sizes of the workers' batches.
+        until_s: virtual seconds that were simulated.
+        finished_s: virtual time at which workers finished their last iteration, averaged over the workers.
+        gradients_per_s: number of applied pushes of all workers per virtual second.
+        updates_per_s: optimizer steps per virtual second. Under BSP, one step applies all gradients of a round, so
+            compare models by `speed` instead.
+        samples_per_s: number of samples per virtual second from which applied gradients were computed; 0.0 if it is
+            unknown, because the simulation had no data.
+        epoch_s: virtual time per epoch, in seconds; None if the simulation had no data.
+        mean_staleness: mean staleness of the gradients, in updates.
+        max_staleness: largest staleness of a gradient, in updates.
+        computing_share: share of the workers' time spent computing gradients that were pushed.
+        waiting_share: share of the workers' time spent waiting for other workers.
+        transfer_share: share of the workers' time in which messages were on their way.
+        wasted_share: share of the workers' time spent on computations that were aborted or lost, and on the pulls
+            after aborts.
+        outside_share: share of the workers' time in which their scripts did not train, for example in a barrier.
+        delayed_share: pulls that were not answered on arrival, as a share of all pulls.
+        sync_cost_s: c_sync, the sum over the barriers of the longest waiting time of a worker, in virtual seconds.
+        predicted_sync_cost_s: the same sum as the plans predicted it; None if the model plans no barriers.
+        restarts: number of computations that were aborted and restarted.
+        bytes_sent: bytes sent by all processes.
+        faults: descriptions of conditions that failed, and of the models that replaced them. If the list is not
+            empty, the results are not those of `sync` alone.
+        failure: why there are no results, with the lines of the model's code that failed; all numbers are then 0. ""
+            if there are results.
+        unapplied: sentence about pushes that were never applied; "" if there are none. See `trace.measures`.
+        front: True if the model can be recommended, and no other such model is better in speed or staleness without
+            being worse in the other.
+    """
+
+    sync: str
+    batch: BatchSizing = "equal"
+    until_s: float = 0.0
+    finished_s: float = 0.0
+    gradients_per_s: float = 0.0
+    updates_per_s: float = 0.0
+    samples_per_s: float = 0.0
+    epoch_s: float | None = None
+    mean_staleness: float = 0.0
+    max_staleness: int = 0
+    computing_share: float = 0.0
+    waiting_share: float = 0.0
+    transfer_share: float = 0.0
+    wasted_share: float = 0.0
+    outside_share: float = 0.0
+    delayed_share: float = 0.0
+    sync_cost_s: float = 0.0
+    predicted_sync_cost_s: float | None = None
+    restarts: int = 0
+    bytes_sent: int = 0
+    faults: list[str] = []
+    failure: str = ""
+    unapplied: str = ""
+    front: bool = False
 
     @property
-    def name(self) -> str: ...
+    def sound(self) -> bool:
+        """True if the results are those of a model that trains. Other models are never recommended."""
+        return not (self.failure or self.unapplied or self.faults)
+
     @property
-    def speed(self) -> float: ...
+    def name(self) -> str:
+        """The sync model, and the sizes of the batches if they are balanced."""
+        return run_name(self.sync, self.batch)
+
     @property
-    def samples_per_s(self) -> float: ...
-    @property
-    def epoch_s(self) -> float | None: ...
-    @property
-    def mean_staleness(self) -> float: ...
-    @property
-    def max_staleness(self) -> int: ...
-    @property
-    def computing_share(self) -> float: ...
-    @property
-    def waiting_share(self) -> float: ...
-    @property
-    def transfer_share(self) -> float: ...
-    @property
-    def wasted_share(self) -> float: ...
-    @property
-    def outside_share(self) -> float: ...
-    @property
-    def delayed_share(self) -> float: ...
-    @property
-    def failure(self) -> str: ...
-    @property
-    def sound(self) -> bool: ...
-    @property
-    def front(self) -> bool: ...
+    def speed(self) -> float:
+        """Samples per second if they are known, else gradients per second."""
+        return self.samples_per_s or self.gradients_per_s
 
 
-COLUMNS: dict[str, Callable[[Ranked], str]] = {
+COLUMNS: dict[str, Callable[[Figures], str]] = {
     "s per\nepoch": lambda row: f"{row.epoch_s:.4g}",
     "{unit}\nper s": lambda row: f"{row.speed:.4g}",
     "staleness\n(updates)\nmean, max": lambda row: f"{row.mean_staleness:.1f}, {row.max_staleness}",
@@ -82,7 +125,7 @@ EXPENDABLE = (DELAYED, WASTED_TIME, TRANSIT, WAITED)  # the least important one 
 UNSOUND = "!: this model is not recommended, for the reason below"
 
 
-def ranking_table(title: str, rows: Sequence[Ranked], caption: str, width: int = 80) -> Table:
+def ranking_table(title: str, rows: Sequence[Figures], caption: str, width: int = 80) -> Table:
     """Return a table with one row per model, in the given order, that fits into `width` columns of a screen.
 
     A "*" marks each row whose `front` is True, and a "!" each row that is not `sound`.
@@ -105,7 +148,7 @@ def ranking_table(title: str, rows: Sequence[Ranked], caption: str, width: int =
     )
 
 
-def ranking_picture(title: str, note: str, rows: Sequence[Ranked]) -> Figure:
+def ranking_picture(title: str, note: str, rows: Sequence[Figures]) -> Figure:
     """On the left, plot speed against staleness; on the right, plot how the workers spent their time.
 
     Raises:
@@ -122,12 +165,12 @@ def ranking_picture(title: str, note: str, rows: Sequence[Ranked]) -> Figure:
     return figure
 
 
-def sweep_picture(title: str, key: str, lines: Mapping[str, Sequence[tuple[float, Ranked]]]) -> Figure:
+def sweep_picture(title: str, key: str, lines: Mapping[str, Sequence[tuple[float, Figures]]]) -> Figure:
     """Plot speed, staleness and waiting time against a parameter, with one line per sync model."""
     figure = new_figure(12.0, 4.2)
     figure.suptitle(title, fontsize=13, fontweight="bold")
     styles = styles_of(lines)
-    shown: dict[str, Callable[[Ranked], float]] = {
+    shown: dict[str, Callable[[Figures], float]] = {
         "gradients per second": lambda row: row.speed,
         "mean staleness, in updates": lambda row: row.mean_staleness,
         "share of the workers' time spent waiting": lambda row: row.waiting_share,
@@ -158,7 +201,7 @@ def sweep_picture(title: str, key: str, lines: Mapping[str, Sequence[tuple[float
     return figure
 
 
-def _draw_scatter(axes: Axes, rows: Sequence[Ranked]) -> None:
+def _draw_scatter(axes: Axes, rows: Sequence[Figures]) -> None:
     front = sorted((row for row in rows if row.front), key=lambda row: row.mean_staleness)
     axes.plot(
         [row.mean_staleness for row in front],
@@ -227,8 +270,8 @@ def _labels(points: Sequence[tuple[float, float]]) -> list[tuple[list[int], tupl
     ]
 
 
-def _draw_bars(axes: Axes, rows: Sequence[Ranked]) -> None:
-    parts: dict[str, tuple[str, Callable[[Ranked], float]]] = {
+def _draw_bars(axes: Axes, rows: Sequence[Figures]) -> None:
+    parts: dict[str, tuple[str, Callable[[Figures], float]]] = {
         "computing": (COMPUTING, lambda row: row.computing_share),
         "transferring data": (TRANSFER, lambda row: row.transfer_share),
         "aborted or lost computations": (WASTED, lambda row: row.wasted_share),
@@ -258,7 +301,7 @@ def _draw_bars(axes: Axes, rows: Sequence[Ranked]) -> None:
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False, fontsize=8.5)
 
 
-def _unit(rows: Sequence[Ranked]) -> str:
+def _unit(rows: Sequence[Figures]) -> str:
     return speed_unit([row.samples_per_s for row in rows if row.sound] or [0.0])
 
 
@@ -322,26 +365,23 @@ def medians(outcomes: Sequence[TrialOutcome]) -> TrialOutcome:
     """Combine the outcomes of runs with the same settings: take medians, but the maximum of `max_staleness`."""
     first = outcomes[0]
     time_s = median(math.inf if o.time_to_target_s is None else o.time_to_target_s for o in outcomes)
-    return TrialOutcome(
-        sync=first.sync,
-        batch=first.batch,
-        hyperparameters=first.hyperparameters,
-        learning_rate=first.learning_rate,
-        momentum=first.momentum,
+    means = (
+        "final_accuracy",
+        "updates_per_s",
+        "gradients_per_s",
+        "samples_per_s",
+        "waiting_share",
+        "mean_staleness",
+    )
+    return msgspec.structs.replace(
+        first,
         seeds=tuple(seed for outcome in outcomes for seed in outcome.seeds),
-        target_accuracy=first.target_accuracy,
         time_to_target_s=time_s if math.isfinite(time_s) else None,
-        final_accuracy=median(outcome.final_accuracy for outcome in outcomes),
-        updates_per_s=median(outcome.updates_per_s for outcome in outcomes),
-        gradients_per_s=median(outcome.gradients_per_s for outcome in outcomes),
-        samples_per_s=median(outcome.samples_per_s for outcome in outcomes),
-        waiting_share=median(outcome.waiting_share for outcome in outcomes),
-        mean_staleness=median(outcome.mean_staleness for outcome in outcomes),
         max_staleness=max(outcome.max_staleness for outcome in outcomes),
-        delayed_share=median(outcome.delayed_share for outcome in outcomes),
-        restarts=median(outcome.restarts for outcome in outcomes),
-        wasted_share=median(outcome.wasted_share for outcome in outcomes),
-        emulated=first.emulated,
+        **{
+            name: median(getattr(outcome, name) for outcome in outcomes)
+            for name in (*means, "delayed_share", "restarts", "wasted_share")
+        },
     )
 
 
