@@ -36,7 +36,7 @@ from ..start.launch import launch
 from ..start.results import RunResult
 from ..start.terminal import print_sentence
 from ..sync import PullState
-from ..trace.run_dir import read_metrics, write_metrics
+from ..trace.run_dir import write_metrics
 from ..train.data import distribute
 from ..train.optimizer import DistributedOptimizer
 from ..words import run_name
@@ -354,7 +354,7 @@ def run_trial(
         snapshot_every_s=problem.snapshot_every_s,
     )
     points = _evaluate(result, digits, problem.snapshot_every_s)
-    metrics = [*read_metrics(result.run_dir).values(), Metric("accuracy", "point", points)]
+    metrics = [*result.history.values(), Metric("accuracy", "point", points)]
     write_metrics(result.run_dir, metrics)
     curve = tuple((point.time_s, point.value) for point in points)
     reached_s = time_to_target(curve, problem.target_accuracy)

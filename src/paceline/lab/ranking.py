@@ -18,7 +18,7 @@ import msgspec
 
 from ..core.lease import BATCH_SIZINGS, BatchSizing
 from ..errors import ConfigurationError, RunFailedError
-from ..look.tables import Figures
+from ..look.tables import Figures as Figures
 from ..sim import Cluster, Dataset, SimResult, simulate
 from ..sim.clockwork import require_enough_data
 from ..sync import MODELS

@@ -16,14 +16,13 @@ from typing import NamedTuple
 import msgspec
 
 from ..core.lease import BatchSizing
-from ..look.tables import Figures
 from ..sim import Cluster, Dataset, Sum
 from ..sync.model import EFFECTS, Effect, effect_of
 from ..sync.schedule import read_schedule
 from ..trace.findings import DISTRIBUTE
 from ..words import run_name
 from .pool import TellCount
-from .ranking import Task, balanced_task, run_tasks
+from .ranking import Figures, Task, balanced_task, run_tasks
 
 WORTH_IT = 1.1  # a change must make training at least this many times as fast
 WIRE_SHARE = (

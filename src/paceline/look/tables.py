@@ -15,7 +15,6 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from ..core.lease import BatchSizing
 from ..words import COMPUTING, OUTSIDE, TRANSFER, WAITING, WASTED, run_name, shortened, wrappable
 from .models import styles_of
 from .summary import speed_unit
@@ -68,7 +67,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     sync: str
-    batch: BatchSizing = "equal"
+    batch: Literal["equal", "balanced"] = "equal"
     until_s: float = 0.0
     finished_s: float = 0.0
     gradients_per_s: float = 0.0

@@ -14,7 +14,6 @@ from msgspec import structs
 from ..core.data_feed import Work
 from ..errors import ConfigurationError
 from ..sync.ticks import resolution
-from ..words import counted
 from .cluster_file import in_words_of_file, read_bandwidth, read_cluster_file, read_preset
 from .recorded import arguments_of_run
 from .times import (
@@ -205,7 +204,7 @@ class Cluster:
         if servers is not None:
             require_whole("servers", servers, 1)
             changes["servers"] = servers
-            said.append(counted(servers, "server"))
+            said.append(f"{servers} server{'s' * (servers > 1)}")
         if size_bytes is not None:
             require_whole("size_bytes", size_bytes, 1)
             changes["size_bytes"] = size_bytes
@@ -224,7 +223,7 @@ class Cluster:
         if workers is not None:
             require_whole("workers", workers, 1)
             count = workers
-            said.append(counted(workers, "worker"))
+            said.append(f"{workers} worker{'s' * (workers > 1)}")
         if not isinstance(slow, Mapping):
             raise ConfigurationError(
                 f"slow is {slow!r}, expected a factor for each worker that is slower, such as {{0: 3.0}}."
