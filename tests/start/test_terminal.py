@@ -14,56 +14,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from paceline.start.terminal import HEIGHT, Transcript, _Lines, left_behind, print_sentence
+from paceline.start.terminal import _Lines, print_sentence
 from tests.support.live import DEADLINE_S, mark
 from tests.support.marks import thorough
 from tests.support.screens import Screen
 
 __all__ = ["mark"]
-
-# -- the log --------------------------------------------------------------------------------------------------
-
-
-def logged(*chunks: bytes) -> str:
-    file = io.BytesIO()
-    transcript = Transcript(file)
-    for chunk in chunks:
-        transcript.write(chunk)
-    return file.getvalue().decode()
-
-
-@pytest.mark.parametrize(
-    ("written", "kept"),
-    {
-        "lines": (b"a\r\nb\r\n", "a\nb\n"),
-        "a progress bar": (b" 0%|   |\r50%|#  |\r100%|##|\r\nend\r\n", "100%|##|\nend\n"),
-        "a shorter text over a longer one": (b"loading...\rdone\r\n", "doneing...\n"),
-        "a line that is erased": (b"loading...\r\x1b[Kdone\r\n", "done\n"),
-        "a whole line that is erased": (b"loading...\x1b[2K\rdone\r\n", "done\n"),
-        "the end of a line": (b"abc\x1b[2D\x1b[K\r\n", "a\n"),
-        "colors": (b"\x1b[1;31mred\x1b[0m\r\n", "red\n"),
-        "a wavy underline": (b"\x1b[4:3mred\x1b[0m\r\n", "red\n"),
-        "a column that does not exist": (b"\x1b[999999999999Gx\r\x1b[Kdone\r\n", "done\n"),
-        "a title and a hidden cursor": (b"\x1b]0;title\x07\x1b[?25lx\x1b[?25h\r\n", "x\n"),
-        "two bars": (b"one 0\r\ntwo 0\x1b[A\rone 9\x1b[B\rtwo 9\r\n", "one 9\ntwo 9\n"),
-        "a correction by the user": (b"nane\b \b\b \bme\r\n", "name\n"),
-    }.values(),
-)
-def test_log_keeps_what_the_terminal_shows_at_the_end(written: bytes, kept: str) -> None:
-    assert logged(written) == kept
-    assert logged(*(written[place : place + 1] for place in range(len(written)))) == kept
-
-
-def test_log_keeps_the_text_after_an_unfinished_control_sequence() -> None:
-    assert "12" in logged(b"\x1b[12\x01\r\n", b"x" * 5000)
-
-
-def test_log_keeps_every_line_of_a_long_output_and_characters_that_are_divided() -> None:
-    lines = [f"Zeile {index} für" for index in range(3 * HEIGHT)]
-    data = "".join(f"{line}\r\n" for line in lines).encode()
-    chunks = [data[place : place + 7] for place in range(0, len(data), 7)]
-    assert logged(*chunks).splitlines() == lines
-
 
 # -- the screen -----------------------------------------------------------------------------------------------
 
@@ -103,13 +59,6 @@ def test_lines_are_shown_as_lines_until_the_script_draws(
         lines.write(chunk)
     assert shown.events == events
     assert not lines.unfinished
-
-
-def test_modes_of_the_terminal_that_a_script_leaves_behind_are_known() -> None:
-    hidden = left_behind(set(), b"\x1b[?25l\x1b[?2004h")
-    assert hidden == {b"\x1b[?25h", b"\x1b[?2004l"}
-    assert left_behind(hidden, b"\x1b[?25h") == {b"\x1b[?2004l"}
-    assert left_behind(hidden, b"\x1b[?25h\x1b[?25l") == hidden
 
 
 # -- in a terminal --------------------------------------------------------------------------------------------
@@ -177,9 +126,10 @@ def test_worker_0_has_a_terminal_and_reads_what_the_user_types(screen: type[Scre
     assert "the end of 1" not in shown.text
     assert "share 0\rshare 1\rshare 2\r" in shown.text
     assert termios.tcgetattr(shown.other) == shown.settings
-    log = Path("out", "worker-0.log").read_text()
+    log = Path("out", "worker-0.log").read_bytes().decode()
     path = str(Path("package", "train.py").resolve())
-    assert f"argv {[path]} __main__ True\nshare 2\nname? Ada\nhello Ada\n" in log
+    # The log has what a script writes and the terminal echoes, as it is.
+    assert f"argv {[path]} __main__ True\nshare 0\rshare 1\rshare 2\r\nname? Adx\b \ba\nhello Ada\n" in log
     # The user was awaited for longer than the stall timeout, but worker 0 was not silent for a reason of its own.
     assert "waiting for worker 0" not in shown.text
 

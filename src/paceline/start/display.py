@@ -18,7 +18,7 @@ from ..core.status import JobStatus
 from ..look.status import StatusView, progress_line
 from ..run.job import Job
 from ..words import counted
-from .terminal import ForgivingStream, left_behind, print_line, print_sentence
+from .terminal import RESET, ForgivingStream, print_line, print_sentence
 
 if TYPE_CHECKING:
     from ..run.coordinator import CoordinatorHost  # imports torch
@@ -29,7 +29,6 @@ REFRESH_S_PER_WORKER = 0.001  # a table of many workers is refreshed less often
 PLAIN_INTERVAL_S = 5.0
 PLAIN_REFRESH_S = 0.5  # often enough to find out who is awaited
 LEAST_HEIGHT = 12  # number of lines that the table may have in a low terminal
-TAIL_BYTES = 16  # longer than any sequence that changes a mode of a terminal
 
 
 def announce_run(job: Job, console: Console) -> None:
@@ -62,9 +61,7 @@ class ProgressDisplay:
         self._shown: JobStatus | None = None  # the state that the table shows
         self._line = ""  # the last line of progress
         self._live: Live | None = None
-        # What worker 0 has drawn: the last bytes, and the modes of the terminal that it has set.
-        self._drawn = b""
-        self._modes: set[bytes] = set()
+        self._drawn = b""  # the last byte that worker 0 has drawn
         if console.is_terminal:
             self._live = Live(
                 Text("starting"),
@@ -88,7 +85,7 @@ class ProgressDisplay:
         if self._drawn:
             self.begin_line()
             with contextlib.suppress(OSError):
-                _write(b"\x1b[0m" + b"".join(sorted(self._modes)))
+                _write(RESET)
 
     def print(self, line: str) -> None:
         """Print a line from a worker to standard output, or above the live table if standard output is a terminal."""
@@ -108,15 +105,13 @@ class ProgressDisplay:
             self.pause()
             if sys.stdout is not None:
                 sys.stdout.flush()
-        # A sequence may be divided between two calls.
-        self._modes = left_behind(self._modes, self._drawn + data)
-        self._drawn = (self._drawn + data)[-TAIL_BYTES:]
+        self._drawn = data[-1:]
         _write(data)
 
     def begin_line(self) -> None:
         """Begin a new line on the terminal if worker 0 has left its last line unfinished."""
-        if self._drawn and not self._drawn.endswith(b"\n"):
-            self._drawn += b"\n"
+        if self._drawn not in (b"", b"\n"):
+            self._drawn = b"\n"
             with contextlib.suppress(OSError):
                 _write(b"\r\n")
 

@@ -7,7 +7,6 @@ below); all other processes, and worker 0 otherwise, write to pipes.
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import fcntl
 import logging
@@ -22,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, BinaryIO, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 from rich.console import Console
 from rich.text import Text
@@ -104,7 +103,6 @@ class Channels:
                 copy_output(
                     output,
                     log,
-                    lambda file: file.write,
                     lambda line: show(line.decode(errors="replace").rstrip("\n")),
                     append=append,
                 )
@@ -131,7 +129,6 @@ Sink = Callable[[bytes], object]
 def copy_output(
     output: Iterable[bytes],
     log: Path,
-    record: Callable[[BinaryIO], Sink],
     show: Sink,
     *,
     append: bool = False,
@@ -144,14 +141,13 @@ def copy_output(
     Args:
         output: the output, in pieces.
         log: path of the log.
-        record: given the opened log, returns the function that writes a piece to it.
         show: shows a piece on the screen. It may raise any exception.
         append: True to append to the log instead of overwriting it.
     """
     sinks: dict[str, Sink] = {"shown": show}
     with contextlib.ExitStack() as opened:
         try:
-            sinks["written"] = record(opened.enter_context(log.open("ab" if append else "wb", buffering=0)))
+            sinks["written"] = opened.enter_context(log.open("ab" if append else "wb", buffering=0)).write
         except OSError as error:
             logger.warning("the log %s cannot be written: %s", log, error.strerror)
         for piece in output:
@@ -188,13 +184,8 @@ DRAWING = re.compile(
 )
 """Matches output that moves the cursor or erases text."""
 
-UNDO = {
-    b"\x1b[?25l": b"\x1b[?25h",  # hides and shows the cursor
-    b"\x1b[?2004h": b"\x1b[?2004l",  # marks pasted text
-    b"\x1b[?1049h": b"\x1b[?1049l",  # switches to a second screen
-    b"\x1b[?1h": b"\x1b[?1l",  # changes what the arrow keys send
-}
-"""Modes of a terminal that a process may leave behind if it is killed, each with the sequence that resets it."""
+RESET = b"\x1b[0m\x1b[?25h\x1b[?2004l\x1b[?1l"
+"""Ends what a killed process may leave behind: colors, a hidden cursor, marks around pasted text, changed keys."""
 
 READ_CALL = {"x86_64": "0", "aarch64": "63"}.get(platform.machine())
 """The number of the system call `read`, as text; None if it is not known for this kind of machine."""
@@ -240,7 +231,11 @@ class Terminal:
         self._main, worker = os.openpty()
         self._worker: int | None = worker
         self.name = os.ttyname(worker)
-        termios.tcsetattr(worker, termios.TCSANOW, self._settings)
+        settings = termios.tcgetattr(self._own)
+        settings[
+            1
+        ] &= ~termios.OPOST  # our terminal begins each line at its left edge; the log is a text file
+        termios.tcsetattr(worker, termios.TCSANOW, settings)
         self._copy_size()
         self._stop, self._stopped = os.pipe()
         self._thread = threading.Thread(target=self._run, name="paceline-terminal", daemon=True)
@@ -295,7 +290,7 @@ class Terminal:
     def copy_output(self, log: Path, screen: Screen) -> None:
         """Copy the output of worker 0 to its log and to the screen, until worker 0 has ended."""
         lines = _Lines(screen)
-        copy_output(self._output(lines), log, lambda file: Transcript(file).write, lines.write)
+        copy_output(self._output(lines), log, lines.write)
 
     def awaits_user(self, process_id: int) -> bool:
         """Return True if the process waits for the user to type something, as far as the system tells.
@@ -353,13 +348,11 @@ class Terminal:
             if self._paused or not _in_foreground():
                 return False
             if not self._changed:
-                iflag, oflag, cflag, lflag, ispeed, ospeed, characters = self._settings
-                iflag &= ~(termios.ICRNL | termios.INLCR | termios.IGNCR)
-                # Ctrl-C and Ctrl-Z (ISIG) still send signals to this process.
-                lflag &= ~(termios.ICANON | termios.ECHO | termios.IEXTEN)
-                characters = list(characters)
-                characters[termios.VMIN], characters[termios.VTIME] = 1, 0
-                changed = [iflag, oflag, cflag, lflag, ispeed, ospeed, characters]
+                changed = termios.tcgetattr(0)
+                changed[0] &= ~termios.ICRNL  # worker 0's terminal decides what Enter means
+                changed[3] &= ~(
+                    termios.ICANON | termios.ECHO
+                )  # Ctrl-C and Ctrl-Z still send signals to this process
                 termios.tcsetattr(0, termios.TCSADRAIN, changed)
                 self._changed = True
             return True
@@ -420,20 +413,6 @@ class _Lines:
         self.unfinished = bool(self._rest)
 
 
-def left_behind(modes: set[bytes], data: bytes) -> set[bytes]:
-    """Return the sequences that reset the modes of a terminal that are still set after this output.
-
-    Args:
-        modes: the sequences before this output.
-        data: the output.
-    """
-    for start, end in UNDO.items():
-        first, last = data.rfind(start), data.rfind(end)
-        if first != last:
-            modes = modes | {end} if first > last else modes - {end}
-    return modes
-
-
 def _in_foreground() -> bool:
     """Return True if this process may use the terminal."""
     try:
@@ -450,127 +429,6 @@ def _no_job_control() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-# -- What a terminal shows at the end, as text: the log of a process that writes to a terminal ---------------
-#
-# A progress bar writes the same line hundreds of times. The log contains the line as it was last shown.
-# Colors and other attributes are dropped.
-
-HEIGHT = 100
-"""Number of lines that can still be changed. Programs move the cursor up by a few lines only."""
-
-TOKEN = re.compile(
-    r"\x1b\[(?P<number>\d{0,5})[\d;:]*(?P<command>[@-~])"  # a control sequence
-    r"|\x1b\[[\x20-?]*[@-~]"  # a private control sequence, for example to hide the cursor
-    r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # a command to the terminal's window, such as its title or a link
-    r"|\x1b[\x20-/]*[0-Z\\^-~]"  # a short sequence
-    r"|(?P<control>[\x00-\x1a\x1c-\x1f\x7f])"
-    r"|(?P<text>[^\x00-\x1f\x7f]+)"
-)
-LONGEST_SEQUENCE = 4096  # an unfinished sequence that is longer is shown as text
-
-
-class Transcript:
-    """Writes the final text of a terminal's lines to a file.
-
-    Only the last `HEIGHT` lines are kept in memory and written again when they change.
-
-    Args:
-        file: the file, opened for writing.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._rest = ""  # the beginning of a control sequence
-        self._lines: list[list[str]] = [[]]
-        self._row = 0
-        self._column = 0
-
-    def write(self, data: bytes) -> None:
-        """Write what a program has written to its terminal."""
-        text = self._rest + self._decoder.decode(data)
-        self._rest = ""
-        place = 0
-        while place < len(text):
-            token = TOKEN.match(text, place)
-            if token is None:
-                if len(text) - place < LONGEST_SEQUENCE:
-                    self._rest = text[place:]
-                    break
-                place += 1  # without the escape character, the rest is text
-                continue
-            place = token.end()
-            if token["text"]:
-                self._put(token["text"])
-            elif token["control"]:
-                self._control(token["control"])
-            elif token["command"]:
-                self._command(token["command"], token["number"])
-        self._save()
-
-    def _put(self, text: str) -> None:
-        line, column = self._lines[self._row], self._column
-        line.extend(" " * (column - len(line)))
-        line[column : column + len(text)] = text
-        self._column += len(text)
-
-    def _control(self, character: str) -> None:
-        if character == "\n":
-            # A terminal receives "\r\n" for each line end, unless the program has changed its settings.
-            self._column = 0
-            self._move(1)
-        elif character == "\r":
-            self._column = 0
-        elif character == "\b":
-            self._column = max(0, self._column - 1)
-        elif character == "\t":
-            self._put("\t")
-
-    def _command(self, command: str, number: str) -> None:
-        """Carry out a control sequence that moves the cursor or erases text."""
-        count = max(1, int(number or 1))
-        line = self._lines[self._row]
-        match command:
-            case "A":
-                self._row = max(0, self._row - count)
-            case "B":
-                self._move(count)
-            case "C":
-                self._column += count
-            case "D":
-                self._column = max(0, self._column - count)
-            case "G":
-                self._column = count - 1
-            case "K" if number in ("", "0"):
-                del line[self._column :]
-            case "K" if number == "1":
-                line[: self._column] = " " * self._column
-            case "K":
-                line.clear()
-            case "J" if number in ("", "0"):
-                del line[self._column :]
-                del self._lines[self._row + 1 :]
-            case _:
-                pass  # colors, and movements on the whole screen
-
-    def _move(self, count: int) -> None:
-        self._row += min(count, HEIGHT)
-        while len(self._lines) <= self._row:
-            self._lines.append([])
-
-    def _save(self) -> None:
-        """Write the lines, and leave the file's position at the start of the lines that may still change."""
-        texts = ["".join(line).rstrip(" ") for line in self._lines]
-        final = max(0, len(texts) - HEIGHT)
-        self._file.write("".join(text + "\n" for text in texts[:final]).encode(errors="replace"))
-        place = self._file.tell()
-        self._file.write("\n".join(texts[final:]).encode(errors="replace"))
-        self._file.truncate()
-        self._file.seek(place)
-        del self._lines[:final]
-        self._row = max(0, self._row - final)
 
 
 # -- Text on the screen. Output that cannot be written is dropped, instead of raising an exception -----------
