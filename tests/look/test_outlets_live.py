@@ -94,7 +94,7 @@ def test_what_goes_wrong_in_the_process_that_shows_a_run_is_told(
     )
     monkeypatch.setattr(launched, "END_TIMEOUT_S", 0.5 if "sleep" in program else DEADLINE_S)
     job = make_job(workers=1, run_dir=tmp_path)
-    with launched.Showing(open_outlets(dashboard=True), job, "unix:/nowhere"):
+    with launched.showing(open_outlets(dashboard=True), job, "unix:/nowhere"):
         assert capsys.readouterr().err.startswith("dashboard: http://127.0.0.1:")
     assert capsys.readouterr().err == note
     file = tmp_path / launched.LOG
@@ -104,8 +104,8 @@ def test_what_goes_wrong_in_the_process_that_shows_a_run_is_told(
 def test_without_outlets_no_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = make_job(workers=1, run_dir=tmp_path)
     monkeypatch.setattr("subprocess.Popen", pytest.fail)
-    with launched.Showing(open_outlets(), job, "unix:/nowhere") as showing:
-        assert showing.page == ""
+    with launched.showing(open_outlets(), job, "unix:/nowhere") as page:
+        assert page == ""
 
 
 @pytest.mark.thorough

@@ -118,7 +118,7 @@ def test_nothing_is_counted_if_torch_has_no_accelerators(
         raise AssertionError("a process was started")
 
     assert torch.accelerator.current_accelerator() is None
-    monkeypatch.setattr(devices, "execute", fail)
+    monkeypatch.setattr(devices, "Companion", fail)
     assert {device.name for device in assign_devices(wanted, None, usual=2).devices} <= {"cpu"}
 
 

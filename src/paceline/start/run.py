@@ -41,12 +41,13 @@ from ..run.run_lock import RunLock, published
 from ..shard.store import WeightsSnapshot, remove_frozen
 from ..sync import Conditions
 from ..sync.plugins import local_conditions
+from ..trace.recording import EARLIER
 from ..trace.report import Resumption, RunFile, write_run_file
 from ..trace.run_dir import require_usable
 from ..wire.memory import PassedSockets
 from ..wire.preface import COORDINATOR
 from ..words import counted
-from .beside import Digester, Rehearsals, Showing
+from .beside import Rehearsals, digesting, showing
 from .display import ProgressDisplay
 from .local import LocalEngine, ProcessPlacement
 from .processes.interruption import Interrupted, Interruption
@@ -71,6 +72,7 @@ from .waiting import Waiting
 
 if TYPE_CHECKING:
     from ..checkpoints.reading import NewestCheckpoint
+    from .processes.program import Companion
 
 
 log = logging.getLogger("paceline.run")
@@ -166,8 +168,8 @@ def start(
             # Lines with the names of their processes cannot be drawn by one of them.
             terminal = None if streams.show_all or job.joined else Terminal.here()
             with (
-                Showing(outlets or Outlets(), job, address) as showing,
-                published(Path(job.run_dir), address, job.token, showing.page),
+                showing(outlets or Outlets(), job, address) as page,
+                published(Path(job.run_dir), address, job.token, page),
                 terminal or contextlib.nullcontext(),
                 starter or Starter(placement.prefixes()) as starter,
                 listener or contextlib.nullcontext(),
@@ -337,7 +339,10 @@ class LiveRun:
         )
         self._sampler = Sampler(coordinator, snapshot_every_s) if snapshot_every_s else None
         self._keeper = Keeper(coordinator) if job.guard == "stop" else None
-        self._digester = Digester(job)
+        self._digester: Companion | None = (
+            None  # the program that digests the oldest traces, once there are any
+        )
+        self._digests = job.traces.kept == "recent"
         self._weights: WeightsSnapshot | None = None
         self._weights_path: Path | None = None
         self._which = "the weights at the time of the failure"  # those in this file
@@ -421,7 +426,7 @@ class LiveRun:
                 gone = coordinator.gone_servers.copy()
                 coordinator.stop(self._hurried)
                 self._give_up(coordinator.gone_servers.keys() - gone.keys())
-                self._notes += self._digester.end(self._hurried)
+                self._end_digester()
                 grace_s = FAILED_GRACE_S if early or self._notes else GRACE_S
                 left = engine.end(engine.processes, grace_s=grace_s, hurried=self._hurried)
         # The coordinator has stopped and no longer records how processes end, so the launcher records it here.
@@ -465,7 +470,7 @@ class LiveRun:
             self._follow_main()
             self._follow_choices()
             self._follow_checkpoints()
-            self._digester.look()
+            self._digest()
             if self._lock.lost:
                 return RunFailedError("the launcher", self._lock.lost)
             if self._interruption.asked:
@@ -483,6 +488,26 @@ class LiveRun:
                 coordinator.fail(loss)
         self._tell_samples()
         return self._failure()
+
+    def _digest(self) -> None:
+        """Start to digest the oldest traces if there are any."""
+        if not (self._digests and self._digester is None and (self._run_dir / EARLIER).exists()):
+            return
+        try:
+            self._digester = digesting(self._job)
+        except OSError as error:
+            self._digests = False
+            self._notes.append(
+                f"the oldest traces were not deleted, because no process could be started: {error}"
+            )
+
+    def _end_digester(self) -> None:
+        program = self._digester
+        if program is not None and program.end(self._hurried) and program.exit_code:
+            why = program.last or f"the process has ended with code {program.exit_code}"
+            self._notes.append(
+                f"the oldest traces were not deleted, so they may occupy more space than they should: {why}"
+            )
 
     def _tell_samples(self) -> None:
         """Say once, when training begins, how many samples an update has."""

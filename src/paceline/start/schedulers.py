@@ -32,7 +32,7 @@ from ..run.compute_devices import Device
 from ..run.resuming import can_resume
 from ..wire.secure import VARIABLE, read_secret
 from ..wire.transports import interface_to, is_local, seen_from
-from .beside import Announcement, Serving, finished
+from .beside import Announcement, finished, serving
 from .join import join
 from .processes.interruption import Interruption, Terminated
 from .results import command_of
@@ -40,6 +40,8 @@ from .terminal import StandardStreams, print_sentence
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
+
+    from .processes.program import Companion
 
 
 FIRST_PORT = 20_000
@@ -327,14 +329,15 @@ def join_job(
     where = [f"--listen={listen or reached}", f"--port={port}", f"--command={command_of()}"]
     if folder := run_dir or (None if place.store else f"runs/{place.name}"):
         where.append(f"--resume={folder}" if can_resume(Path(folder), force=force) else f"--run-dir={folder}")
-    with Serving([*serve_arguments, *where], {VARIABLE: token} if token else {}) as serving:
+    with serving([*serve_arguments, *where], {VARIABLE: token} if token else {}) as (program, announced):
         store = None if place.store is None else _store(place.store, patience_s, serves=True)
-        found = serving.announced()
+        found = announced()
         if found is None:
             if store is not None and place.store is not None:
                 failed = Announcement("", "", failure="its first process could not start it, and says why")
                 store.set(place.store.key, msgspec.json.encode(failed).decode())
-            return serving.wait(lambda: 0.0) or 1
+            program.end(lambda: True)
+            return program.exit_code or 1
         meeting = structs.replace(found, address=seen_from(found.address, f"tls:{reached}:0"))
         if store is not None and place.store is not None:
             store.set(place.store.key, msgspec.json.encode(meeting).decode())
@@ -345,13 +348,13 @@ def join_job(
             asked = end
         except RunFailedError as error:  # the run may continue without this worker
             print_sentence(console, str(error))
-        code = _await_end(serving, asked is not None)
+        code = _await_end(program, leaving=asked is not None)
         if asked is not None and not (code in EXIT_FINISHED and finished(meeting.run_dir)):
             raise asked
         return 0 if code in EXIT_FINISHED else code
 
 
-def _await_end(serving: Serving, leaving: bool) -> int:
+def _await_end(program: Companion, *, leaving: bool) -> int:
     """Wait for the end of the run, and return the exit code of the program that serves it.
 
     When the machine is about to be taken away, the other workers usually leave, too. If not, the run is interrupted,
@@ -360,13 +363,15 @@ def _await_end(serving: Serving, leaving: bool) -> int:
     with Interruption() as interruption:
         asked_s = time.monotonic() if leaving else None
 
-        def deadline_s() -> float:
+        def over() -> bool:
             nonlocal asked_s
             if interruption.asked and asked_s is None:
                 asked_s = time.monotonic()
-            return float("inf") if asked_s is None else asked_s + LEAVE_TIMEOUT_S
+            return asked_s is not None and time.monotonic() >= asked_s + LEAVE_TIMEOUT_S
 
-        return serving.wait(deadline_s)
+        program.end(over)
+    assert program.exit_code is not None
+    return program.exit_code
 
 
 def _meeting(place: JobPlace, listen: str, port: int, patience_s: float) -> Announcement:

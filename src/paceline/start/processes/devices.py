@@ -11,7 +11,6 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +26,7 @@ from msgspec import structs
 from ...errors import ConfigurationError
 from ...run.compute_devices import CPU, Device
 from ...sync.plugins import load_models
-from .program import execute
+from .program import Companion
 
 PROGRAM = str(Path(__file__).with_name("counting.py"))
 """Path of the program that counts accelerators; see `counting`."""
@@ -260,17 +259,15 @@ def count_accelerators(imports: Sequence[str], kinds: Sequence[str] = ()) -> Acc
         ConfigurationError: they cannot be counted.
     """
     asked = json.dumps({"path": sys.path, "imports": list(imports), "kinds": list(kinds)})
-    pipe = subprocess.PIPE
-    with execute([PROGRAM], stdin=pipe, stdout=pipe, stderr=pipe) as counting:
-        output, errors = counting.communicate(asked.encode())
-    if counting.returncode:
-        lines = errors.decode(errors="replace").strip().splitlines()
-        last = (lines or [f"exit code {counting.returncode}"])[-1]
+    counting = Companion([PROGRAM])
+    counting.end(lambda: False, asked.encode())
+    if counting.exit_code:
+        last = counting.last or f"exit code {counting.exit_code}"
         raise ConfigurationError(
             f"the accelerators of this machine cannot be counted ({last}); train on the CPU (--devices cpu), or make "
             "torch.accelerator.device_count() work."
         )
-    return msgspec.json.decode(output, type=Accelerators)
+    return msgspec.json.decode(counting.said, type=Accelerators)
 
 
 # -- Hides the accelerators of other workers from a worker ---------------------------------------------------

@@ -16,17 +16,16 @@ import os
 import socket
 import struct
 import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from io import BufferedReader, RawIOBase
-from typing import Any, BinaryIO, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import cloudpickle
 import msgspec
 
 from ...run.job import Assignment
+from .program import file_of, open_file
 
 REPORT = struct.Struct("<q")
 MARK = b"+"
@@ -101,47 +100,6 @@ def payload_of_server(path: Sequence[str], conditions: Mapping[str, object]) -> 
         conditions: name -> condition, for the conditions that cannot be imported.
     """
     return bytes(cloudpickle.dumps(list(path)) + cloudpickle.dumps(dict(conditions)))
-
-
-def file_of(data: bytes) -> int:
-    """Return the descriptor of a new file without a name that contains the data."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("paceline")
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
-    with open(descriptor, "wb", closefd=False) as file:
-        file.write(data)
-    return descriptor
-
-
-def open_file(descriptor: int) -> BinaryIO:
-    """Return a reader of the file from its start. Processes that share the descriptor do not disturb each other.
-
-    Closing the reader closes the descriptor.
-    """
-    return cast(BinaryIO, BufferedReader(_Positioned(descriptor)))
-
-
-class _Positioned(RawIOBase):
-    """A reader that has an offset of its own, instead of the one that belongs to the descriptor."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._offset = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count = os.preadv(self._descriptor, [buffer], self._offset)
-        self._offset += count
-        return count
-
-    def close(self) -> None:
-        if not self.closed:
-            os.close(self._descriptor)
-        super().close()
 
 
 def send_order(

@@ -20,7 +20,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Protocol
+from typing import NamedTuple
 
 from . import program
 from .child import await_group_leader
@@ -31,8 +31,6 @@ from .orders import (
     await_end,
     await_ready,
     await_start,
-    file_of,
-    open_file,
     send_order,
 )
 
@@ -40,34 +38,9 @@ logger = logging.getLogger("paceline.starting")
 
 END_TIMEOUT_S = 1.0  # time after which a fork server that has nothing left to do is killed
 
+MOST_OUTPUT_BYTES = 2**20  # more than a traceback
+
 Prefix = tuple[str, ...]
-
-
-class Child(Protocol):
-    """A process that has been started, or will be as soon as its fork server is ready."""
-
-    @property
-    def id(self) -> int:
-        """The process id. Until a forked process exists, this is the id of its fork server."""
-        ...
-
-    def await_start(self) -> None:
-        """Wait until the process has its descriptors, so that the caller may close them, or until it cannot start."""
-        ...
-
-    def await_end(self) -> int:
-        """Wait until the process has ended, and return its exit code.
-
-        If a signal has terminated the process, the exit code is minus the number of the signal.
-
-        If the process failed or was killed, the rest of its process group is killed. The group is signaled before its
-        leader is reaped, because the group's id may be reused afterwards.
-        """
-        ...
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the process, unless it has ended."""
-        ...
 
 
 class Starter:
@@ -98,7 +71,7 @@ class Starter:
         All processes are on this machine. How many there will be need not be known.
         """
         starter = cls([])
-        if can_fork() and (server := ForkServer.forked((), starter._environment)) is not None:
+        if can_fork() and (server := ForkServer.forked()) is not None:
             starter._fork_servers[()] = server
         return starter
 
@@ -121,10 +94,7 @@ class Starter:
         Raises:
             OSError: the process cannot be started.
         """
-        server = self._fork_servers.get(prefix)
-        if server is None:
-            return Executed(prefix, self._environment, order, descriptors)
-        return Forked(server, order, descriptors)
+        return Child(prefix, self._environment, order, descriptors, self._fork_servers.get(prefix))
 
 
 def can_fork() -> bool:
@@ -138,22 +108,109 @@ def can_fork() -> bool:
     return True
 
 
-class Executed:
-    """A process that is a new program. See `Child`.
+class Child:
+    """A process of a run: a new program, or forked by a fork server as soon as that is ready.
 
     Args:
         prefix: see `Starter`.
         environment: environment of the process.
         order: what the process is to do.
-        descriptors: the descriptors of the process.
+        descriptors: the descriptors of the process, which stay open until `await_start` has returned.
+        server: the fork server; None if there is none.
+
+    Raises:
+        OSError: the process cannot be started.
     """
 
     def __init__(
-        self, prefix: Prefix, environment: dict[str, str], order: ProcessOrder, descriptors: Descriptors
+        self,
+        prefix: Prefix,
+        environment: dict[str, str],
+        order: ProcessOrder,
+        descriptors: Descriptors,
+        server: ForkServer | None,
     ) -> None:
-        # The process is reaped by `await_end` while this lock is held: the id of a reaped process may be reused.
+        # While this lock is held, the id of the process is its own: the id of a reaped process may be reused.
         self._lock = threading.Lock()
         self._ended = False
+        self._start = prefix, environment, order, descriptors
+        self._server = server
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._forked: Forked | None = None
+        if server is None:
+            self._execute()
+
+    @property
+    def id(self) -> int:
+        """The process id. Until a forked process exists, this is the id of its fork server."""
+        if self._popen is not None:
+            return self._popen.pid
+        assert self._server is not None
+        return self._server.id if self._forked is None else self._forked.id
+
+    def await_start(self) -> None:
+        """Wait until the process has its descriptors, so that the caller may close them, or until it cannot start."""
+        if self._server is None:
+            return
+        _, _, order, descriptors = self._start
+        self._forked = self._server.fork(order, descriptors)
+        if self._forked is not None:
+            return
+        if self._server.await_end() == EXIT_THREADS:
+            logger.warning(
+                "a module has started threads while it was imported, so %s imports torch for itself, which takes "
+                "longer (see 'How the processes start' in the guide)",
+                order.title,
+            )
+            self._execute()
+        else:  # the log of the process says why it was not started
+            with contextlib.suppress(OSError):
+                os.write(descriptors.stderr, self._server.words())
+
+    def await_end(self) -> int:
+        """Wait until the process has ended, and return its exit code.
+
+        If a signal has terminated the process, the exit code is minus the number of the signal.
+
+        If the process failed or was killed, the rest of its process group is killed. The group is signaled before its
+        leader is reaped, because the group's id may be reused afterwards.
+        """
+        if self._forked is not None:
+            with self._forked.report as report:
+                exit_code = await_end(report)
+            # If the fork server was killed, then its children were, too. Nobody knows their exit codes.
+            exists = select.poll()
+            exists.register(self._forked.handle, select.POLLIN)
+            exists.poll()
+            with self._lock:
+                self._ended = True
+                os.close(self._forked.handle)
+            return -signal.SIGKILL if exit_code is None else exit_code
+        if self._popen is None:
+            assert self._server is not None
+            return self._server.await_end()
+        # The program that called the launcher may have reaped the process.
+        with contextlib.suppress(ChildProcessError):
+            await_group_leader(self.id)
+        with self._lock:
+            self._ended = True
+            return self._popen.wait()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, unless it has ended."""
+        with self._lock, contextlib.suppress(ProcessLookupError):
+            if self._ended:
+                return
+            if self._forked is not None:
+                signal.pidfd_send_signal(self._forked.handle, number)
+            elif self._popen is not None:
+                os.kill(self._popen.pid, number)
+            elif self._server is not None:
+                # The processes of a run are signaled before they have started only to end them all.
+                self._server.kill()
+
+    def _execute(self) -> None:
+        prefix, environment, order, descriptors = self._start
         ours, theirs = socket.socketpair()
         with ours, theirs:
             self._popen = _execute(
@@ -167,33 +224,25 @@ class Executed:
             )
             send_order(ours, order, descriptors, report=theirs)
 
-    @property
-    def id(self) -> int:
-        return self._popen.pid
 
-    def await_start(self) -> None:
-        pass
+class Forked(NamedTuple):
+    """A process that a fork server has forked.
 
-    def await_end(self) -> int:
-        # The program that called the launcher may have reaped the process.
-        with contextlib.suppress(ChildProcessError):
-            await_group_leader(self.id)
-        with self._lock:
-            self._ended = True
-            return self._popen.wait()
+    Attributes:
+        id: the process id.
+        handle: the pidfd of the process. A signal that is sent to it cannot reach another process.
+        report: the socket on which the end of the process is reported.
+    """
 
-    def signal(self, number: int) -> None:
-        with self._lock:
-            if not self._ended:
-                os.kill(self.id, number)
+    id: int
+    handle: int
+    report: socket.socket
 
 
 class ForkServer:
     """A running fork server on one machine.
 
     Args:
-        prefix: see `Starter`.
-        environment: environment of the fork server and its children.
         process: the process of the fork server.
         control: the socket on which orders are sent to it.
         output: descriptor of the file for its standard output and its standard error.
@@ -201,14 +250,10 @@ class ForkServer:
 
     def __init__(
         self,
-        prefix: Prefix,
-        environment: dict[str, str],
         process: subprocess.Popen[bytes] | ForkedHere,
         control: socket.socket,
         output: int,
     ) -> None:
-        self._prefix = prefix
-        self._environment = environment
         # Orders are sent one at a time, because the system limits the number of descriptors that are under way.
         self._lock = threading.Lock()
         self._ready = False
@@ -220,57 +265,46 @@ class ForkServer:
     def executed(cls, prefix: Prefix, environment: dict[str, str]) -> ForkServer:
         """Return a fork server that is a new program."""
         control, theirs = socket.socketpair()
-        output = file_of(b"")
+        output = program.file_of(b"")
         with theirs:
             process = _execute("fork server", prefix, environment, theirs, output, output)
-        return cls(prefix, environment, process, control, output)
+        return cls(process, control, output)
 
     @classmethod
-    def forked(cls, prefix: Prefix, environment: dict[str, str]) -> ForkServer | None:
+    def forked(cls) -> ForkServer | None:
         """Return a fork server that this process has forked; None if it cannot fork. See `fork_here`."""
         control, theirs = socket.socketpair()
-        output = file_of(b"")
+        output = program.file_of(b"")
         with theirs:
             process_id = fork_here(theirs, output)
         if process_id is None:
             control.close()
             os.close(output)
             return None
-        return cls(prefix, environment, ForkedHere(process_id), control, output)
+        return cls(ForkedHere(process_id), control, output)
 
     @property
     def id(self) -> int:
         """The process id."""
         return self._process.pid
 
-    def fork(self, order: ProcessOrder, descriptors: Descriptors) -> _Started | Executed | None:
-        """Start a process, as soon as the fork server is ready. If it cannot fork, start a new program.
-
-        Return None if the fork server has ended.
-        """
+    def fork(self, order: ProcessOrder, descriptors: Descriptors) -> Forked | None:
+        """Start a process, as soon as the fork server is ready. Return None if it has ended."""
         report, theirs = socket.socketpair()
         with self._lock, theirs:
             self._ready = self._ready or await_ready(self._control)
-            started = None
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 if self._ready:
                     send_order(self._control, order, descriptors, theirs)
                     theirs.close()
-                    started = await_start(report)
-        if started is not None:
-            return _Started(*started, report)
+                    if (started := await_start(report)) is not None:
+                        return Forked(*started, report)
         report.close()
-        if self.await_end() != EXIT_THREADS:
-            # Here its children write, too, so the log of the process says why it was not started.
-            with open_file(os.dup(self._output)) as output, contextlib.suppress(OSError):
-                os.write(descriptors.stderr, output.read())
-            return None
-        logger.warning(
-            "a module has started threads while it was imported, so %s imports torch for itself, which takes longer "
-            "(see 'How the processes start' in the guide)",
-            order.title,
-        )
-        return Executed(self._prefix, self._environment, order, descriptors)
+        return None
+
+    def words(self) -> bytes:
+        """Return what the fork server has written, after it has ended. Its children write there before they begin."""
+        return os.pread(self._output, MOST_OUTPUT_BYTES, 0)
 
     def kill(self) -> None:
         """Kill the fork server, and so all processes that it has forked."""
@@ -325,75 +359,6 @@ class ForkedHere:
             if self._exit_code is None:
                 self._exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             return self._exit_code
-
-
-class _Started:
-    """A process that a fork server has forked.
-
-    Args:
-        id: the process id.
-        handle: the pidfd of the process. A signal that is sent to it cannot reach another process.
-        report: the socket on which the end of the process is reported.
-    """
-
-    def __init__(self, id: int, handle: int, report: socket.socket) -> None:
-        self.id = id
-        self._handle = handle
-        self._report = report
-        self._lock = threading.Lock()
-        self._ended = False
-
-    def await_end(self) -> int:
-        """See `Child`."""
-        with self._report:
-            exit_code = await_end(self._report)
-        # If the fork server was killed, then its children were, too. Nobody knows their exit codes.
-        exists = select.poll()
-        exists.register(self._handle, select.POLLIN)
-        exists.poll()
-        with self._lock:
-            self._ended = True
-            os.close(self._handle)
-        return -signal.SIGKILL if exit_code is None else exit_code
-
-    def signal(self, number: int) -> None:
-        """See `Child`."""
-        with self._lock, contextlib.suppress(ProcessLookupError):
-            if not self._ended:
-                signal.pidfd_send_signal(self._handle, number)
-
-
-class Forked:
-    """A process that a fork server forks when it is ready. See `Child`.
-
-    Args:
-        server: the fork server.
-        order: what the process is to do.
-        descriptors: the descriptors of the process.
-    """
-
-    def __init__(self, server: ForkServer, order: ProcessOrder, descriptors: Descriptors) -> None:
-        self._server = server
-        self._order = order
-        self._descriptors = descriptors
-        self._process: _Started | Executed | None = None
-
-    @property
-    def id(self) -> int:
-        return self._server.id if self._process is None else self._process.id
-
-    def await_start(self) -> None:
-        self._process = self._server.fork(self._order, self._descriptors)
-
-    def await_end(self) -> int:
-        return self._server.await_end() if self._process is None else self._process.await_end()
-
-    def signal(self, number: int) -> None:
-        if self._process is None:
-            # The processes of a run are signaled before they have started only to end them all.
-            self._server.kill()
-        else:
-            self._process.signal(number)
 
 
 def _environment(processes: int) -> dict[str, str]:
