@@ -22,7 +22,6 @@ from paceline.shard.optimizers import UNTRACED
 from paceline.start.display import announce_run
 from paceline.start.local import HostMachine, ProcessPlacement
 from paceline.start.processes import spawn as starting
-from paceline.start.processes.program import environment
 from tests.support.live import await_that, meanwhile, processes, run_program
 
 pytestmark = [
@@ -122,54 +121,6 @@ def test_a_forked_worker_finds_what_an_executed_one_finds(tmp_path: Path) -> Non
     assert "a module has started threads" not in forked.stderr
     seeds = [seed for run in (by_fork, by_exec) for worker in run for seed in worker["seeds"]]
     assert len(set(seeds)) == len(seeds)
-
-
-# A program that forks its fork server. It is killed after the number of seconds that is its argument, unless it is 0.
-HERE = """
-import os, signal, sys
-from pathlib import Path
-
-from rich.console import Console
-
-from paceline.start.launch import run_script
-from paceline.start.processes.spawn import Starter
-from paceline.run.job_options import make_job
-
-with Starter.here() as starter:
-    assert "torch" in sys.modules
-    signal.setitimer(signal.ITIMER_REAL, float(sys.argv[1]))
-    job = make_job(workers=2, servers=1, run_dir="run")
-    run_script(job, Path("train.py"), ["--rate", "3"], console=Console(quiet=True), starter=starter)
-"""
-
-
-@pytest.mark.chaos
-def test_a_worker_finds_the_same_if_the_launcher_has_forked_the_fork_server(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in environment(3).items():
-        monkeypatch.setenv(name, value)
-    Path("train.py").write_text(LOOK)
-    usual = run_program(*RUN, "train.py", "--rate", "3")
-    assert usual.returncode == 0, usual.stderr
-    by_exec = found()
-    shutil.rmtree("run")
-    here = run_program("-P", "-c", HERE, "0")
-    assert here.returncode == 0, here.stderr
-    by_fork = found()
-
-    for worker in range(2):
-        assert by_fork[worker]["same"] == by_exec[worker]["same"]
-    seeds = [seed for run in (by_fork, by_exec) for worker in run for seed in worker["seeds"]]
-    assert len(set(seeds)) == len(seeds)
-
-
-@pytest.mark.chaos
-def test_all_processes_end_with_the_launcher_that_has_forked_the_fork_server(mark: str) -> None:
-    Path("train.py").write_text("import time; time.sleep(1000)")
-    killed = run_program("-P", "-c", HERE, "5")
-    assert killed.returncode == -signal.SIGALRM, killed.stderr
-    await_that(lambda: processes(mark) == {}, "all processes have ended")
 
 
 # A module that is imported when Python starts, and starts a thread that does not end before a fork.

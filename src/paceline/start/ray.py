@@ -45,19 +45,10 @@ from ..trace.report import NAME
 from ..words import counted
 from .local import Rejoins
 from .processes.interruption import Interruption
-from .ray_program import (
-    END_TIMEOUT_S,
-    LEAVE_TIMEOUT_S,
-    EndedHost,
-    JoinOrder,
-    RayHost,
-    Report,
-    ServedRun,
-    ServeOrder,
-)
+from .ray_program import END_TIMEOUT_S, LEAVE_TIMEOUT_S, RayHost, Report
 from .results import RunResult, command_of, make_room, write_summary
 from .run import MOST_IN_VAIN, server_payload_of, take_lock
-from .terminal import print_sentence
+from .terminal import StandardStreams, print_sentence
 
 POLL_INTERVAL_S = 0.1
 DRAIN_INTERVAL_S = 1.0
@@ -214,7 +205,7 @@ class RayRun:
         self._joined = False  # True once a worker has joined
         self._ending = False  # True once a worker has finished or has failed
         self._failure: RunFailedError | ConfigurationError | None = None
-        self._ended: EndedHost | None = None  # how the run has ended
+        self._ended: Report | None = None  # how the run has ended
         self._in_vain = 0  # how often the run has gone on from the checkpoint with which it goes on now
         self._interrupted = ""  # why it goes on, as a sentence
         # By this file, a node knows that it sees the run directory.
@@ -334,33 +325,39 @@ class RayRun:
             elif method == "hear" and value is None:
                 self._lost(place, "its program has ended")
             elif method == "hear":
-                self._handle(place, msgspec.msgpack.decode(value, type=Report))
+                self._handle(place, pickle.loads(value))
 
     def _begin(self, place: _Place) -> None:
         """Send the order to an actor that has been created, if it can be carried out."""
         if place is self._server:
             self._mark.unlink(missing_ok=True)
-            order = ServeOrder(
-                self._job_at(place),
-                place.address,
-                self._console.quiet,
-                self._snapshot_every_s,
-                command_of(),
-                self._source,
-                self._interrupted,
-                self._lock.token,
+            self._order(
+                place,
+                self._server_payload,
+                job=self._job_at(place),
+                host=place.address,
+                snapshot_every_s=self._snapshot_every_s,
+                command=command_of(),
+                source=self._source,
+                interrupted=self._interrupted,
+                lock_token=self._lock.token,
             )
-            place.actor.order.remote(msgspec.msgpack.encode(order), self._server_payload)
-            self._ask(place, "hear")
         elif self._coordinator and place.node and not place.joining:
             place.joining = True
-            join = JoinOrder(self._coordinator, self._job.token, self._console.quiet, self._show_all)
-            place.actor.order.remote(msgspec.msgpack.encode(join), self._payload)
-            self._ask(place, "hear")
+            streams = StandardStreams(show_all=self._show_all)
+            self._order(
+                place, self._payload, address=self._coordinator, token=self._job.token, streams=streams
+            )
+
+    def _order(self, place: _Place, payload: Any, **options: Any) -> None:
+        """Let the program of a place serve the run, or join it."""
+        order = place is self._server, self._console.quiet, options
+        place.actor.order.remote(pickle.dumps(order), payload)
+        self._ask(place, "hear")
 
     def _handle(self, place: _Place, report: Report) -> None:
-        if isinstance(report, ServedRun):
-            self._coordinator = report.address
+        if report.how == "served":
+            self._coordinator = report.words
             self._ask(place, "hear")
             for worker in self._workers:
                 self._begin(worker)
@@ -576,16 +573,16 @@ class RayRun:
         except (OSError, self._ray.exceptions.RayError) as error:
             self._say(f"{place.name}: its files could not be copied to {self._job.run_dir}: {error}")
 
-    def _result(self, ended: EndedHost) -> RunResult:
+    def _result(self, ended: Report) -> RunResult:
         """Return the result of the run, or raise its failure."""
         folder, run_dir = self._server.folder, Path(self._job.run_dir)
-        if ended.error:
-            failure = pickle.loads(ended.error)
+        if (failure := ended.error) is not None:
             failure.__notes__ = [
                 note.replace(folder, str(run_dir)) for note in getattr(failure, "__notes__", [])
             ]
             raise failure
-        summary, snapshots, problems = pickle.loads(ended.result)
+        assert ended.result is not None
+        summary, snapshots, problems = ended.result
         if summary:
             text = msgspec.json.encode(summary).decode().replace(folder, str(run_dir))
             summary = msgspec.json.decode(text)

@@ -51,7 +51,7 @@ from .beside import Rehearsals, digesting, showing
 from .display import ProgressDisplay
 from .local import LocalEngine, ProcessPlacement
 from .processes.interruption import Interrupted, Interruption
-from .processes.orders import payload_of_server
+from .processes.orders import Companion, payload_of_server
 from .processes.spawn import Starter
 from .results import (
     REPORT,
@@ -72,7 +72,6 @@ from .waiting import Waiting
 
 if TYPE_CHECKING:
     from ..checkpoints.reading import NewestCheckpoint
-    from .processes.program import Companion
 
 
 log = logging.getLogger("paceline.run")

@@ -41,8 +41,6 @@ from .terminal import StandardStreams, print_sentence
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-    from .processes.program import Companion
-
 
 FIRST_PORT = 20_000
 PORTS = 10_000  # so the ports lie below those that Linux gives to clients, and those of Kubernetes
@@ -348,30 +346,23 @@ def join_job(
             asked = end
         except RunFailedError as error:  # the run may continue without this worker
             print_sentence(console, str(error))
-        code = _await_end(program, leaving=asked is not None)
+        # When the machine is about to be taken away, the other workers usually leave, too. If not, the run is
+        # interrupted, so that it can still save its weights.
+        with Interruption() as interruption:
+            asked_s = None if asked is None else time.monotonic()
+
+            def over() -> bool:
+                nonlocal asked_s
+                if interruption.asked and asked_s is None:
+                    asked_s = time.monotonic()
+                return asked_s is not None and time.monotonic() >= asked_s + LEAVE_TIMEOUT_S
+
+            program.end(over)
+        code = program.exit_code
+        assert code is not None
         if asked is not None and not (code in EXIT_FINISHED and finished(meeting.run_dir)):
             raise asked
         return 0 if code in EXIT_FINISHED else code
-
-
-def _await_end(program: Companion, *, leaving: bool) -> int:
-    """Wait for the end of the run, and return the exit code of the program that serves it.
-
-    When the machine is about to be taken away, the other workers usually leave, too. If not, the run is interrupted,
-    so that it can still save its weights.
-    """
-    with Interruption() as interruption:
-        asked_s = time.monotonic() if leaving else None
-
-        def over() -> bool:
-            nonlocal asked_s
-            if interruption.asked and asked_s is None:
-                asked_s = time.monotonic()
-            return asked_s is not None and time.monotonic() >= asked_s + LEAVE_TIMEOUT_S
-
-        program.end(over)
-    assert program.exit_code is not None
-    return program.exit_code
 
 
 def _meeting(place: JobPlace, listen: str, port: int, patience_s: float) -> Announcement:

@@ -13,8 +13,7 @@ A forked process must not differ from a new program in anything that a script ca
 are already imported:
 
 - The fork server is executed with the environment of its children, because `GLIBC_TUNABLES` and `OMP_NUM_THREADS` are
-  read when a program or a library starts. A program that needs torch itself can be executed with this environment,
-  and fork its fork server (see `fork_here`).
+  read when a program or a library starts.
 - Each child gets its own standard streams, process group, title, and random generators.
 - A child is killed when the fork server exits, and the fork server is killed when the launcher exits.
 - `begin` *returns* in each child, so that the script does not run below the fork server's frames. At the end, `leave`
@@ -36,7 +35,7 @@ from typing import NoReturn, cast
 
 from .child import await_group_leader
 from .orders import Descriptors, ProcessOrder, Received, receive_order, report_end, report_ready, report_start
-from .program import BOOT, end_with_parent, importing, set_title
+from .program import end_with_parent, importing, set_title
 
 EXIT_THREADS = 76
 """Exit code of a fork server that cannot fork because it has several threads."""
@@ -65,39 +64,6 @@ def carry_out(kind: str) -> NoReturn:
     if kind == "fork server":
         leave(status, shared)
     sys.exit(status)
-
-
-def fork_here(control: socket.socket, output: int) -> int | None:
-    """Fork a fork server from this process, so that both share the modules that this function imports.
-
-    This process must have the environment of a fork server, and a single thread. It should not have begun anything
-    that a child must not inherit, apart from open files: the child closes them.
-
-    Args:
-        control: the fork server's end of the socket on which it receives orders.
-        output: descriptor of the file for its standard output and its standard error.
-
-    Returns:
-        The process id of the fork server; None if a module has started threads, so that this process cannot fork.
-    """
-    _import_everything()
-    if thread_count() > 1:
-        _fork_nothing()
-    if thread_count() > 1:
-        return None
-    parent = os.getpid()
-    process_id = os.fork()
-    if process_id:
-        return process_id
-    end_with_parent(parent)
-    os.setpgid(0, 0)
-    for target, source in enumerate((control.detach(), output, output)):
-        os.dup2(source, target)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    set_title("paceline fork server")
-    sys.argv = [BOOT, "fork server"]
-    carry_out("fork server")
 
 
 def begin(kind: str) -> tuple[ProcessOrder, Descriptors]:

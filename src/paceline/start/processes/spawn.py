@@ -24,13 +24,14 @@ from typing import NamedTuple
 
 from . import program
 from .child import await_group_leader
-from .fork_server import EXIT_THREADS, fork_here
+from .fork_server import EXIT_THREADS
 from .orders import (
     Descriptors,
     ProcessOrder,
     await_end,
     await_ready,
     await_start,
+    file_of,
     send_order,
 )
 
@@ -59,21 +60,10 @@ class Starter:
         try:
             for prefix, count in counts.items():
                 if count > 1 and can_fork():
-                    self._fork_servers[prefix] = ForkServer.executed(prefix, self._environment)
+                    self._fork_servers[prefix] = ForkServer(prefix, self._environment)
         except OSError:
             self.close()
             raise
-
-    @classmethod
-    def here(cls) -> Starter:
-        """Import torch, and return a starter whose fork server this process has forked; see `fork_here`.
-
-        All processes are on this machine. How many there will be need not be known.
-        """
-        starter = cls([])
-        if can_fork() and (server := ForkServer.forked()) is not None:
-            starter._fork_servers[()] = server
-        return starter
 
     def __enter__(self) -> Starter:
         return self
@@ -243,45 +233,18 @@ class ForkServer:
     """A running fork server on one machine.
 
     Args:
-        process: the process of the fork server.
-        control: the socket on which orders are sent to it.
-        output: descriptor of the file for its standard output and its standard error.
+        prefix: see `Starter`.
+        environment: environment of the fork server and its children.
     """
 
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes] | ForkedHere,
-        control: socket.socket,
-        output: int,
-    ) -> None:
+    def __init__(self, prefix: Prefix, environment: dict[str, str]) -> None:
         # Orders are sent one at a time, because the system limits the number of descriptors that are under way.
         self._lock = threading.Lock()
         self._ready = False
-        self._process = process
-        self._control = control
-        self._output = output
-
-    @classmethod
-    def executed(cls, prefix: Prefix, environment: dict[str, str]) -> ForkServer:
-        """Return a fork server that is a new program."""
-        control, theirs = socket.socketpair()
-        output = program.file_of(b"")
+        self._control, theirs = socket.socketpair()
+        self._output = file_of(b"")
         with theirs:
-            process = _execute("fork server", prefix, environment, theirs, output, output)
-        return cls(process, control, output)
-
-    @classmethod
-    def forked(cls) -> ForkServer | None:
-        """Return a fork server that this process has forked; None if it cannot fork. See `fork_here`."""
-        control, theirs = socket.socketpair()
-        output = program.file_of(b"")
-        with theirs:
-            process_id = fork_here(theirs, output)
-        if process_id is None:
-            control.close()
-            os.close(output)
-            return None
-        return cls(ForkedHere(process_id), control, output)
+            self._process = _execute("fork server", prefix, environment, theirs, self._output, self._output)
 
     @property
     def id(self) -> int:
@@ -325,40 +288,6 @@ class ForkServer:
             self.kill()
             self._process.wait()
         os.close(self._output)
-
-
-class ForkedHere:
-    """A child process that this process has forked, with the methods of `subprocess.Popen` that `ForkServer` uses.
-
-    Args:
-        pid: the process id.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._lock = threading.Lock()
-        self._handle = os.pidfd_open(pid)  # is never closed: this process has only one such child
-        self._exit_code: int | None = None
-
-    def kill(self) -> None:
-        """Kill the process, unless it has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait until the process has ended, and return its exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not ended within `timeout` seconds.
-        """
-        ended = select.poll()
-        ended.register(self._handle, select.POLLIN)
-        if not ended.poll(None if timeout is None else timeout * 1000.0):
-            raise subprocess.TimeoutExpired("fork server", timeout or 0.0)
-        with self._lock:
-            if self._exit_code is None:
-                self._exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            return self._exit_code
 
 
 def _environment(processes: int) -> dict[str, str]:
