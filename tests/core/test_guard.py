@@ -388,7 +388,7 @@ def test_the_mode_depends_on_the_hyper_parameters() -> None:
 def kept() -> tuple[Run, GoodWeights[int], Callable[[int, float], None]]:
     """A run, the weights that are kept of it, and a function that trains it. The weights are the update's number."""
     run = Run("stop")
-    good: GoodWeights[int] = GoodWeights(run.guard)
+    good: GoodWeights[int] = GoodWeights(run.guard.judged)
 
     def train(count: int, loss: float) -> None:
         for _ in range(count):

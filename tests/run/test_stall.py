@@ -8,15 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from paceline.core.layout import Layout, ModelSpec, OptimizerSpec
 from paceline.core.messages import Contributed, ShardWaits, Status, Waits
 from paceline.run import agents as job_watch
+from paceline.run.agents import AwaitedProcess, StallWatch
 from paceline.run.coordinator import CoordinatorHost
 from paceline.run.job_options import make_job
 from paceline.start import run as vacancies
 from paceline.start import waiting
-from paceline.start import waiting as stall
 from paceline.start.run import ShortageWatch
 from paceline.start.waiting import Waiting
 
@@ -26,7 +27,7 @@ class Now:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.s = 1000.0
-        for module in (stall, job_watch, waiting, vacancies):
+        for module in (job_watch, waiting, vacancies):
             monkeypatch.setattr(module, "time", self)
 
     def monotonic(self) -> float:
@@ -50,11 +51,16 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Now:
 def coordinator(tmp_path: Path) -> Iterator[CoordinatorHost]:
     """One that has yet to hear of its two workers and its server, which have just been started."""
     coordinator = CoordinatorHost.listen(make_job(workers=2, servers=1, run_dir=tmp_path))
-    coordinator.start()
     for role, index in [("server", 0), ("worker", 0), ("worker", 1)]:
         coordinator.watch.expect(role, index)
     yield coordinator
-    coordinator.stop()
+    end(coordinator)
+
+
+def end(coordinator: CoordinatorHost) -> None:
+    """End a coordinator whose thread was not started."""
+    coordinator._stopping = True
+    coordinator._run()
 
 
 @pytest.mark.parametrize(
@@ -92,17 +98,18 @@ def test_who_is_awaited_before_training(
     after_s: float,
     awaited: list[str],
 ) -> None:
-    watch = stall.StallWatch(coordinator, timeout_s=4.0)
+    job = structs.replace(coordinator.job, stall_timeout_s=4.0)
+    watch = StallWatch(job, coordinator.core, coordinator.watch, coordinator.asked, lambda: None)
     for name in started:
         role, index = name.split()
         coordinator.watch.heard(role, int(index))
     for worker in registered:
         coordinator.watch.prepared(worker)
 
-    [found] = now.passes(after_s, watch.look)
+    now.passes(after_s, watch.look)
 
-    assert [f"{each.role} {each.index} {each.doing}" for each in found] == awaited
-    assert all(each.waiting == tuple(registered) for each in found)
+    assert [f"{each.role} {each.index} {each.doing}" for each in watch.awaited] == awaited
+    assert all(each.waiting == tuple(registered) for each in watch.awaited)
 
 
 def test_answers_from_before_a_loss_are_no_standstill(
@@ -111,7 +118,7 @@ def test_answers_from_before_a_loss_are_no_standstill(
     """Worker 1 waits for worker 0, which is lost. Server 0 has learned it only after three more answers."""
     core = coordinator.core
     core.model = ModelSpec(Layout((), (), {}), OptimizerSpec("", (), ()), ())
-    watch = stall.StallWatch(coordinator)
+    watch = StallWatch(coordinator.job, core, coordinator.watch, coordinator.asked, core.waits.clear)
     found = []
     both, one = (0, 1), (1,)
     for live, known in [(both, both), (both, both), (one, both), (one, both), (one, one), (one, one)]:
@@ -130,7 +137,7 @@ def test_answers_from_before_a_loss_are_no_standstill(
 def test_an_accelerator_may_compile_in_any_iteration(
     coordinator: CoordinatorHost, device: str, late: bool
 ) -> None:
-    watch = stall.StallWatch(coordinator)
+    watch = coordinator.stalls
     coordinator.watch.devices[0] = device
     coordinator.watch.usual_s[0] = 0.1
     assert (watch._patience_s(0) < 10.0) == late
@@ -146,16 +153,17 @@ class Lines(list[str]):
         self.kills: list[str] = []
         process = SimpleNamespace(id=5912, state=state, kill=self.kills.append)
         engine: Any = SimpleNamespace(process=lambda role, index: process)
+        self._coordinator = coordinator
         self._waiting = Waiting(coordinator, engine, timeout_s, self.append)
 
-    def look(self, *awaited: stall.AwaitedProcess) -> None:
-        watch: Any = SimpleNamespace(look=lambda: list(awaited), standstill="")
-        self._waiting._watch = watch
+    def look(self, *awaited: AwaitedProcess) -> None:
+        self._coordinator.stalls.awaited = awaited
+        self._coordinator._publish()
         self._waiting.look()
 
 
-def silent(*waiting: int) -> stall.AwaitedProcess:
-    return stall.AwaitedProcess("worker", 0, 20.0, "last reported in iteration 8", waiting, 0.5)
+def silent(*waiting: int) -> AwaitedProcess:
+    return AwaitedProcess("worker", 0, 20.0, "last reported in iteration 8", waiting, 0.5)
 
 
 @pytest.fixture
@@ -164,25 +172,24 @@ def training(coordinator: CoordinatorHost) -> CoordinatorHost:
     return coordinator
 
 
-def finish(coordinator: CoordinatorHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def finish(coordinator: CoordinatorHost) -> None:
     """Let all workers but worker 0 have finished."""
-    monkeypatch.setattr(type(coordinator.core.members), "live", {0})
-    monkeypatch.setattr(type(coordinator.core.members), "some_have_finished", True)
+    coordinator.core.members.leave(1, "finished")
 
 
 def test_a_worker_that_evaluates_when_the_others_have_finished_is_neither_named_nor_killed(
-    training: CoordinatorHost, monkeypatch: pytest.MonkeyPatch
+    training: CoordinatorHost,
 ) -> None:
-    finish(training, monkeypatch)
+    finish(training)
     lines = Lines(training, "is running", timeout_s=10.0)
     lines.look(silent())
     assert (lines, lines.kills) == ([], [])
 
 
 def test_a_worker_that_is_stopped_when_the_others_have_finished_is_named(
-    training: CoordinatorHost, monkeypatch: pytest.MonkeyPatch
+    training: CoordinatorHost,
 ) -> None:
-    finish(training, monkeypatch)
+    finish(training)
     lines = Lines(training, "is stopped")
     lines.look(silent())
     [line] = lines
@@ -235,7 +242,7 @@ class Served:
         self.now = now
         engine: Any = SimpleNamespace(process=lambda role, index: None)
         coordinator.kill = lambda role, index, why: self.kills.append(f"{role} {index}")  # type: ignore[method-assign]
-        coordinator.ask_servers = lambda: None  # type: ignore[method-assign]
+        coordinator.stalls._ask = lambda: None
         self._waiting = Waiting(coordinator, engine, timeout_s, self.lines.append)
         self._vacancies = ShortageWatch(coordinator, wait_s, self.lines.append)
         for server in range(coordinator.job.local_servers):
@@ -243,8 +250,14 @@ class Served:
 
     def passes(self, seconds: float) -> str:
         """Let this time pass. Return why the run must end, or ""."""
-        standstill, ends = self.now.passes(seconds, self._waiting.look, self._vacancies.look)
+        standstill, ends = self.now.passes(seconds, self.look, self._vacancies.look)
         return str(standstill or ends)
+
+    def look(self) -> str:
+        """Look for stalls, as the coordinator and the launcher do in turn."""
+        self.coordinator.stalls.look()
+        self.coordinator._publish()
+        return self._waiting.look()
 
     def machine_joins(self, workers: int, servers: int = 0) -> list[int]:
         """Do what happens when a machine is admitted, except that no heartbeats are expected of it."""
@@ -264,7 +277,7 @@ class Served:
         self.core.model = ModelSpec(Layout((), (), {}), OptimizerSpec("", (), ()), ())
         self.core.waits[0] = Waits((), timers=False)
         self.core.members.present.update(workers)
-        self.coordinator.started.set()
+        self.core.started = True
         for worker in workers:
             self.watch.heard("worker", worker)
             self.watch.prepared(worker)
@@ -291,11 +304,10 @@ def served(now: Now, tmp_path: Path) -> Iterator[Served]:
         workers=4, least=2, pause_below=2, servers=1, joined=True, transport="tcp", run_dir=tmp_path
     )
     coordinator = CoordinatorHost.listen(job)
-    coordinator.start()
     run = Served(now, coordinator, timeout_s=20.0, wait_s=600.0)
     run.watch.heard("server", 0)
     yield run
-    coordinator.stop()
+    end(coordinator)
 
 
 def test_a_machine_that_joins_later_is_not_silent_since_the_start_of_the_run(served: Served) -> None:
@@ -330,7 +342,7 @@ def test_a_worker_that_gets_no_data_before_others_join_is_not_silent(served: Ser
 def test_a_pause_is_no_silence_and_no_part_of_an_iteration(served: Served) -> None:
     served.trains(*served.machine_joins(3))
     for iteration in range(2, 8):
-        served.now.passes(1.0, served._waiting.look)
+        served.now.passes(1.0, served.look)
         for worker in (0, 1, 2):
             served.reports(worker, iteration)
     for worker in (1, 2):
@@ -421,7 +433,6 @@ def test_a_server_that_another_machine_brings_is_not_asked_since_the_first_was(
         stall_timeout=20.0,
     )
     coordinator = CoordinatorHost.listen(job)
-    coordinator.start()
     run = Served(now, coordinator, timeout_s=20.0, wait_s=600.0)
     run.watch.heard("server", 0)
     run.machine_joins(0, servers=1)
@@ -440,7 +451,7 @@ def test_a_server_that_another_machine_brings_is_not_asked_since_the_first_was(
     run.core.waits[1] = Waits((), timers=False)
     run.passes(2.0)
     assert (run.kills, [line for line in run.lines if "server 1" in line]) == ([], [])
-    coordinator.stop()
+    end(coordinator)
 
 
 def test_time_in_which_the_launcher_is_suspended_counts_neither_as_silence_nor_as_a_shortage(
@@ -454,7 +465,7 @@ def test_time_in_which_the_launcher_is_suspended_counts_neither_as_silence_nor_a
     served.passes(1.0)
     served.now.s += 3600.0
     served.waits(1)
-    served._waiting.look()
+    served.look()
     assert (served.lines, served.kills) == ([], [])
 
 
@@ -478,6 +489,7 @@ def test_a_shortage_is_as_old_as_itself_and_not_as_the_run(served: Served) -> No
 
 def test_a_machine_joins_a_run_that_goes_on_again_within_its_own_time(now: Now, served: Served) -> None:
     served.core.servers.vacant.add(0)
+    served.coordinator._publish()
     again = ShortageWatch(served.coordinator, None, served.lines.append, again=True)
     now.passes(59.0, again.look)
     assert again.unreturned_server() is None

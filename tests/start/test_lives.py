@@ -86,7 +86,7 @@ def test_a_machine_that_does_not_join_again_in_time_has_lost_its_servers(
     monkeypatch: pytest.MonkeyPatch, *, again: bool, vacant: set[int], timeout_s: float, lost: bool
 ) -> None:
     monkeypatch.setattr(vacancies, "RETURN_TIMEOUT_S", timeout_s)
-    coordinator: Any = SimpleNamespace(core=SimpleNamespace(servers=SimpleNamespace(vacant=vacant)))
+    coordinator: Any = SimpleNamespace(report=SimpleNamespace(vacant=tuple(vacant)))
     failure = ShortageWatch(coordinator, None, print, again=again).unreturned_server()
     assert (failure is not None) == lost
     assert failure is None or failure.process == "server 1"

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import product
 from statistics import median
 from typing import Generic, Literal, NamedTuple, TypeVar
@@ -157,6 +157,10 @@ class Guard:
         self._changed = -AGAIN  # the point at which the factor was changed
         self._wrong = 0  # the last point at which something was wrong
         self._patience = RESTORED
+
+    def judged(self) -> tuple[int, int]:
+        """Return the number of points that were judged, and how many of them were sound."""
+        return self.points, self.sound
 
     def take(
         self, worker: int, seen: Observation, *, present: Collection[int], sync: str, lockstep: bool
@@ -798,11 +802,11 @@ class GoodWeights(Generic[Weights]):
     """The last good weights, and the candidate that may replace them.
 
     Args:
-        guard: the guard of the run.
+        judged: returns the number of points that the guard of the run has judged, and how many of them were sound.
     """
 
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
+    def __init__(self, judged: Callable[[], tuple[int, int]]) -> None:
+        self._judged = judged
         self._good: Weights | None = None
         self._candidate: tuple[Weights, int] | None = None  # the weights, and the points that had been judged
 
@@ -810,11 +814,12 @@ class GoodWeights(Generic[Weights]):
     def wanted(self) -> bool:
         """True if weights that are taken now could become the good ones."""
         self._confirm()
-        return self._candidate is None and 0 < self._guard.points == self._guard.sound
+        points, sound = self._judged()
+        return self._candidate is None and 0 < points == sound
 
     def take(self, weights: Weights) -> None:
         """Take weights as the candidate. Later ones replace those that have not been confirmed."""
-        self._candidate = weights, self._guard.points
+        self._candidate = weights, self._judged()[0]
 
     @property
     def good(self) -> Weights | None:
@@ -825,10 +830,8 @@ class GoodWeights(Generic[Weights]):
     def _confirm(self) -> None:
         if self._candidate is None:
             return
-        weights, points = self._candidate
-        if self._guard.sound >= points + CONFIRMED:
+        (weights, before), (points, sound) = self._candidate, self._judged()
+        if sound >= before + CONFIRMED:
             self._good, self._candidate = weights, None
-        elif (
-            self._guard.sound < self._guard.points
-        ):  # it may have been taken when something was wrong already
+        elif sound < points:  # it may have been taken when something was wrong already
             self._candidate = None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
+
+import msgspec
 
 from ..checkpoints.manifest import MANIFEST, PIECE_BYTES, read_manifest
 from ..core.coordinator import Coordinator
@@ -32,6 +35,7 @@ from ..core.messages import (
     Waits,
 )
 from ..core.requests import Request
+from ..core.standstill import standstill, unable_to_begin
 from ..core.status import (
     LOCAL,
     JobStatus,
@@ -50,7 +54,7 @@ from ..wire.preface import Traffic, traffic_of
 from ..wire.stream import Stream
 from .compute_devices import CPU
 from .hub import Caller, Hub
-from .job import Job, encode_job
+from .job import Job, Role, encode_job
 from .traces import BestEffortFile
 
 log = logging.getLogger("paceline.coordinator")
@@ -127,7 +131,7 @@ class Agents:
 
     # -- what agents are told -----------------------------------------------------------------------------
 
-    def kill(self, role: Literal["worker", "server"], index: int, why: str) -> None:
+    def kill(self, role: Role, index: int, why: str) -> None:
         """Kill a worker or server that runs on another machine."""
         for agent in self._machines.agents_of(role, index):
             if (member := self._members.get(("agent", agent))) is not None:
@@ -449,7 +453,7 @@ Stage = Literal["starting", "preparing", "silent", "asked"]
 
 
 class JobWatch:
-    """Watches the processes of one run. Other threads may read the attributes.
+    """Watches the processes of one run.
 
     Args:
         job: the configuration of the run.
@@ -488,9 +492,15 @@ class JobWatch:
         # worker -> (its latest iteration, time that had counted when it was first reported)
         self._paced: dict[int, tuple[int, float]] = {}
 
+    def machine_of(self, role: str, index: int) -> str:
+        """Return the name of the machine of a process."""
+        machines = self._machines
+        named = machines.machine_of_server if role == "server" else machines.machine_of
+        return named.get(index, LOCAL)
+
     def named_devices(self) -> dict[int, str]:
         """Return the device of each worker, for the user; {} if all workers are on the CPU."""
-        found = dict(sorted(self.devices.copy().items()))
+        found = dict(sorted(self.devices.items()))
         return found if set(found.values()) - {CPU.label} else {}
 
     # -- processes ----------------------------------------------------------------------------------------
@@ -548,7 +558,7 @@ class JobWatch:
         observed = Observed(
             servers=self._job.servers,
             elapsed_s=now_ticks / TICKS_PER_S,
-            connected={index for role, index in self.connected.copy() if role == "worker"},
+            connected={index for role, index in self.connected if role == "worker"},
             machine_of=machines.machine_of,
             devices=self.named_devices(),
             state_s=self._state_times.state_s(now_ticks),
@@ -624,3 +634,254 @@ class JobWatch:
         now_ticks = self._job.now_ticks()
         self.traffic.note(connection, LinkCounters(here, there), traffic.sent, now_ticks)
         self.traffic.note(connection, LinkCounters(there, here), traffic.received, now_ticks)
+
+
+# -- Finds out what a stalled run is waiting for: a silent worker or server, or conditions that will never hold
+#
+# The result is only a guess, because a worker whose script evaluates its model for a minute is as silent as a
+# worker that hangs. Therefore the time after which a worker is reported depends on the usual duration of its
+# iterations. The report names the process and says how long it has been silent; the user decides what to do.
+# The clock of a process begins when the process is expected, and stands still while the run waits for other
+# machines (see `core.liveness`). Possible reports:
+#
+#     before training   a process has not started, or a worker has not begun to train, although another one took much
+#                       less time to do so, or after more than a minute
+#     in training       a server does not answer; or a worker that should be computing has been silent for a long time,
+#                       and other workers are waiting for it or all workers are silent
+#     standstill        every worker is waiting, and no condition will release any worker. With the sync models of this
+#                       package, this happens only if workers wait in a barrier for workers that wait for them; it may
+#                       also happen with user-defined conditions
+
+# A worker is reported when it has been silent for at least PATIENCE_S and at least PATIENCE_ITERATIONS times
+# its usual iteration time.
+PATIENCE_S = 3.0
+PATIENCE_ITERATIONS = 5
+# Permitted silence while a worker's iteration time is unknown, long enough for an iteration that compiles
+# code. An accelerator may compile code in any iteration.
+FIRST_PATIENCE_S = 15.0
+NOBODY_YET_PATIENCE_S = (
+    60.0  # time for a machine's first process to start, and for the first worker to reach step()
+)
+# Permitted silence of a server, which answers once it has handled the current message.
+SERVER_PATIENCE_S = 3.0
+SUSPICIOUS_S = 2.0  # after this time without a computing worker, ask the servers which workers are waiting
+APART_S = 1.0  # minimum time between two requests to the servers
+IDLE = "idle"  # the state in which no worker computes
+
+
+class AwaitedProcess(msgspec.Struct, frozen=True):
+    """A process that a run is waiting for.
+
+    Attributes:
+        role: "worker" or "server".
+        index: index of the worker or server.
+        quiet_s: seconds for which this process has been silent, although it could have sent a message. At the start
+            of a run, only those that it has taken longer than others.
+        doing: state of the process, as a phrase that completes a sentence beginning with "It".
+        waiting: the workers that wait for this process.
+        usual_s: usual duration of the worker's iterations in seconds; 0 if unknown.
+    """
+
+    role: Role
+    index: int
+    quiet_s: float
+    doing: str
+    waiting: tuple[int, ...]
+    usual_s: float = 0.0
+
+
+class StallWatch:
+    """Detects stalls of one run. The coordinator's host must call `look` regularly.
+
+    Args:
+        job: the configuration of the run. Its `stall_timeout_s` is also an upper bound for `FIRST_PATIENCE_S`.
+        core: the state machine of the coordinator.
+        watch: what is known of the processes.
+        asked: the servers that were asked which workers are waiting, and have not answered yet.
+        ask: asks the servers which workers are waiting.
+
+    Attributes:
+        awaited: the processes for which the run has been waiting for an unusually long time.
+        standstill: a description of what each worker waits for, if no worker can ever continue; else "".
+    """
+
+    def __init__(
+        self, job: Job, core: Coordinator, watch: JobWatch, asked: Collection[int], ask: Callable[[], None]
+    ) -> None:
+        self.awaited: tuple[AwaitedProcess, ...] = ()
+        self.standstill = ""
+        self._first_patience_s = min(FIRST_PATIENCE_S, job.stall_timeout_s or FIRST_PATIENCE_S)
+        self._job = job
+        self._core = core
+        self._watch = watch
+        self._asked = asked
+        self._ask = ask
+        self._asked_s = -math.inf
+        # The clock of the state in which no worker computes.
+        self._idle: Clocks[str] = Clocks(time.monotonic(), gap_s=CLOCK_GAP_S)
+        self._before: dict[int, Waits] = {}  # previous answers of the servers
+
+    def look(self) -> None:
+        """Find out again for which processes the run has been waiting for an unusually long time."""
+        self.awaited = tuple(self._look())
+
+    def _look(self) -> list[AwaitedProcess]:
+        core, clocks = self._core, self._watch.clocks
+        live, now_s = sorted(core.members.live), time.monotonic()
+        waits = core.quorum.paused or core.shortage != ""  # for workers or servers that are yet to join
+        clocks.look(now_s, counts=not waits)
+        self._idle.look(now_s, counts=not waits)
+        for worker in live:
+            if self._must_wait(worker):
+                clocks.renew(("silent", "worker", worker), now_s)
+        if core.model is None and core.unable_to_begin:
+            self.standstill = unable_to_begin(live, core.collectives.waiting)
+        if waits:
+            self._before = {}
+            self._idle.end(IDLE)
+            return []
+        if core.model is None:
+            return self._look_before_training(live, now_s)
+        quiet_s = {worker: self._quiet_s("worker", worker, now_s) for worker in live}
+        gathered = core.collectives.waiting
+        training = [worker for worker in live if worker not in gathered]
+        states = [core.board[worker].state for worker in training if worker in core.board]
+        idle = bool(live) and len(states) == len(training) and "computing" not in states
+        idle_s = self._idle.hold(IDLE, now_s, holds=idle)
+        late = [worker for worker in training if quiet_s[worker] > self._patience_s(worker)]
+        if not late and (idle_s is None or idle_s < SUSPICIOUS_S):
+            self._before = {}
+            return []
+        if now_s - self._asked_s > APART_S:
+            if not self._asked and self._answered:
+                self._look_for_standstill(live, idle_s)
+            self._asked_s = now_s
+            self._ask()
+            return []
+        silent = self._silent_servers(now_s, late)
+        if silent or not self._answered:
+            return silent
+        if not core.started:
+            initializer = core.initializer
+            if initializer not in late:
+                return []
+            waiting = tuple(worker for worker in live if worker != initializer)
+            doing = "has not sent the initial weights yet"
+            return [AwaitedProcess("worker", initializer, quiet_s[initializer], doing, waiting)]
+        held = {worker for answer in self._answers for shard in answer.shards for worker, _ in shard.pulls}
+        held |= core.awaiting_turn | gathered.keys()
+        for worker in held:
+            clocks.renew(("silent", "worker", worker), now_s)
+        awaited = [worker for worker in late if worker not in held]
+        if not held and len(awaited) < len(live):
+            return []  # no worker waits, so the other workers can continue without the late ones
+        waiting = tuple(worker for worker in live if worker in held)
+        return [self._awaited(worker, quiet_s[worker], waiting) for worker in awaited]
+
+    def _must_wait(self, worker: int) -> bool:
+        """Return True if a worker sends nothing because it waits for others, so that its silence says nothing."""
+        core = self._core
+        return (
+            (core.model is None and ("preparing", "worker", worker) in self._watch.took_s)
+            or worker in core.collectives.waiting
+            or worker in core.awaiting_turn
+            or core.is_joining(worker)
+        )
+
+    def _quiet_s(self, role: Role, index: int, now_s: float) -> float:
+        """Return for how long a process has been silent, although it could act: 0 if it is not expected."""
+        return self._watch.clocks.waited_s(("silent", role, index), now_s) or 0.0
+
+    def _silent_servers(self, now_s: float, waiting: list[int]) -> list[AwaitedProcess]:
+        clocks = self._watch.clocks
+        asked_s = [
+            (server, clocks.waited_s(("asked", "server", server), now_s) or 0.0)
+            for server in sorted(self._asked)
+        ]
+        return [
+            AwaitedProcess("server", server, quiet_s, "has not answered the coordinator yet", tuple(waiting))
+            for server, quiet_s in asked_s
+            if quiet_s > SERVER_PATIENCE_S
+        ]
+
+    def _awaited(self, worker: int, quiet_s: float, waiting: tuple[int, ...]) -> AwaitedProcess:
+        status = self._core.board.get(worker)
+        doing = (
+            "has received its first weights"
+            if status is None
+            else f"last reported in iteration {status.iteration}"
+        )
+        usual_s = self._watch.usual_s.get(worker, 0.0)
+        return AwaitedProcess("worker", worker, quiet_s, doing, waiting, usual_s)
+
+    def _look_before_training(self, live: list[int], now_s: float) -> list[AwaitedProcess]:
+        watch = self._watch
+        waiting = tuple(worker for worker in live if self._must_wait(worker))
+        # Machines that have yet to join bring the vacant ones.
+        servers = [k for k in range(self._job.servers) if k not in self._core.servers.vacant]
+        awaited = []
+        stages: list[tuple[Literal["starting", "preparing"], Role, int, str]]
+        stages = [("starting", "worker", worker, "has not started yet") for worker in live]
+        stages += [("starting", "server", server, "has not started yet") for server in servers]
+        stages += [
+            ("preparing", "worker", worker, "has not begun to train yet")
+            for worker in live
+            if worker not in waiting
+        ]
+        for stage, role, index, doing in stages:
+            waited_s = watch.clocks.waited_s((stage, role, index), now_s)
+            if waited_s is None:
+                continue
+            # The processes of a machine start at the same time, and all workers run the same script. So no process
+            # should take much longer than the fastest one.
+            machine = watch.machine_of(role, index)
+            fastest_s = min(
+                (
+                    each_s
+                    for (of, other, number), each_s in watch.took_s.items()
+                    if of == stage and (stage == "preparing" or watch.machine_of(other, number) == machine)
+                ),
+                default=None,
+            )
+            quiet_s = min(waited_s - (fastest_s or 0.0), self._quiet_s(role, index, now_s))
+            if quiet_s >= (NOBODY_YET_PATIENCE_S if fastest_s is None else self._first_patience_s):
+                awaited.append(AwaitedProcess(role, index, quiet_s, doing, waiting))
+        return awaited
+
+    @property
+    def _answers(self) -> list[Waits]:
+        return [answer for _, answer in sorted(self._core.waits.items())]
+
+    @property
+    def _answered(self) -> bool:
+        return len(self._core.waits) == self._job.servers
+
+    def _patience_s(self, worker: int) -> float:
+        usual_s = self._watch.usual_s.get(worker)
+        if usual_s is None:
+            return self._first_patience_s
+        on_cpu = self._watch.devices.get(worker, CPU.label) == CPU.label
+        return max(PATIENCE_S if on_cpu else self._first_patience_s, PATIENCE_ITERATIONS * usual_s)
+
+    def _look_for_standstill(self, live: list[int], idle_s: float | None) -> None:
+        """Set `standstill` if the servers repeat their previous answers, all workers wait and no timer is set."""
+        core = self._core
+        before, self._before = self._before, core.waits.copy()
+        shards = [shard for answer in self._answers for shard in answer.shards]
+        gathered = core.collectives.waiting
+        held = {worker for shard in shards for worker, _ in shard.pulls} | gathered.keys()
+        held |= core.awaiting_turn
+        # Some of the workers that wait in a barrier push after a while, so that others need not wait for them.
+        patience_s = max(map(self._patience_s, core.standing_in), default=0.0)
+        if (
+            idle_s is None
+            or idle_s < patience_s
+            or self._before != before
+            or any(answer.timers for answer in self._answers)
+            or set(live) - held
+            or any({worker for worker, _ in shard.staleness} != set(live) for shard in shards)
+        ):
+            # A worker can still continue: its pull was answered, its push has not arrived yet, or a shard has yet to
+            # learn that another worker has joined, left or been lost.
+            return
+        self.standstill = standstill(shards, gathered)

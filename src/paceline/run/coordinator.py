@@ -2,8 +2,9 @@
 
 The core is the state machine in `paceline.core.coordinator`. This module contains everything that needs a clock,
 shared memory or another thread: the time of each peer's last message, the memory for the weights, and the collection
-of the weights at the end of the run. The loop runs on a thread in the launcher's process. Other threads of this
-process may call only the methods in the section "for other threads".
+of the weights at the end of the run. The loop runs on a thread in the launcher's process, which alone reads and changes
+the core. Other threads of this process read the `report` that it publishes again and again, and may call only the
+methods in the section "for other threads".
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
 from ..core import coordinator as core
-from ..core.auto import Prospect
+from ..core.auto import ModelChoice, Prospect
 from ..core.guard import Guard
-from ..core.layout import ModelSpec
+from ..core.layout import ModelSpec, ShardSlice
+from ..core.members import Fate
 from ..core.messages import (
     Bell,
     CheckpointRequested,
@@ -67,6 +69,7 @@ from ..core.requests import (
 )
 from ..core.status import JobStatus
 from ..errors import InternalError, ProtocolError, RunFailedError, UserCodeError, refused_by_system
+from ..sync.model import Samples
 from ..sync.notation import notation
 from ..sync.ticks import TICKS_PER_S
 from ..trace.keyframes import keyframe_of
@@ -74,23 +77,24 @@ from ..trace.recording import Header, Recorder
 from ..wire.memory import PushSource, Region, file_limit, shared_memory_available
 from ..wire.preface import Patience
 from ..wire.stream import Stream, no_payload
-from .agents import Agents, JobWatch, Machines, MachinesLeft
+from .agents import Agents, AwaitedProcess, JobWatch, Machines, MachinesLeft, StallWatch
 from .checkpointing import STATES_S, Checkpoints, Completion
 from .compute_devices import CPU
 from .footprint import available_bytes, file_shortage, footprint, served_shortage, shortage, vectors_of
 from .hub import Caller, Hub, Timers
-from .job import LOOPBACK, Job
+from .job import LOOPBACK, Job, Role
 from .readers import Collection
 from .registration import require_sound
 from .resuming import cut_of
 from .server_memory import SharedWeights
-from .traces import TEND_S, TEND_TICKS, MetricsWriter, SegmentedFile, TraceFiles, segmenting
+from .traces import TEND_TICKS, MetricsWriter, SegmentedFile, TraceFiles, segmenting
 
 log = logging.getLogger("paceline.coordinator")
 
 STOP_POLL_S = 0.05
 MOST_OBSERVERS = 32
 DRAIN_SILENCE_S = 1.0  # maximum time for which a peer reads none of its earlier messages before a descriptor
+REPORT_INTERVAL_S = 0.05  # minimum time between two reports
 LOOK_INTERVAL_TICKS = TICKS_PER_S // 2  # minimum time between two questions to the servers for `refresh`
 
 
@@ -118,6 +122,111 @@ class LateCheckpoint(NamedTuple):
         )
 
 
+class Departed(NamedTuple):
+    """An incarnation of a worker that has left the run. See `Departure` for its first attributes.
+
+    Attributes:
+        cause: a phrase that says why it has left.
+        returned: True if a later incarnation takes part in the run, or has done so.
+        explained: False if nobody has said yet how its process has ended.
+    """
+
+    worker: int
+    incarnation: int
+    fate: Fate
+    cause: str
+    returned: bool
+    explained: bool
+
+
+class StateReport(msgspec.Struct, frozen=True):
+    """The state of a run at one moment. Its coordinator publishes one report after another.
+
+    Attributes:
+        model: the model that is trained; None before training begins.
+        shards: the slice of each shard, with the address of the shard's server.
+        samples: see `Coordinator.samples`.
+        started: True once a worker has received its first weights.
+        main: the main worker.
+        hindrance: why batches are not balanced, if the run chooses its sync models; else "".
+        choices: the choices of these models.
+        live: the live workers.
+        departed: the workers that have left the run.
+        cut_off: True if a lost worker has said that another process had ended.
+        everybody_left: see `Quorum`.
+        shortage: see `Coordinator.shortage`.
+        vacant: the servers that machines have yet to bring.
+        faults: problems that did not end the run.
+        findings: see `Coordinator.findings`.
+        silent: process -> its incarnation, and what changes when it sends a message.
+        awaited: the processes for which the run has been waiting for an unusually long time.
+        standstill: see `StallWatch`.
+        late_checkpoint: the checkpoint that has waited for long for what workers hold; None if there is none.
+    """
+
+    model: ModelSpec | None
+    shards: tuple[tuple[ShardSlice, str], ...]
+    samples: Samples | None
+    started: bool
+    main: int
+    hindrance: str
+    choices: tuple[ModelChoice, ...]
+    live: frozenset[int]
+    departed: tuple[Departed, ...]
+    cut_off: bool
+    everybody_left: bool
+    shortage: str
+    vacant: tuple[int, ...]
+    faults: tuple[str, ...]
+    findings: tuple[str, ...]
+    silent: Mapping[tuple[str, int], tuple[int, float]]
+    awaited: tuple[AwaitedProcess, ...]
+    standstill: str
+    late_checkpoint: LateCheckpoint | None
+
+    @classmethod
+    def of(cls, host: CoordinatorHost) -> StateReport:
+        """Return the state of a run now. Call this on the thread of its coordinator."""
+        members, auto = host.core.members, host.core.auto
+        clocks = host.watch.clocks.running().items()
+        return cls(
+            host.core.model,
+            tuple(host.core.shards),
+            host.core.samples,
+            host.core.started,
+            host.core.main.worker,
+            "" if auto is None else auto.hindrance,
+            () if auto is None else tuple(auto.choices),
+            frozenset(members.live),
+            tuple(
+                Departed(
+                    *each, host.core.cause(each), members.has_returned(each), each[:2] in host.core.endings
+                )
+                for each in members.departures
+            ),
+            bool(host.core.cut_off),
+            host.core.quorum.everybody_left,
+            host.core.shortage,
+            tuple(host.core.servers.vacant),
+            tuple(host.core.faults),
+            tuple(host.core.findings),
+            {
+                (role, index): (members.incarnation(index) if role == "worker" else 0, clock)
+                for (stage, role, index), clock in clocks
+                if stage == "silent"
+            },
+            host.stalls.awaited,
+            host.stalls.standstill,
+            host.late_checkpoint(),
+        )
+
+    def has_left(self, *fates: Fate) -> bool:
+        """Return True if a worker has left in one of these ways."""
+        return any(each.fate in fates for each in self.departed)
+
+
+Answer = TypeVar("Answer")
+
 Rehearsal = Callable[[Situation, Callable[[Sequence[Prospect]], None]], None]
 """A function that starts a simulation and returns at once. Its second argument takes the results."""
 
@@ -135,7 +244,8 @@ class CoordinatorHost(Host):
     Attributes:
         job: the configuration of the run.
         address: the address on which the coordinator listens.
-        core: the state machine of the coordinator, whose public attributes other threads may read.
+        core: the state machine of the coordinator, for its thread alone.
+        report: the state of the run, as of a moment ago.
         started: event that is set once any worker has received its first weights from all shards.
         started_s: time at which `started` was set, in seconds since the run began.
         over: event that is set when all workers have left, a server is lost, or the run has failed.
@@ -205,6 +315,8 @@ class CoordinatorHost(Host):
         self._members: dict[tuple[str, int], Caller] = {}  # (role, index) -> its connection
         self.machines = Machines()
         self.watch = JobWatch(job, self.core, self.machines)
+        self.stalls = StallWatch(job, self.core, self.watch, self.asked, self._ask_anew)
+        self._reported_s = time.monotonic()
         self._timers: Timers[Timer] = Timers()
         self._shared = SharedWeights()
         # the traces of servers on other machines
@@ -240,6 +352,7 @@ class CoordinatorHost(Host):
             self._give_up,
         )
         self._thread = threading.Thread(target=self._run, name="paceline-coordinator", daemon=True)
+        self.report = StateReport.of(self)
 
     @classmethod
     def listen(cls, job: Job, host: str = LOOPBACK) -> CoordinatorHost:
@@ -264,13 +377,28 @@ class CoordinatorHost(Host):
         self._thread.start()
         self._metrics.start()
 
-    @property
-    def late_checkpoint(self) -> LateCheckpoint | None:
-        """The checkpoint that has waited for long for what workers hold; None if there is none."""
-        waits_s, giving = self.checkpoints.waits_s, self.core.reconfigurations.giving
-        if waits_s < STATES_S or giving is None or not (awaited := giving.awaited):
-            return None
-        return LateCheckpoint(giving.number, tuple(awaited), waits_s)
+    def ask(self, question: Callable[[], Answer]) -> Answer:
+        """Return what a function returns on the coordinator's thread, or here if the thread has ended."""
+        found: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._call(lambda: found.put(question()))
+        while self._thread.is_alive():
+            with contextlib.suppress(queue.Empty):
+                return found.get(timeout=STOP_POLL_S)
+        return question()
+
+    def expect(self, role: Role, index: int) -> None:
+        """Wait for a process that is about to be started."""
+        self._call(lambda: self.watch.expect(role, index))
+
+    def conclude(self, endings: Mapping[int, str]) -> None:
+        """Publish the last report of a run whose coordinator has stopped.
+
+        Args:
+            endings: worker -> how its process has ended.
+        """
+        for worker, how in endings.items():
+            self.core.note_ending(worker, how)
+        self._publish()
 
     @property
     def cause_may_follow(self) -> bool:
@@ -301,7 +429,7 @@ class CoordinatorHost(Host):
         """
         self._call(lambda: self.agents.note_end(worker, how))
 
-    def kill(self, role: Literal["worker", "server"], index: int, why: str) -> None:
+    def kill(self, role: Role, index: int, why: str) -> None:
         """Kill a worker or server that runs on another machine."""
         self._call(lambda: self.agents.kill(role, index, why))
 
@@ -319,20 +447,8 @@ class CoordinatorHost(Host):
         Returns:
             What the machines that are left bring if the run goes on.
         """
-        found: queue.SimpleQueue[MachinesLeft] = queue.SimpleQueue()
-
-        def close() -> None:
-            self.checkpoints.close()
-            self._call(look)  # after `saved` is known, which is a call, too
-
-        def look() -> None:
-            found.put(self.agents.left())
-
-        self._call(close)
-        while self._thread.is_alive():
-            with contextlib.suppress(queue.Empty):
-                return found.get(timeout=STOP_POLL_S)
-        return MachinesLeft(0, 0)
+        self.ask(self.checkpoints.close)
+        return self.ask(self.agents.left)  # after `saved` is known, which is a call, too
 
     def request_last_checkpoint(self) -> None:
         """Ask for a checkpoint because the run is to end. See `Checkpoints.request_last`."""
@@ -360,30 +476,17 @@ class CoordinatorHost(Host):
 
     def end_collection(self, why: str) -> None:
         """End the collection. If it is not finished, give up the servers that are still awaited, because of `why`."""
-        ended = threading.Event()
 
         def end() -> None:
             for server in list(self._awaited):
                 self._give_up(server, why)
             self._collection = None
-            ended.set()
 
-        self._call(end)
-        while self._thread.is_alive() and not ended.wait(STOP_POLL_S):
-            pass
+        self.ask(end)
 
     def quiet_s(self) -> dict[int, float]:
         """Return, for each server from which data is awaited, for how many seconds it has sent nothing."""
         return {server: patience.quiet_s for server, patience in self._awaited.copy().items()}
-
-    def ask_servers(self) -> None:
-        """Ask the servers which workers are waiting. The answers arrive in `core.waits`.
-
-        A server that has not answered an earlier request is not asked again.
-        """
-
-        self.core.waits.clear()
-        self._call(self._ask_servers)
 
     def refresh(self) -> None:
         """Compute the state of the job again. The result appears in `status`, at once or after a short time.
@@ -432,6 +535,16 @@ class CoordinatorHost(Host):
         with contextlib.suppress(OSError):  # the thread has already ended and closed the socket
             self._bell.send(b"x")
 
+    def _publish(self) -> None:
+        self.report = StateReport.of(self)
+
+    def late_checkpoint(self) -> LateCheckpoint | None:
+        """Return the checkpoint that has waited for long for what workers hold; None if there is none."""
+        waits_s, giving = self.checkpoints.waits_s, self.core.reconfigurations.giving
+        if waits_s < STATES_S or giving is None or not (awaited := giving.awaited):
+            return None
+        return LateCheckpoint(giving.number, tuple(awaited), waits_s)
+
     # -- the loop -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -458,6 +571,7 @@ class CoordinatorHost(Host):
             self._shared.release()
             self._bell.close()
             self._bell_end.close()
+            self._publish()
 
     def _step(self) -> None:
         """Wait for messages, and handle them and what is due."""
@@ -472,6 +586,11 @@ class CoordinatorHost(Host):
         for timer in self._timers.take_due(now_ticks):
             self._perform(self.core.fire(timer, self.job.now_ticks()))
         self._tend_trace(now_ticks)
+        if (now_s := time.monotonic()) >= self._reported_s + REPORT_INTERVAL_S:
+            self._reported_s = now_s
+            if not self.over.is_set():
+                self.stalls.look()
+            self._publish()
 
     def _tend_trace(self, now_ticks: int) -> None:
         """Write what is buffered of the trace, and begin a new segment if there is enough. The core is idle."""
@@ -481,6 +600,11 @@ class CoordinatorHost(Host):
         if self._trace.tend():
             self._recorder.begin_segment(keyframe_of(self.core, self.job.imports))
 
+    def _ask_anew(self) -> None:
+        """Ask the servers, and forget what they have answered before."""
+        self.core.waits.clear()
+        self._ask_servers()
+
     def _ask_servers(self) -> None:
         for server in self._of_role("server"):
             if server.index not in self.asked:
@@ -488,12 +612,12 @@ class CoordinatorHost(Host):
                 self.watch.clocks.begin(("asked", "server", server.index), time.monotonic())
                 self._hub.send(server, FetchWaits())
 
-    def _patience_s(self) -> float | None:
-        """Return the maximum time to wait for messages; None for no limit."""
+    def _patience_s(self) -> float:
+        """Return the maximum time to wait for messages."""
         if self._stopping:
             return STOP_POLL_S
         now_ticks = self.job.now_ticks()
-        limits_s = [] if self._trace is None else [TEND_S]
+        limits_s = [REPORT_INTERVAL_S]
         if (left_s := self._timers.left_s(now_ticks)) is not None:
             limits_s.append(left_s)
         if self.started.is_set() and (next_s := self.checkpoints.next_s) is not None:
@@ -501,7 +625,7 @@ class CoordinatorHost(Host):
         limits_s += [patience.wait_s for patience in self._awaited.values()]
         if (look_ticks := self.machines.liveness.next_ticks) is not None:
             limits_s.append(max(0.0, (look_ticks - now_ticks) / TICKS_PER_S))
-        return min(limits_s, default=None)
+        return min(limits_s)
 
     def _look_for_progress(self) -> None:
         """Give up the awaited servers whose connections have carried nothing for too long."""
@@ -630,6 +754,7 @@ class CoordinatorHost(Host):
                 self.watch.note_pace(peer.index, message)
                 if not self.started.is_set():
                     self.started_s = self.job.now_s()
+                    self._publish()
                     self.started.set()
 
     # -- requests of the core -----------------------------------------------------------------------------
@@ -638,7 +763,7 @@ class CoordinatorHost(Host):
         self.carry_out(requests)
         self._shared.settle()
         if self.core.quorum.everybody_left:
-            self.over.set()
+            self._end()
         self.agents.name_main()
 
     def send(self, to: Peer, message: Message) -> None:
@@ -697,12 +822,19 @@ class CoordinatorHost(Host):
     def take_out(self, request: TakeOut) -> None:
         self.agents.take_out_for_good(request.worker, request.reason)
 
+    def _end(self) -> None:
+        """End the run. Whoever waits for its end finds it in the report."""
+        if not self.over.is_set():
+            self._publish()
+            self.over.set()
+
     def end_run(self, failure: Fail) -> None:
+        self._publish()
         self.fail(RunFailedError(failure.where, failure.reason, failure.traceback))
 
     def end_without(self, loss: EndWithout) -> None:
         self.gone_servers.setdefault(loss.server, loss.reason)
-        self.over.set()
+        self._end()
 
     def _take_prospects(self, prospects: Sequence[Prospect]) -> None:
         """Take the results of a simulation, which another thread has received."""

@@ -321,6 +321,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join(parts)
 
 
+Role = Literal["server", "worker"]
+
+
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """The place of one process in a run: its role and the addresses that it uses.
 
@@ -338,7 +341,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     job: Job
-    role: Literal["server", "worker"]
+    role: Role
     index: int
     coordinator: str
     host: str = LOOPBACK

@@ -249,7 +249,7 @@ def simulate(
                     _take_snapshots(
                         job, training.snapshot, snapshot_every_s, on_snapshot or _snapshot_recorder(snapshots)
                     )
-                good: GoodWeights[WeightsSnapshot] = GoodWeights(job.coordinator.guard)
+                good: GoodWeights[WeightsSnapshot] = GoodWeights(job.coordinator.guard.judged)
                 if mode == "stop":
                     recorders.takers.append(_good_weights_keeper(good, training.snapshot))
                 try:

@@ -506,7 +506,7 @@ class Agent:
     def start_servers(self, servers: Iterable[int], payload: bytes) -> None:
         """Start servers, to which the objects in `payload` are sent. `carry_out` monitors them."""
         for server in servers:
-            self._engine.start_server(server, HostMachine(), payload)
+            self._engine.start("server", server, HostMachine(), payload)
 
     def carry_out(
         self,
@@ -609,11 +609,12 @@ class Agent:
             self._taken_out.pop(worker, None)
             self._excluded.discard(worker)
             self._gone.discard(worker)
-            self._engine.start_worker(
+            self._engine.start(
+                "worker",
                 worker,
                 HostMachine(),
-                self._arguments,
                 self._payload,
+                self._arguments,
                 incarnation,
                 self.devices.get(worker),
             )

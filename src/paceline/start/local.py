@@ -17,7 +17,7 @@ import msgspec
 
 from ..errors import ConfigurationError, RunFailedError
 from ..run.compute_devices import Device
-from ..run.job import LOOPBACK, Assignment, Job
+from ..run.job import LOOPBACK, Assignment, Job, Role
 from ..run.listener import Listener
 from .processes.child import EXIT_INTERRUPTED, EXIT_PEER_LOST, describe_ending, is_crash, out_of_memory_kills
 from .processes.orders import Descriptors, ProcessOrder, file_of
@@ -281,21 +281,55 @@ class LocalEngine:
         """All processes: the workers, and then the servers."""
         return [*self.workers.values(), *self.servers.values()]
 
-    def start_server(self, index: int, machine: HostMachine, payload: bytes) -> None:
-        """Start a server, to which the objects in `payload` are sent."""
-        self.servers[index] = self._spawn("server", index, machine, [], payload)
-
-    def start_worker(
+    def start(
         self,
+        role: Role,
         index: int,
         machine: HostMachine,
-        arguments: Sequence[str],
-        payload: bytes = b"",
+        payload: bytes,
+        arguments: Sequence[str] = (),
         incarnation: int = 0,
         device: Device | None = None,
     ) -> None:
-        """Start a worker, to which the objects in `payload` are sent. See `ProcessOrder` for the arguments."""
-        self.workers[index] = self._spawn("worker", index, machine, arguments, payload, incarnation, device)
+        """Start a server or worker, to which the objects in `payload` are sent. See `ProcessOrder` for the arguments.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        receiver = self._listener.receiver(index) if role == "server" and self._listener is not None else None
+        assignment = Assignment(
+            job=self._job,
+            role=role,
+            index=index,
+            coordinator=self._coordinator,
+            host=machine.host,
+            incarnation=incarnation,
+            machine=self._machine,
+            address="" if receiver is None else f"{self._listens_at}/{index}",
+            device=device,
+            imports=self._imports if role == "worker" else (),
+        )
+        name = f"{role} {index}"
+        log = Path(self._job.run_dir, f"{role}-{index}.log")
+        channel = self._channels.open(name, log, append=incarnation > 0)
+        passed = None if receiver is None else receiver.detach()
+        descriptors = Descriptors(channel.stdin, channel.stdout, channel.stdout, file_of(payload), passed)
+        try:
+            child = self._starter.start(
+                machine.prefix, ProcessOrder(assignment, tuple(arguments)), descriptors
+            )
+        except OSError:
+            channel.close()
+            for descriptor in set(descriptors.given):
+                os.close(descriptor)
+            raise
+
+        def ended(process: Process) -> None:
+            if role == "worker":
+                self._worker_ended(index, process.ending)
+
+        started = self.servers if role == "server" else self.workers
+        started[index] = Process(name, child, descriptors, channel.copy, log, ended)
 
     @property
     def finished(self) -> bool:
@@ -356,52 +390,6 @@ class LocalEngine:
             while left and time.monotonic() < deadline_s and (number == signal.SIGKILL or not hurried()):
                 left = [process for process in left if not process.wait(POLL_INTERVAL_S / len(left))]
         return left
-
-    def _spawn(
-        self,
-        role: str,
-        index: int,
-        machine: HostMachine,
-        arguments: Sequence[str],
-        payload: bytes,
-        incarnation: int = 0,
-        device: Device | None = None,
-    ) -> Process:
-        passes = role == "server" and self._listener is not None
-        assignment = Assignment(
-            job=self._job,
-            role="server" if role == "server" else "worker",
-            index=index,
-            coordinator=self._coordinator,
-            host=machine.host,
-            incarnation=incarnation,
-            machine=self._machine,
-            address=f"{self._listens_at}/{index}" if passes else "",
-            device=device,
-            imports=self._imports if role == "worker" else (),
-        )
-        name = f"{role} {index}"
-        log = Path(self._job.run_dir, f"{role}-{index}.log")
-        channel = self._channels.open(name, log, append=incarnation > 0)
-        passed = None
-        if role == "server" and self._listener is not None:
-            passed = self._listener.receiver(index).detach()
-        descriptors = Descriptors(channel.stdin, channel.stdout, channel.stdout, file_of(payload), passed)
-        try:
-            child = self._starter.start(
-                machine.prefix, ProcessOrder(assignment, tuple(arguments)), descriptors
-            )
-        except OSError:
-            channel.close()
-            for descriptor in set(descriptors.given):
-                os.close(descriptor)
-            raise
-
-        def ended(process: Process) -> None:
-            if role == "worker":
-                self._worker_ended(index, process.ending)
-
-        return Process(name, child, descriptors, channel.copy, log, ended)
 
 
 # -- When workers that were taken out of a run join it again -------------------------------------------------

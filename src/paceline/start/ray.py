@@ -45,7 +45,7 @@ from ..trace.report import NAME
 from ..words import counted
 from .local import Rejoins
 from .processes.interruption import Interruption
-from .ray_program import END_TIMEOUT_S, LEAVE_TIMEOUT_S, RayHost, Report
+from .ray_program import END_TIMEOUT_S, LEAVE_TIMEOUT_S, HostReport, RayHost
 from .results import RunResult, command_of, make_room, write_summary
 from .run import MOST_IN_VAIN, server_payload_of, take_lock
 from .terminal import StandardStreams, print_sentence
@@ -205,7 +205,7 @@ class RayRun:
         self._joined = False  # True once a worker has joined
         self._ending = False  # True once a worker has finished or has failed
         self._failure: RunFailedError | ConfigurationError | None = None
-        self._ended: Report | None = None  # how the run has ended
+        self._ended: HostReport | None = None  # how the run has ended
         self._in_vain = 0  # how often the run has gone on from the checkpoint with which it goes on now
         self._interrupted = ""  # why it goes on, as a sentence
         # By this file, a node knows that it sees the run directory.
@@ -355,7 +355,7 @@ class RayRun:
         place.actor.order.remote(pickle.dumps(order), payload)
         self._ask(place, "hear")
 
-    def _handle(self, place: _Place, report: Report) -> None:
+    def _handle(self, place: _Place, report: HostReport) -> None:
         if report.how == "served":
             self._coordinator = report.words
             self._ask(place, "hear")
@@ -573,7 +573,7 @@ class RayRun:
         except (OSError, self._ray.exceptions.RayError) as error:
             self._say(f"{place.name}: its files could not be copied to {self._job.run_dir}: {error}")
 
-    def _result(self, ended: Report) -> RunResult:
+    def _result(self, ended: HostReport) -> RunResult:
         """Return the result of the run, or raise its failure."""
         folder, run_dir = self._server.folder, Path(self._job.run_dir)
         if (failure := ended.error) is not None:

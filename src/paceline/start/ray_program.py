@@ -46,7 +46,7 @@ from .terminal import plain_console
 LEAVE_TIMEOUT_S = 20.0  # time after which the program is killed if its actor has ended
 
 
-class Report(NamedTuple):
+class HostReport(NamedTuple):
     """What the program reports.
 
     Attributes:
@@ -64,7 +64,7 @@ class Report(NamedTuple):
     result: tuple[Any, Any, Any] | None = None
 
 
-Send = Callable[[Report], None]
+Send = Callable[[HostReport], None]
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def main() -> None:
         obeying = threading.Thread(target=_obey, args=(orders, folder, done), daemon=True)
         obeying.start()
 
-        def send(report: Report) -> None:
+        def send(report: HostReport) -> None:
             with contextlib.suppress(BrokenPipeError):  # the actor has ended
                 reports.send_bytes(pickle.dumps(report))
 
@@ -132,7 +132,7 @@ def _obey(orders: Connection, folder: str, done: threading.Event) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _join(payload: bytes, address: str, token: str, **options: Any) -> Report:
+def _join(payload: bytes, address: str, token: str, **options: Any) -> HostReport:
     """Join a run with one worker. The payload contains the module search path and the training function."""
     device = device_of_process(0)  # Ray hides the accelerators that are not for this worker
     objects = io.BytesIO(payload)
@@ -150,15 +150,17 @@ def _join(payload: bytes, address: str, token: str, **options: Any) -> Report:
             **options,
         )
     except (Interrupted, Terminated) as end:
-        return Report("left", end.words)
+        return HostReport("left", end.words)
     except (ConfigurationError, PeerLostError) as error:
-        return Report("refused", str(error))
+        return HostReport("refused", str(error))
     except PacelineError as error:
-        return Report("failed", str(error))
-    return Report("finished" if joined.finished else "lost")
+        return HostReport("failed", str(error))
+    return HostReport("finished" if joined.finished else "lost")
 
 
-def _serve(payload: bytes, send: Send, job: Job, host: str, *, console: Console, **options: Any) -> Report:
+def _serve(
+    payload: bytes, send: Send, job: Job, host: str, *, console: Console, **options: Any
+) -> HostReport:
     """Serve a run. The payload contains the module search path, and conditions that cannot be imported."""
     from .run import start
 
@@ -174,14 +176,14 @@ def _serve(payload: bytes, send: Send, job: Job, host: str, *, console: Console,
             sys.path,
             console=console,
             placement=ProcessPlacement(host, (HostMachine(host),) * job.servers, ()),
-            listening=lambda address, job: send(Report("served", address)),
+            listening=lambda address, job: send(HostReport("served", address)),
             **options,
         )
     except (Interrupted, Terminated) as end:
-        return Report("interrupted", end.words, result=(end.summary, [], ()))
+        return HostReport("interrupted", end.words, result=(end.summary, [], ()))
     except (ConfigurationError, RunFailedError) as error:
-        return Report("failed", str(error), error=error)
-    return Report("finished", result=(result.summary, result.snapshots, result.problems))
+        return HostReport("failed", str(error), error=error)
+    return HostReport("finished", result=(result.summary, result.snapshots, result.problems))
 
 
 # -- The actor with which a run takes part in a Ray cluster: it starts one program, and relays messages to and from it

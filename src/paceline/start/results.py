@@ -7,6 +7,7 @@ make the run fail.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 import os
@@ -28,7 +29,6 @@ from msgspec import MsgspecError
 from safetensors import SafetensorError
 
 from .. import VERSION
-from ..core.coordinator import Coordinator
 from ..core.data_ledger import DataLedger
 from ..core.guard import GoodWeights, guard_mode
 from ..core.job_cut import JobCut
@@ -36,14 +36,14 @@ from ..core.metrics import MetricHistory
 from ..errors import ConfigurationError, PacelineError
 from ..files import Unfinished, write_json
 from ..look.causes import evidence_of, sentences_of
-from ..run.coordinator import CoordinatorHost
+from ..run.coordinator import CoordinatorHost, Departed
 from ..run.job import CHECKPOINTS, Job
 from ..run.readers import Reader
 from ..run.resuming import SOURCE, cut_of
 from ..run.run_lock import is_lock
 from ..settings import SETTINGS
 from ..shard.store import WeightsSnapshot
-from ..sync.model import agree_on_means, samples_words
+from ..sync.model import Samples, agree_on_means, samples_words
 from ..sync.ticks import TICKS_PER_S
 from ..trace.activity_cells import time_shares, time_use
 from ..trace.digest import Digest
@@ -162,26 +162,34 @@ def summarize(
     faults = list(faults)
     python = program[:1] == ["function"]
     vain = [job.wire_in_vain] if job.wire_in_vain else []
-    found = [*vain, *coordinator.core.findings, *find_moved(coordinator.core.data.moved, python=python)]
+    core, watch, report = coordinator.core, coordinator.watch, coordinator.report
+    resumed, data, spent, devices, machines, links = coordinator.ask(
+        lambda: (
+            core.resumed,
+            copy.deepcopy(core.data),
+            core.time_ledger.totals(job.now_ticks()),
+            watch.named_devices(),
+            coordinator.machines.machine_of,
+            watch.traffic.totals(),
+        )
+    )
+    found = [*vain, *report.findings, *find_moved(data.moved, python=python)]
     figures: dict[str, Any] = {}
     measures: Measures | None = None
-    resumed = coordinator.core.resumed
     pushes: dict[str, int] = {}
-    epochs = _epochs(coordinator.core.data, figures, job.workers)
-    devices = coordinator.watch.named_devices()
+    epochs = _epochs(data, figures, job.workers)
     try:
         meter = _meter(coordinator, faults, hurried)
         if meter is not None:
             measures = meter.measures()
             figures = msgspec.to_builtins(measures, str_keys=True)
-            epochs = _epochs(coordinator.core.data, figures, job.workers)
+            epochs = _epochs(data, figures, job.workers)
             pushes = figures.pop("pushes")
             if resumed is not None:
                 # The versions of shards, which the traces count, go on.
                 made = figures["updates"] - resumed.shards[0].version
                 figures |= {"updates": made, "updates_per_s": made / (figures["duration_s"] or 1.0)}
                 pushes = {name: count + getattr(resumed.pushes, name, 0) for name, count in pushes.items()}
-            spent = coordinator.core.time_ledger.totals(job.now_ticks())
             uses = time_use(meter.presences(), spent, TICKS_PER_S)
             figures["wasted_s"] = fsum(use.wasted_s for use in uses.values())
             figures |= time_shares(uses)
@@ -201,41 +209,37 @@ def summarize(
         "joined": job.joined,
         **({} if job.joined else {"cores": usable_cores()}),
         "shards": job.shards,
-        "shard_bytes": [bounds.size_bytes for bounds in coordinator.core.slices],
-        "rounded_bytes": [bounds.rounded_bytes for bounds in coordinator.core.slices],
+        "shard_bytes": [bounds.size_bytes for bounds, _ in report.shards],
+        "rounded_bytes": [bounds.rounded_bytes for bounds, _ in report.shards],
         "slicing": job.slicing,
         "overlap": job.overlap,
         "transport": job.transport,
         "wire": str(job.wire),
         "seed": job.seed,
         "guard": job.guard,
-        "samples_per_update": samples_line(job, coordinator.core, program),
-        "divisible": _handout(coordinator.core.data, asked=job.batch == "balanced").divisible,
+        "samples_per_update": samples_line(job, report.samples, program),
+        "divisible": _handout(data, asked=job.batch == "balanced").divisible,
         **kept_modules(list(dict.fromkeys([*job.imports, *modules_of_models(job.schedule.models)]))),
         **epochs,
-        **(
-            {}
-            if coordinator.core.auto is None
-            else {"choices": list(map(str, coordinator.core.auto.choices))}
-        ),
+        **({"choices": list(map(str, report.choices))} if job.schedule.auto else {}),
         "emulated": job.emulated,
         "traces": job.traces.kept,
-        "main_worker": coordinator.core.main.worker,
-        "left": coordinator.core.members.left,
-        "lost_workers": coordinator.core.members.lost,
-        **_departures(coordinator.core),
+        "main_worker": report.main,
+        "left": [each.worker for each in report.departed if each.fate == "left"],
+        "lost_workers": [each.worker for each in report.departed if each.fate == "lost"],
+        **_departures(report.departed),
         "crashed_workers": list(crashed),
         "faults": faults,
         "noticed": found,
         "findings": found,
         "weights": "" if weights is None else str(weights),
         "ledger": {
-            "samples": _samples(coordinator.core.data, figures.get("dropped_samples", 0) + _dropped(resumed)),
+            "samples": _samples(data, figures.get("dropped_samples", 0) + _dropped(resumed)),
             "pushes": pushes,
         },
         **({"devices": {str(w): device for w, device in devices.items()}} if devices else {}),
-        "machines": {str(worker): machine for worker, machine in coordinator.machines.machine_of.items()},
-        "links": [[*link, total_bytes] for link, total_bytes in coordinator.watch.traffic.totals().items()],
+        "machines": {str(worker): machine for worker, machine in machines.items()},
+        "links": [[*link, total_bytes] for link, total_bytes in links.items()],
         **figures,
     }
     if measures is not None:
@@ -255,7 +259,8 @@ def _meter(coordinator: CoordinatorHost, faults: list[str], hurried: Callable[[]
     Raises:
         ConfigurationError: a trace cannot be read.
     """
-    job, left = coordinator.job, coordinator.core.members.left
+    job = coordinator.job
+    left = [each.worker for each in coordinator.report.departed if each.fate == "left"]
     run_dir = Path(job.run_dir)
     if job.traces.kept == "off":
         faults.append(
@@ -285,37 +290,28 @@ def _meter(coordinator: CoordinatorHost, faults: list[str], hurried: Callable[[]
     return digest.meter
 
 
-def samples_line(job: Job, core: Coordinator, program: Sequence[str]) -> str:
+def samples_line(job: Job, samples: Samples | None, program: Sequence[str]) -> str:
     """Return how many samples an update has, in words; "" if there is one worker, or training has not begun."""
-    if core.samples is None:
+    if samples is None:
         return ""
     option = "joint_batch=True" if program[:1] == ["function"] else "--joint-batch"
     translated = job.hyperparameters == "translated"
-    samples = core.samples._replace(translated=translated, asked=job.joint_batch)
-    return samples_words(job.schedule.first, samples, option)
+    asked = samples._replace(translated=translated, asked=job.joint_batch)
+    return samples_words(job.schedule.first, asked, option)
 
 
-def _departures(core: Coordinator) -> dict[str, Any]:
+def _departures(departed: Sequence[Departed]) -> dict[str, Any]:
     """Return why workers have left the run before they had finished, one entry per incarnation of a worker.
 
     `losses` contains only the last loss of each worker.
     """
-    early = [departure for departure in core.members.departures if departure.fate != "finished"]
-    causes = [core.cause(departure) for departure in early]
+    early = [each for each in departed if each.fate != "finished"]
+    rows = [each._asdict() for each in early]
+    for row in rows:
+        del row["explained"]
     return {
-        "losses": {
-            str(departure.worker): cause
-            for departure, cause in zip(early, causes, strict=True)
-            if departure.fate == "lost"
-        },
-        "departures": [
-            {
-                **departure._asdict(),
-                "cause": cause,
-                "returned": core.members.has_returned(departure),
-            }
-            for departure, cause in zip(early, causes, strict=True)
-        ],
+        "losses": {str(each.worker): each.cause for each in early if each.fate == "lost"},
+        "departures": rows,
     }
 
 
@@ -356,14 +352,14 @@ def _dropped(resumed: JobCut | None) -> int:
 
 def _samples(data: DataLedger, dropped: int) -> dict[str, int]:
     """Return the number of samples in each state, over all loaders whose samples were used for training."""
-    trained = [counts for counts in data.counts().values() if counts.used]
+    trained = [each for each in data.counts().values() if each.used]
     return {
-        "used": sum(counts.used for counts in trained) - dropped,
+        "used": sum(each.used for each in trained) - dropped,
         "dropped": dropped,
-        "torn": sum(counts.torn for counts in trained),
-        "returned": sum(counts.returned for counts in trained),
-        "left": sum(counts.left + counts.leased for counts in trained),
-        "left_out": sum(counts.left_out for counts in trained),
+        "torn": sum(each.torn for each in trained),
+        "returned": sum(each.returned for each in trained),
+        "left": sum(each.left + each.leased for each in trained),
+        "left_out": sum(each.left_out for each in trained),
     }
 
 
@@ -663,12 +659,10 @@ class _Reading:
 
     def _reader(self) -> contextlib.closing[Reader]:
         coordinator = self._coordinator
-        assert coordinator.core.model is not None
-        job = coordinator.job
-        shards = [
-            (shard, seen_from(address, coordinator.address)) for shard, address in coordinator.core.shards
-        ]
-        return contextlib.closing(Reader.connect(coordinator.core.model, shards, job.token, job.contexts))
+        job, report = coordinator.job, coordinator.report
+        assert report.model is not None
+        shards = [(shard, seen_from(address, coordinator.address)) for shard, address in report.shards]
+        return contextlib.closing(Reader.connect(report.model, shards, job.token, job.contexts))
 
 
 class Sampler(_Reading):
@@ -704,7 +698,9 @@ class Keeper(_Reading):
 
     def __init__(self, coordinator: CoordinatorHost) -> None:
         super().__init__(coordinator, "paceline-keeper")
-        self._weights: GoodWeights[WeightsSnapshot] = GoodWeights(coordinator.core.guard)
+        self._weights: GoodWeights[WeightsSnapshot] = GoodWeights(
+            lambda: coordinator.ask(coordinator.core.guard.judged)
+        )
         self._due_s = 0.0
 
     @property

@@ -17,7 +17,7 @@ import pickle
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +28,12 @@ from rich.console import Console
 
 from ..core.guard import DIVERGED
 from ..core.liveness import Clocks
-from ..core.members import NOBODY, Departure
+from ..core.members import NOBODY
 from ..core.metrics import MetricHistory
 from ..errors import ConfigurationError, RunFailedError
 from ..look.show_process import Outlets
 from ..run.agents import CLOCK_GAP_S, MachinesLeft
-from ..run.coordinator import CoordinatorHost
+from ..run.coordinator import CoordinatorHost, Departed
 from ..run.job import Job, claim_run_dir
 from ..run.listener import Listener
 from ..run.resuming import cut_of, earlier_run, find_resumed, keep_source, lineage_of, newest_of, resumed_with
@@ -349,13 +349,9 @@ class LiveRun:
         self._notes: list[str] = []
         self._program: list[str] = []  # what each worker runs; see `Order`
         self._main = 0  # the main worker that the user knows of
-        self._told_samples = False  # True once the user knows how many samples an update has
-        self._hindered = False  # True once the user knows why batches are not balanced
-        self._late = 0  # number of the last checkpoint of which the user knows that it waits for workers
-        self._unwritten = ""  # why a checkpoint was not written, if the user knows of it
-        self._chosen = 0  # number of choices of `--sync auto` that the user knows of
+        self._told: set[object] = set()  # what the user knows of; see `_news`
         self._newest: NewestCheckpoint | None = None  # the newest whole checkpoint, once a server was lost
-        self._departures: tuple[Departure, ...] = ()  # of workers, before the launcher ended the others
+        self._departed: tuple[Departed, ...] = ()  # workers, before the launcher ended the others
 
     def carry_out(
         self, worker_arguments: Sequence[str], worker_payload: bytes, server_payload: bytes
@@ -379,13 +375,18 @@ class LiveRun:
             try:
                 try:
                     for index, machine in enumerate(self._placement.servers):
-                        coordinator.watch.expect("server", index)
-                        engine.start_server(index, machine, server_payload)
+                        coordinator.expect("server", index)
+                        engine.start("server", index, machine, server_payload)
                     devices = self._job.devices or (None,) * len(self._placement.workers)
                     for index, machine in enumerate(self._placement.workers):
-                        coordinator.watch.expect("worker", index)
-                        engine.start_worker(
-                            index, machine, worker_arguments, worker_payload, device=devices[index]
+                        coordinator.expect("worker", index)
+                        engine.start(
+                            "worker",
+                            index,
+                            machine,
+                            worker_payload,
+                            worker_arguments,
+                            device=devices[index],
                         )
                 except OSError as error:
                     raise RunFailedError("the launcher", f"a process cannot be started: {error}") from error
@@ -397,7 +398,7 @@ class LiveRun:
                     self._write_last_checkpoint()
                 if not self._interruption.asked:
                     next_life = self._next_life(failure)
-                self._departures = tuple(coordinator.core.members.departures)
+                self._departed = coordinator.report.departed
                 reason = "" if failure is None else _reason(failure)
                 if self._interruption.asked:
                     reason = reason or "it was interrupted on the machine that serves it"
@@ -429,9 +430,7 @@ class LiveRun:
                 grace_s = FAILED_GRACE_S if early or self._notes else GRACE_S
                 left = engine.end(engine.processes, grace_s=grace_s, hurried=self._hurried)
         # The coordinator has stopped and no longer records how processes end, so the launcher records it here.
-        for worker, process in engine.workers.items():
-            if process.ending:
-                coordinator.core.note_ending(worker, process.ending)
+        coordinator.conclude({worker: p.ending for worker, p in engine.workers.items() if p.ending})
         if self._lock.lost:  # what is in the directory is another run's now
             raise RunFailedError("the launcher", self._lock.lost)
         remove_frozen(self._run_dir)
@@ -444,8 +443,8 @@ class LiveRun:
         if self._interruption.asked:
             raise self._interrupted()
         if engine.interrupted:
-            departures = coordinator.core.members.departures
-            finished = {each.worker for each in departures if each.fate == "finished"}
+            departed = coordinator.report.departed
+            finished = {each.worker for each in departed if each.fate == "finished"}
             if finished <= set(engine.interrupted):
                 raise self._interrupted(
                     "the scripts of all workers were interrupted by SIGINT, and have ended"
@@ -465,10 +464,8 @@ class LiveRun:
         engine, coordinator = self._engine, self._coordinator
         while not coordinator.over.wait(POLL_INTERVAL_S):
             self._progress.update()
-            self._tell_samples()
             self._follow_main()
-            self._follow_choices()
-            self._follow_checkpoints()
+            self._tell()
             self._digest()
             if self._lock.lost:
                 return RunFailedError("the launcher", self._lock.lost)
@@ -485,7 +482,7 @@ class LiveRun:
                 coordinator.fail(RunFailedError("the run", reason))
             elif self._vacancies is not None and (loss := self._vacancies.unreturned_server()) is not None:
                 coordinator.fail(loss)
-        self._tell_samples()
+        self._tell()
         return self._failure()
 
     def _digest(self) -> None:
@@ -508,44 +505,37 @@ class LiveRun:
                 f"the oldest traces were not deleted, so they may occupy more space than they should: {why}"
             )
 
-    def _tell_samples(self) -> None:
-        """Say once, when training begins, how many samples an update has."""
-        if not self._told_samples and self._coordinator.core.started:
-            self._told_samples = True
-            if words := samples_line(self._job, self._coordinator.core, self._program):
-                self._say(words, style="")
+    def _tell(self) -> None:
+        """Say what is new, once."""
+        for key, words in self._news():
+            if words and key not in self._told:
+                self._told.add(key)
+                self._say(words, style="" if key == "samples" else "yellow")
+
+    def _news(self) -> Iterator[tuple[object, str]]:
+        """Yield what the user is told of a run in progress, each with what tells it from the rest."""
+        report, checkpoints = self._coordinator.report, self._coordinator.checkpoints
+        if report.started:
+            yield "samples", samples_line(self._job, report.samples, self._program)
+        yield "hindrance", report.hindrance
+        yield from enumerate(map(str, report.choices))
+        saved = checkpoints.saved
+        yield (checkpoints.fault, saved and saved.path), checkpoints.fault
+        if (late := report.late_checkpoint) is not None:
+            yield ("late", late.number), late.words
 
     def _follow_main(self) -> None:
         """If another worker has become the main worker, say so, and show its output."""
-        before, now = self._main, self._coordinator.core.main.worker
+        report = self._coordinator.report
+        before, now = self._main, report.main
         if before == now or now == NOBODY:
             return
         self._main = now
         self._channels.show(f"worker {now}")
-        fates = {each.worker: each.fate for each in tuple(self._coordinator.core.members.departures)}
+        fates = {each.worker: each.fate for each in report.departed}
         gone = GONE.get(fates.get(before, ""))
         why = f", because worker {before} {gone}" if gone else ""
         self._say(f"worker {now} is the main worker from the next epoch on (see paceline.is_main){why}")
-
-    def _follow_choices(self) -> None:
-        """Say which sync models the run has chosen itself since the last call."""
-        if (auto := self._coordinator.core.auto) is not None:
-            if auto.hindrance and not self._hindered:
-                self._hindered = True
-                self._say(auto.hindrance)
-            chosen = auto.choices[self._chosen :]
-            self._chosen += len(chosen)
-            for choice in chosen:
-                self._say(str(choice))
-
-    def _follow_checkpoints(self) -> None:
-        """Say why a checkpoint was not written, once until a checkpoint is written."""
-        before, self._unwritten = self._unwritten, self._coordinator.checkpoints.fault
-        if self._unwritten and self._unwritten != before:
-            self._say(self._unwritten)
-        if (late := self._coordinator.late_checkpoint) is not None and late.number != self._late:
-            self._late = late.number
-            self._say(late.words)
 
     def _suspend(self) -> None:
         """Stop all processes of the run and this one, until this process is continued."""
@@ -581,15 +571,15 @@ class LiveRun:
                 reason += ", but its process is still running"
             server_failure = RunFailedError(f"server {index}", reason)
         # Once all workers have left, servers are needed only for their weights, so a failure of a server is ignored.
-        if server_failure is not None and not (
-            coordinator.core.quorum.everybody_left and coordinator.core.members.finished
-        ):
+        report = coordinator.report
+        some_finished = report.has_left("finished", "left")
+        if server_failure is not None and not (report.everybody_left and some_finished):
             return server_failure
         if reported is not None and reported is not server_failure:
             return reported
         if worker := engine.failed_worker():
             return worker
-        if coordinator.core.quorum.everybody_left and not coordinator.core.members.finished:
+        if report.everybody_left and not some_finished:
             return RunFailedError("the run", f"every worker was lost{self._losses()}")
         if not coordinator.started.is_set():
             return RunFailedError(
@@ -607,27 +597,20 @@ class LiveRun:
         if reported or engine.failed_server():
             return True
         # A connection was lost, so the process at its other end is about to exit.
-        if coordinator.gone_servers or coordinator.core.cut_off:
+        report = coordinator.report
+        if coordinator.gone_servers or report.cut_off:
             return False
         # The connection of a lost worker was closed, so its process is about to exit.
-        core = coordinator.core
-        departures = core.members.departures
-        if any(
-            each.fate == "lost" and (each.worker, each.incarnation) not in core.endings for each in departures
-        ):
+        if any(each.fate == "lost" and not each.explained for each in report.departed):
             return False
         # The coordinator may not have read the report of a failed worker yet.
         failed = [w for w, process in engine.workers.items() if (process.exit_code or 0) > 0]
-        return all(coordinator.core.members.fate(worker) for worker in failed)
+        return report.live.isdisjoint(failed)
 
     def _losses(self) -> str:
         """Return a text that says why each worker was lost, one line per loss."""
-        core = self._coordinator.core
-        return "".join(
-            f"\n  worker {departure.worker}: {core.cause(departure)}"
-            for departure in core.members.departures
-            if departure.fate == "lost"
-        )
+        lost = (each for each in self._coordinator.report.departed if each.fate == "lost")
+        return "".join(f"\n  worker {each.worker}: {each.cause}" for each in lost)
 
     def _next_life(self, failure: RunFailedError | None) -> Job | None:
         """Return the configuration with which the run goes on; None if it does not."""
@@ -681,7 +664,7 @@ class LiveRun:
         ):
             time.sleep(POLL_INTERVAL_S)
             self._progress.update()
-            self._follow_checkpoints()
+            self._tell()
 
     def _keep_weights(self, failure: RunFailedError | None) -> None:
         """Save the weights, if training has begun: the last good ones, or else those that the servers have now.
@@ -741,19 +724,17 @@ class LiveRun:
             raise self._failed(RunFailedError("the run", fault))
         assert self._weights is not None
         assert self._weights_path is not None
-        core = coordinator.core
-        for departure in core.members.departures:
-            if departure.fate == "lost":
-                again = " It joined again later." if core.members.has_returned(departure) else ""
+        for each in coordinator.report.departed:
+            if each.fate == "lost":
+                again = " It joined again later." if each.returned else ""
                 self._say(
-                    f"worker {departure.worker} was lost: {core.cause(departure)}. The other workers continued "
-                    f"without it.{again}"
+                    f"worker {each.worker} was lost: {each.cause}. The other workers continued without it.{again}"
                 )
         summary = self._summary("finished")
         for fault in summary["faults"]:
             self._say(f"note: {fault}")
         snapshots = self._sampler.taken if self._sampler is not None else []
-        history = MetricHistory(core.history.metrics())
+        history = MetricHistory(coordinator.ask(coordinator.core.history.metrics))
         return RunResult(
             self._weights.state_dict, summary, self._run_dir, snapshots, tuple(self._notes), history
         )
@@ -762,7 +743,7 @@ class LiveRun:
         """Write the summary, and return it."""
         here = {index for index, process in self._engine.workers.items() if process.crashed}
         crashed = sorted(here | self._coordinator.agents.crashed)
-        faults = [*self._coordinator.core.faults, *self._notes]
+        faults = [*self._coordinator.report.faults, *self._notes]
         hurried = self._hurried
         summary = summarize(
             self._coordinator, faults, crashed, self._weights_path, ended, failure, self._program, hurried
@@ -789,14 +770,16 @@ class LiveRun:
 
     def _explained(self, failure: RunFailedError) -> RunFailedError:
         """Return the failure, with notes that state all problems and the paths of the log and the weights."""
-        core = self._coordinator.core
-        for note in [*core.faults, *core.findings, *self._notes]:
+        report = self._coordinator.report
+        for note in [*report.faults, *report.findings, *self._notes]:
             if note != failure.reason:
                 failure.add_note(note)
-        for departure in self._departures:
-            worker, ending = departure.worker, self._coordinator.core.cause(departure)
+        before = {each[:2] for each in self._departed}
+        for each in report.departed:
+            worker, ending = each.worker, each.cause
             if (
-                departure.fate == "lost"
+                each.fate == "lost"
+                and each[:2] in before
                 and failure.process == f"worker {worker}"
                 and not failure.traceback
                 and ending not in failure.reason
@@ -983,10 +966,11 @@ class ShortageWatch:
 
     def look(self) -> str:
         """Check the number of workers. Return why the run must end, or "" if it need not."""
-        now_s, shortage = time.monotonic(), self._coordinator.core.shortage
+        now_s, report = time.monotonic(), self._coordinator.report
+        shortage = report.shortage
         self._clocks.look(now_s)
         short_s = self._clocks.hold(SHORTAGE, now_s, holds=shortage != "")
-        begun = self._coordinator.core.model is not None
+        begun = report.model is not None
         self._look_for_servers()
         if self._paused != (begun and shortage != ""):
             self._paused = not self._paused
@@ -996,9 +980,8 @@ class ShortageWatch:
                 self._say("the run continues")
         if self._patience_s is None or short_s is None or short_s < self._patience_s:
             return ""
-        core = self._coordinator.core
-        brought = self._coordinator.job.remote_servers - len(core.servers.vacant)
-        if not (core.members.live or core.members.finished or core.members.lost or brought):
+        brought = self._coordinator.job.remote_servers - len(report.vacant)
+        if not (report.live or report.departed or brought):
             return (
                 f"no machine has joined it within {self._patience_s:g} s (--wait). Wait longer, and look at what "
                 "`paceline join` prints on the other machines"
@@ -1010,7 +993,7 @@ class ShortageWatch:
 
     def unreturned_server(self) -> RunFailedError | None:
         """Return the loss of a server whose machine was to join the run again, if it has not done so in time."""
-        vacant = tuple(self._coordinator.core.servers.vacant)
+        vacant = self._coordinator.report.vacant
         waited_s = self._clocks.waited_s(LIFE, time.monotonic())
         if not (self._again and vacant) or waited_s is None or waited_s < RETURN_TIMEOUT_S:
             return None
@@ -1020,8 +1003,8 @@ class ShortageWatch:
 
     def _look_for_servers(self) -> None:
         """Say how many servers are missing if the run cannot begin for this reason alone."""
-        core = self._coordinator.core
-        vacant = len(core.servers.vacant) if core.members.live_count >= self._coordinator.job.least else 0
+        report = self._coordinator.report
+        vacant = len(report.vacant) if len(report.live) >= self._coordinator.job.least else 0
         if vacant and vacant != self._vacant:
             self._say(f"waiting for {counted(vacant, 'server')}: paceline join --servers {vacant} ...")
         self._vacant = vacant
