@@ -266,7 +266,7 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
             if late is not None:
                 assert late.wait(60.0), "the late worker was not called"
                 invited: Future[dict[int, int]] = Future()
-                coordinator._call(lambda: invited.set_result(coordinator.core.invite(1)))
+                coordinator.call(lambda: invited.set_result(coordinator.core.invite(1)))
                 assert invited.result(30.0) == {job.workers - 1: 0}
                 workers[-1].start()
             for thread in workers:

@@ -241,7 +241,8 @@ class Served:
         self.kills: list[str] = []
         self.now = now
         engine: Any = SimpleNamespace(process=lambda role, index: None)
-        coordinator.kill = lambda role, index, why: self.kills.append(f"{role} {index}")  # type: ignore[method-assign]
+        coordinator.agents.kill = lambda role, index, why: self.kills.append(f"{role} {index}")  # type: ignore[method-assign]
+        coordinator.call = lambda function, *given, **options: function(*given, **options)  # type: ignore[method-assign]
         coordinator.stalls._ask = lambda: None
         self._waiting = Waiting(coordinator, engine, timeout_s, self.lines.append)
         self._vacancies = ShortageWatch(coordinator, wait_s, self.lines.append)

@@ -276,7 +276,7 @@ def test_a_machine_that_is_lost_while_it_joins_does_not_end_the_run(tmp_path: Pa
             seen.set()
             busy.wait(DEADLINE_S)
 
-        coordinator._call(work)
+        coordinator.call(work)
         assert seen.wait(DEADLINE_S)
         lost.send(MachineJoined(job.version, 1))
         lost.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
@@ -300,7 +300,7 @@ def test_the_first_answer_to_a_machine_is_that_to_its_offer(tmp_path: Path) -> N
     try:
         with contextlib.closing(agent_of(coordinator)) as stream:
             await_that(lambda: coordinator._of_role("agent"), "the coordinator knows the machine")
-            coordinator.dismiss("", saved=False)
+            coordinator.call(coordinator.agents.dismiss, "")
             stream.send(MachineJoined(job.version, 1))
             answer = stream.wait(DEADLINE_S)
     finally:

@@ -496,7 +496,7 @@ def test_a_live_worker_that_joins_late_receives_what_differs_from_a_worker_that_
         threads[0].start()
         assert begun.wait(60.0)
         invited: Future[dict[int, int]] = Future()
-        coordinator._call(lambda: invited.set_result(coordinator.core.invite(1)))
+        coordinator.call(lambda: invited.set_result(coordinator.core.invite(1)))
         assert invited.result(30.0) == {1: 0}
         assert server._frozen.kept == {}
         invited_late.set()

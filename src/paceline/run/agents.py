@@ -137,7 +137,7 @@ class Agents:
             if (member := self._members.get(("agent", agent))) is not None:
                 self._hub.send(member, KillOrdered(role, index, why))
 
-    def dismiss(self, failure: str, *, saved: bool) -> None:
+    def dismiss(self, failure: str, *, saved: bool = False) -> None:
         """Tell all machines that the run is over, and then that its results have been saved. See `RunEnded`."""
         for agent in self._admitted():
             self._hub.send(agent, RunEnded(failure, saved))

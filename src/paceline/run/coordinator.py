@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 
@@ -82,7 +82,7 @@ from .checkpointing import STATES_S, Checkpoints, Completion
 from .compute_devices import CPU
 from .footprint import available_bytes, file_shortage, footprint, served_shortage, shortage, vectors_of
 from .hub import Caller, Hub, Timers
-from .job import LOOPBACK, Job, Role
+from .job import LOOPBACK, Job
 from .readers import Collection
 from .registration import require_sound
 from .resuming import cut_of
@@ -226,6 +226,7 @@ class StateReport(msgspec.Struct, frozen=True):
 
 
 Answer = TypeVar("Answer")
+Arguments = ParamSpec("Arguments")
 
 Rehearsal = Callable[[Situation, Callable[[Sequence[Prospect]], None]], None]
 """A function that starts a simulation and returns at once. Its second argument takes the results."""
@@ -327,14 +328,14 @@ class CoordinatorHost(Host):
             job,
             lambda server, message: self.send(server_peer(server), message),
             lambda: self._perform(self.core.cut()),
-            self._call,
+            self.call,
             lambda text: self.core.faults.append(text),
         )
         self._collection: Collection | None = None  # None except while the final weights are collected
         # Server from which data is awaited at the end of the run -> for how long it may be silent.
         self._awaited: dict[int, Patience] = {}
         self._stopping = False  # True once the servers have been told to end
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # see `_call`
+        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()  # see `call`
         self._bell, self._bell_end = socket.socketpair()
         self._bell_end.setblocking(False)
         self._hub: Hub[Caller] = Hub(
@@ -380,15 +381,11 @@ class CoordinatorHost(Host):
     def ask(self, question: Callable[[], Answer]) -> Answer:
         """Return what a function returns on the coordinator's thread, or here if the thread has ended."""
         found: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self._call(lambda: found.put(question()))
+        self.call(lambda: found.put(question()))
         while self._thread.is_alive():
             with contextlib.suppress(queue.Empty):
                 return found.get(timeout=STOP_POLL_S)
         return question()
-
-    def expect(self, role: Role, index: int) -> None:
-        """Wait for a process that is about to be started."""
-        self._call(lambda: self.watch.expect(role, index))
 
     def conclude(self, endings: Mapping[int, str]) -> None:
         """Publish the last report of a run whose coordinator has stopped.
@@ -417,30 +414,6 @@ class CoordinatorHost(Host):
             self.failure = failure
         self.over.set()
 
-    def worker_ended(self, worker: int, how: str) -> None:
-        """Report that the process of a worker has ended. This method may be called at any time.
-
-        Messages that the process has already sent are handled first. Then the worker is recorded as lost, unless it
-        has finished.
-
-        Args:
-            worker: index of the worker.
-            how: a phrase that says how the process ended.
-        """
-        self._call(lambda: self.agents.note_end(worker, how))
-
-    def kill(self, role: Role, index: int, why: str) -> None:
-        """Kill a worker or server that runs on another machine."""
-        self._call(lambda: self.agents.kill(role, index, why))
-
-    def dismiss(self, failure: str, *, saved: bool = False) -> None:
-        """Tell all machines that the run is over, and then that its results have been saved. See `RunEnded`."""
-        self._call(lambda: self.agents.dismiss(failure, saved=saved))
-
-    def resume(self, words: str) -> None:
-        """Tell all machines that the run goes on from a checkpoint. See `RunResumes`."""
-        self._call(lambda: self.agents.resume(words))
-
     def settle(self) -> MachinesLeft:
         """After the loss of a server, give up the checkpoint that is being written. Then `checkpoints.saved` stays.
 
@@ -449,10 +422,6 @@ class CoordinatorHost(Host):
         """
         self.ask(self.checkpoints.close)
         return self.ask(self.agents.left)  # after `saved` is known, which is a call, too
-
-    def request_last_checkpoint(self) -> None:
-        """Ask for a checkpoint because the run is to end. See `Checkpoints.request_last`."""
-        self._call(self.checkpoints.request_last)
 
     def collect(self) -> Collection:
         """Start collecting the weights. The caller must wait until `finished` of the returned object is set.
@@ -471,7 +440,7 @@ class CoordinatorHost(Host):
             for server in range(self.job.servers):
                 self._collect_from(server)
 
-        self._call(begin)
+        self.call(begin)
         return collection
 
     def end_collection(self, why: str) -> None:
@@ -506,7 +475,7 @@ class CoordinatorHost(Host):
 
         if not self._refreshing:
             self._refreshing = True
-            self._call(compute)
+            self.call(compute)
 
     def stop(self, hurried: Callable[[], bool] = lambda: False) -> None:
         """Order the servers to write their traces and exit, and end the thread when the servers have disconnected.
@@ -523,15 +492,17 @@ class CoordinatorHost(Host):
                 self._hub.send(server, Shutdown())
                 self._awaited[server.index] = server.stream.patience()
 
-        self._call(end)
+        self.call(end)
         while self._thread.is_alive():
             self._thread.join(STOP_POLL_S)
             if hurried():
-                self._call(self._awaited.clear)
+                self.call(self._awaited.clear)
 
-    def _call(self, call: Callable[[], None]) -> None:
-        """Schedule a function call on the thread of the event loop."""
-        self._calls.put(call)
+    def call(
+        self, function: Callable[Arguments, object], *arguments: Arguments.args, **options: Arguments.kwargs
+    ) -> None:
+        """Let the coordinator's thread call a function, such as a method of `agents`, when it is free."""
+        self._calls.put(lambda: function(*arguments, **options))
         with contextlib.suppress(OSError):  # the thread has already ended and closed the socket
             self._bell.send(b"x")
 
@@ -838,7 +809,7 @@ class CoordinatorHost(Host):
 
     def _take_prospects(self, prospects: Sequence[Prospect]) -> None:
         """Take the results of a simulation, which another thread has received."""
-        self._call(lambda: self._perform(self.core.rehearsed(prospects, self.job.now_ticks())))
+        self.call(lambda: self._perform(self.core.rehearsed(prospects, self.job.now_ticks())))
 
     def _shortage(self, model: ModelSpec, workers: int) -> str:
         """Return an error message if this machine has too little memory for all processes of the run, else ""."""
@@ -878,7 +849,7 @@ class CoordinatorHost(Host):
         self._perform(self.core.fetch(owed[0]))  # a server sends each peer only one bulk message at a time
 
     def _take_calls(self) -> None:
-        """Call the functions that other threads have passed to `_call`."""
+        """Call the functions that other threads have passed to `call`."""
         with contextlib.suppress(BlockingIOError):
             self._bell_end.recv(4096)
         while not self._calls.empty():

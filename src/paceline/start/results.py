@@ -119,16 +119,14 @@ def save_weights(snapshot: WeightsSnapshot, run_dir: Path) -> tuple[Path | None,
         return snapshot.save(run_dir / name), messages
     except (OSError, SafetensorError) as error:
         messages.append(f"the weights cannot be saved to {run_dir}: {_reason(error)}")
+    place = "a temporary directory"
     try:
-        temporary_dir = Path(tempfile.mkdtemp(prefix=f"paceline-{run_dir.name}-"))
-    except OSError as error:
-        return None, [*messages, f"the weights cannot be saved to a temporary directory: {_reason(error)}"]
-    try:
-        path = snapshot.save(temporary_dir / name)
+        place = tempfile.mkdtemp(prefix=f"paceline-{run_dir.name}-")
+        path = snapshot.save(Path(place, name))
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):
-            temporary_dir.rmdir()
-        return None, [*messages, f"the weights cannot be saved to {temporary_dir}: {_reason(error)}"]
+            os.rmdir(place)
+        return None, [*messages, f"the weights cannot be saved to {place}: {_reason(error)}"]
     return path, [*messages, f"the weights were saved to {path} instead"]
 
 

@@ -329,7 +329,12 @@ class LiveRun:
         self._terminal = terminal
         self._channels = Channels(streams, terminal, self._progress)
         self._engine = LocalEngine(
-            job, coordinator.address, starter, self._channels, coordinator.worker_ended, listener=listener
+            job,
+            coordinator.address,
+            starter,
+            self._channels,
+            lambda worker, how: coordinator.call(coordinator.agents.note_end, worker, how),
+            listener=listener,
         )
         self._waiting = Waiting(coordinator, self._engine, job.stall_timeout_s, self._say, terminal)
         again = bool(resumptions and resumptions[-1].why)
@@ -375,11 +380,11 @@ class LiveRun:
             try:
                 try:
                     for index, machine in enumerate(self._placement.servers):
-                        coordinator.expect("server", index)
+                        coordinator.call(coordinator.watch.expect, "server", index)
                         engine.start("server", index, machine, server_payload)
                     devices = self._job.devices or (None,) * len(self._placement.workers)
                     for index, machine in enumerate(self._placement.workers):
-                        coordinator.expect("worker", index)
+                        coordinator.call(coordinator.watch.expect, "worker", index)
                         engine.start(
                             "worker",
                             index,
@@ -403,12 +408,13 @@ class LiveRun:
                 if self._interruption.asked:
                     reason = reason or "it was interrupted on the machine that serves it"
                 if next_life is None:
-                    coordinator.dismiss(reason)
+                    coordinator.call(coordinator.agents.dismiss, reason)
                 elif next_life.resumed is not None:
                     checkpoint = Path(next_life.resumed.path).name
-                    coordinator.resume(
+                    coordinator.call(
+                        coordinator.agents.resume,
                         f"{reason.removesuffix('.')}; the run goes on from checkpoint {checkpoint}, and the script "
-                        "begins again"
+                        "begins again",
                     )
                 early = bool(reason)
                 if early:
@@ -418,7 +424,7 @@ class LiveRun:
                         thread.stop(self._hurried)
                 if next_life is None:
                     self._keep_weights(failure)
-                    coordinator.dismiss(reason or self._weights_fault(), saved=True)
+                    coordinator.call(coordinator.agents.dismiss, reason or self._weights_fault(), saved=True)
             except BaseException:
                 early = True
                 raise
@@ -648,7 +654,7 @@ class LiveRun:
         if self._hurried():
             return
         # The job is cut now. The files are written while summary and report are.
-        coordinator.request_last_checkpoint()
+        coordinator.call(coordinator.checkpoints.request_last)
         self._summary("interrupted")
         left_s = interruption.since_s + LAST_CHECKPOINT_S - time.monotonic()
         if left_s > 0 and not coordinator.checkpoints.last_ended:

@@ -73,7 +73,7 @@ class Waiting:
                 if (process := self._engine.process(*key)) is not None:
                     process.kill(why)
                 else:
-                    self._coordinator.kill(awaited.role, awaited.index, why)
+                    self._coordinator.call(self._coordinator.agents.kill, awaited.role, awaited.index, why)
         for (role, index, incarnation), (before, quiet_s) in list(self._reported.items()):
             now, clock = report.silent.get((role, index), (0, None))
             if clock is None or incarnation != now:
