@@ -39,7 +39,7 @@ from ..core.liveness import Clocks
 from ..errors import ConfigurationError, PeerLostError, RunFailedError
 from ..files import Unfinished
 from ..run.job import CHECKPOINTS, Job, ResumedFrom, claim_run_dir
-from ..run.resuming import newest_of, resumed_with
+from ..run.resuming import newest_of
 from ..run.run_lock import FILE_NAME, RunLock, is_lock, run_in
 from ..trace.report import NAME
 from ..words import counted
@@ -47,7 +47,7 @@ from .local import Rejoins
 from .processes.interruption import Interruption
 from .ray_program import END_TIMEOUT_S, LEAVE_TIMEOUT_S, HostReport, RayHost
 from .results import RunResult, command_of, make_room, write_summary
-from .run import MOST_IN_VAIN, server_payload_of, take_lock
+from .run import RestartPolicy, server_payload_of, take_lock
 from .terminal import StandardStreams, print_sentence
 
 POLL_INTERVAL_S = 0.1
@@ -206,7 +206,7 @@ class RayRun:
         self._ending = False  # True once a worker has finished or has failed
         self._failure: RunFailedError | ConfigurationError | None = None
         self._ended: HostReport | None = None  # how the run has ended
-        self._in_vain = 0  # how often the run has gone on from the checkpoint with which it goes on now
+        self._lives = RestartPolicy()
         self._interrupted = ""  # why it goes on, as a sentence
         # By this file, a node knows that it sees the run directory.
         self._mark = Path(job.run_dir, f".seen-{secrets.token_hex(8)}")
@@ -402,8 +402,7 @@ class RayRun:
             self._drop(place, at_once=True)
         self._await_end_of_server()
         resumed = self._newest(loss)
-        self._in_vain = self._in_vain + 1 if self._goes_on_from(resumed.path) else 0
-        self._job = structs.replace(self._job, resumed=resumed, mark=secrets.token_hex(8))
+        self._job = self._lives.next(self._job, resumed)
         self._interrupted = f"{loss.reason.rstrip('.')}."
         self._coordinator, self._joined, self._ending = "", False, False
         for place in self._workers:
@@ -441,19 +440,13 @@ class RayRun:
                 f"(--checkpoint-every). {' '.join(found.faults)}".rstrip(". ")
             )
             raise loss
-        path = found.checkpoint.path
-        in_vain = self._goes_on_from(str(path.absolute())) and self._in_vain >= MOST_IN_VAIN
-        if job.on_server_loss != "resume" or in_vain:
+        if (resumed := self._lives.resumed(job, found)) is None:
+            path = found.checkpoint.path
             loss.add_note(
                 f'checkpoint {path.name} is whole; to go on from it: paceline.launch(..., resume="{job.run_dir}")'
             )
             raise loss
-        resumed = resumed_with(found)
-        assert resumed is not None
         return resumed
-
-    def _goes_on_from(self, path: str) -> bool:
-        return self._job.resumed is not None and self._job.resumed.path == path
 
     def _job_at(self, place: _Place) -> Job:
         """Return the configuration of the run for the place that serves it.

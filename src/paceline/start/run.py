@@ -34,7 +34,7 @@ from ..errors import ConfigurationError, RunFailedError
 from ..look.show_process import Outlets
 from ..run.agents import CLOCK_GAP_S, MachinesLeft
 from ..run.coordinator import CoordinatorHost, Departed
-from ..run.job import Job, claim_run_dir
+from ..run.job import Job, ResumedFrom, claim_run_dir
 from ..run.listener import Listener
 from ..run.resuming import cut_of, earlier_run, find_resumed, keep_source, lineage_of, newest_of, resumed_with
 from ..run.run_lock import RunLock, published
@@ -630,8 +630,12 @@ class LiveRun:
                 self._notes.append(f"the run could not go on by itself: {error}")
         if self._newest is None:
             return None
-        next_life = self._lives.next(self._job, self._coordinator.address, self._newest)
-        return None if next_life is None else on_machines(next_life, left)
+        if (resumed := self._lives.resumed(self._job, self._newest)) is None:
+            return None
+        job = self._job
+        if job.joined:  # machines that have joined the run call its address again
+            job = replace(job, port=int(self._coordinator.address.rpartition(":")[2]))
+        return on_machines(self._lives.next(job, resumed), left)
 
     def _words_of(self, failure: RunFailedError, next_life: Job) -> str:
         """Return what has happened, in sentences, and where servers run that no machine brings any more."""
@@ -911,27 +915,28 @@ class RestartPolicy:
     def __init__(self) -> None:
         self._in_vain = 0
 
-    def next(self, job: Job, address: str, newest: NewestCheckpoint) -> Job | None:
-        """Return the configuration with which a run goes on after the loss of a server; None if it does not.
+    def resumed(self, job: Job, newest: NewestCheckpoint) -> ResumedFrom | None:
+        """Return the checkpoint with which a run would go on after a loss; None if it would not.
+
+        A run that goes on by itself checks a checkpoint as strictly as a user does who resumes the run.
 
         Args:
             job: the configuration of the run.
-            address: the address of its coordinator, which machines that have joined the run call again.
-            newest: its newest whole checkpoint. A run that goes on by itself checks a checkpoint as strictly as a
-                user does who resumes the run.
+            newest: its newest whole checkpoint.
         """
         resumed = resumed_with(newest)
-        again = resumed is not None and job.resumed is not None and resumed.path == job.resumed.path
-        self._in_vain = self._in_vain + 1 if again else 0
-        if job.on_server_loss != "resume" or resumed is None or self._in_vain > MOST_IN_VAIN:
-            return None
-        return structs.replace(
-            job,
-            port=int(address.rpartition(":")[2]) if job.joined else job.port,
-            resumed=resumed,
-            epoch_ns=time.monotonic_ns(),
-            mark=secrets.token_hex(8),
-        )
+        in_vain = self._in_vain >= MOST_IN_VAIN and _is_again(job, resumed)
+        return None if job.on_server_loss != "resume" or in_vain else resumed
+
+    def next(self, job: Job, resumed: ResumedFrom) -> Job:
+        """Return the configuration with which a run goes on."""
+        self._in_vain = self._in_vain + 1 if _is_again(job, resumed) else 0
+        return structs.replace(job, resumed=resumed, epoch_ns=time.monotonic_ns(), mark=secrets.token_hex(8))
+
+
+def _is_again(job: Job, resumed: ResumedFrom | None) -> bool:
+    """Return True if a run has begun with a checkpoint itself."""
+    return resumed is not None and job.resumed is not None and resumed.path == job.resumed.path
 
 
 # -- Says when a run waits for machines to join it, and gives up after a while if none does ------------------
