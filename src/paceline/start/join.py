@@ -444,6 +444,27 @@ class CutOffError(PeerLostError):
         return self.words
 
 
+class _Hosted(msgspec.Struct):
+    """A worker of this machine.
+
+    Attributes:
+        incarnation: its incarnation.
+        running: its process, once this has been started.
+        taken_out_s: if it was taken out of the run, the time from which its process has been running again; inf while
+            it has not.
+        excluded: True if it was taken out for good.
+        gone: True if it has ended and never joins again.
+        reported: True if its end has been reported.
+    """
+
+    incarnation: int
+    running: RunningProcess | None = None
+    taken_out_s: float | None = None
+    excluded: bool = False
+    gone: bool = False
+    reported: bool = False
+
+
 class Agent:
     """Starts the processes of one machine, and monitors them until they have ended.
 
@@ -481,15 +502,7 @@ class Agent:
         self._arguments: Sequence[str] = ()
         self._payload = b""
         self.devices: dict[int, Device] = {}
-        # worker -> its incarnation, for the last incarnation of each worker that was started here
-        self._workers: dict[int, int] = {}
-        # worker -> its process, once it has been started
-        self._running: dict[int, RunningProcess] = {}
-        self._reported: set[int] = set()  # workers whose end has been reported
-        # worker that was taken out of the run -> time from which its process has been running again; inf while not
-        self._taken_out: dict[int, float] = {}
-        self._excluded: set[int] = set()  # workers that were taken out for good
-        self._gone: set[int] = set()  # workers that have ended and never join again
+        self._hosted: dict[int, _Hosted] = {}  # the last incarnation of each worker that was started here
         # (time at which a worker asks to join again, its index), sorted
         self._due: list[tuple[float, int]] = []
         self._asked: int | None = None  # the worker that has asked, until it has been answered
@@ -585,7 +598,7 @@ class Agent:
             return True
         returns = bool(self._due) or self._asked is not None
         over = self._failure is not None or self._interruption.asked
-        return (returns and not over) or len(self._reported) < len(self._workers)
+        return (returns and not over) or not all(each.reported for each in self._hosted.values())
 
     @property
     def _knows_outcome(self) -> bool:
@@ -603,12 +616,7 @@ class Agent:
 
     def _start(self, workers: Mapping[int, int]) -> None:
         for worker, incarnation in workers.items():
-            self._workers[worker] = incarnation
-            self._reported.discard(worker)
-            self._running.pop(worker, None)
-            self._taken_out.pop(worker, None)
-            self._excluded.discard(worker)
-            self._gone.discard(worker)
+            self._hosted[worker] = _Hosted(incarnation)
             self._engine.start(
                 "worker",
                 worker,
@@ -654,17 +662,16 @@ class Agent:
                         if (process := self._engine.process(role, index)) is not None:
                             process.kill(why)
                     case TakenOut(worker, incarnation, reason, for_good) if (
-                        self._workers.get(worker) == incarnation
+                        worker in self._hosted and self._hosted[worker].incarnation == incarnation
                     ):
-                        self._taken_out[worker] = math.inf
-                        if for_good:
-                            self._excluded.add(worker)
+                        hosted = self._hosted[worker]
+                        hosted.taken_out_s, hosted.excluded = math.inf, hosted.excluded or for_good
                         print_sentence(
                             self._console,
                             f"worker {worker} was taken out of the run: {reason}",
                         )
                     case MainChosen(worker):
-                        if worker in self._workers:
+                        if worker in self._hosted:
                             self._channels.show(f"worker {worker}")
                             print_sentence(
                                 self._console,
@@ -698,11 +705,11 @@ class Agent:
         if (
             self._resumes
         ):  # also those that have finished their script, because the run goes back to a checkpoint
-            return sorted(self._workers.keys() - self._gone - self._excluded)
+            return sorted(w for w, each in self._hosted.items() if not (each.gone or each.excluded))
         cut_off = [
             worker
             for worker, process in self._engine.workers.items()
-            if worker not in self._reported and process.exit_code in (None, EXIT_PEER_LOST)
+            if not self._hosted[worker].reported and process.exit_code in (None, EXIT_PEER_LOST)
         ]
         cut_off += [worker for _, worker in self._due]
         cut_off += [] if self._asked is None else [self._asked]
@@ -714,34 +721,32 @@ class Agent:
         if device is not None:
             self.devices |= dict.fromkeys(workers, device)
         if asked not in workers:  # another machine has this index now
-            self._reported.discard(asked)
-            for known in (self._engine.workers, self._workers, self._running, self._taken_out):
-                known.pop(asked, None)
+            self._engine.workers.pop(asked, None)
+            self._hosted.pop(asked, None)
         self._start(workers)
 
     def _report_states(self) -> None:
         """Send a heartbeat with the states of the workers' processes if one is due."""
         states = []
         for worker, process in self._engine.workers.items():
-            if worker not in self._running:
-                running = RunningProcess.of(process.id) if process.started else None
-                if running is not None:
-                    self._running[worker] = running
-            if worker in self._running:
-                state = self._running[worker].state()
-                states.append(ProcessState("worker", worker, state, self._workers[worker]))
-                self._end_if_taken_out(worker, process, state)
+            hosted = self._hosted[worker]
+            if hosted.running is None and process.started:
+                hosted.running = RunningProcess.of(process.id)
+            if hosted.running is not None:
+                state = hosted.running.state()
+                states.append(ProcessState("worker", worker, state, hosted.incarnation))
+                self._end_if_taken_out(hosted, process, state)
         heartbeat = self._heartbeats.due(states, self._job.now_ticks())
         if heartbeat is not None:
             with contextlib.suppress(PeerLostError):  # `_hear` notices that the connection is lost
                 self._stream.send(heartbeat)
 
-    def _end_if_taken_out(self, worker: int, process: Process, state: State) -> None:
+    def _end_if_taken_out(self, hosted: _Hosted, process: Process, state: State) -> None:
         """Kill the process of a worker that was taken out if it does not end by itself when it runs again."""
-        if (since_s := self._taken_out.get(worker)) is None:
+        if (since_s := hosted.taken_out_s) is None:
             return
         since_s = min(since_s, time.monotonic()) if state == "running" else math.inf
-        self._taken_out[worker] = since_s
+        hosted.taken_out_s = since_s
         if time.monotonic() > since_s + GRACE_S:
             process.kill("it was taken out of the run")
 
@@ -761,14 +766,15 @@ class Agent:
             if failed and not told and self._failed_server is None:
                 self._failed_server = RunFailedError(process.name, process.ending, output)
         for worker, process in self._engine.workers.items():
-            if process.exit_code is None or worker in self._reported:
+            hosted = self._hosted[worker]
+            if process.exit_code is None or hosted.reported:
                 continue
-            self._reported.add(worker)
-            killed = worker in self._taken_out and process.exit_code == -signal.SIGKILL
-            cut_off = (killed or process.exit_code == EXIT_PEER_LOST) and worker not in self._excluded
+            hosted.reported = True
+            killed = hosted.taken_out_s is not None and process.exit_code == -signal.SIGKILL
+            cut_off = (killed or process.exit_code == EXIT_PEER_LOST) and not hosted.excluded
             returns, asked = cut_off or process.exit_code == 0, self._interruption.asked
             if not returns:
-                self._gone.add(worker)
+                hosted.gone = True
             # `_hear` notices that the connection is lost.
             with contextlib.suppress(PeerLostError, DeadlineError):
                 self._stream.send(ProcessEnded(worker, process.ending, process.crashed, asked, returns))
