@@ -1,4 +1,4 @@
-"""The program under an actor of Ray (see `RayHost`): it serves a run, or joins it with one worker.
+"""The program under an actor of Ray, and the actor: the program serves a run, or joins it with one worker.
 
 The program receives one order and one payload over a pipe, and then the numbers of signals. So no secret is on its
 command line or in its environment. At the end of the pipe, its actor has ended. So it leaves the run as after SIGTERM,
