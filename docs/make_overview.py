@@ -1,12 +1,11 @@
 """Draw the two pictures of `docs/overview.md` from the code: `python docs/make_overview.py`.
 
-- The folders: each after those from which it imports, with the number of its lines and the first sentence of its
-  docstring. A line joins a folder to those from which it imports, unless these are also reached through a third one.
+- The folders: each after those from which it imports, with the first sentence of its docstring. A line joins a folder
+  to those from which it imports, unless these are also reached through a third one.
 - The way of a push: a training step is traced in the live hosts of a worker and a server, each on a thread, and the
   picture shows the functions in `WAY`, in the order in which they were called.
 
-With --check, nothing is written, and the exit code is 0 if the pictures match the code, 1 otherwise. Numbers of lines
-are rounded to thousands, so that most changes do not change the picture.
+With --check, nothing is written, and the exit code is 0 if the pictures match the code, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -116,14 +115,6 @@ def summary(folder: str) -> str:
     return " ".join(text.split("\n\n")[0].split()).split(". ")[0].replace("`", "").rstrip(".")
 
 
-def lines_of(folder: str) -> str:
-    """Return the number of lines of a folder, in thousands."""
-    thousands = round(
-        sum(len(file.read_text().splitlines()) for file in (ROOT / folder).rglob("*.py")) / 1000
-    )
-    return f"{thousands},000" if thousands else "< 500"
-
-
 def draw_folders() -> str:
     """Return the picture of the folders, as SVG."""
     height, left, width = 40, 250, 1000
@@ -153,10 +144,8 @@ def draw_folders() -> str:
                 size=12,
             )
         )
-        parts.append(text(width - 22, middle[folder] + 5, lines_of(folder), size=12, anchor="end", fill=PALE))
     parts.append(text(left + 12, 20, "folder", size=12, fill=PALE))
     parts.append(text(left + 118, 20, "blue: pure, no clock, socket or tensor", size=12, fill=PALE))
-    parts.append(text(width - 22, 20, "lines", size=12, anchor="end", fill=PALE))
     return picture(width, 30 + len(FOLDERS) * height + 10, parts)
 
 
