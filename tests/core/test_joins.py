@@ -231,7 +231,9 @@ def test_a_change_waits_for_a_join_and_a_join_for_a_change() -> None:
     requests = run.serve(2)
     assert kinds(requests) == [Started, ChangePublished, ChangePublished, ChangePublished]
     for worker in range(3):
-        assert run.core.handle(worker_peer(worker), messages.IterationFinished(0, None, 1), 0) == []
+        assert (
+            run.core.handle(worker_peer(worker), messages.IterationFinished(iteration=0, change=1), 0) == []
+        )
     assert kinds(run.core.handle(worker_peer(0), messages.IterationStarted(1), 0)) == [JoinProposed]
 
 

@@ -188,7 +188,7 @@ def test_a_server_lists_the_workers_that_wait_for_a_factor() -> None:
     [waits] = server.waits(timers=False).shards
     assert waits.pulls == MEAN
     assert all("norms" in reason for reason in waits.reasons)
-    requests = server.handle(COORDINATOR, MeanClipped(0, MEAN, 1.0), 2)
+    requests = server.handle(COORDINATOR, MeanClipped(0, pushes=MEAN, factor=1.0), 2)
     assert answered(requests) == [0, 1]
     assert not server.awaits_factor
 
@@ -221,7 +221,7 @@ def test_the_squares_are_added_in_the_order_of_the_shards_and_all_receive_one_fa
     assert norms.measured(MeanMeasured(0, MEAN, 2.0, squares[0])) == []
     factor = clip_factor(2.0, math.sqrt(sum(squares)))
     assert told(norms.measured(MeanMeasured(1, MEAN, 2.0, squares[1]))) == [
-        (shard % 2, MeanClipped(shard, MEAN, factor)) for shard in range(3)
+        (shard % 2, MeanClipped(shard, pushes=MEAN, factor=factor)) for shard in range(3)
     ]
 
 
@@ -232,7 +232,7 @@ def test_means_are_told_apart_by_their_pushes() -> None:
     assert norms.measured(MeanMeasured(0, later, 1.0, 4.0)) == []
     assert told(norms.measured(MeanMeasured(1, later, 1.0, 0)))[0] == (
         0,
-        MeanClipped(0, later, clip_factor(1.0, 2.0)),
+        MeanClipped(0, pushes=later, factor=clip_factor(1.0, 2.0)),
     )
 
 
@@ -245,8 +245,8 @@ def test_after_a_loss_the_shards_that_have_not_reported_are_asked_once() -> None
     assert norms.missing(MeanMissing(2, torn)) == []
     both = ((0, 4), (1, 4))
     assert told(norms.measured(MeanMeasured(1, both, 1.0, 12.0))) == [
-        (0, MeanClipped(0, torn, clip_factor(1.0, 4.0))),
-        (1, MeanClipped(1, both, clip_factor(1.0, 4.0))),
+        (0, MeanClipped(0, pushes=torn, factor=clip_factor(1.0, 4.0))),
+        (1, MeanClipped(1, pushes=both, factor=clip_factor(1.0, 4.0))),
     ]
     assert told(norms.measured(MeanMeasured(0, ((1, 5),), 1.0, 4.0))) == [
         (1, MeanAwaited(1, ((1, 5),))),

@@ -72,7 +72,7 @@ from paceline.run.server_memory import ServerMemory
 from paceline.run.worker import WorkerSession
 from paceline.shard.optimizers import read_groups
 from paceline.sync.actions import ApplyMean, ApplyPush
-from paceline.sync.events import Change, Stop
+from paceline.sync.events import Change, PushFlags, Stop
 from paceline.trace.recording import Trace, read_run
 from paceline.train.session import current
 from paceline.wire.memory import PIECE_BYTES, Region, cut
@@ -326,7 +326,7 @@ class Puppet(Host):
 
     def push(self) -> None:
         contents, payloads = zip(*(self.content_of(shard) for shard in self.shards), strict=True)
-        requests = self.core.push(contents, significance=self.significance)
+        requests = self.core.push(PushFlags(significance=self.significance), contents)
         self.perform(requests, dict(enumerate(payloads)))
 
     def close(self) -> None:

@@ -546,9 +546,12 @@ TALK: dict[str, tuple[SyncModel, Callable[[Worker], None]]] = {
     "a header that nests without end": (BSP(), lambda w: w.coordinator.sendall(frame(NESTED))),
     "an iteration of the future": (
         ElasticBSP(lookahead=4),
-        lambda w: w.tell_coordinator(IterationFinished(99)),
+        lambda w: w.tell_coordinator(IterationFinished(iteration=99)),
     ),
-    "an iteration below zero": (ElasticBSP(lookahead=4), lambda w: w.tell_coordinator(IterationFinished(-1))),
+    "an iteration below zero": (
+        ElasticBSP(lookahead=4),
+        lambda w: w.tell_coordinator(IterationFinished(iteration=-1)),
+    ),
     "a beginning that nobody asked for": (
         BSP(),
         lambda w: w.tell_coordinator(IterationStarted(w.session.core.iteration)),
@@ -584,11 +587,11 @@ TALK: dict[str, tuple[SyncModel, Callable[[Worker], None]]] = {
     "a change below zero": (BSP(), lambda w: w.tell_coordinator(asking("asp", number=-1))),
     "a change that ends nothing": (
         BSP(),
-        lambda w: w.tell_coordinator(IterationFinished(w.session.core.iteration, None, 1)),
+        lambda w: w.tell_coordinator(IterationFinished(iteration=w.session.core.iteration, change=1)),
     ),
     "a superstep that there is not": (
         ElasticBSP(lookahead=4),
-        lambda w: w.tell_coordinator(IterationFinished(w.session.core.iteration, 99)),
+        lambda w: w.tell_coordinator(IterationFinished(iteration=w.session.core.iteration, superstep=99)),
     ),
 }
 

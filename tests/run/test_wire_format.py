@@ -73,8 +73,11 @@ def test_another_notation_is_refused_before_anything_starts(text: str, tmp_path:
 def test_what_is_not_the_usual_exchange_is_not_rounded() -> None:
     both = WireFormat("bf16", "bf16")
     edit = Commit(0, 1, edit=Edit(number=0, sole=True))
-    gradient, restart = Commit(0, 1), PullRepeated(0, 1)
-    evaluation, before_edit = PullRepeated(0, 1, restart=False), PullRepeated(0, 1, restart=False, edit=0)
+    gradient, restart = Commit(0, 1), PullRepeated(0, iteration=1)
+    evaluation, before_edit = (
+        PullRepeated(0, iteration=1, restart=False),
+        PullRepeated(0, iteration=1, restart=False, edit=0),
+    )
     assert rounds_push(both, gradient)
     assert rounds_push(both, Stage(0, (1,)))
     assert not rounds_push(both, edit)

@@ -52,7 +52,7 @@ from paceline.core.requests import (
     worker_peer,
 )
 from paceline.core.server import Server
-from paceline.core.worker import Worker
+from paceline.core.worker import EMPTY, Worker
 from paceline.errors import ConfigurationError, InternalError, TakenOutError
 from paceline.sync.notation import parse_shards
 from paceline.sync.translation import Standing
@@ -524,7 +524,7 @@ class WorkerProcess(Process):
 
     def skip(self) -> None:
         """Push without a gradient."""
-        self._push(self.core.push(empty=True))
+        self._push(self.core.push(EMPTY))
 
     def stand_in(self) -> None:
         """Push without a gradient, while the script waits in a call."""

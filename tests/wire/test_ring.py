@@ -245,12 +245,12 @@ def streams() -> Iterator[tuple[Stream[Message], Stream[Message], bytearray]]:
 
 def test_messages_with_a_payload_keep_their_place_among_those_in_the_ring() -> None:
     with streams() as (worker, server, payload):
-        worker.send(PullRepeated(0, 1))
+        worker.send(PullRepeated(0, iteration=1))
         worker.send(InitialWeights(1), [memoryview(b"\7" * 1000)])
-        worker.send(PullRepeated(0, 2))
-        assert list(server.receive(from_socket=False)) == [PullRepeated(0, 1)]
+        worker.send(PullRepeated(0, iteration=2))
+        assert list(server.receive(from_socket=False)) == [PullRepeated(0, iteration=1)]
         assert not server.ring_ready  # what comes next comes from the socket
-        assert list(server.receive()) == [InitialWeights(1), PullRepeated(0, 2)]
+        assert list(server.receive()) == [InitialWeights(1), PullRepeated(0, iteration=2)]
         assert payload[:1000] == b"\7" * 1000
 
 
@@ -258,39 +258,39 @@ def test_a_payload_that_comes_bit_by_bit_holds_up_what_follows_it() -> None:
     with streams() as (worker, server, payload):
         worker.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         worker.send(InitialWeights(0), [memoryview(bytes(range(200)) * 1000)])
-        worker.send(PullRepeated(0, 1))
+        worker.send(PullRepeated(0, iteration=1))
         got: list[Message] = []
         while len(got) < 2:
             got += server.receive()
             worker.flush()
-        assert got == [InitialWeights(0), PullRepeated(0, 1)]
+        assert got == [InitialWeights(0), PullRepeated(0, iteration=1)]
         assert payload == bytes(range(200)) * 1000
 
 
 def test_a_sleeper_is_woken_through_the_socket_and_nobody_else() -> None:
     with streams() as (worker, server, _):
-        worker.send(PullRepeated(0, 1))
+        worker.send(PullRepeated(0, iteration=1))
         assert not select.select([server], [], [], 0)[0]
         assert not server.fall_asleep()
-        assert list(server.receive(from_socket=False)) == [PullRepeated(0, 1)]
+        assert list(server.receive(from_socket=False)) == [PullRepeated(0, iteration=1)]
         assert server.fall_asleep()
-        worker.send(PullRepeated(0, 2))
+        worker.send(PullRepeated(0, iteration=2))
         assert select.select([server], [], [], TIMEOUT_S)[0]
         server.wake_up()
-        assert list(server.receive()) == [PullRepeated(0, 2)]
-        worker.send(PullRepeated(0, 3))
+        assert list(server.receive()) == [PullRepeated(0, iteration=2)]
+        worker.send(PullRepeated(0, iteration=3))
         assert not select.select([server], [], [], 0)[0]
 
 
 def test_what_was_said_before_the_connection_ended_is_heard() -> None:
     with streams() as (worker, server, _):
-        worker.send(PullRepeated(0, 1))
+        worker.send(PullRepeated(0, iteration=1))
         worker.send(WorkerFinished())
         worker.sock.close()
         heard: list[Message] = []
         with pytest.raises(PeerLostError):
             heard.extend(server.receive())
-        assert heard == [PullRepeated(0, 1), WorkerFinished()]
+        assert heard == [PullRepeated(0, iteration=1), WorkerFinished()]
 
 
 def test_what_the_ring_has_no_room_for_waits_and_comes_in_order() -> None:
@@ -318,7 +318,7 @@ def test_a_frame_of_noise_is_refused() -> None:
 def test_a_message_whose_payload_was_left_out_is_refused() -> None:
     with streams() as (worker, server, payload):
         server.sink = lambda message, size_bytes: [memoryview(payload)]
-        worker.send(PullRepeated(0, 1))
+        worker.send(PullRepeated(0, iteration=1))
         with pytest.raises(ProtocolError, match="without its payload"):
             list(server.receive(from_socket=False))
 
@@ -337,12 +337,12 @@ def test_a_ring_that_makes_no_sense_is_the_peers_fault_at_either_end() -> None:
 
 def test_one_call_handles_what_the_ring_held_when_it_began_and_no_more() -> None:
     with streams() as (worker, server, _):
-        worker.send(PullRepeated(0, 0))
+        worker.send(PullRepeated(0, iteration=0))
         heard = 0
         for _ in server.receive(from_socket=False):
             heard += 1
             assert heard < 10, "a peer that goes on sending holds its host for ever"
-            worker.send(PullRepeated(0, heard))
+            worker.send(PullRepeated(0, iteration=heard))
         assert heard == 1
         assert server.ring_ready
 
@@ -378,12 +378,12 @@ def test_where_a_payload_goes_is_asked_when_all_that_comes_before_it_has_been_ha
         server._ring_in = FilledLate(  # type: ignore[assignment]
             server._ring_in,
             [
-                lambda: worker.send(PullRepeated(0, 1)),
+                lambda: worker.send(PullRepeated(0, iteration=1)),
                 lambda: worker.send(InitialWeights(0), [memoryview(b"x" * 100)]),
             ],
         )
-        assert list(server.receive()) == [PullRepeated(0, 1), InitialWeights(0)]
-        assert asked == [PullRepeated(0, 1), InitialWeights(0)]
+        assert list(server.receive()) == [PullRepeated(0, iteration=1), InitialWeights(0)]
+        assert asked == [PullRepeated(0, iteration=1), InitialWeights(0)]
         assert payload[:100] == b"x" * 100
 
 

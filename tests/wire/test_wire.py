@@ -714,7 +714,7 @@ BROKEN = {
     "lists in lists": frame(NESTED),
     "an unknown message": frame(msgspec.msgpack.encode({"type": "Surprise"})),
     "a message of another connection's": frame(encoded(Status(0, None, "computing"))),
-    "another message of another connection's": frame(encoded(IterationFinished(0))),
+    "another message of another connection's": frame(encoded(IterationFinished(iteration=0))),
     "a payload where there is none": frame(encoded(WorkerFinished()), b"x"),
     "a payload that is too large": frame(encoded(commit_of(b"12")), b"123"),
     "a payload that is too small": frame(encoded(commit_of(b"12")), b"1"),

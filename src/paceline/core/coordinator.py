@@ -535,22 +535,9 @@ class Coordinator:
         worker = sender.index
         match message:
             case messages.IterationFinished():
-                return self.take(
-                    IterationFinished(
-                        now_ticks=now_ticks,
-                        worker=worker,
-                        iteration=message.iteration,
-                        superstep=message.superstep,
-                        change=message.change,
-                        attempt=message.attempt,
-                        warm_up=message.warm_up,
-                        outside_ticks=message.outside_ticks,
-                    )
-                )
+                return self.take(IterationFinished.of(message, now_ticks=now_ticks, worker=worker))
             case messages.IterationStarted():
-                return self.take(
-                    IterationStarted(now_ticks=now_ticks, worker=worker, iteration=message.iteration)
-                )
+                return self.take(IterationStarted.of(message, now_ticks=now_ticks, worker=worker))
             case messages.SyncRequested():
                 return self._request_sync(worker, message, now_ticks)
             case Register() if self.expects_model(sender) and self.model is not None:
@@ -932,14 +919,7 @@ class Coordinator:
             return []
         self.collectives.grown = True
         worker = joined.worker
-        event = WorkerJoined(
-            now_ticks=now_ticks,
-            worker=worker,
-            iteration=joined.iteration,
-            count=joined.count,
-            superstep=joined.superstep,
-            pulls=True,
-        )
+        event = WorkerJoined.of(joined, now_ticks=now_ticks, pulls=True)
         sync = self._sync.sync
         # The index of the initializer may have been used again, so nobody is named.
         became_main = self.main.joined(worker)
@@ -1175,15 +1155,7 @@ class Coordinator:
             ) from error
         if self.reconfigurations.postpones(worker, message):
             return []
-        return self.take(
-            SyncRequested(
-                now_ticks=now_ticks,
-                worker=worker,
-                source=message.source,
-                number=message.number,
-                sync=message.sync,
-            )
-        )
+        return self.take(SyncRequested.of(message, now_ticks=now_ticks, worker=worker))
 
     def _may_use(self, sync: str) -> bool:
         """Return True if the run can change to a sync model."""

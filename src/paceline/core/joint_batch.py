@@ -330,7 +330,8 @@ class JointNorms:
         norm = math.sqrt(sum(report.square for report in reports))
         factor = clip_factor(reports[0].max_norm, norm)
         return [
-            self._send(report.shard, MeanClipped(report.shard, report.pushes, factor)) for report in reports
+            self._send(report.shard, MeanClipped(report.shard, pushes=report.pushes, factor=factor))
+            for report in reports
         ]
 
     def _send(self, shard: int, message: MeanClipped | MeanAwaited) -> Send:

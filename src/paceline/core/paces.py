@@ -99,9 +99,9 @@ class PaceMeter:
         self._batches += not push.repeated
         self._clips = self._clips or push.clip is not None
         samples = -1 if push.samples is None else push.samples
-        if samples > 0 and not push.repeated:
-            self._samples += samples
-            self._samples_of[push.worker, push.iteration] = samples
+        if push.counted:
+            self._samples += push.counted
+            self._samples_of[push.worker, push.iteration] = push.counted
             self._samples_of.pop((push.worker, push.iteration - 2), None)  # it has been decided about
         if begun_ticks is not None and not push.warm_up:
             cycle_s = max(0, push.now_ticks - begun_ticks - push.outside_ticks) / self._ticks_per_s

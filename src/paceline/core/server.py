@@ -231,24 +231,17 @@ class Server:
             case Commit():
                 return self._commit(worker, message, now_ticks)
             case messages.PullRequested():
-                pull = PullRequested(now_ticks=now_ticks, worker=worker, iteration=message.iteration)
+                pull = PullRequested.of(message, now_ticks=now_ticks, worker=worker)
                 return self.shard(message.shard).handle(pull)
             case messages.PullRepeated():
-                repeat = PullRepeated(
-                    now_ticks=now_ticks,
-                    worker=worker,
-                    iteration=message.iteration,
-                    restart=message.restart,
-                    edit=message.edit,
-                )
+                repeat = PullRepeated.of(message, now_ticks=now_ticks, worker=worker)
                 return self.shard(message.shard).handle(repeat)
             case messages.MeanClipped():
-                clipped = MeanClipped(now_ticks=now_ticks, pushes=message.pushes, factor=message.factor)
-                return self.shard(message.shard).handle(clipped)
+                return self.shard(message.shard).handle(MeanClipped.of(message, now_ticks=now_ticks))
             case MeanAwaited():
                 return self.shard(message.shard).ask(message.pushes)
             case messages.RateTempered():
-                tempered = RateTempered(now_ticks=now_ticks, factor=message.factor)
+                tempered = RateTempered.of(message, now_ticks=now_ticks)
                 self._factor = message.factor
                 return [each for shard in self.shards.values() for each in shard.handle(tempered)]
             case messages.WorkerFinished():
@@ -411,32 +404,12 @@ class Server:
             raise ProtocolError(
                 f"its push clips the joint gradient, whose norm is not known under {shard.sync.sync}"
             )
-        requests = shard.handle(
-            PushReceived(
-                now_ticks=now_ticks,
-                worker=worker,
-                iteration=commit.iteration,
-                empty=commit.empty,
-                stop=commit.stop,
-                change=commit.change,
-                significance=commit.significance,
-                progress=commit.progress,
-                samples=commit.samples,
-                clip=commit.clip,
-                clipped=commit.clipped,
-                repeated=commit.repeated,
-                warm_up=commit.warm_up,
-                outside_ticks=commit.outside_ticks,
-                edit=commit.edit,
-            ),
-            commit.drawn,
-        )
+        push = PushReceived.of(commit, now_ticks=now_ticks, worker=worker)
+        requests = shard.handle(push, commit.drawn)
         if self._paces is not None and commit.shard == 0 and (report := self._paces.report()) is not None:
             requests.append(Send(COORDINATOR, report))
         if commit.pulls:
-            return requests + shard.handle(
-                PullRequested(now_ticks=now_ticks, worker=worker, iteration=commit.iteration)
-            )
+            return requests + shard.handle(PullRequested.of(commit, now_ticks=now_ticks, worker=worker))
         return [*requests, Send(worker_peer(worker), Committed(commit.shard, commit.iteration))]
 
     def _join(self, message: messages.WorkerJoined, now_ticks: int) -> list[Request]:
@@ -447,14 +420,7 @@ class Server:
             requests = self._leave(WorkerLost(now_ticks=now_ticks, worker=worker))
         if not all(shard.sync.may_join(count) for shard in self.shards.values()):
             return [*requests, self._offer(worker, message.incarnation)]
-        event = WorkerJoined(
-            now_ticks=now_ticks,
-            worker=worker,
-            iteration=message.iteration,
-            count=count,
-            superstep=message.superstep,
-            pulls=True,
-        )
+        event = WorkerJoined.of(message, now_ticks=now_ticks, pulls=True)
         self.expected.add(worker)
         self._forget_drawn(worker)
         self._incarnations[worker] = message.incarnation

@@ -88,16 +88,16 @@ class Details(NamedTuple):
 
     Attributes:
         samples: number of samples over which the gradient is averaged; None if it is unknown.
-        repeated: True if these samples were counted with an earlier push.
+        counted: see `PushFlags`.
         clip: set if the script clips the gradient that is applied.
     """
 
     samples: int | None
-    repeated: bool
+    counted: int
     clip: Clip | None
 
 
-UNKNOWN = Details(None, False, None)
+UNKNOWN = Details(None, 0, None)
 
 BEGINNING = ShardState()
 """The state of a shard whose weights are the initial ones."""
@@ -359,9 +359,7 @@ class Shard:
         samples = self.samples
         for worker, iteration in versions.unapplied:
             held[worker] = min(iteration, held.get(worker, iteration))
-            details = self._details.get((worker, iteration), UNKNOWN)
-            if details.samples is not None and not details.repeated:
-                samples -= details.samples
+            samples -= self._details.get((worker, iteration), UNKNOWN).counted
         last = {worker: held.get(worker, label) - 1 for worker, label in sorted(labels.items())}
         taken = CutTaken(
             cut.number,
@@ -382,9 +380,8 @@ class Shard:
         if type(event) is PushReceived:
             if event.samples is not None or event.clip is not None:
                 key = event.worker, event.iteration
-                self._details[key] = Details(event.samples, event.repeated, event.clip)
-                if event.samples is not None and not event.repeated:
-                    self.samples += event.samples
+                self._details[key] = Details(event.samples, event.counted, event.clip)
+                self.samples += event.counted
             if event.edit is not None:
                 self._edits.receive((event.worker, event.iteration), event.edit)
         elif type(event) is WorkerLost or type(event) is WorkerFinished:
@@ -450,11 +447,10 @@ class Shard:
         if key in self._edits.pending:
             requests += self._edits.discard(key) if torn else self._edits.carry_out([key])
             return
-        details = self._details.pop(key, UNKNOWN)
-        if details.samples is not None and not details.repeated:
-            self.samples -= details.samples
-            if not torn:
-                self._versions.dropped_samples += details.samples
+        counted = self._details.pop(key, UNKNOWN).counted
+        self.samples -= counted
+        if not torn:
+            self._versions.dropped_samples += counted
         requests.append(Discard(self.index, *key))
 
     def _forget(self, push: Key, *, counts: bool = False) -> None:

@@ -22,9 +22,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from msgspec import structs
+
 from ..errors import ConfigurationError, ProtocolError, TakenOutError
 from ..state import stateful
-from ..sync.events import Change, Clip, Edit, Stop
+from ..sync.events import Change, Edit, PushFlags, Stop
 from ..sync.model import SyncModel, agree_on_means
 from ..sync.notation import notation, parse_shards, require_shards
 from ..sync.schedule import Schedule
@@ -84,6 +86,8 @@ ADDED = "DistributedOptimizer() or add_param_group() with parameters that are no
 """How a call that extends the model is described to other workers."""
 
 NO_RESTART = (-1, -1)
+
+GRADIENT, EMPTY = PushFlags(), PushFlags(empty=True)
 
 
 @stateful(
@@ -334,32 +338,20 @@ class Worker:
 
     def push(
         self,
+        flags: PushFlags = GRADIENT,
         contents: Sequence[Content] | None = None,
         *,
-        empty: bool = False,
-        significance: float | None = None,
         busy_s: float | None = None,
         idle: bool = False,
-        clip: Clip | None = None,
-        clipped: bool = False,
-        edit: Edit | None = None,
-        set_index: int | None = None,
-        outside_ticks: int = 0,
     ) -> list[Request]:
         """Commit the current iteration to every shard.
 
         Args:
+            flags: what the host knows of the push.
             contents: content of the push for each shard; None in virtual time.
-            empty: True to skip the iteration, that is, to push no gradient.
-            significance: |g| / |w|, if `needs_significance` is True.
             busy_s: time that the worker took for the iteration, not including the time that it waited for others;
                 None if it is unknown.
             idle: True if the script is not training at the moment. Data that it has drawn belongs to a later push.
-            clip: set if the script clips the gradient that is applied.
-            clipped: True if the script has clipped this worker's own gradient.
-            edit: set if the push contains new values of parameters instead of a gradient.
-            set_index: the parameter set that is pushed and pulled; None for all sets.
-            outside_ticks: see the event `PushReceived`.
         """
         requests = self._due() if self._steps else []
         iteration, plan = self.iteration, self._plan
@@ -370,44 +362,41 @@ class Worker:
             stop, self._plan = plan[0], None
         progress, self._progress = self._progress, None
         data = self.data
-        samples, repeated = None if idle else data.samples, False
-        if set_index is not None and not idle:
+        samples, again = None if idle else data.samples, False
+        if flags.set_index is not None and not idle:
             # A step of another optimizer with the same batch has the same weight in a mean.
             if samples is None and not data.has_drawn:
-                samples, repeated = self._batch_samples, self._batch_samples is not None
+                samples, again = self._batch_samples, self._batch_samples is not None
             self._batch_samples = samples
         if not idle:
             self._unsent.pushed(samples)
             self._calls_since_step = 0
-        warm_up = data.warm_up and not idle
-        ahead = data.push(None if empty else busy_s) if data.used and not idle else []
+        flags = structs.replace(
+            flags,
+            stop=stop,
+            change=self._flagged,
+            progress=progress,
+            samples=samples,
+            repeated=again,
+            warm_up=data.warm_up and not idle,
+        )
+        ahead = data.push(None if flags.empty else busy_s) if data.used and not idle else []
+        fields = structs.asdict(flags)
         # Every worker sends to the shards in descending order, because the last layers' gradients are ready first.
         for shard, server in self._last_first:
-            self.last_commit = commit = Commit(
-                shard,
-                iteration,
-                contents[shard] if contents is not None else None,
-                empty,
-                stop,
-                self._flagged,
-                significance,
-                progress,
-                self._overlap,
-                samples,
-                data.pushed,
-                clip,
-                clipped,
-                edit,
-                set_index,
-                repeated,
-                warm_up,
-                outside_ticks,
-            )
+            content = contents[shard] if contents is not None else None
+            commit = Commit(shard, iteration, content, self._overlap, data.pushed, **fields)
+            self.last_commit = commit
             requests.append(Send(server, commit))
         if self._notifies or self._flagged is not None:
-            superstep = stop.superstep if stop is not None else None
-            number = self._flagged.number if self._flagged is not None else None
-            finished = IterationFinished(iteration, superstep, number, self._attempt, warm_up, outside_ticks)
+            finished = IterationFinished(
+                iteration=iteration,
+                superstep=stop.superstep if stop is not None else None,
+                change=self._flagged.number if self._flagged is not None else None,
+                attempt=self._attempt,
+                warm_up=flags.warm_up,
+                outside_ticks=flags.outside_ticks,
+            )
             requests.append(Send(COORDINATOR, finished))
         self._await("answers" if self._overlap else "commits")
         if ahead:
@@ -457,7 +446,7 @@ class Worker:
         self._pulls_again = True
         self._await("answers")
         return [
-            Send(server, PullRepeated(shard, self.iteration, restart))
+            Send(server, PullRepeated(shard, iteration=self.iteration, restart=restart))
             for shard, server in enumerate(self._servers)
         ]
 
@@ -473,13 +462,13 @@ class Worker:
         self._pulls_again = True
         self._await("answers")
         return [
-            Send(server, PullRepeated(shard, self.iteration, restart=False, edit=number))
+            Send(server, PullRepeated(shard, iteration=self.iteration, restart=False, edit=number))
             for shard, server in enumerate(self._servers)
         ]
 
     def stand_in(self, contents: Sequence[Content] | None = None) -> list[Request]:
         """Commit the current iteration without a gradient, because the script is not training at the moment."""
-        return self.become_uneven() + self.push(contents, empty=True, idle=True)
+        return self.become_uneven() + self.push(EMPTY, contents, idle=True)
 
     def become_uneven(self) -> list[Request]:
         """Tell the coordinator that the worker makes its remaining steps earlier or later than the others."""
@@ -493,12 +482,12 @@ class Worker:
 
         All workers make this iteration, so that they remain in lockstep.
         """
-        return self.push(contents, empty=True, idle=True)
+        return self.push(EMPTY, contents, idle=True)
 
     def push_edit(self, contents: Sequence[Content] | None = None) -> list[Request]:
         """Commit the current iteration with the worker's edit or, if the edit of another worker counts, empty."""
         edit, self._edit = self._edit, None
-        return self.push(contents, empty=edit is None, idle=True, edit=edit)
+        return self.push(EMPTY if edit is None else PushFlags(edit=edit), contents, idle=True)
 
     def cancel_edit(self) -> None:
         """End the block of an edit without a push."""

@@ -354,22 +354,16 @@ class WorkerSession(Session):
         self.iterations.push(lap, busy_s)
         if self._slow_link is not None:
             self._watch_link(self._slow_link, busy_s)
+        flags = step.flags
         contents, links.payloads = memory.contents(
-            step.present, step.groups, step.buffers, empty=step.empty, set_index=step.set_index
+            step.present, step.groups, step.buffers, empty=flags.empty, set_index=flags.set_index
         )
-        requests = core.push(
-            contents,
-            empty=step.empty,
-            significance=step.significance,
-            # The script computed the first gradient before the session began to measure the time.
-            busy_s=None if core.last_commit is None else busy_s,
-            clip=step.clip,
-            clipped=step.clipped,
-            set_index=step.set_index,
-            outside_ticks=lap.outside if self._job.marks_outside else 0,
-        )
+        if self._job.marks_outside:
+            flags = msgspec.structs.replace(flags, outside_ticks=lap.outside)
+        # The script computed the first gradient before the session began to measure the time.
+        requests = core.push(flags, contents, busy_s=None if core.last_commit is None else busy_s)
         self.iterations.begins_pass = core.data.begins_pass
-        memory.pulls = step.set_index
+        memory.pulls = flags.set_index
         links.carry_out(requests)
         if step.observed is not None:
             self._observed_s = pushed_s

@@ -239,7 +239,7 @@ class Cluster:
                 )
             said.append(f"worker {worker} {factor:g} times as slow")
         before = self.workers
-        compute_s = [_like(self.compute(w % before), repeated=w >= before) for w in range(count)]
+        compute_s = [_like(self.compute(w % before), again=w >= before) for w in range(count)]
         for worker, factor in slow.items():
             compute_s[worker] = Scaled(base=compute_s[worker], factor=factor)
         assert isinstance(self.fixed_share, tuple)
@@ -338,12 +338,12 @@ def _require_bandwidth(bandwidth_bps: object) -> None:
         )
 
 
-def _like(times: Times, *, repeated: bool) -> Times:
+def _like(times: Times, *, again: bool) -> Times:
     """Return the times of a machine like another one: the same distribution, but not the same recorded times."""
     known = times_of(times)
-    if repeated and isinstance(known, Recorded):
+    if again and isinstance(known, Recorded):
         return Resampled(seconds=known.seconds)
-    return structs.replace(known, shifted=True) if repeated and isinstance(known, Timed) else known
+    return structs.replace(known, shifted=True) if again and isinstance(known, Timed) else known
 
 
 def _members(each: Together, before: int, count: int) -> Together:
@@ -352,8 +352,8 @@ def _members(each: Together, before: int, count: int) -> Together:
     return structs.replace(each, workers=workers)
 
 
-def _alike(own: Own, repeated: bool) -> Own:
+def _alike(own: Own, again: bool) -> Own:
     """Return a link, or what a script does outside of training, of a machine like another one."""
     times = {name: value for name, value in structs.asdict(own).items() if name.endswith("_s")}
-    like = {name: _like(value, repeated=repeated) for name, value in times.items() if value is not None}
+    like = {name: _like(value, again=again) for name, value in times.items() if value is not None}
     return structs.replace(own, **like)

@@ -295,8 +295,8 @@ def _arrivals(shards: Sequence[AnyTrace]) -> Mapping[int, Arrivals]:
             if isinstance(event, PushReceived) and entry.refused is None:
                 own = arrivals[event.worker]
                 own.arrived_s[shard].put(event.iteration, now_s)
-                if event.samples and not event.repeated:
-                    own.samples.put(event.iteration, event.samples)
+                if event.counted:
+                    own.samples.put(event.iteration, event.counted)
                 if event.empty or event.warm_up:
                     own.atypical.put(event.iteration, EMPTY if event.empty else WARM_UP)
             if isinstance(event, WorkerFinished) and shard == 0:

@@ -73,12 +73,12 @@ from ..core.requests import (
 )
 from ..core.server import Server
 from ..core.standstill import held_for_ever, never_answered, standstill
-from ..core.worker import Worker
+from ..core.worker import GRADIENT, Worker
 from ..errors import RunFailedError
 from ..sync import SyncModel
 from ..sync.conditions import log as ln
 from ..sync.draws import uniform
-from ..sync.events import Clip
+from ..sync.events import PushFlags
 from ..sync.schedule import Schedule
 from ..sync.ticks import Seconds
 from ..trace.recording import IterationRecord
@@ -352,29 +352,21 @@ class VirtualJob:
     def push(
         self,
         worker: int,
+        flags: PushFlags = GRADIENT,
         pushes: Sequence[object] = (),
         *,
         shares: Sequence[float] = (),
-        empty: bool = False,
-        significance: float | None = None,
         logged: Settled = NOTHING,
-        clip: Clip | None = None,
-        clipped: bool = False,
-        set_index: int | None = None,
         observed: Observation | None = None,
     ) -> None:
         """Push to every shard, then pull. `Driver.answered` is called when every shard has answered the pull.
 
         Args:
             worker: index of the worker.
+            flags: what the push says besides its gradient.
             pushes: one push for the store of each shard; () if there are no tensors or no gradient.
             shares: for each shard, the share of its bytes that the push has; () if the push has all of them.
-            empty: True to push without a gradient.
-            significance: |g| / |w|, the ratio of the gradient's norm to the weights' norm; None if it is not needed.
             logged: what the script has logged since the last push.
-            clip: set if the script clips the gradient that is applied.
-            clipped: True if the script has clipped this worker's own gradient.
-            set_index: the parameter set that is pushed; None for all sets.
             observed: what was seen of the push, for the guard of the run.
         """
         state = self.workers[worker]
@@ -383,15 +375,9 @@ class VirtualJob:
         state.loss, state.loss_follows = logged.loss, logged.follows
         state.lap = state.stopwatch.push(self.kernel.now_ticks)
         busy_s = (self.kernel.now_ticks - state.started_ticks) / self.kernel.ticks_per_s
-        requests = state.core.push(
-            empty=empty,
-            significance=significance,
-            busy_s=busy_s,
-            clip=clip,
-            clipped=clipped,
-            set_index=set_index,
-            outside_ticks=state.lap.outside if self._marks_outside else 0,
-        )
+        if self._marks_outside:
+            flags = msgspec.structs.replace(flags, outside_ticks=state.lap.outside)
+        requests = state.core.push(flags, busy_s=busy_s)
         if observed is not None:
             requests += state.core.observe(observed)
         self.log(worker, logged)

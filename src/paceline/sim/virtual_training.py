@@ -673,12 +673,12 @@ class VirtualSession(Session):
         self._training.job.request_checkpoint(self.worker)
 
     def commit(self, step: TrainingStep) -> None:
-        training = self._training
+        training, set_index = self._training, step.flags.set_index
         pushes: list[Push] = []
-        if not step.empty:
-            pushes = self._pushes(step.present, self._groups.read(step.groups), step.set_index)
+        if not step.flags.empty:
+            pushes = self._pushes(step.present, self._groups.read(step.groups), set_index)
         shares = [self._share(bounds) for bounds in training.slices] if self._sparse and pushes else ()
-        self.pulls = step.set_index
+        self.pulls = set_index
 
         def send() -> None:
             self._passed = self._held_back = False
@@ -686,16 +686,7 @@ class VirtualSession(Session):
             if step.buffers:
                 training.keep_buffers(self.worker, step.buffers)
             training.job.push(
-                self.worker,
-                pushes,
-                shares=shares,
-                empty=step.empty,
-                significance=step.significance,
-                logged=step.logged,
-                clip=step.clip,
-                clipped=step.clipped,
-                set_index=step.set_index,
-                observed=step.observed,
+                self.worker, step.flags, pushes, shares=shares, logged=step.logged, observed=step.observed
             )
 
         if self._passed:

@@ -10,12 +10,17 @@ that is the same at all shards.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from functools import cache
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 """An index or a count. Messages from other processes are rejected if they contain numbers outside these bounds."""
+
+
+Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+"""A time in ticks: 146 years in nanoseconds."""
 
 
 MOST_NORM = 1e300
@@ -73,13 +78,32 @@ class Edit(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     sole: bool
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """Base class of the events. `now_ticks` never decreases between successive events of the same host."""
+class Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Base class of the events.
+
+    Each has `now_ticks`, which never decreases between successive events of the same host. What an event has in common
+    with the message of a worker that causes it is declared once, in a base class of both, such as `PushFlags`.
+    """
+
+    @classmethod
+    def of(cls, message: msgspec.Struct, **own: Any) -> Self:
+        """Return the event that a message causes: with the fields that both have, and with the event's `own`."""
+        return cls(**own, **{name: getattr(message, name) for name in _shared(cls, type(message))})
+
+
+@cache
+def _shared(event: type[msgspec.Struct], message: type[msgspec.Struct]) -> tuple[str, ...]:
+    return tuple(name for name in event.__struct_fields__ if name in message.__struct_fields__)
+
+
+class WorkerEvent(Event, frozen=True, kw_only=True, tag=True):
+    """Base class of the events at one worker that have nothing in common with a message."""
 
     now_ticks: int
+    worker: int
 
 
-class WorkerJoined(Event, frozen=True, kw_only=True, tag=True):
+class WorkerJoined(WorkerEvent, frozen=True, kw_only=True, tag=True):
     """A worker has joined and is now live. Every shard receives this event before the coordinator's machine does.
 
     No worker joins while a change of the sync model is in progress.
@@ -95,24 +119,21 @@ class WorkerJoined(Event, frozen=True, kw_only=True, tag=True):
             `iteration` - 1. False if it has the initial weights.
     """
 
-    worker: int
     iteration: int = 0
     count: int | None = None
     superstep: int = 0
     pulls: bool = False
 
 
-class WorkerFenced(Event, frozen=True, kw_only=True, tag=True):
+class WorkerFenced(WorkerEvent, frozen=True, kw_only=True, tag=True):
     """A worker was lost, and the shard holds one of its pushes, which other shards may not have received.
 
     The worker sends nothing more, and nothing that contains the push may be applied until the worker's `WorkerLost`
     event. This event is handled by the base class of the machines (see `ShardMachine.frozen`).
     """
 
-    worker: int
 
-
-class WorkerLost(Event, frozen=True, kw_only=True, tag=True):
+class WorkerLost(WorkerEvent, frozen=True, kw_only=True, tag=True):
     """A worker was lost: it left without finishing. The worker's earlier pushes remain valid.
 
     Attributes:
@@ -121,22 +142,20 @@ class WorkerLost(Event, frozen=True, kw_only=True, tag=True):
             None if the shard holds no push of the worker.
     """
 
-    worker: int
     kept: int | None = None
 
 
-class WorkerFinished(Event, frozen=True, kw_only=True, tag=True):
+class WorkerFinished(WorkerEvent, frozen=True, kw_only=True, tag=True):
     """A worker has finished its work and left. Other workers no longer wait for this worker."""
 
-    worker: int
 
+class PushFlags(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a push says besides its gradient, from the script to the trace.
 
-class PushReceived(Event, frozen=True, kw_only=True, tag=True):
-    """A worker's complete gradient for one iteration has arrived.
+    The front end sets what it knows, the host of a worker how long the script was outside, and the core of the worker
+    everything else.
 
     Attributes:
-        worker: the worker that pushed.
-        iteration: label of the iteration.
         empty: True if the worker skipped the iteration: the push counts as progress but carries no gradient.
         stop: set on the worker's last push before the barrier of its superstep.
         change: set on the worker's last push before the sync model changes.
@@ -147,90 +166,116 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
         clip: set if the script clips the gradient that is applied. No model depends on it.
         clipped: True if the script has clipped this worker's own gradient with `torch.nn.utils.clip_grad_norm_`.
         edit: set if the push contains new values of parameters instead of a gradient. No model depends on it.
+        set_index: the parameter set whose gradient is pushed, and whose weights are pulled; None for all sets.
         repeated: True if an earlier push of the worker was computed from the same samples. They are counted once.
         warm_up: True if this was the worker's first iteration on an accelerator with batches of this size, for which
             programs are compiled or tuned. Its duration says nothing about the next ones.
         outside_ticks: time since the worker's last pull was answered in which its script did not train, in ticks; see
             `paceline.core.metrics`. 0 in a run with `--hyperparameters raw`.
+    """
+
+    empty: bool = False
+    stop: Stop | None = None
+    change: Change | None = None
+    significance: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    progress: Number | None = None
+    samples: Number | None = None
+    clip: Clip | None = None
+    clipped: bool = False
+    edit: Edit | None = None
+    set_index: Number | None = None
+    repeated: bool = False
+    warm_up: bool = False
+    outside_ticks: Ticks = 0
+
+    @property
+    def counted(self) -> int:
+        """Number of samples that count as used because of this push. An unknown number counts as 0."""
+        return 0 if self.repeated or self.samples is None else self.samples
+
+
+class PushReceived(PushFlags, Event, frozen=True, tag=True):
+    """A worker's complete gradient for one iteration has arrived.
+
+    Attributes:
+        worker: the worker that pushed.
+        iteration: label of the iteration.
         staleness: number of updates since the shard last sent its weights to the worker, if the model needs it.
         at_once: the largest number of workers that have been present at once so far, if the model needs it.
     """
 
+    now_ticks: int
     worker: int
     iteration: int
-    empty: bool = False
-    stop: Stop | None = None
-    change: Change | None = None
-    significance: float | None = None
-    progress: int | None = None
-    samples: int | None = None
-    clip: Clip | None = None
-    clipped: bool = False
-    edit: Edit | None = None
-    repeated: bool = False
-    warm_up: bool = False
-    outside_ticks: int = 0
     staleness: int | None = None
     at_once: int | None = None
 
 
-class PullRequested(Event, frozen=True, kw_only=True, tag=True):
+class PullRequested(WorkerEvent, frozen=True, kw_only=True, tag=True):
     """A worker requests the weights for the iteration after `iteration`."""
 
-    worker: int
     iteration: int
 
 
-class PullRepeated(Event, frozen=True, kw_only=True, tag=True):
+class Repeat(msgspec.Struct, frozen=True, kw_only=True):
     """A worker that is computing an iteration requests the current weights. The answer is never delayed.
 
     Attributes:
-        worker: the worker that pulls.
         iteration: label of the iteration.
         restart: True if the worker has aborted its computation and restarts the iteration, False if its script
             evaluates or edits the model.
         edit: number of the edit that the worker begins; None if it begins none.
     """
 
-    worker: int
-    iteration: int
+    iteration: Number
     restart: bool = True
-    edit: int | None = None
+    edit: Number | None = None
 
 
-class TimerFired(Event, frozen=True, kw_only=True, tag=True):
+class PullRepeated(Repeat, Event, frozen=True, tag=True):
+    """A worker has sent a `Repeat`."""
+
+    now_ticks: int
+    worker: int
+
+
+class TimerFired(WorkerEvent, frozen=True, kw_only=True, tag=True):
     """A timer that the model has set is due. This event comes after all other events with the same time.
 
     If the worker has left or continued in the meantime, the model ignores the event.
     """
 
-    worker: int
     iteration: int
 
 
-class IterationFinished(Event, frozen=True, kw_only=True, tag=True):
-    """A worker reports to the coordinator that it has pushed an iteration.
+class Finish(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker has pushed an iteration to all shards.
 
     Attributes:
-        worker: the worker that pushed.
         iteration: label of the iteration.
         superstep: set if the push was the worker's last one before the barrier of the superstep with this number.
         change: set if the push was the worker's last one before the change with this number.
         attempt: number of times that the worker has restarted the iteration.
-        warm_up: see `PushReceived`.
-        outside_ticks: see `PushReceived`.
+        warm_up: see `PushFlags`.
+        outside_ticks: see `PushFlags`.
     """
 
-    worker: int
-    iteration: int
-    superstep: int | None = None
-    change: int | None = None
-    attempt: int = 0
+    iteration: Number
+    superstep: Number | None = None
+    change: Number | None = None
+    attempt: Number = 0
     warm_up: bool = False
-    outside_ticks: int = 0
+    outside_ticks: Ticks = 0
 
 
-class IterationStarted(Event, frozen=True, kw_only=True, tag=True):
+class IterationFinished(Finish, Event, frozen=True, tag=True):
+    """A worker has reported a `Finish` to the coordinator."""
+
+    now_ticks: int
+    worker: int
+
+
+class IterationStarted(WorkerEvent, frozen=True, kw_only=True, tag=True):
     """A worker reports to the coordinator that it has received its weights and is starting `iteration`.
 
     If the model needs these reports, a worker reports the start of every iteration, except its first one if it is
@@ -238,11 +283,10 @@ class IterationStarted(Event, frozen=True, kw_only=True, tag=True):
     sync model, and never reports a restart.
     """
 
-    worker: int
     iteration: int
 
 
-class SyncRequested(Event, frozen=True, kw_only=True, tag=True):
+class SyncRequested(WorkerEvent, frozen=True, kw_only=True, tag=True):
     """A worker reports to the coordinator that it has reached a point at which the sync model should change.
 
     All workers run the same script, so each of them requests the same changes in the same order. Of several requests
@@ -256,14 +300,13 @@ class SyncRequested(Event, frozen=True, kw_only=True, tag=True):
         sync: the requested model, as in `Change.sync`.
     """
 
-    worker: int
     source: Literal["schedule", "script", "auto"]
     number: int
     sync: str
 
 
-class MeanClipped(Event, frozen=True, kw_only=True, tag=True):
-    """All shards have reported the norm of their part of a mean. The shard itself handles this event, not the model.
+class JointNorm(msgspec.Struct, frozen=True, kw_only=True):
+    """All shards have reported the norm of their part of a mean.
 
     Attributes:
         pushes: (worker, iteration) of each push in this shard's part of the mean.
@@ -274,6 +317,12 @@ class MeanClipped(Event, frozen=True, kw_only=True, tag=True):
     factor: float
 
 
+class MeanClipped(JointNorm, Event, frozen=True, tag=True):
+    """The shard has learned of a `JointNorm`. The shard itself handles this event, not the model."""
+
+    now_ticks: int
+
+
 class RateTempered(Event, frozen=True, kw_only=True, tag=True):
     """The guard of the run has changed the learning rate. The shard itself handles this event, not the model.
 
@@ -281,6 +330,7 @@ class RateTempered(Event, frozen=True, kw_only=True, tag=True):
         factor: the factor by which the learning rate is multiplied from now on, in (0, 1].
     """
 
+    now_ticks: int
     factor: float
 
 

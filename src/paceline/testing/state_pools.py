@@ -17,7 +17,7 @@ from ..core.server import Server
 from ..core.worker import Worker
 from ..errors import InternalError
 from ..state import Outlook, Subject, restore, snapshot
-from ..sync.events import Change, Clip, Stop
+from ..sync.events import Change, Clip, PushFlags, Stop
 from .admission import ShardView
 
 Item = TypeVar("Item")
@@ -331,7 +331,7 @@ def _call(core: Core, call: Call) -> Sequence[Request]:
             case "request_sync":
                 return core.request_sync(call.models)  # type: ignore[arg-type]
             case "push":
-                return core.push(clip=call.clip)
+                return core.push(PushFlags(clip=call.clip))
             case _:
                 result: Sequence[Request] = getattr(core, call.method)()
                 return result

@@ -581,6 +581,5 @@ class _AtShard:
             own.iterations += 1
             own.computations += not push.empty
             own.last_push_s = at_s
-            if push.samples is not None and not push.repeated:
-                own.samples += push.samples
-                activity._state.samples += push.samples
+            own.samples += push.counted
+            activity._state.samples += push.counted

@@ -31,7 +31,7 @@ from ..errors import ConfigurationError
 from ..shard.optimizers import join_state
 from ..shard.vectors import Vectors, digest_of, dtype_name
 from ..sync import SyncModel
-from ..sync.events import Clip
+from ..sync.events import PushFlags
 from ..sync.schedule import read_schedule
 from .job_model import JointModel, ParameterSet, TrainedModel, any_lazy
 
@@ -42,26 +42,17 @@ class TrainingStep(NamedTuple):
     Attributes:
         present: one byte per parameter: 1 if the parameter has a gradient, else 0.
         groups: hyper-parameters of the optimizer's parameter groups, encoded with msgpack.
-        empty: True to push without a gradient. The iteration still counts as progress.
-        significance: |g| / |w|: the L2 norm of the unscaled gradient divided by the L2 norm of the weights at which
-            it was computed; None if it is not needed.
+        flags: what the push says besides its gradient, as far as the script decides it.
         buffers: index -> buffer, for the buffers that have changed since the last push.
         logged: what the script has logged since the last push.
-        clip: set if the script clips the gradient that is applied.
-        clipped: True if the script has clipped this worker's own gradient.
-        set_index: the parameter set that is pushed and pulled; None for all sets.
         observed: what was seen of the push, for the guard of the run.
     """
 
     present: bytes
     groups: bytes
-    empty: bool
-    significance: float | None
+    flags: PushFlags
     buffers: Mapping[int, torch.Tensor]
     logged: Settled
-    clip: Clip | None
-    clipped: bool
-    set_index: int | None
     observed: Observation | None
 
 

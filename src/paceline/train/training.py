@@ -28,7 +28,7 @@ from ..core.requests import COORDINATOR, Send
 from ..errors import NonFiniteGradientError, UsageError
 from ..shard.optimizers import join_state
 from ..shard.vectors import Vectors, digest, sampled_norm, squared_norm, torch_dtype
-from ..sync.events import Clip
+from ..sync.events import Clip, PushFlags
 from .forward import builds_graph, guess_of
 from .gradients import Gradients
 from .hooks import Restartable, after_each_forward, before_each_load, remove_now, take_clipped
@@ -436,19 +436,17 @@ class WorkerTraining:
                 clip = None
             scale_gradients()
             self._stager.deliver(selected)
-        step = TrainingStep(
-            present,
-            msgspec.msgpack.encode(groups),
-            empty,
-            significance,
-            self._trained.buffers.changed(),
-            logged,
-            clip,
-            take_clipped(session),
-            selected,
-            observed,
+        flags = PushFlags(
+            empty=empty,
+            significance=significance,
+            clip=clip,
+            clipped=take_clipped(session),
+            set_index=selected,
         )
-        session.commit(step)
+        encoded = msgspec.msgpack.encode(groups)
+        session.commit(
+            TrainingStep(present, encoded, flags, self._trained.buffers.changed(), logged, observed)
+        )
         self._weights.mark_pulled(selected, self._trained.members[set_index])
         self._gradients.begin_next()
         self.graph_begun = False

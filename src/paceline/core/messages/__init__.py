@@ -9,7 +9,8 @@ The messages are grouped by subject, one module each. Each class states who send
 all messages is in docs/messages.md. Other packages import them from here.
 
 A message that becomes an event at its receiver has the same name as the event. The exception is `Commit`: it becomes
-a push event and, if it includes a pull, a pull event.
+a push event and, if it includes a pull, a pull event. What a message and its event have in common is declared once, in
+a base class in `sync.events`, and `Event.of` passes it on.
 """
 
 from __future__ import annotations

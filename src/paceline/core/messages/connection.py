@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ...sync.events import Number
+from ...sync.events import Number, Ticks
 from ..lease import PackedPushed
 from .table import Message, sent
 
@@ -135,9 +135,6 @@ Activity = Literal["computing", "exchanging", "restarting", "paused", "outside",
     loading       the script asks a distributed loader for a batch
     between       the script has made a step, and has not asked a distributed loader for a batch since then
 """
-
-Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-"""A time in ticks: 146 years in nanoseconds."""
 
 
 class TimeSpent(msgspec.Struct, frozen=True, array_like=True):

@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ...sync.events import Change, Clip, Edit, Number, Stop
+from ...sync.events import Change, Finish, JointNorm, Number, PushFlags, Repeat, Stop
 from ..lease import PackedPushed
-from .connection import Ticks
 from .table import Message, sent
 
 __all__ = [
@@ -83,54 +82,27 @@ class Content(msgspec.Struct, frozen=True, array_like=True):
 
 
 @sent("worker", to="server")
-class Commit(Message, frozen=True, tag=True, omit_defaults=True):
+class Commit(PushFlags, Message, frozen=True, tag=True):
     """A worker's finished iteration, sent to one shard: a push and, usually, the pull that follows it.
 
     The payload contains the pieces of the gradient that were not staged, followed by the buffers. With shared memory,
-    the payload contains no pieces, because the shared memory already contains the gradient.
+    the payload contains no pieces, because the shared memory already contains the gradient. If the push is `empty`, it
+    contains no gradient, and if it has an `edit`, the new values of the parameters in `content.present` instead.
 
     Attributes:
         shard: index of the shard.
         iteration: label of the iteration.
         content: content of the push; None in virtual time.
-        empty: True if the worker skipped the iteration; the payload then contains no gradient.
-        stop: the stop at the barrier, if this is the worker's last push of its superstep; else None.
-        change: the change of the sync model, if this is the worker's last push before the change; else None.
-        significance: |g| / |w|, the norm of the whole gradient divided by the norm of all weights; None if the sync
-            model does not need it.
-        progress: the round that the push is for; None unless a shard has told the worker to continue from a later
-            round.
         pulls: False if the worker pulls later, with a `PullRequested`.
-        samples: number of samples of which the gradient is the mean; None if it is unknown.
         drawn: for each distributed loader, the number of batches that the worker's script has drawn before the push,
             and, if the script has skipped some of them, the number of their positions. See `Pushed`.
-        clip: set if the script clips the gradient that is applied; else None.
-        clipped: True if the script has clipped this worker's own gradient with `torch.nn.utils.clip_grad_norm_`.
-        edit: set if the payload contains new values of the parameters in `content.present` instead of a gradient.
-        set_index: the parameter set whose gradient is pushed, and whose weights are pulled; None for all sets.
-        repeated: True if an earlier push was computed from the same samples, so they are not counted again.
-        warm_up: see the event `PushReceived`.
-        outside_ticks: see the event `PushReceived`.
     """
 
     shard: Number
     iteration: Number
     content: Content | None = None
-    empty: bool = False
-    stop: Stop | None = None
-    change: Change | None = None
-    significance: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    progress: Number | None = None
     pulls: bool = True
-    samples: Number | None = None
     drawn: tuple[PackedPushed, ...] = ()
-    clip: Clip | None = None
-    clipped: bool = False
-    edit: Edit | None = None
-    set_index: Number | None = None
-    repeated: bool = False
-    warm_up: bool = False
-    outside_ticks: Ticks = 0
 
     @property
     def pieces(self) -> tuple[int, ...]:
@@ -175,13 +147,10 @@ class PullRequested(Message, frozen=True, tag=True):
 
 
 @sent("worker", to="server")
-class PullRepeated(Message, frozen=True, tag=True):
-    """A worker that is computing `iteration` needs the current weights. See the event of the same name."""
+class PullRepeated(Repeat, Message, frozen=True, tag=True):
+    """A worker that is computing an iteration needs the current weights. See `Repeat`."""
 
     shard: Number
-    iteration: Number
-    restart: bool = True
-    edit: Number | None = None
 
 
 @sent("server", to="worker")
@@ -214,26 +183,11 @@ class Answer(Message, frozen=True, tag=True, omit_defaults=True):
 
 
 @sent("worker", to="coordinator", during="training")
-class IterationFinished(Message, frozen=True, tag=True):
+class IterationFinished(Finish, Message, frozen=True, tag=True):
     """A worker has pushed an iteration to all shards.
 
     Workers send this if the sync model has a state machine at the coordinator, or if the push carries a change.
-
-    Attributes:
-        iteration: label of the iteration.
-        superstep: number of the superstep, if this was the worker's last push before its barrier; else None.
-        change: number of the model change, if this was the worker's last push before the change; else None.
-        attempt: number of times that the worker has restarted the iteration.
-        warm_up: see the event `PushReceived`.
-        outside_ticks: see the event `PushReceived`.
     """
-
-    iteration: Number
-    superstep: Number | None = None
-    change: Number | None = None
-    attempt: Number = 0
-    warm_up: bool = False
-    outside_ticks: Ticks = 0
 
 
 @sent("worker", to="coordinator", during="training")
@@ -352,12 +306,10 @@ class MeanMeasured(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="server", during="serving")
-class MeanClipped(Message, frozen=True, tag=True):
-    """The factor by which a shard must multiply a mean before it applies the mean. See the event of the same name."""
+class MeanClipped(JointNorm, Message, frozen=True, tag=True):
+    """The factor by which a shard must multiply a mean before it applies the mean."""
 
     shard: int
-    pushes: tuple[tuple[int, int], ...]
-    factor: float
 
 
 @sent("coordinator", to="server", during="serving")
