@@ -4,7 +4,7 @@ Two small problems, a convolutional network on digits and a byte-level transform
 bsp, in virtual time, with float32 and with another format. For each seed, both runs begin with the same weights and
 see the same batches. After each update, the loss on the validation data is computed from the servers' weights. The
 *iterations to the target* are the number of updates until the mean of the last 10 of these losses is at most the
-target. Rounding is that of a live run (`paceline.shard.rounding`).
+target. Rounding is that of a live run (`paceline.shard.codecs`).
 """
 
 from __future__ import annotations

@@ -35,9 +35,10 @@ from paceline.run.footprint import (
     shortage,
     state_vectors,
 )
+from paceline.run.server_memory import StreamedInbox
 from paceline.shard.optimizers import ELEMENTWISE, PER_PARAMETER_STATE, read_groups
 from paceline.shard.slice_optimizers import FusedOptimizer, TorchOptimizer, optimizer_of_slice
-from paceline.wire.memory import MASTER, Region, StreamedInbox
+from paceline.wire.memory import MASTER, Region
 from paceline.wire.transports import TRANSPORTS
 from tests.support.marks import chaos
 from tests.support.warm import WarmStarts

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from paceline.core.job_sync import LONGEST_PAUSE
 from paceline.core.layout import Layout, Parameter
 from paceline.core.messages import Message, Stage
-from paceline.run.server_memory import RoundedInbox
+from paceline.run.server_memory import StreamedInbox
 from paceline.run.worker_links import Outbox
-from paceline.shard.rounding import Rounded, round_trip
+from paceline.shard.codecs import CODECS
 from paceline.shard.vectors import bytes_of, sliced, tensors_over
-from paceline.wire.memory import PIECE_BYTES, Region, StreamedInbox, cut
+from paceline.wire.memory import PIECE_BYTES, Region, cut
 
 Key = tuple[int, int]  # (shard, piece)
 
@@ -33,23 +33,25 @@ SMALL = Layout.of([Parameter(("a",), (9,), "float64"), Parameter(("b",), (5,), "
 
 
 class Sender:
-    """An outbox, the gradient that it sends, and the inboxes at its other end. The gradient may be rounded."""
+    """An outbox, the gradient that it sends, and the inboxes at its other end. The gradient may be encoded."""
 
-    def __init__(self, layout: Layout, shards: int = 1, *, early: bool = True, rounded: bool = False) -> None:
+    def __init__(
+        self, layout: Layout, shards: int = 1, *, early: bool = True, codec: str = "float32"
+    ) -> None:
         self.layout = layout
         self.slices = layout.slice_evenly(shards)
         self.region = Region.create(layout, shared=False)
-        self.rounded = rounded
-        self.inboxes = [(RoundedInbox if rounded else StreamedInbox)(shard) for shard in self.slices]
+        self.codec = codec
+        self.inboxes = [StreamedInbox(shard, codec) for shard in self.slices]
         self.staged: list[Key] = []  # since the last commit
         vectors = tensors_over(self.region.gradients)
-        rounding = {shard.index: Rounded(sliced(vectors, shard)) for shard in self.slices}
+        ends = {shard.index: CODECS[codec](sliced(vectors, shard)) for shard in self.slices}
         self.outbox = Outbox(
             self.slices,
             self.region.gradients,
             self._send,
             early=early,
-            rounded=rounding if rounded else None,
+            codecs=ends,
         )
         self.randomize(1)
 
@@ -62,10 +64,10 @@ class Sender:
     def _deliver(self, shard: int, pieces: Sequence[int], payload: Sequence[memoryview]) -> None:
         inbox = self.inboxes[shard]
         data = memoryview(b"".join(payload))
-        for place in inbox.places(pieces, rounded=self.rounded):
+        for place in inbox.places(pieces, self.codec):
             place[:], data = data[: place.nbytes], data[place.nbytes :]
         assert not data.nbytes
-        inbox.take(pieces, rounded=self.rounded)
+        inbox.take(pieces, self.codec)
 
     @property
     def keys(self) -> list[Key]:
@@ -98,7 +100,7 @@ class Sender:
         for shard, inbox in zip(self.slices, self.inboxes, strict=True):
             inbox.close(empty=False)
             gradient = tensors_over(cut(self.region.gradients, shard))
-            arrived = round_trip(gradient) if self.rounded else gradient
+            arrived = CODECS[self.codec](gradient).round_trip()
             for dtype, expected in ((name, bytes_of(each)) for name, each in arrived.items()):
                 assert inbox.gradient[dtype] == expected, f"shard {shard.index} has another gradient"
         self.outbox.committed()
@@ -119,7 +121,7 @@ def test_what_was_sent_early_is_not_sent_again(shards: int) -> None:
 
 @pytest.mark.parametrize("shards", [1, 2, 5])
 def test_a_rounded_gradient_arrives_rounded_and_an_edit_as_it_is(shards: int) -> None:
-    sender = Sender(LARGE, shards, rounded=True)
+    sender = Sender(LARGE, shards, codec="bf16")
     for seed in range(2):
         sender.randomize(seed)
         sender.backward()
@@ -339,14 +341,14 @@ STEPS = st.lists(
 
 
 @settings(max_examples=60)
-@given(STEPS, st.integers(1, 3), st.booleans(), st.booleans())
+@given(STEPS, st.integers(1, 3), st.booleans(), st.sampled_from([*CODECS]))
 def test_whatever_a_script_does_the_servers_have_the_gradient_as_it_was_committed(
-    steps: list[tuple[str, int]], shards: int, early: bool, rounded: bool
+    steps: list[tuple[str, int]], shards: int, early: bool, codec: str
 ) -> None:
     layout = Layout.of(
         [Parameter((str(i),), (n,), "float32") for i, n in enumerate((300_000, 3, 64, 270_000))]
     )
-    sender = Sender(layout, shards, early=early, rounded=rounded)
+    sender = Sender(layout, shards, early=early, codec=codec)
     for number, (what, parameter) in enumerate([*steps, ("commit", 0)]):
         match what:
             case "ready":

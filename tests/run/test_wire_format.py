@@ -16,13 +16,13 @@ import paceline
 from paceline import DistributedOptimizer, simulate, worker_index
 from paceline.core.layout import EXACT, Layout, Parameter, ShardSlice, WireFormat
 from paceline.core.messages import Commit, PullRepeated, Stage
-from paceline.core.requests import rounds_answer, rounds_push
+from paceline.core.requests import codec_of_answer, codec_of_push
 from paceline.errors import ConfigurationError
 from paceline.run import worker as worker_module
 from paceline.run.job import describe
 from paceline.run.job_options import make_job
 from paceline.run.worker import WorkerSession
-from paceline.shard.rounding import round_trip
+from paceline.shard.codecs import Bfloat16
 from paceline.shard.store import Push, Store
 from paceline.shard.vectors import Vectors
 from paceline.sim import Cluster
@@ -78,17 +78,17 @@ def test_what_is_not_the_usual_exchange_is_not_rounded() -> None:
         PullRepeated(0, iteration=1, restart=False),
         PullRepeated(0, iteration=1, restart=False, edit=0),
     )
-    assert rounds_push(both, gradient)
-    assert rounds_push(both, Stage(0, (1,)))
-    assert not rounds_push(both, edit)
-    assert rounds_answer(both, gradient)
-    assert rounds_answer(both, restart)
-    assert not any(rounds_answer(both, each) for each in (edit, evaluation, before_edit))
+    assert codec_of_push(both, gradient) == "bf16"
+    assert codec_of_push(both, Stage(0, (1,))) == "bf16"
+    assert codec_of_push(both, edit) == "float32"
+    assert codec_of_answer(both, gradient) == "bf16"
+    assert codec_of_answer(both, restart) == "bf16"
+    assert {codec_of_answer(both, each) for each in (edit, evaluation, before_edit)} == {"float32"}
     for message in (gradient, edit):
-        assert not rounds_push(EXACT, message)
-        assert not rounds_answer(EXACT, message)
-    assert not rounds_push(WireFormat(weights="bf16"), gradient)
-    assert not rounds_answer(WireFormat(gradients="bf16"), gradient)
+        assert codec_of_push(EXACT, message) == "float32"
+        assert codec_of_answer(EXACT, message) == "float32"
+    assert codec_of_push(WireFormat(weights="bf16"), gradient) == "float32"
+    assert codec_of_answer(WireFormat(gradients="bf16"), gradient) == "float32"
 
 
 def test_only_float32_counts_half() -> None:
@@ -102,7 +102,7 @@ def test_only_float32_counts_half() -> None:
     )
     [shard] = layout.slice_evenly(1)
     halved = 4 * (layout.sizes["float32"] + layout.sizes["float32/1"]) // 2
-    assert shard.rounded_bytes == shard.size_bytes - halved
+    assert shard.encoded_bytes("bf16") == shard.size_bytes - halved
 
 
 # -- live runs, with what the shards get and have -----------------------------------------------------------
@@ -151,7 +151,7 @@ def flat(tensors: Mapping[int, torch.Tensor]) -> Tensors:
 
 
 def rounded(tensors: Tensors) -> Tensors:
-    return [round_trip({"": tensor})[""] for tensor in tensors]
+    return [Bfloat16({"": tensor}).round_trip()[""] for tensor in tensors]
 
 
 def same(found: Tensors, expected: Tensors) -> bool:
@@ -353,7 +353,7 @@ def test_an_edit_is_exact_and_begins_with_exact_weights(
     expected = -THIRDS
     expected[:100] *= 2
     assert torch.equal(state["still"], expected)
-    assert not torch.equal(round_trip({"": expected})[""], expected)
+    assert not torch.equal(Bfloat16({"": expected}).round_trip()[""], expected)
     for before, after in seen.values():
         assert torch.equal(before[1], -THIRDS) or torch.equal(before[1], expected)
         if sync == "bsp":  # every worker pushes its edit, and pulls the edited weights as they are
@@ -388,7 +388,7 @@ def test_an_evaluation_sees_exact_weights(sync: str, host: str, run_on_threads: 
     for before, first, second, evaluated in seen:
         for exact in (before, first, evaluated):  # the first weights are exact, too
             assert torch.equal(exact, -THIRDS)
-        assert torch.equal(second, round_trip({"": -THIRDS})[""])
+        assert torch.equal(second, Bfloat16({"": -THIRDS}).round_trip()[""])
 
 
 @pytest.mark.parametrize("host", ["live", "simulated"])
@@ -414,7 +414,7 @@ def test_parameters_that_are_added_later_begin_with_exact_weights(
     else:
         simulate(Cluster(compute_s=[1.0, 2.0]), train_fn=lambda: seen.append(train()), wire="bf16")
     assert len(seen) == 2
-    narrow = round_trip({"": -THIRDS})[""]
+    narrow = Bfloat16({"": -THIRDS}).round_trip()[""]
     for one, two, three, four in seen:
         assert torch.equal(one, -THIRDS)
         assert torch.equal(three, -THIRDS)
@@ -430,7 +430,7 @@ def test_several_optimizers_round_what_each_pulls(transport: str, run_on_threads
         one, two = Vector(), Vector()
         first = DistributedOptimizer(torch.optim.SGD(one.parameters(), lr=0.0), model=one)
         second = DistributedOptimizer(torch.optim.SGD(two.parameters(), lr=0.0), model=two)
-        narrow = round_trip({"": -THIRDS})[""]
+        narrow = Bfloat16({"": -THIRDS}).round_trip()[""]
         found = []
         for optimizer in (first, second):
             first.zero_grad()
@@ -484,9 +484,9 @@ def test_a_worker_that_joins_late_begins_with_exact_weights(
         assert torch.equal(weights[offset : offset + size], -THIRDS)
     moved = first[1][:size]  # by the updates of worker 0
     assert not torch.equal(moved, THIRDS)
-    assert not torch.equal(moved, round_trip({"": moved})[""])
+    assert not torch.equal(moved, Bfloat16({"": moved}).round_trip()[""])
     for _, still in after:
-        assert torch.equal(still, -THIRDS if near else round_trip({"": -THIRDS})[""])
+        assert torch.equal(still, -THIRDS if near else Bfloat16({"": -THIRDS}).round_trip()[""])
 
 
 # -- shared memory ------------------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ def virtual_job(sync: str) -> VirtualJob:
 def run(job: VirtualJob, iterations: float) -> None:
     """Train in virtual time."""
     clockwork = Clockwork(job, iterations)
-    empty = [0] * SHARDS
-    job.run(clockwork, lambda worker: NOTHING_TRAINED, [NullStore()] * SHARDS, empty, empty, math.inf)
+    empty = {"float32": [0] * SHARDS}
+    job.run(clockwork, lambda worker: NOTHING_TRAINED, [NullStore()] * SHARDS, empty, math.inf)
 
 
 @pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:staleness=1"])

@@ -43,7 +43,8 @@ DIGESTS = {
 
 NEWER = (
     "shard_bytes",
-    "rounded_bytes",
+    "push_bytes",
+    "pull_bytes",
     "gradients",
     "gradients_per_s",
     "idle_s",

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import DistributedOptimizer, distribute, set_sync, worker_count, worker_index
 from paceline.errors import UsageError
 from paceline.run import worker as worker_module
+from paceline.run.server_memory import StreamedInbox
 from paceline.run.worker import WorkerSession
 from paceline.shard.optimizers import ELEMENTWISE
 from paceline.sync import ASP, BSP, SSP, ElasticBSP, SyncModel
@@ -26,7 +27,6 @@ from paceline.sync.events import PullRequested, WorkerFinished
 from paceline.trace import Trace, replay
 from paceline.trace.measures import measure
 from paceline.train.session import current
-from paceline.wire.memory import StreamedInbox
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -672,9 +672,9 @@ def test_what_is_changed_and_changed_back_while_it_is_on_its_way_arrives(
     sent. The server reads slowly."""
     take = StreamedInbox.take
 
-    def slowly(inbox: StreamedInbox, pieces: Sequence[int], *, rounded: bool = False) -> None:
+    def slowly(inbox: StreamedInbox, pieces: Sequence[int], codec: str = "float32") -> None:
         time.sleep(0.01)
-        take(inbox, pieces, rounded=rounded)
+        take(inbox, pieces, codec)
 
     monkeypatch.setattr(StreamedInbox, "take", slowly)
 

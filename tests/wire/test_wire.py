@@ -39,8 +39,9 @@ from paceline.core.messages import (
     first_phase,
 )
 from paceline.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
+from paceline.run.server_memory import Inbox, SharedInbox, StreamedInbox
 from paceline.wire import transports as unix
-from paceline.wire.memory import MASTER, PIECE_BYTES, Inbox, Region, SharedInbox, StreamedInbox, cut
+from paceline.wire.memory import MASTER, PIECE_BYTES, Region, cut
 from paceline.wire.stream import BUFFER_BYTES, GREETING_LIMIT_BYTES, HEADER_LIMIT_BYTES, Stream, no_payload
 from paceline.wire.transports import TCP, TRANSPORTS, UNIX, connect
 from tests.support.live import descriptors, left_in_memory

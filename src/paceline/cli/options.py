@@ -375,7 +375,7 @@ SimulatedWire = Annotated[
     str | None,
     typer.Option(
         "--wire",
-        metavar="<float32|bf16>",
+        metavar=SETTINGS["wire"].metavar,
         help="Simulate this format of float32 gradients and weights, as for paceline run. Default: that of the "
         "recorded run, else float32.",
         show_default=False,

@@ -27,9 +27,9 @@ push or a pull transfers slices of these vectors without conversion.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Literal, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -71,6 +71,18 @@ def dtype_of(vector: str) -> str:
 def item_bytes(vector: str) -> int:
     """Return the size in bytes of one element of the vector with this name."""
     return ITEM_BYTES[dtype_of(vector)]
+
+
+FLOAT32 = "float32"
+"""The codec with which all values travel as they are."""
+
+FORMATS: dict[str, Callable[[int], int]] = {FLOAT32: lambda count: 4 * count, "bf16": lambda count: 2 * count}
+"""Codec -> the size in bytes of so many float32 values on their way. `shard.codecs` has a class for each codec."""
+
+
+def encoded_bytes(vector: str, count: int, codec: str) -> int:
+    """Return the size in bytes of so many elements of a vector on their way. Codecs are only for float32 values."""
+    return FORMATS[codec](count) if dtype_of(vector) == "float32" else count * item_bytes(vector)
 
 
 def of_set(vectors: Mapping[str, T], set_index: int | None) -> dict[str, T]:
@@ -175,14 +187,13 @@ class ShardSlice(msgspec.Struct, frozen=True):
     @property
     def size_bytes(self) -> int:
         """Size in bytes of a push to this shard, or of a pull from this shard."""
-        return sum((stop - start) * item_bytes(dtype) for dtype, (start, stop) in self.bounds.items())
+        return self.encoded_bytes(FLOAT32)
 
-    @property
-    def rounded_bytes(self) -> int:
-        """Size in bytes of a push or a pull in which float32 values are rounded to bfloat16."""
-        sizes = {vector: stop - start for vector, (start, stop) in self.bounds.items()}
-        halved = sum(size for vector, size in sizes.items() if dtype_of(vector) == "float32")
-        return self.size_bytes - halved * (ITEM_BYTES["float32"] - ITEM_BYTES["bfloat16"])
+    def encoded_bytes(self, codec: str) -> int:
+        """Return the size in bytes of a push or a pull with a codec."""
+        return sum(
+            encoded_bytes(vector, stop - start, codec) for vector, (start, stop) in self.bounds.items()
+        )
 
     def of_set(self, set_index: int) -> ShardSlice:
         """Return the part of the slice that belongs to one parameter set."""
@@ -522,33 +533,30 @@ def _difference_of_optimizers(expected: OptimizerSpec, found: OptimizerSpec) -> 
 # sender rounds float32 values to bfloat16, which has the same exponents, and the receiver widens them again.
 # So half as many bytes travel. Each direction has a format of its own: gradients from the workers to the
 # servers, and weights back. The shards hold float32 weights and apply updates to those, so an update that is
-# too small to change a rounded weight is not lost. `core.requests` says which messages contain rounded
-# values.
+# too small to change a rounded weight is not lost. `core.requests` says with which codec a message travels.
 #
-# The outbox of a worker rounds a piece when it is sent, into memory of half the size. Its checksums are those
-# of the bits before. The inbox of a server widens a piece when its message is complete. In the other
-# direction, a server rounds the weights of a shard once for all answers between two updates, and flags each
-# `Answer`. It needs this flag because an answer to an edit, or to a pull for an evaluation, is exact.
+# The outbox of a worker encodes a piece when it is sent. Its checksums are those of the bits before. The inbox
+# of a server decodes a piece when its message is complete. In the other direction, a server encodes the
+# weights of a shard once for all answers between two updates. Each `Answer` names its codec, because an answer
+# to an edit, or to a pull for an evaluation, is exact.
 
-Format = Literal["float32", "bf16"]
-FORMATS = ("float32", "bf16")
 DIRECTIONS = ("gradients", "weights")
 
 
 class WireFormat(msgspec.Struct, frozen=True):
-    """The format of float32 values in each direction: "float32" for their own, or "bf16" for bfloat16.
+    """The codec of float32 values in each direction: a key of `FORMATS`.
 
     Attributes:
-        gradients: format of the gradients that workers send to servers.
-        weights: format of the weights that servers send to workers.
+        gradients: codec of the gradients that workers send to servers.
+        weights: codec of the weights that servers send to workers.
 
     Example:
         >>> str(WireFormat.read("gradients=bf16")), str(WireFormat.read("gradients=bf16,weights=bf16"))
         ('gradients=bf16,weights=float32', 'bf16')
     """
 
-    gradients: Format = "float32"
-    weights: Format = "float32"
+    gradients: str = FLOAT32
+    weights: str = FLOAT32
 
     @classmethod
     def read(cls, text: str) -> WireFormat:
@@ -563,11 +571,12 @@ class WireFormat(msgspec.Struct, frozen=True):
         named = dict(pairs) if pairs else dict.fromkeys(DIRECTIONS, text)
         known = named.keys() <= set(DIRECTIONS) and all(value in FORMATS for value in named.values())
         if not known or len(named) < len(pairs):
+            formats = " or ".join(map(repr, FORMATS))
             raise ConfigurationError(
-                f"wire is {text!r}, expected 'float32' or 'bf16', or a format for each direction, such as "
+                f"wire is {text!r}, expected {formats}, or a format for each direction, such as "
                 "'gradients=bf16,weights=float32'."
             )
-        return cls(**cast(dict[str, Format], named))
+        return cls(**named)
 
     def __str__(self) -> str:
         if self.gradients == self.weights:
@@ -582,6 +591,11 @@ class WireFormat(msgspec.Struct, frozen=True):
 
 EXACT = WireFormat()
 """The format in which nothing is rounded."""
+
+
+def encoded_sizes(slices: Sequence[ShardSlice]) -> dict[str, list[int]]:
+    """Return, for each codec, the size of each shard in bytes."""
+    return {codec: [bounds.encoded_bytes(codec) for bounds in slices] for codec in FORMATS}
 
 
 # -- What a shard's optimizer state consists of, without its vectors: enough to lay out the files of a checkpoint

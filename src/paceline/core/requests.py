@@ -313,9 +313,9 @@ Request = (
 )
 
 
-# -- Which messages contain float32 values that are rounded on their way (see `core.layout`) ---
+# -- The codec with which the float32 values of a message travel (see `core.layout`) -------------------------
 #
-# Only the usual exchange of a gradient for new weights is rounded. These values always travel as they are:
+# Only the usual exchange of a gradient for new weights is encoded. These values always travel as they are:
 #
 # - the initial weights, on their way to the servers and to the workers, also after a late join or an
 #   extension;
@@ -326,20 +326,19 @@ Request = (
 # - vectors with other dtypes, buffers and optimizer states.
 
 
-def rounds_push(wire: WireFormat, message: Commit | Stage) -> bool:
-    """Return True if the pieces of a gradient in a message are rounded. The values of an edit are not."""
-    return wire.gradients == "bf16" and not (isinstance(message, Commit) and message.edit is not None)
+def codec_of_push(wire: WireFormat, message: Commit | Stage) -> str:
+    """Return the codec of the pieces of a gradient in a message. The values of an edit travel as they are."""
+    return "float32" if isinstance(message, Commit) and message.edit is not None else wire.gradients
 
 
-def rounds_answer(wire: WireFormat, request: Commit | PullRepeated) -> bool:
-    """Return True if the weights with which a shard answers are rounded.
+def codec_of_answer(wire: WireFormat, request: Commit | PullRepeated) -> str:
+    """Return the codec of the weights with which a shard answers.
 
-    They are if the worker computes its next gradient with them. They are not in the answer to an edit, and if the
-    script evaluates or edits the model.
+    They are encoded if the worker computes its next gradient with them. They are not in the answer to an edit, and if
+    the script evaluates or edits the model.
     """
-    if wire.weights != "bf16":
-        return False
-    return request.edit is None and (isinstance(request, Commit) or request.restart)
+    computes = request.edit is None and (isinstance(request, Commit) or request.restart)
+    return wire.weights if computes else "float32"
 
 
 # -- Carries out the requests of the cores. No other file tells the kinds of requests apart ------------------

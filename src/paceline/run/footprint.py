@@ -11,7 +11,7 @@ begins, a run still needs this memory (`footprint`):
                  the launcher receives it, and the named tensors that it creates from them
     2 n P        only over streams: the gradient of each worker at the servers, and answers that are still being sent
                  when the weights change
-    n P          if gradients are rounded on their way (see `core.layout`): half at either end
+    n P          if gradients are rounded on their way (`--wire bf16`): half at either end
     (n + 1) P/2  if weights are: half at each worker, and once at the servers for all of them
 
 If workers join from other machines, a machine needs what its servers need for the parameters that they hold
@@ -42,7 +42,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.layout import EXACT, ModelSpec, WireFormat, dtype_of
+from ..core.layout import EXACT, FORMATS, ModelSpec, WireFormat, dtype_of
 
 PROCESS_BYTES = 200 * 1024 * 1024
 """Estimated memory of a process that has imported torch and Paceline.
@@ -97,10 +97,16 @@ def footprint(
 
 def _streams_bytes(size_bytes: int, workers: int, wire: WireFormat, *, ends: int) -> int:
     """Return the memory of streams at the servers or, if `ends` is 2, also at the workers."""
-    halves = 4 * workers
-    halves += ends * workers * (wire.gradients == "bf16")
-    halves += (1 + (ends - 1) * workers) * (wire.weights == "bf16")
-    return halves * size_bytes // 2
+    return (
+        2 * workers * size_bytes
+        + ends * workers * _encoded_bytes(size_bytes, wire.gradients)
+        + (1 + (ends - 1) * workers) * _encoded_bytes(size_bytes, wire.weights)
+    )
+
+
+def _encoded_bytes(size_bytes: int, codec: str) -> int:
+    """Return the memory for a vector in the format in which it travels; 0 if it travels as it is."""
+    return 0 if codec == "float32" else FORMATS[codec](size_bytes) // FORMATS["float32"](1)
 
 
 def state_vectors(

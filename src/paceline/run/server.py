@@ -65,7 +65,16 @@ from ..core.messages import (
     WriteCut,
     first_phase,
 )
-from ..core.requests import COORDINATOR, Host, Peer, TakeCut, Timer, rounds_answer, rounds_push, worker_peer
+from ..core.requests import (
+    COORDINATOR,
+    Host,
+    Peer,
+    TakeCut,
+    Timer,
+    codec_of_answer,
+    codec_of_push,
+    worker_peer,
+)
 from ..errors import ConfigurationError, PacelineError, ProtocolError, UserCodeError, first_line
 from ..files import PatientWriter, Unfinished
 from ..shard.foreign import class_of
@@ -74,7 +83,7 @@ from ..shard.store import Push
 from ..shard.vectors import Vectors
 from ..trace.keyframes import keyframe_of
 from ..trace.recording import Header, Recorder
-from ..wire.memory import MASTER, Inbox, PassedSockets, PushSource, Region
+from ..wire.memory import MASTER, PassedSockets, PushSource, Region
 from ..wire.preface import Traffic, traffic_of
 from ..wire.ring import Ring
 from ..wire.stream import Stream
@@ -83,7 +92,7 @@ from .checkpointing import ShardCopies
 from .footprint import available_bytes, served_shortage, vectors_of
 from .hub import Caller, Hub, Timers
 from .job import Assignment
-from .server_memory import ServerMemory
+from .server_memory import Inbox, ServerMemory
 from .traces import TEND_S, TEND_TICKS, SegmentedFile, parts_of, segmenting, trace_path
 
 log = logging.getLogger("paceline.server")
@@ -101,11 +110,11 @@ class Pull(NamedTuple):
 
     Attributes:
         set_index: the parameter set whose weights are pulled; None for all sets.
-        rounded: True if the weights are rounded on their way. See `core.layout`.
+        codec: codec of the weights on their way. See `core.layout`.
     """
 
     set_index: int | None = None
-    rounded: bool = False
+    codec: str = "float32"
 
 
 FIRST = Pull()  # a worker's first weights, also after an extension of the model
@@ -297,10 +306,9 @@ class ServerHost(Host):
             case Commit():
                 self._commit(peer, message, memory)
             case Stage():
-                rounded = rounds_push(self._job.wire, message)
-                peer.inboxes[message.shard][0].take(message.pieces, rounded=rounded)
+                peer.inboxes[message.shard][0].take(message.pieces, codec_of_push(self._job.wire, message))
             case PullRepeated():
-                peer.pulls[message.shard] = Pull(rounded=rounds_answer(self._job.wire, message))
+                peer.pulls[message.shard] = Pull(codec=codec_of_answer(self._job.wire, message))
                 self._pass_on(peer, message)
             case InitialState():
                 self._core.require_beginning(message.shard, peer.index)
@@ -339,8 +347,7 @@ class ServerHost(Host):
         targets = [memoryview(part) for part in peer.payload]
         if isinstance(message, Stage | Commit) and message.pieces and message.shard in peer.inboxes:
             inbox, _ = peer.inboxes[message.shard]
-            rounded = rounds_push(self._job.wire, message)
-            return [*inbox.places(message.pieces, rounded=rounded), *targets]
+            return [*inbox.places(message.pieces, codec_of_push(self._job.wire, message)), *targets]
         return targets
 
     def gone(self, peer: ServerCaller, reason: str) -> None:
@@ -472,9 +479,9 @@ class ServerHost(Host):
     def _commit(self, peer: ServerCaller, commit: Commit, memory: ServerMemory) -> None:
         inbox, gradient = peer.inboxes[commit.shard]
         push: Push | None = memory.read(commit, gradient)
-        inbox.take(commit.pieces, rounded=rounds_push(self._job.wire, commit))
+        inbox.take(commit.pieces, codec_of_push(self._job.wire, commit))
         inbox.close(empty=commit.empty, set_index=commit.set_index)
-        peer.pulls[commit.shard] = Pull(commit.set_index, rounds_answer(self._job.wire, commit))
+        peer.pulls[commit.shard] = Pull(commit.set_index, codec_of_answer(self._job.wire, commit))
         requests = self._core.handle(worker_peer(peer.index), commit, self._job.now_ticks())
         memory.keep(peer.index, commit, push, peer.payload)
         self.carry_out(requests)
@@ -514,9 +521,9 @@ class ServerHost(Host):
             # Until the worker has connected again, its memory has no room for parameters that were added.
             pulled = of_set(inbox.gradient, pull.set_index)
             if inbox.weights is None:
-                payload = memory.weights_to_send(answer.shard, pulled, rounded=pull.rounded)
-                if pull.rounded:
-                    answer = msgspec.structs.replace(answer, rounded=True)
+                payload = memory.weights_to_send(answer.shard, pulled, pull.codec)
+                if pull.codec != answer.codec:
+                    answer = msgspec.structs.replace(answer, codec=pull.codec)
             else:
                 for vector in pulled:
                     inbox.weights[vector][:] = memory.weights[answer.shard][vector]

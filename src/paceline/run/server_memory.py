@@ -19,6 +19,7 @@ from ..core.layout import (
     BufferSpec,
     Layout,
     ModelSpec,
+    Range,
     ShardSlice,
     WireFormat,
     item_bytes,
@@ -37,11 +38,11 @@ from ..core.messages import (
     Message,
 )
 from ..errors import ProtocolError
+from ..shard.codecs import CODECS, Codec
 from ..shard.optimizers import require_plausible_state
-from ..shard.rounding import Rounded, whole_ranges
 from ..shard.store import BufferSlots, Push, Store
 from ..shard.vectors import GroupsReader, Vectors, bytes_of, pack, packed_bytes, tensors_over, unpack
-from ..wire.memory import MASTER, Inbox, Region, SharedInbox, StreamedInbox, cut, find_memory
+from ..wire.memory import MASTER, PIECE_BYTES, Region, cut, find_memory
 from .registration import require_groups
 
 
@@ -103,8 +104,8 @@ class ServerMemory:
         self._servers = servers
         self._before_update = before_update
         self._wire = wire
-        # shard -> its rounded weights, and those of its vectors that have not changed since they were rounded
-        self._rounded: dict[int, tuple[Rounded, set[str]]] = {}
+        # shard -> by codec, its weights, and those of its vectors that have not changed since they were encoded
+        self._encoded: dict[int, dict[str, tuple[Codec, set[str]]]] = {}
         self._plan = _Plan.of(model, slices, master)
         self._next: _Plan | None = None  # the plan for the extended model, until the extension takes effect
         # shard -> initial optimizer state, until the shard's store is created or extended
@@ -148,10 +149,10 @@ class ServerMemory:
 
     def inboxes(self, region: Region | None) -> dict[int, tuple[Inbox, Vectors]]:
         """Return, for each shard, an inbox in `region` or in new memory, and its gradient as tensors."""
-        streamed = StreamedInbox if self._wire.gradients == "float32" else RoundedInbox
-        inboxes = {}
+        inboxes: dict[int, tuple[Inbox, Vectors]] = {}
         for index, shard in self._plan.slices.items():
-            inbox: Inbox = SharedInbox(region, shard) if region is not None else streamed(shard)
+            shared = None if region is None else SharedInbox(region, shard)
+            inbox = shared or StreamedInbox(shard, self._wire.gradients)
             inboxes[index] = inbox, tensors_over(inbox.gradient)
         return inboxes
 
@@ -277,14 +278,14 @@ class ServerMemory:
             self._slots = self._slots or BufferSlots((), ())
             self._slots.extend(model.buffers, first)
         self.stores[index] = store
-        self._rounded.pop(index, None)
+        self._encoded.pop(index, None)
         self.weights[index] = {vector: bytes_of(weights[vector]) for vector in weights}
 
     def _change(self, index: int) -> None:
         """Prepare for a change of a shard's weights."""
         self._before_update(index)
-        if index in self._rounded:
-            self._rounded[index][1].clear()
+        for _, valid in self._encoded.get(index, {}).values():
+            valid.clear()
 
     def _place_weights(self, index: int, payload: Sequence[bytearray]) -> Vectors:
         """Return the weights of a shard: those of its store, and those that it does not have yet.
@@ -350,21 +351,19 @@ class ServerMemory:
 
     # -- reading ------------------------------------------------------------------------------------------
 
-    def weights_to_send(self, index: int, vectors: Collection[str], *, rounded: bool) -> list[memoryview]:
-        """Return the bytes of some vectors of a shard's weights, rounded or as they are.
+    def weights_to_send(self, index: int, vectors: Collection[str], codec: str) -> list[memoryview]:
+        """Return the bytes of some vectors of a shard's weights.
 
-        Weights that do not change meanwhile are rounded once for all workers. The bytes stay as they are until the
+        Weights that do not change meanwhile are encoded once for all workers. The bytes stay as they are until the
         weights are about to change.
         """
-        if not rounded:
-            return [self.weights[index][vector] for vector in vectors]
-        weights = self.stores[index].weights
-        if index not in self._rounded:
-            self._rounded[index] = Rounded(weights), set()
-        rounding, valid = self._rounded[index]
-        rounding.round(whole_ranges({vector: weights[vector] for vector in vectors if vector not in valid}))
+        encoded = self._encoded.setdefault(index, {})
+        if codec not in encoded:
+            encoded[codec] = CODECS[codec](self.stores[index].weights), set()
+        sender, valid = encoded[codec]
+        sender.encode(sender.ranges(vector for vector in vectors if vector not in valid))
         valid.update(vectors)
-        return rounding.memory(whole_ranges({vector: weights[vector] for vector in vectors}))
+        return sender.memory(sender.ranges(vectors))
 
     def snapshot(self, index: int) -> list[memoryview]:
         """Return the weights of a shard and, for shard 0, the pooled buffers of the model."""
@@ -398,28 +397,95 @@ def _are_some_of(indices: Sequence[int], count: int) -> bool:
     return len(set(indices)) == len(indices) and all(0 <= index < count for index in indices)
 
 
-# -- An inbox for gradients whose float32 values arrive as bfloat16 ------------------------------------------
+# -- A server's view of one worker's region, limited to one shard: an inbox for each pair of worker and shard
+#
+# In both kinds, `gradient` maps each dtype to the slice of the gradient that the worker pushes, as bytes, and
+# `weights` to the slice of the weights that the worker reads. It is None if the weights must be sent.
 
 
-class RoundedInbox(StreamedInbox):
-    """A `StreamedInbox` with memory for rounded values, which are widened as soon as a message is complete.
+class SharedInbox:
+    """An inbox in memory that the server shares with the worker."""
 
-    Values that are not rounded, such as those of an edit, are received directly into `gradient`.
+    def __init__(self, region: Region, shard: ShardSlice) -> None:
+        self.gradient = cut(region.gradients, shard)
+        self.weights: dict[str, memoryview] | None = cut(region.weights, shard)
+
+    def places(self, pieces: Sequence[int], codec: str = "float32") -> list[memoryview]:
+        """Raise `ProtocolError` if a message names pieces of a gradient."""
+        if pieces:
+            raise ProtocolError("pieces of a gradient were sent although the gradient is in shared memory")
+        return []
+
+    def take(self, pieces: Sequence[int], codec: str = "float32") -> None:
+        """Do nothing, because no piece is received."""
+
+    def close(self, *, empty: bool, set_index: int | None = None) -> None:
+        """Do nothing, because the gradient is complete."""
+
+
+class StreamedInbox:
+    """An inbox in the server's memory, which is filled from the stream piece by piece.
+
+    Args:
+        shard: the slice of the shard.
+        codec: the codec of gradients. Some of them, such as those of an edit, travel as they are.
+
+    Attributes:
+        pieces: the pieces of a gradient, in order.
+        missing: indices of the pieces of the current iteration that have not been received yet.
     """
 
-    def __init__(self, shard: ShardSlice) -> None:
-        super().__init__(shard)
-        self._rounded = Rounded(tensors_over(self.gradient))
+    def __init__(self, shard: ShardSlice, codec: str = "float32") -> None:
+        self.gradient = {
+            dtype: memoryview(bytearray((stop - start) * item_bytes(dtype)))
+            for dtype, (start, stop) in shard.bounds.items()
+        }
+        self.weights: dict[str, memoryview] | None = None
+        self.pieces = shard.pieces(PIECE_BYTES)
+        self.missing = set(range(len(self.pieces)))
+        vectors = tensors_over(self.gradient)
+        self._codecs = {name: CODECS[name](vectors) for name in {"float32", codec}}
 
-    def places(self, pieces: Sequence[int], *, rounded: bool = False) -> list[memoryview]:
-        if rounded:
-            return self._rounded.memory(ranges_of(self.numbered(pieces)))
-        return super().places(pieces)
+    def places(self, pieces: Sequence[int], codec: str = "float32") -> list[memoryview]:
+        """Return the memory into which these pieces of a gradient are received.
 
-    def take(self, pieces: Sequence[int], *, rounded: bool = False) -> None:
-        if rounded:
-            self._rounded.widen(ranges_of(self.numbered(pieces)))
-        super().take(pieces)
+        Raises:
+            ProtocolError: a piece does not exist.
+        """
+        return self._codecs[codec].memory(self._ranges(pieces))
+
+    def take(self, pieces: Sequence[int], codec: str = "float32") -> None:
+        """Decode these pieces, which have been received."""
+        self._codecs[codec].decode(self._ranges(pieces))
+        self.missing.difference_update(pieces)
+
+    def _ranges(self, pieces: Sequence[int]) -> list[Range]:
+        if not all(0 <= piece < len(self.pieces) for piece in pieces):
+            raise ProtocolError(
+                f"the gradient has {len(self.pieces)} pieces, numbered from 0, but the message names {pieces[:8]}"
+            )
+        return ranges_of([self.pieces[piece] for piece in pieces])
+
+    def close(self, *, empty: bool, set_index: int | None = None) -> None:
+        """Record that the iteration is committed.
+
+        Args:
+            empty: True if the worker skipped the iteration and pushed no gradient.
+            set_index: the parameter set whose gradient is pushed; None for all sets.
+
+        Raises:
+            ProtocolError: a piece of the gradient has not been received, and the iteration is not `empty`.
+        """
+        if self.missing and not empty:
+            vectors = of_set(self.gradient, set_index)
+            if missing := sum(self.pieces[number].dtype in vectors for number in self.missing):
+                raise ProtocolError(
+                    f"an iteration was committed without {missing} of {len(self.pieces)} pieces of the gradient"
+                )
+        self.missing.update(range(len(self.pieces)))
+
+
+Inbox = SharedInbox | StreamedInbox
 
 
 # -- The shared memory in which the servers update the weights, as the host of the coordinator creates it ----

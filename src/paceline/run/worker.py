@@ -183,7 +183,7 @@ class WorkerSession(Session):
             for address in dict.fromkeys(self.core.started.addresses)
         ]
         local = [is_here(address) for address in addresses]
-        self._slow_link = None if all(local) else SlowLink(rounded=self._job.wire.gradients == "bf16")
+        self._slow_link = None if all(local) else SlowLink(self._job.wire.gradients)
         links = self.links
         self.memory = WorkerMemory(
             self._job,
@@ -267,8 +267,8 @@ class WorkerSession(Session):
         return self.memory is not None and self.memory.outbox is not None and self.memory.outbox.early
 
     @property
-    def rounds_weights(self) -> bool:
-        return self.memory is not None and self.memory.rounds_weights
+    def encodes_weights(self) -> bool:
+        return self.memory is not None and self.memory.encodes_weights
 
     def weights_edited(self) -> bool | None:
         return None if self.memory is None else self.memory.edited()

@@ -26,7 +26,7 @@ import safetensors.torch
 import torch
 
 from ..core.job_sync import EarlyPause
-from ..core.layout import Format, FrozenSpec, ModelSpec, Range, ShardSlice, of_set, ranges_of, without_last
+from ..core.layout import FrozenSpec, ModelSpec, Range, ShardSlice, of_set, ranges_of, without_last
 from ..core.messages import (
     Answer,
     Bell,
@@ -48,7 +48,7 @@ from ..core.messages import (
 from ..core.requests import COORDINATOR, Abort, Host, Peer, Proceed, Request
 from ..core.worker import Worker
 from ..errors import DeadlineError, PeerLostError, ProtocolError, TakenOutError
-from ..shard.rounding import Rounded
+from ..shard.codecs import CODECS, Codec
 from ..shard.store import write_frozen
 from ..shard.vectors import Vectors, pack, sliced, tensors_over
 from ..train.session import Callbacks
@@ -340,18 +340,20 @@ class Links(Host):
                 self.carry_out(self.core.handle(message))
 
     def _hear_weights(self, answer: Answer) -> None:
-        """Handle an answer whose weights have travelled, perhaps rounded."""
+        """Handle an answer whose weights have travelled."""
         assert self._memory is not None
-        self._memory.widen(answer)
+        self._memory.decode(answer)
         if self.tells_arrivals:
             self._tell_arrived(answer)
         self.carry_out(self.core.handle(answer))
 
     def _tell_arrived(self, message: Message, missing_bytes: int = 0) -> None:
-        """Tell the front end which part of the weights has arrived. Rounded ones are usable only when all have."""
+        """Tell the front end which part of the weights has arrived, unless it has yet to be decoded."""
         told = self._callbacks.on_arrived
-        if type(message) is Answer and told is not None and not (missing_bytes and message.rounded):
+        if type(message) is Answer and told is not None:
             assert self._memory is not None
+            if missing_bytes and not self._memory.codec(message).in_place:
+                return
             for vector, start, stop in self._memory.arrived(message.shard, missing_bytes):
                 told(vector, start, stop)
 
@@ -412,7 +414,7 @@ class SlowLink:
     """Compares the time for which gradients are on their way with the time that a worker computes. It does so once.
 
     Args:
-        rounded: True if gradients are rounded on their way.
+        codec: the codec of gradients.
 
     Example:
         >>> watch = SlowLink()
@@ -425,8 +427,8 @@ class SlowLink:
         over: True once the measurement has ended.
     """
 
-    def __init__(self, *, rounded: bool = False) -> None:
-        self._rounding = "" if rounded else "--wire bf16, "
+    def __init__(self, codec: str = "float32") -> None:
+        self._advice = "--wire bf16, " if codec == "float32" else ""
         self.over = False
         self._computing_s: list[float] = []
         self._before: Sequence[Sending] = ()
@@ -455,7 +457,7 @@ class SlowLink:
         return (
             f"the link to the servers is slow for this model: a gradient of {sent_bytes / 1e6:.3g} MB leaves at "
             f"{sent_bytes / busy_s / 1e6:.3g} MB/s, which takes {busy_s:.2g} s, and the computation of an iteration "
-            f"takes {usual_s:.2g} s. Use a faster link, {self._rounding}larger batches, or servers on several "
+            f"takes {usual_s:.2g} s. Use a faster link, {self._advice}larger batches, or servers on several "
             "machines."
         )
 
@@ -589,8 +591,12 @@ class WorkerMemory:
         self.region = region = job.carrier.place(model.layout, servers=len(local), offered=offered, name=name)
         self.gradients = tensors_over(region.gradients)
         self.outbox: Outbox | None = None
-        # shard -> its slice of the weights, and memory for rounded weights; None if weights are not rounded
-        self._rounded: dict[int, Rounded] | None = None
+        # by codec: shard -> its slice of the weights
+        self._codecs = {
+            codec: self._ends(codec, region.weights)
+            for codec in {"float32", job.wire.weights}
+            if not self.shared
+        }
         self._master: Master | None = None  # shared memory in which the servers update the weights
         if self.shared:
             if not descriptors:
@@ -600,9 +606,8 @@ class WorkerMemory:
             # Early sending uses the network during the backward pass. If all servers are on this machine, no network
             # is used, and early sending would only take CPU time from the backward pass.
             early = job.overlap == "shards" and not all(local)
-            rounded = self._rounding(job.wire.gradients, region.gradients)
-            self.outbox = Outbox(shards, region.gradients, stage, busy, early=early, rounded=rounded)
-            self._rounded = self._rounding(job.wire.weights, region.weights)
+            ends = self._ends(job.wire.gradients, region.gradients)
+            self.outbox = Outbox(shards, region.gradients, stage, busy, early=early, codecs=ends)
         own = region.descriptor
         self.place = MemoryPlace(os.getpid(), own, name) if offered and own else None
         self.passed = [own] if self.shared and own is not None else []
@@ -611,17 +616,15 @@ class WorkerMemory:
         # it would then change under a graph that the script still uses.
         self.follows = self._master is not None and not model.further
 
-    def _rounding(self, chosen: Format, vectors: Mapping[str, memoryview]) -> dict[int, Rounded] | None:
-        """Return, for each shard, its slice of the vectors with memory for rounded values; None without rounding."""
-        if chosen == "float32":
-            return None
+    def _ends(self, codec: str, vectors: Mapping[str, memoryview]) -> dict[int, Codec]:
+        """Return, for each shard, this end of the way of its slice of the vectors."""
         tensors = tensors_over(vectors)
-        return {shard.index: Rounded(sliced(tensors, shard)) for shard in self.shards}
+        return {shard.index: CODECS[codec](sliced(tensors, shard)) for shard in self.shards}
 
     @property
-    def rounds_weights(self) -> bool:
-        """True if the weights of some shards are rounded on their way."""
-        return self._rounded is not None and len(self._attached) < len(self.shards)
+    def encodes_weights(self) -> bool:
+        """True if the weights of some shards do not travel as they are."""
+        return len(self._codecs) > 1 and len(self._attached) < len(self.shards)
 
     def weights(self, *, in_place: bool) -> Vectors:
         """Return the weights in the memory that the servers update if `in_place` is True, else in the region."""
@@ -685,17 +688,20 @@ class WorkerMemory:
         shard = answer.shard
         if not self._awaits(shard) or self.shared or shard in self._attached:
             return []
-        if answer.rounded:
-            if self._rounded is None:
-                raise ProtocolError("a server sent rounded weights although weights are not rounded")
-            return self._rounded[shard].memory(self._pulled(shard))
-        weights = cut(self.region.weights, self.shards[shard])
-        return list(of_set(weights, self.pulls).values())
+        return self.codec(answer).memory(self._pulled(shard))
 
-    def widen(self, answer: Answer) -> None:
-        """Convert the weights that have come with an answer to their own format, if they are rounded."""
-        if answer.rounded and self._rounded is not None:
-            self._rounded[answer.shard].widen(self._pulled(answer.shard))
+    def codec(self, answer: Answer) -> Codec:
+        """Return this end of the way of the weights that come with an answer."""
+        if answer.codec not in self._codecs:
+            raise ProtocolError(
+                f"a server sent weights with the codec {answer.codec!r}, which the run does not use"
+            )
+        return self._codecs[answer.codec][answer.shard]
+
+    def decode(self, answer: Answer) -> None:
+        """Decode the weights that have come with an answer."""
+        if not (self.shared or answer.shard in self._attached):
+            self.codec(answer).decode(self._pulled(answer.shard))
 
     def arrived(self, shard: int, missing_bytes: int) -> list[Range]:
         """Return the ranges of the region that an answer to the current pull fills, except for its last bytes."""
@@ -725,8 +731,7 @@ class WorkerMemory:
 # checksum of its bits has changed. If a script changes its gradients after the backward pass, early sending
 # saves no time and is suspended for a while.
 #
-# Gradients may be rounded on their way (see `core.layout`). A piece is rounded when it is sent, so
-# checksums are those of the bits before.
+# A piece is encoded when it is sent (see `core.layout`), so checksums are those of the bits before.
 
 Send = Callable[[int, Message, Sequence[memoryview]], None]
 """A function of (shard, message, payload) that sends the message to the server that holds the shard."""
@@ -740,8 +745,7 @@ class Outbox:
         gradients: mapping from dtype to the bytes of the whole vector of gradients.
         send: function that sends a message to the server of a shard. Any payload that is still queued when the
             function returns must be copied, because the gradient may change.
-        rounded: for each shard, its slice of the gradients and memory for rounded values, if gradients are rounded on
-            their way; else None.
+        codecs: for each shard, this end of the way of its slice of the gradients.
         busy: function that returns True if data for a shard is still queued on the connection. Further pieces then
             wait in this object, so that they do not delay the commit, for which other workers may be waiting.
         early: True to send pieces before the commit.
@@ -755,12 +759,12 @@ class Outbox:
         busy: Callable[[int], bool] = lambda shard: False,
         *,
         early: bool,
-        rounded: Mapping[int, Rounded] | None = None,
+        codecs: Mapping[int, Codec],
     ) -> None:
         self._send = send
         self._busy = busy
         self._early = early
-        self._rounded = rounded
+        self._codecs = codecs
         self._gradients = {shard.index: cut(gradients, shard) for shard in shards}
         self._pieces = {shard.index: shard.pieces(PIECE_BYTES) for shard in shards}
         # A piece is identified by (shard, number of the piece in the shard).
@@ -834,7 +838,7 @@ class Outbox:
         """Return the numbers and the bytes of those pieces of a shard that must be sent with the commit.
 
         If `set_index` is not None, only the pieces of this parameter set are sent. If `exact` is True, they are not
-        rounded; no piece may then have been sent early.
+        encoded; no piece may then have been sent early.
         """
         if shard not in self._pieces:
             return (), []
@@ -858,10 +862,8 @@ class Outbox:
 
     def _payload(self, shard: int, numbers: Sequence[int]) -> list[memoryview]:
         """Return the bytes of some pieces in the format in which they travel."""
-        if self._rounded is None:
-            return self._bytes(shard, numbers)
         pieces = self._pieces[shard]
-        return self._rounded[shard].round(ranges_of([pieces[number] for number in numbers]))
+        return self._codecs[shard].encode(ranges_of([pieces[number] for number in numbers]))
 
     def _bytes(self, shard: int, numbers: Sequence[int]) -> list[memoryview]:
         pieces = self._pieces[shard]

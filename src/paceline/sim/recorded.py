@@ -335,16 +335,14 @@ def _sizes(run_dir: Path, shards: int) -> Sizes | None:
     summary = _summary(run_dir)
     try:
         wire = WireFormat.read(summary.get("wire", "float32"))
-        whole, rounded = tuple(map(int, summary["shard_bytes"])), tuple(map(int, summary["rounded_bytes"]))
+        keys = "shard_bytes", "push_bytes", "pull_bytes"
+        if "rounded_bytes" in summary:  # of an earlier version, with the sizes for each codec that there was
+            earlier = {"float32": "shard_bytes", "bf16": "rounded_bytes"}
+            keys = "shard_bytes", earlier[wire.gradients], earlier[wire.weights]
+        whole, pushes, pulls = (tuple(map(int, summary[key])) for key in keys)
     except (KeyError, TypeError, ValueError):
         return None
-    if not len(whole) == len(rounded) == shards:
-        return None
-    return Sizes(
-        sum(whole),
-        rounded if wire.gradients == "bf16" else whole,
-        rounded if wire.weights == "bf16" else whole,
-    )
+    return Sizes(sum(whole), pushes, pulls) if len(whole) == len(pushes) == len(pulls) == shards else None
 
 
 def _batch_size(run_dir: Path) -> int | None:

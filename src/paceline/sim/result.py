@@ -69,8 +69,9 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         seed: random seed for the run.
         servers: number of servers.
         shards: number of shards.
-        shard_bytes: size of a push to each shard, or of its answer to a pull, in bytes.
-        rounded_bytes: the same if float32 values are rounded.
+        shard_bytes: size of each shard in bytes.
+        push_bytes: size of a push to each shard on its way, in bytes.
+        pull_bytes: size of the answer of each shard to a pull on its way, in bytes.
         finished_s: for each worker, the virtual time at which it finished its last iteration.
         measures: statistics of the run, the same as in the summary of a live run.
         time_use: for each worker that has joined, what it has spent its time on.
@@ -104,7 +105,8 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     servers: int
     shards: int
     shard_bytes: tuple[int, ...]
-    rounded_bytes: tuple[int, ...]
+    push_bytes: tuple[int, ...]
+    pull_bytes: tuple[int, ...]
     finished_s: tuple[float, ...]
     measures: Measures
     time_use: dict[int, TimeUse]
@@ -256,7 +258,8 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
             "servers": self.servers,
             "shards": self.shards,
             "shard_bytes": list(self.shard_bytes),
-            "rounded_bytes": list(self.rounded_bytes),
+            "push_bytes": list(self.push_bytes),
+            "pull_bytes": list(self.pull_bytes),
             "seed": self.seed,
             **kept_modules(modules_of_models(read_schedule(self.sync).models)),
             "emulated": emulated,

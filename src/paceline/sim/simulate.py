@@ -16,7 +16,7 @@ import msgspec
 
 from ..core.auto import Prospect
 from ..core.guard import DIVERGED, GoodWeights, Guard, guard_mode
-from ..core.layout import Layout, ModelSpec, OptimizerSpec, WireFormat
+from ..core.layout import FORMATS, Layout, ModelSpec, OptimizerSpec, WireFormat, encoded_sizes
 from ..core.lease import BatchSizing
 from ..core.metrics import MetricHistory
 from ..core.requests import Situation
@@ -197,14 +197,18 @@ def simulate(
             sizes = shard_bytes or [
                 cluster.size_bytes * (k + 1) // count - cluster.size_bytes * k // count for k in range(count)
             ]
-            halves = [-(-size // 2) for size in sizes]
+            # The whole size counts as float32 values.
+            encoded = {
+                codec: [-(-size_of(size) // FORMATS["float32"](1)) for size in sizes]
+                for codec, size_of in FORMATS.items()
+            }
             job = make_job(has_epochs=data is not None)
             clockwork = (
                 Clockwork(job, math.inf if iterations is None else iterations)
                 if data is None
                 else DatasetClockwork(job, data, batch)
             )
-            job.run(clockwork, lambda worker: NOTHING_TRAINED, [NullStore()] * count, sizes, halves, until_s)
+            job.run(clockwork, lambda worker: NOTHING_TRAINED, [NullStore()] * count, encoded, until_s)
         else:
             from .virtual_training import Training, computed_by
 
@@ -239,12 +243,13 @@ def simulate(
                     marks_outside=translated or schedule.auto,
                 )
                 stores = training.make_stores(first)
-                sizes = [store.bounds.size_bytes for store in stores]
-                halves = [store.bounds.rounded_bytes for store in stores]
+                encoded = encoded_sizes([store.bounds for store in stores])
                 if cluster.size_bytes:
-                    total = max(1, sum(sizes))
-                    halves = [cluster.size_bytes * size // total for size in halves]
-                    sizes = [cluster.size_bytes * size // total for size in sizes]
+                    total = max(1, sum(encoded["float32"]))
+                    encoded = {
+                        codec: [cluster.size_bytes * size // total for size in sizes]
+                        for codec, sizes in encoded.items()
+                    }
                 if snapshot_every_s is not None:
                     _take_snapshots(
                         job, training.snapshot, snapshot_every_s, on_snapshot or _snapshot_recorder(snapshots)
@@ -253,7 +258,7 @@ def simulate(
                 if mode == "stop":
                     recorders.takers.append(_good_weights_keeper(good, training.snapshot))
                 try:
-                    job.run(training, training.model_of, stores, sizes, halves, until_s)
+                    job.run(training, training.model_of, stores, encoded, until_s)
                 except RunFailedError as error:
                     if error.process == DIVERGED:
                         _save_good_weights(good.good, run_dir, error)
@@ -270,8 +275,9 @@ def simulate(
         seed=seed,
         servers=cluster.servers,
         shards=count,
-        shard_bytes=tuple(job.shard_bytes),
-        rounded_bytes=tuple(job.rounded_bytes),
+        shard_bytes=tuple(job.shard_bytes["float32"]),
+        push_bytes=tuple(job.shard_bytes[wire_format.gradients]),
+        pull_bytes=tuple(job.shard_bytes[wire_format.weights]),
         finished_s=tuple(worker.finished_s for worker in job.workers),
         measures=meter.measures(job.cut_off_ticks),
         time_use=time_use(

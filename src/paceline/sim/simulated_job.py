@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Literal
 
 import msgspec
@@ -27,7 +27,7 @@ from ..core.auto import Planner
 from ..core.coordinator import Coordinator
 from ..core.guard import Guard
 from ..core.job_cut import JobCut
-from ..core.layout import EXACT, ModelSpec, WireFormat
+from ..core.layout import EXACT, ModelSpec, WireFormat, encoded_sizes
 from ..core.messages import (
     Activity,
     Answer,
@@ -66,8 +66,8 @@ from ..core.requests import (
     TakeOut,
     Timer,
     Warn,
-    rounds_answer,
-    rounds_push,
+    codec_of_answer,
+    codec_of_push,
     server_peer,
     worker_peer,
 )
@@ -131,8 +131,7 @@ class VirtualJob:
         coordinator: the protocol core of the coordinator.
         workers: the state of each worker.
         bytes_sent: number of bytes sent, by kind of message.
-        shard_bytes: size of each shard in bytes.
-        rounded_bytes: size of each shard in bytes if float32 values are rounded.
+        shard_bytes: by codec, the size of each shard in bytes.
         cut_off_ticks: virtual time at which the run was stopped early; None if every worker has finished.
         knows_loss: True once a worker's script has logged or returned a loss, or a loss was guessed.
     """
@@ -186,8 +185,7 @@ class VirtualJob:
         self._schedule = schedule
         self._shards = shards
         self._wire = wire
-        self.shard_bytes: Sequence[int] = ()
-        self.rounded_bytes: Sequence[int] = ()
+        self.shard_bytes: Mapping[str, Sequence[int]] = {}
         self._seed = seed
         self._cut_at_s = cut_at_s
         self._cuts_requested = 0  # number of cuts that the scripts have requested
@@ -241,8 +239,7 @@ class VirtualJob:
         driver: Driver,
         models: Callable[[int], ModelSpec],
         stores: Sequence[ShardStore],
-        shard_bytes: Sequence[int],
-        rounded_bytes: Sequence[int],
+        shard_bytes: Mapping[str, Sequence[int]],
         until_s: Seconds,
     ) -> None:
         """Run until every worker has finished, or until the virtual time `until_s`.
@@ -252,8 +249,7 @@ class VirtualJob:
             models: function that returns the model of a worker. It is called for each worker that is present from
                 the beginning.
             stores: the store of each shard, in order.
-            shard_bytes: size of each shard in bytes.
-            rounded_bytes: size of each shard in bytes if float32 values are rounded.
+            shard_bytes: by codec, the size of each shard in bytes.
             until_s: virtual time at which to stop.
 
         Raises:
@@ -262,7 +258,7 @@ class VirtualJob:
         self._driver = driver
         for host in self._server_hosts:
             host.stores = stores
-        self.shard_bytes, self.rounded_bytes = shard_bytes, rounded_bytes
+        self.shard_bytes = shard_bytes
         for worker in range(len(self.workers)):
             if worker not in self._first:
                 self._expect(self.kernel.in_ticks(self._cluster.presence[worker].joins_at_s), worker)
@@ -581,7 +577,7 @@ class VirtualJob:
         self._driver.joined(worker)
 
     def _new_core(self, worker: int) -> None:
-        self.workers[worker].pulls_rounded = False
+        self.workers[worker].pull_codec = "float32"
         self.workers[worker].core = Worker(
             self._schedule,
             workers=self._cluster.workers,
@@ -710,8 +706,8 @@ class VirtualJob:
 
     def _share(self, shard: int) -> float:
         """Return the part of the parameters that a shard holds."""
-        total = sum(self.shard_bytes)
-        return self.shard_bytes[shard] / total if total else 1.0 / self._shards
+        sizes = self.shard_bytes["float32"]
+        return sizes[shard] / sum(sizes) if any(sizes) else 1.0 / self._shards
 
     def _served(self, server: int, worker: int, life: int, message: Message, push: object) -> None:
         state = self.workers[worker]
@@ -761,10 +757,6 @@ class VirtualJob:
         host.pushes, host.shares = pushes, shares
         host.carry_out(requests)
 
-    def _size_bytes(self, shard: int, *, rounded: bool) -> int:
-        """Return the size of a push to a shard, or of its answer to a pull."""
-        return self.rounded_bytes[shard] if rounded else self.shard_bytes[shard]
-
     def _exchange(self, server: int, message: Message, *, to_server: bool) -> None:
         """Deliver a message between the coordinator and a server, which takes no time.
 
@@ -780,8 +772,7 @@ class VirtualJob:
                 requests = self._servers[server].handle(COORDINATOR, message, self.kernel.now_ticks)
                 self._server_hosts[server].carry_out(requests)
                 if type(message) is ModelExtended and server == 0:
-                    self.shard_bytes = [bounds.size_bytes for bounds in self.coordinator.slices]
-                    self.rounded_bytes = [bounds.rounded_bytes for bounds in self.coordinator.slices]
+                    self.shard_bytes = encoded_sizes(self.coordinator.slices)
                     self._driver.model_extended(self._servers[0].initializer)
             else:
                 self._tell_coordinator(server_peer(server), message)
@@ -813,7 +804,7 @@ class VirtualJob:
         state = self.workers[worker]
         state.refreshing = True
         self._enter(worker, "exchanging")
-        state.pulls_rounded = False
+        state.pull_codec = "float32"
         state.core.await_extended_weights()
         self._driver.extended(worker)
         self._start(worker)
@@ -912,8 +903,8 @@ class _WorkerHost(Host):
     def _push(self, to: Peer, commit: Commit) -> None:
         job, worker = self._job, self._worker
         state = job.workers[worker]
-        state.pulls_rounded = rounds_answer(job._wire, commit)
-        size_bytes = job._size_bytes(commit.shard, rounded=rounds_push(job._wire, commit))
+        state.pull_codec = codec_of_answer(job._wire, commit)
+        size_bytes = job.shard_bytes[codec_of_push(job._wire, commit)][commit.shard]
         if self.shares:
             size_bytes = round(size_bytes * self.shares[commit.shard])
         job.bytes_sent["push"] += HEADER_BYTES + size_bytes
@@ -921,7 +912,7 @@ class _WorkerHost(Host):
         state.to_server[to.index].send(size_bytes, job._at_server, to.index, worker, state.life, commit, push)
 
     def _pull_again(self, to: Peer, pull: PullRepeated) -> None:
-        self._job.workers[self._worker].pulls_rounded = rounds_answer(self._job._wire, pull)
+        self._job.workers[self._worker].pull_codec = codec_of_answer(self._job._wire, pull)
         self.send(to, pull)
 
     senders: ClassVar = {Commit: _push, PullRepeated: _pull_again}
@@ -953,9 +944,9 @@ class _ServerHost(Host):
         job, worker = self._job, to.index
         state = job.workers[worker]
         kind = "pull" if state.dropped_s is None else "pull again"
-        rounded = state.pulls_rounded
-        job._driver.sent(worker, answer.shard, rounded=rounded)
-        self._to_worker(worker, kind, job._size_bytes(answer.shard, rounded=rounded), answer)
+        codec = state.pull_codec
+        job._driver.sent(worker, answer.shard, codec)
+        self._to_worker(worker, kind, job.shard_bytes[codec][answer.shard], answer)
 
     senders: ClassVar = {Answer: _answer}
 
@@ -1085,7 +1076,7 @@ class VirtualWorker:
         refreshing: True while the worker pulls without having pushed, because its script evaluates the model.
         standing_in: True from a push that the worker makes while its script waits in a barrier or a reduction, until
             the weights arrive.
-        pulls_rounded: True if the weights that the worker pulls are rounded on their way.
+        pull_codec: codec of the weights that the worker pulls.
         joining: True while the worker joins a run in progress, until its weights arrive.
         restarted: pair (time of the abort, time of the restart) for the current iteration; None without a restart.
         finished_s: time at which the most recent iteration ended.
@@ -1115,7 +1106,7 @@ class VirtualWorker:
         self.pushed_s = 0.0
         self.loss: float | None = None
         self.loss_follows = False
-        self.pulls_rounded = False
+        self.pull_codec = "float32"
         self.unrecorded: IterationRecord | None = None
         self.dropped_s: float | None = None
         self.refreshing = False
@@ -1184,8 +1175,8 @@ class Driver:
     def extended(self, worker: int) -> None:
         """Called when the worker needs memory for the extended model. `answered` follows when its weights arrive."""
 
-    def sent(self, worker: int, shard: int, *, rounded: bool) -> None:
-        """Called when a shard sends its current weights to the worker, rounded or as they are."""
+    def sent(self, worker: int, shard: int, codec: str) -> None:
+        """Called when a shard sends its current weights to the worker."""
 
     def take_cut(self, shard: int, number: int) -> None:
         """Called when a shard must be copied as it is now, for a cut of the job."""

@@ -30,6 +30,7 @@ from ..core.layout import (
     ModelSpec,
     ShardSlice,
     WireFormat,
+    encoded_bytes,
     first_difference,
     of_set,
 )
@@ -40,7 +41,7 @@ from ..core.requests import COORDINATOR, CompleteCut, Request, Send
 from ..core.standstill import unable_to_begin
 from ..core.worker import Worker
 from ..errors import RunFailedError, UsageError, first_line
-from ..shard.rounding import round_trip
+from ..shard.codecs import CODECS
 from ..shard.store import BufferSlots, Push, Store, WeightsSnapshot, named_weights
 from ..shard.vectors import GroupsReader, Vectors, sliced, torch_dtype, unpack
 from ..sync import SyncModel
@@ -329,14 +330,13 @@ class Training(Driver):
     def combined(self, worker: int) -> None:
         self._resume(self._sessions[worker])
 
-    def sent(self, worker: int, shard: int, *, rounded: bool) -> None:
+    def sent(self, worker: int, shard: int, codec: str) -> None:
         session = self._sessions.get(worker)
         if session is None:  # the worker joins a run in progress, and its script has not begun yet
             weights = {vector: values.clone() for vector, values in self.stores[shard].weights.items()}
             self._first_weights.setdefault(worker, {})[shard] = weights
         elif session.weights:
-            weights = self.stores[shard].weights
-            weights = round_trip(weights) if rounded else weights
+            weights = CODECS[codec](self.stores[shard].weights).round_trip()
             bounds = of_set(self.slices[shard].bounds, session.pulls)
             for vector, (start, stop) in bounds.items():
                 if (
@@ -560,8 +560,8 @@ class VirtualSession(Session):
         return self._training.observes
 
     @property
-    def rounds_weights(self) -> bool:
-        return self._training.wire.weights == "bf16"
+    def encodes_weights(self) -> bool:
+        return self._training.wire.weights != "float32"
 
     def pushes_rows(self, parameter: int) -> bool:
         self._sparse.add(parameter)
@@ -764,30 +764,24 @@ class VirtualSession(Session):
         *,
         exact: bool = False,
     ) -> list[Push]:
-        """Return the push for each shard. If `exact` is True, it is not rounded on its way."""
+        """Return the push for each shard. If `exact` is True, it travels as it is."""
+        codec = CODECS["float32" if exact else self._training.wire.gradients]
         pushed = [of_set(sliced(self.gradients, bounds), set_index) for bounds in self._training.slices]
-        if self._rounds_gradients and not exact:
-            pushed = [round_trip(gradient) for gradient in pushed]
-        return [Push(gradient, present, groups, set_index or 0) for gradient in pushed]
-
-    @property
-    def _rounds_gradients(self) -> bool:
-        return self._training.wire.gradients == "bf16"
+        return [Push(codec(each).round_trip(), present, groups, set_index or 0) for each in pushed]
 
     def _share(self, bounds: ShardSlice) -> float:
         """Return which share of a shard's bytes is pushed if sparse gradients are sent as rows with their indices."""
-        size_bytes = bounds.rounded_bytes if self._rounds_gradients else bounds.size_bytes
+        codec = self._training.wire.gradients
         saved = 0
         for segment in bounds.segments:
             if segment.parameter in self._sparse:
                 begin = bounds.bounds[segment.dtype][0]
                 values = self.gradients[segment.dtype][begin + segment.start : begin + segment.stop]
                 shape = self._training.model.layout.parameters[segment.parameter].shape
-                halved = self._rounds_gradients and values.dtype == torch.float32
-                itemsize = torch.bfloat16.itemsize if halved else values.itemsize
+                itemsize = encoded_bytes(segment.dtype, 1, codec)
                 rows = rows_bytes(values, segment.offset, math.prod(shape[1:]), itemsize)
                 saved += max(0, values.numel() * itemsize - rows)
-        return 1 - saved / max(1, size_bytes)
+        return 1 - saved / max(1, bounds.encoded_bytes(codec))
 
     def _end_uncommitted(self) -> None:
         """If `step()` raised an exception instead of committing, let the time of that computation pass."""

@@ -239,10 +239,10 @@ class Session(ABC):
 
     @property
     @abstractmethod
-    def rounds_weights(self) -> bool:
-        """True if weights may be rounded on their way to this worker, and so differ from those of the servers.
+    def encodes_weights(self) -> bool:
+        """True if weights may be encoded on their way to this worker, and so differ from those of the servers.
 
-        The weights that `refresh` pulls are not rounded.
+        The weights that `refresh` pulls are not encoded.
         """
 
     @property

@@ -533,7 +533,7 @@ class WorkerTraining:
         self.require_not_idle("editing()")
         session, weights = self._session, self._weights
         weights.require_unchanged()
-        if session.core.lockstep and session.rounds_weights:
+        if session.core.lockstep and session.encodes_weights:
             self.refresh()  # the edit begins with the weights that the servers have, as it does under other models
         pushes_edit = session.begin_edit()
         weights.mark_pulled()

@@ -21,9 +21,8 @@ map it. As long as no update is applied while a worker could be computing with t
 place*: the workers read the weights in the master. Workers map the master privately (see `follow`). So if a script
 edits its weights, which is an error, it changes only its own copy.
 
-A `Region` is one block of memory, divided into vectors. An `Inbox` is the server's view of a worker's region. There
-is one inbox for each pair of worker and shard: a `SharedInbox` over shared memory, or a `StreamedInbox` over a
-stream. These classes handle only bytes, not tensors.
+A `Region` is one block of memory, divided into vectors. It handles only bytes, not tensors. `run.server_memory` has the
+server's view of it.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal, Protocol
 
-from ..core.layout import Layout, Piece, ShardSlice, item_bytes, of_set, ranges_of
+from ..core.layout import Layout, Piece, ShardSlice, item_bytes, ranges_of
 from ..errors import ProtocolError
 from .follow import MappedMemory, MemoryFollower, close_in_forks
 from .ring import RING_BYTES
@@ -206,107 +205,6 @@ class Master:
         except ProtocolError:
             os.close(descriptor)
             raise
-
-
-class Inbox(Protocol):
-    """A server's view of one worker's region, limited to one shard.
-
-    Attributes:
-        gradient: mapping from dtype to the slice of the gradient that the worker pushes, as bytes.
-        weights: mapping from dtype to the slice of the weights that the worker reads, as bytes; None if the weights
-            must be sent.
-    """
-
-    gradient: dict[str, memoryview]
-    weights: dict[str, memoryview] | None
-
-    def places(self, pieces: Sequence[int], *, rounded: bool = False) -> list[memoryview]:
-        """Return the memory into which these pieces of a gradient are received.
-
-        Args:
-            pieces: the indices of the pieces.
-            rounded: True if their float32 values arrive as bfloat16.
-
-        Raises:
-            ProtocolError: a piece does not exist.
-        """
-        ...
-
-    def take(self, pieces: Sequence[int], *, rounded: bool = False) -> None:
-        """Record that these pieces have been received, rounded or as they are."""
-        ...
-
-    def close(self, *, empty: bool, set_index: int | None = None) -> None:
-        """Record that the iteration is committed.
-
-        Args:
-            empty: True if the worker skipped the iteration and pushed no gradient.
-            set_index: the parameter set whose gradient is pushed; None for all sets.
-
-        Raises:
-            ProtocolError: a piece of the gradient has not been received, and the iteration is not `empty`.
-        """
-        ...
-
-
-class SharedInbox:
-    """An inbox in memory that the server shares with the worker."""
-
-    def __init__(self, region: Region, shard: ShardSlice) -> None:
-        self.gradient = cut(region.gradients, shard)
-        self.weights: dict[str, memoryview] | None = cut(region.weights, shard)
-
-    def places(self, pieces: Sequence[int], *, rounded: bool = False) -> list[memoryview]:
-        if pieces:
-            raise ProtocolError("pieces of a gradient were sent although the gradient is in shared memory")
-        return []
-
-    def take(self, pieces: Sequence[int], *, rounded: bool = False) -> None:
-        pass
-
-    def close(self, *, empty: bool, set_index: int | None = None) -> None:
-        pass
-
-
-class StreamedInbox:
-    """An inbox in the server's memory, which is filled from the stream piece by piece.
-
-    Attributes:
-        pieces: the pieces of a gradient, in order.
-        missing: indices of the pieces of the current iteration that have not been received yet.
-    """
-
-    def __init__(self, shard: ShardSlice) -> None:
-        self.gradient = {
-            dtype: memoryview(bytearray((stop - start) * item_bytes(dtype)))
-            for dtype, (start, stop) in shard.bounds.items()
-        }
-        self.weights: dict[str, memoryview] | None = None
-        self.pieces = shard.pieces(PIECE_BYTES)
-        self.missing = set(range(len(self.pieces)))
-
-    def places(self, pieces: Sequence[int], *, rounded: bool = False) -> list[memoryview]:
-        return cut_pieces(self.gradient, self.numbered(pieces))
-
-    def numbered(self, pieces: Sequence[int]) -> list[Piece]:
-        """Return the pieces with these indices. Raise `ProtocolError` if a piece does not exist."""
-        if not all(0 <= piece < len(self.pieces) for piece in pieces):
-            raise ProtocolError(
-                f"the gradient has {len(self.pieces)} pieces, numbered from 0, but the message names {pieces[:8]}"
-            )
-        return [self.pieces[piece] for piece in pieces]
-
-    def take(self, pieces: Sequence[int], *, rounded: bool = False) -> None:
-        self.missing.difference_update(pieces)
-
-    def close(self, *, empty: bool, set_index: int | None = None) -> None:
-        if self.missing and not empty:
-            vectors = of_set(self.gradient, set_index)
-            if missing := sum(self.pieces[number].dtype in vectors for number in self.missing):
-                raise ProtocolError(
-                    f"an iteration was committed without {missing} of {len(self.pieces)} pieces of the gradient"
-                )
-        self.missing.update(range(len(self.pieces)))
 
 
 def cut_pieces(vectors: Vectors, pieces: Sequence[Piece]) -> list[memoryview]:

@@ -166,7 +166,7 @@ class Answer(Message, frozen=True, tag=True, omit_defaults=True):
         in_place: True if the worker must read the weights directly from the servers' memory until its next commit.
         samples: number of samples in all pushes that the shard has received from all workers and not dropped.
         edits: True if the worker, which begins an edit, is the one whose edit counts. Only shard 0 decides this.
-        rounded: True if float32 weights in the payload are rounded to bfloat16. The host of the server decides this.
+        codec: the codec of the float32 weights in the payload. The host of the server decides this.
         cut: number of a cut that was made immediately before the answer, so that the weights are those of the cut; 0
             if there is none. Only shard 0 says this.
     """
@@ -178,7 +178,7 @@ class Answer(Message, frozen=True, tag=True, omit_defaults=True):
     in_place: bool = False
     samples: int = 0
     edits: bool = False
-    rounded: bool = False
+    codec: str = "float32"
     cut: int = 0
 
 
