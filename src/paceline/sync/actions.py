@@ -6,16 +6,19 @@ applied before any pull that waits for it is answered.
 
 from __future__ import annotations
 
+from typing import dataclass_transform
+
 import msgspec
 
 from .events import Change
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class Action(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A request to the host."""
+    """A request to the host. Its subclasses are frozen and tagged, too."""
 
 
-class ApplyPush(Action, frozen=True, tag=True):
+class ApplyPush(Action):
     """Apply this push now: take one optimizer step with its gradient multiplied by `scale`."""
 
     worker: int
@@ -23,14 +26,14 @@ class ApplyPush(Action, frozen=True, tag=True):
     scale: float = 1.0
 
 
-class HoldPush(Action, frozen=True, tag=True):
+class HoldPush(Action):
     """Keep this push until a later `ApplyMean` lists it."""
 
     worker: int
     iteration: int
 
 
-class ApplyMean(Action, frozen=True, tag=True):
+class ApplyMean(Action):
     """Take one optimizer step with the mean of these held pushes, which are summed in the order given.
 
     `pushes` contains (worker, iteration) pairs sorted by worker, so the sum does not depend on the order of arrival.
@@ -39,14 +42,14 @@ class ApplyMean(Action, frozen=True, tag=True):
     pushes: tuple[tuple[int, int], ...]
 
 
-class DropPush(Action, frozen=True, tag=True):
+class DropPush(Action):
     """Discard this push. The push still counts toward the worker's progress."""
 
     worker: int
     iteration: int
 
 
-class AnswerPull(Action, frozen=True, tag=True, repr_omit_defaults=True):
+class AnswerPull(Action, repr_omit_defaults=True):
     """Answer the pull that followed this worker's push of `iteration`: send the worker the current weights.
 
     If the worker's next push would come too late for its round, `v_train` is the round from which the worker should
@@ -80,13 +83,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(worker for worker, _ in self.stops)
 
 
-class PublishPlan(Action, frozen=True, tag=True):
+class PublishPlan(Action):
     """Send this plan to each of its members."""
 
     plan: Plan
 
 
-class RestartWorker(Action, frozen=True, tag=True, repr_omit_defaults=True):
+class RestartWorker(Action, repr_omit_defaults=True):
     """Tell this worker to abort its computation of `iteration`, pull, and compute the iteration again.
 
     This action has no effect if the worker has already pushed the iteration, or has restarted it more often.
@@ -102,7 +105,7 @@ class RestartWorker(Action, frozen=True, tag=True, repr_omit_defaults=True):
     attempt: int = 0
 
 
-class SetTimer(Action, frozen=True, tag=True):
+class SetTimer(Action):
     """Send the model a `TimerFired` event for this worker and iteration at time `due_ticks` on the host's clock."""
 
     worker: int
@@ -110,13 +113,13 @@ class SetTimer(Action, frozen=True, tag=True):
     due_ticks: int
 
 
-class PublishChange(Action, frozen=True, tag=True):
+class PublishChange(Action):
     """Send this change to each of its members. Each member flags its next push with the change."""
 
     change: Change
 
 
-class ReportFault(Action, frozen=True, tag=True):
+class ReportFault(Action):
     """Tell the user that one of their conditions has failed, and which model replaces the failed model.
 
     Attributes:

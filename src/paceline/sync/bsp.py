@@ -27,7 +27,7 @@ from .conditions import ConditionMachine
 from .model import SyncModel
 
 
-class BSP(SyncModel, frozen=True, repr_omit_defaults=True):
+class BSP(SyncModel):
     """Bulk synchronous parallel: one barrier after each iteration."""
 
     name = "bsp"

@@ -157,7 +157,7 @@ PUSH_SCALES: dict[str, PushScale] = {
 }
 
 
-class ApplyingModel(SyncModel, frozen=True, kw_only=True, repr_omit_defaults=True):
+class ApplyingModel(SyncModel, kw_only=True):
     """Base class for models that apply each push on arrival.
 
     Attributes:

@@ -36,7 +36,7 @@ from .conditions import ConditionMachine
 from .model import SyncModel, require_count
 
 
-class DropStragglers(SyncModel, frozen=True, repr_omit_defaults=True):
+class DropStragglers(SyncModel):
     """Synchronous rounds with backup workers.
 
     Attributes:

@@ -36,7 +36,7 @@ from .events import AnyEvent, WorkerJoined
 from .model import Handover, require_count, require_order
 
 
-class DSPS(ConditionModel, frozen=True, repr_omit_defaults=True):
+class DSPS(ConditionModel):
     """SSP with an adaptive bound on the gap.
 
     Attributes:

@@ -39,7 +39,7 @@ from .model import Handover, SyncModel, require_count, require_order, require_wi
 MOST_TO_SPEND = 10_000  # largest allowed value of upper - lower
 
 
-class DSSP(SyncModel, frozen=True, repr_omit_defaults=True):
+class DSSP(SyncModel):
     """Dynamic SSP.
 
     Attributes:

@@ -64,7 +64,7 @@ MOST_LOOKAHEAD = 100_000
 LEAST_INTERVAL_TICKS = 1  # extrapolation needs an interval > 0, but two pushes can have the same time
 
 
-class ElasticBSP(SyncModel, frozen=True, repr_omit_defaults=True):
+class ElasticBSP(SyncModel):
     """Elastic bulk synchronous parallel.
 
     Attributes:

@@ -11,7 +11,7 @@ that is the same at all shards.
 from __future__ import annotations
 
 from functools import cache
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, dataclass_transform
 
 import msgspec
 
@@ -78,8 +78,9 @@ class Edit(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     sole: bool
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Base class of the events.
+    """Base class of the events. Its subclasses are frozen and tagged, too.
 
     Each has `now_ticks`, which never decreases between successive events of the same host. What an event has in common
     with the message of a worker that causes it is declared once, in a base class of both, such as `PushFlags`.
@@ -96,14 +97,14 @@ def _shared(event: type[msgspec.Struct], message: type[msgspec.Struct]) -> tuple
     return tuple(name for name in event.__struct_fields__ if name in message.__struct_fields__)
 
 
-class WorkerEvent(Event, frozen=True, kw_only=True, tag=True):
+class WorkerEvent(Event, kw_only=True):
     """Base class of the events at one worker that have nothing in common with a message."""
 
     now_ticks: int
     worker: int
 
 
-class WorkerJoined(WorkerEvent, frozen=True, kw_only=True, tag=True):
+class WorkerJoined(WorkerEvent, kw_only=True):
     """A worker has joined and is now live. Every shard receives this event before the coordinator's machine does.
 
     No worker joins while a change of the sync model is in progress.
@@ -125,7 +126,7 @@ class WorkerJoined(WorkerEvent, frozen=True, kw_only=True, tag=True):
     pulls: bool = False
 
 
-class WorkerFenced(WorkerEvent, frozen=True, kw_only=True, tag=True):
+class WorkerFenced(WorkerEvent, kw_only=True):
     """A worker was lost, and the shard holds one of its pushes, which other shards may not have received.
 
     The worker sends nothing more, and nothing that contains the push may be applied until the worker's `WorkerLost`
@@ -133,7 +134,7 @@ class WorkerFenced(WorkerEvent, frozen=True, kw_only=True, tag=True):
     """
 
 
-class WorkerLost(WorkerEvent, frozen=True, kw_only=True, tag=True):
+class WorkerLost(WorkerEvent, kw_only=True):
     """A worker was lost: it left without finishing. The worker's earlier pushes remain valid.
 
     Attributes:
@@ -145,7 +146,7 @@ class WorkerLost(WorkerEvent, frozen=True, kw_only=True, tag=True):
     kept: int | None = None
 
 
-class WorkerFinished(WorkerEvent, frozen=True, kw_only=True, tag=True):
+class WorkerFinished(WorkerEvent, kw_only=True):
     """A worker has finished its work and left. Other workers no longer wait for this worker."""
 
 
@@ -194,7 +195,7 @@ class PushFlags(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return 0 if self.repeated or self.samples is None else self.samples
 
 
-class PushReceived(PushFlags, Event, frozen=True, tag=True):
+class PushReceived(PushFlags, Event):
     """A worker's complete gradient for one iteration has arrived.
 
     Attributes:
@@ -211,7 +212,7 @@ class PushReceived(PushFlags, Event, frozen=True, tag=True):
     at_once: int | None = None
 
 
-class PullRequested(WorkerEvent, frozen=True, kw_only=True, tag=True):
+class PullRequested(WorkerEvent, kw_only=True):
     """A worker requests the weights for the iteration after `iteration`."""
 
     iteration: int
@@ -232,14 +233,14 @@ class Repeat(msgspec.Struct, frozen=True, kw_only=True):
     edit: Number | None = None
 
 
-class PullRepeated(Repeat, Event, frozen=True, tag=True):
+class PullRepeated(Repeat, Event):
     """A worker has sent a `Repeat`."""
 
     now_ticks: int
     worker: int
 
 
-class TimerFired(WorkerEvent, frozen=True, kw_only=True, tag=True):
+class TimerFired(WorkerEvent, kw_only=True):
     """A timer that the model has set is due. This event comes after all other events with the same time.
 
     If the worker has left or continued in the meantime, the model ignores the event.
@@ -268,14 +269,14 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     outside_ticks: Ticks = 0
 
 
-class IterationFinished(Finish, Event, frozen=True, tag=True):
+class IterationFinished(Finish, Event):
     """A worker has reported a `Finish` to the coordinator."""
 
     now_ticks: int
     worker: int
 
 
-class IterationStarted(WorkerEvent, frozen=True, kw_only=True, tag=True):
+class IterationStarted(WorkerEvent, kw_only=True):
     """A worker reports to the coordinator that it has received its weights and is starting `iteration`.
 
     If the model needs these reports, a worker reports the start of every iteration, except its first one if it is
@@ -286,7 +287,7 @@ class IterationStarted(WorkerEvent, frozen=True, kw_only=True, tag=True):
     iteration: int
 
 
-class SyncRequested(WorkerEvent, frozen=True, kw_only=True, tag=True):
+class SyncRequested(WorkerEvent, kw_only=True):
     """A worker reports to the coordinator that it has reached a point at which the sync model should change.
 
     All workers run the same script, so each of them requests the same changes in the same order. Of several requests
@@ -317,13 +318,13 @@ class JointNorm(msgspec.Struct, frozen=True, kw_only=True):
     factor: float
 
 
-class MeanClipped(JointNorm, Event, frozen=True, tag=True):
+class MeanClipped(JointNorm, Event):
     """The shard has learned of a `JointNorm`. The shard itself handles this event, not the model."""
 
     now_ticks: int
 
 
-class RateTempered(Event, frozen=True, kw_only=True, tag=True):
+class RateTempered(Event, kw_only=True):
     """The guard of the run has changed the learning rate. The shard itself handles this event, not the model.
 
     Attributes:

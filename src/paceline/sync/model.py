@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol, dataclass_transform
 
 import msgspec
 
@@ -256,6 +256,7 @@ class JobMachine:
         """Check that the machine's state is consistent; raise `InternalError` if it is not."""
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_defaults=True):
     """The specification of a sync model: an immutable object that contains the parameters of the model.
 
@@ -371,7 +372,7 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
         return f"{self.name}:{','.join(shown)}" if shown else self.name
 
 
-class OneShardModel(SyncModel, frozen=True, repr_omit_defaults=True):
+class OneShardModel(SyncModel):
     """Base class of the models that decide by the staleness of each push, and answer every pull on arrival."""
 
     @property

@@ -32,7 +32,7 @@ from .model import Handover, ShardMachine, SyncModel, require_seconds, require_w
 from .ticks import Seconds, in_ticks
 
 
-class NaiveWaiting(SyncModel, frozen=True, repr_omit_defaults=True):
+class NaiveWaiting(SyncModel):
     """ASP with a fixed delay before each pull is answered.
 
     Attributes:

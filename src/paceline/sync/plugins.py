@@ -83,7 +83,7 @@ LOCAL = "local"  # the part before the colon in the names of local conditions
 _numbers = itertools.count()
 
 
-class Conditions(ConditionModel, frozen=True, repr_omit_defaults=True):
+class Conditions(ConditionModel):
     """A sync model that is defined by a pull condition and a push condition.
 
     Attributes:

@@ -39,7 +39,7 @@ from .model import require_count, require_within
 DRAWS = ("shared", "per-shard")
 
 
-class PSSP(ConditionModel, frozen=True, repr_omit_defaults=True):
+class PSSP(ConditionModel):
     """Constant PSSP.
 
     Attributes:
@@ -66,7 +66,7 @@ class PSSP(ConditionModel, frozen=True, repr_omit_defaults=True):
         return self.machine(delaying(self.staleness, lambda state: self.probability, key))
 
 
-class DynamicPSSP(ConditionModel, frozen=True, repr_omit_defaults=True):
+class DynamicPSSP(ConditionModel):
     """Dynamic PSSP: the further a worker is ahead, the more likely its pull is to be delayed.
 
     Attributes:

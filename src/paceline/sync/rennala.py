@@ -34,7 +34,7 @@ from .events import PullRequested, PushReceived, WorkerFinished, WorkerLost
 from .model import OneShardModel, ShardMachine, require_count
 
 
-class Rennala(OneShardModel, frozen=True, repr_omit_defaults=True):
+class Rennala(OneShardModel):
     """Rennala SGD.
 
     Attributes:

@@ -46,7 +46,7 @@ from .events import (
 from .model import JobMachine, OneShardModel, ShardMachine, require_count
 
 
-class Ringmaster(OneShardModel, frozen=True, repr_omit_defaults=True):
+class Ringmaster(OneShardModel):
     """Ringmaster ASGD.
 
     Attributes:

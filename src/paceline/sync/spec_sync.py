@@ -64,7 +64,7 @@ from .ssp import SSP
 from .ticks import Seconds, decimal, in_ticks
 
 
-class SpecSync(SyncModel, frozen=True, repr_omit_defaults=True):
+class SpecSync(SyncModel):
     """Speculative synchronization.
 
     Attributes:

@@ -31,7 +31,7 @@ from .conditions import ConditionMachine, ConditionModel
 from .model import require_count
 
 
-class SSP(ConditionModel, frozen=True, repr_omit_defaults=True):
+class SSP(ConditionModel):
     """Stale synchronous parallel.
 
     Attributes:

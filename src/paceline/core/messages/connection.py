@@ -41,7 +41,7 @@ MOST_WORDS = 65_536
 @sent("worker", to="server", during="training left", forwarded=False)
 @sent("server", to="worker", forwarded=False)
 @sent("server", to="coordinator", forwarded=False)
-class Bell(Message, frozen=True, tag=True):
+class Bell(Message):
     """Wakes a peer that is sleeping while its ring buffer contains data, or shows that the sender is at work.
 
     The message has no other effect.
@@ -70,7 +70,7 @@ class MemoryPlace(msgspec.Struct, frozen=True):
 @sent("observer", to="coordinator", during="greeting", then="observing", forwarded=False)
 @sent("worker", to="server", during="greeting", then="training", forwarded=False)
 @sent("reader", to="server", during="greeting", then="reading", forwarded=False)
-class Hello(Message, frozen=True, tag=True):
+class Hello(Message):
     """The first message of every connection. If the token is wrong, the receiver does not read any further messages.
 
     Attributes:
@@ -109,7 +109,7 @@ class Hello(Message, frozen=True, tag=True):
 
 
 @sent("server", to="worker", forwarded=False)
-class MemoryAttached(Message, frozen=True, tag=True):
+class MemoryAttached(Message):
     """The server has found the worker's shared memory, and uses it instead of payloads for all pushes and pulls.
 
     The server sends this message before the first answer. If it has not found the memory, it sends nothing.
@@ -162,7 +162,7 @@ class TimeSpent(msgspec.Struct, frozen=True, array_like=True):
 
 
 @sent("worker", to="coordinator", during="training")
-class Status(Message, frozen=True, tag=True):
+class Status(Message):
     """The state of a worker, for the progress display, and what it has spent its time on.
 
     Attributes:
@@ -191,7 +191,7 @@ class Status(Message, frozen=True, tag=True):
 
 @sent("worker", to="coordinator", during="joining training left")
 @sent("server", to="coordinator")
-class Warned(Message, frozen=True, tag=True):
+class Warned(Message):
     """A problem that does not end the run, such as a log that cannot be written."""
 
     words: str
@@ -199,7 +199,7 @@ class Warned(Message, frozen=True, tag=True):
 
 @sent("worker", to="coordinator", then="left")
 @sent("worker", to="server", then="left")
-class WorkerFinished(Message, frozen=True, tag=True):
+class WorkerFinished(Message):
     """A worker leaves the run, because it has finished its work or has been asked to leave.
 
     Attributes:
@@ -214,7 +214,7 @@ class WorkerFinished(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="server")
-class WorkerLost(Message, frozen=True, tag=True):
+class WorkerLost(Message):
     """A worker was lost. The server stops serving this incarnation of it, and answers with a `PushesReported`.
 
     The worker's connection may still be open if a child process of the worker has inherited it.
@@ -232,7 +232,7 @@ class WorkerLost(Message, frozen=True, tag=True):
 
 
 @sent("server", to="coordinator")
-class PushesReported(Message, frozen=True, tag=True):
+class PushesReported(Message):
     """A server has stopped serving a lost worker, and reports what it has received from it. See
     `core.members`.
 
@@ -253,7 +253,7 @@ class PushesReported(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="server", during="serving")
-class LossSettled(Message, frozen=True, tag=True):
+class LossSettled(Message):
     """All servers have reported what they have received from a lost worker. See `core.members`.
 
     Attributes:
@@ -269,7 +269,7 @@ class LossSettled(Message, frozen=True, tag=True):
 
 @sent("worker", to="coordinator", during="joining training left")
 @sent("server", to="coordinator")
-class Failed(Message, frozen=True, tag=True):
+class Failed(Message):
     """A worker's script or a server has raised an exception.
 
     Attributes:
@@ -284,12 +284,12 @@ class Failed(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="server", forwarded=False)
-class Shutdown(Message, frozen=True, tag=True):
+class Shutdown(Message):
     """A server must write its traces and exit."""
 
 
 @sent("server", to="coordinator", during="serving", forwarded=False)
-class TracePart(Message, frozen=True, tag=True):
+class TracePart(Message):
     """The next part of a shard's trace, which is the payload. Servers on other machines send it after `Shutdown`.
 
     Attributes:

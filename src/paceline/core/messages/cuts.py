@@ -89,12 +89,12 @@ class LastPush(msgspec.Struct, frozen=True):
 
 
 @sent("coordinator", to="server", during="serving", forwarded=False)
-class ReserveCopies(Message, frozen=True, tag=True):
+class ReserveCopies(Message):
     """A cut is to be made soon, so the server must reserve memory for copies, and then answer `CopiesReserved`."""
 
 
 @sent("server", to="coordinator", during="serving", forwarded=False)
-class CopiesReserved(Message, frozen=True, tag=True):
+class CopiesReserved(Message):
     """A server has reserved memory for copies of its shards, or could not.
 
     Attributes:
@@ -105,7 +105,7 @@ class CopiesReserved(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="server", during="serving")
-class CutProposed(Message, frozen=True, tag=True):
+class CutProposed(Message):
     """A cut is about to be made under a lockstep model, so each server must send a `CutOffered`.
 
     Attributes:
@@ -118,7 +118,7 @@ class CutProposed(Message, frozen=True, tag=True):
 
 
 @sent("server", to="coordinator", during="serving")
-class CutOffered(Message, frozen=True, tag=True):
+class CutOffered(Message):
     """A server says how many rounds its shards have completed.
 
     It is the answer to `CutProposed` and, if a shard has already gone beyond the round in a `CutAgreed`, to that
@@ -134,7 +134,7 @@ class CutOffered(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="server", during="serving")
-class CutAgreed(Message, frozen=True, tag=True):
+class CutAgreed(Message):
     """Each shard must be cut. An earlier cut is given up, even if its shards have been cut already.
 
     Attributes:
@@ -150,7 +150,7 @@ class CutAgreed(Message, frozen=True, tag=True):
 
 
 @sent("worker", to="coordinator", forwarded=False)
-class CheckpointRequested(Message, frozen=True, tag=True):
+class CheckpointRequested(Message):
     """A script asks for a checkpoint. The n-th requests of all workers are the same request.
 
     Attributes:
@@ -161,7 +161,7 @@ class CheckpointRequested(Message, frozen=True, tag=True):
 
 
 @sent("server", to="coordinator", during="serving")
-class CutTaken(Message, frozen=True, tag=True):
+class CutTaken(Message):
     """A shard was cut: its host has copied the weights.
 
     Attributes:
@@ -180,7 +180,7 @@ class CutTaken(Message, frozen=True, tag=True):
 
 
 @sent("server", to="coordinator", during="serving", forwarded=False)
-class CutCopied(Message, frozen=True, tag=True):
+class CutCopied(Message):
     """The host of a server has copied a shard for a cut, just before `CutTaken`.
 
     The payload of shard 0 contains the model's buffers, pooled over the workers, in the order of the model.
@@ -197,7 +197,7 @@ class CutCopied(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="server", during="serving", forwarded=False)
-class WriteCut(Message, frozen=True, tag=True):
+class WriteCut(Message):
     """The server must write its copies to their places in the files of a checkpoint, and then answer `CutWritten`.
 
     Attributes:
@@ -212,7 +212,7 @@ class WriteCut(Message, frozen=True, tag=True):
 
 
 @sent("server", to="coordinator", during="serving", forwarded=False)
-class CutWritten(Message, frozen=True, tag=True):
+class CutWritten(Message):
     """A server has written its copies, or could not.
 
     Attributes:
@@ -227,7 +227,7 @@ class CutWritten(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="server", during="serving", forwarded=False)
-class FetchCut(Message, frozen=True, tag=True):
+class FetchCut(Message):
     """The server must send a piece of its copy of a shard in a `CutPiece`.
 
     Attributes:
@@ -244,7 +244,7 @@ class FetchCut(Message, frozen=True, tag=True):
 
 
 @sent("server", to="coordinator", during="serving", forwarded=False)
-class CutPiece(Message, frozen=True, tag=True):
+class CutPiece(Message):
     """A piece of the copy of a shard, in the order of `checkpoints.writing.shard_content`.
 
     The payload is the piece. It is empty if the server has no such copy.
@@ -259,7 +259,7 @@ class CutPiece(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="worker", during="training")
-class StateWanted(Message, frozen=True, tag=True):
+class StateWanted(Message):
     """All shards have been cut, so the worker must give what its script holds, unless it has done so.
 
     It does so in a `KeepWorkerState`, as soon as its script is between two batches, or waits in a call.
@@ -272,7 +272,7 @@ class StateWanted(Message, frozen=True, tag=True):
 
 
 @sent("worker", to="coordinator", during="training")
-class KeepWorkerState(Message, frozen=True, tag=True):
+class KeepWorkerState(Message):
     """What the script of a worker holds, for a cut. The payload is in the format of `shard.optimizers`.
 
     A later message for the same cut and the same label replaces an earlier one.

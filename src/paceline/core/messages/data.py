@@ -57,7 +57,7 @@ BatchTaken = tuple[
 
 
 @sent("worker", to="coordinator")
-class DataRequested(Message, frozen=True, tag=True):
+class DataRequested(Message):
     """A worker needs data: it begins an epoch of a loader, or has used its leases.
 
     Attributes:
@@ -89,7 +89,7 @@ class DataRequested(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="worker")
-class DataGranted(Message, frozen=True, tag=True):
+class DataGranted(Message):
     """The answer to a `DataRequested`.
 
     Attributes:
@@ -106,7 +106,7 @@ class DataGranted(Message, frozen=True, tag=True):
 
 
 @sent("worker", to="coordinator")
-class StopRequested(Message, frozen=True, tag=True):
+class StopRequested(Message):
     """A worker's script stops a training loop in all workers, or a loop has used up its time.
 
     Attributes:
@@ -117,7 +117,7 @@ class StopRequested(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="worker")
-class TrainingStopped(Message, frozen=True, tag=True):
+class TrainingStopped(Message):
     """A worker must end its training loop with this number after the current iteration."""
 
     loop: int
@@ -164,7 +164,7 @@ class LoopLimits(msgspec.Struct, frozen=True):
 
 
 @sent("worker", to="coordinator")
-class EntryRequested(Message, frozen=True, tag=True):
+class EntryRequested(Message):
     """A worker that has not trained yet begins a training loop, and waits for a `LoopEntered`.
 
     Attributes:
@@ -177,7 +177,7 @@ class EntryRequested(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="worker")
-class LoopEntered(Message, frozen=True, tag=True):
+class LoopEntered(Message):
     """The answer to an `EntryRequested`.
 
     Attributes:
@@ -192,7 +192,7 @@ class LoopEntered(Message, frozen=True, tag=True):
 
 
 @sent("worker", to="coordinator")
-class EpochReached(Message, frozen=True, tag=True):
+class EpochReached(Message):
     """A worker's script has reached the beginning of an epoch, or the end of a training loop.
 
     Attributes:
@@ -209,7 +209,7 @@ class EpochReached(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="worker")
-class StatesDecided(Message, frozen=True, tag=True):
+class StatesDecided(Message):
     """The answer to an `EpochReached`: whether the worker must send the states of its tracked objects."""
 
     wanted: bool
@@ -223,7 +223,7 @@ MOST_STATES_BYTES = 2**30
 
 @sent("worker", to="server", forwarded=False)
 @sent("reader", to="server", forwarded=False)
-class FetchOptimizerState(Message, frozen=True, tag=True):
+class FetchOptimizerState(Message):
     """Request the optimizer state of a shard."""
 
     shard: Number
@@ -231,28 +231,28 @@ class FetchOptimizerState(Message, frozen=True, tag=True):
 
 @sent("server", to="reader", forwarded=False)
 @sent("server", to="worker", forwarded=False)
-class OptimizerState(Message, frozen=True, tag=True):
+class OptimizerState(Message):
     """The optimizer state of a shard. The payload is in safetensors format."""
 
     shard: int
 
 
 @sent("worker", to="server", forwarded=False)
-class FetchBuffers(Message, frozen=True, tag=True):
+class FetchBuffers(Message):
     """A worker requests the model's buffers, pooled over the workers, from the server of shard 0."""
 
     shard: Literal[0]
 
 
 @sent("server", to="worker", forwarded=False)
-class PooledBuffers(Message, frozen=True, tag=True):
+class PooledBuffers(Message):
     """The model's buffers, pooled over the workers. They are the payload, in the order of the model's buffers."""
 
     shard: int
 
 
 @sent("worker", to="server", forwarded=False)
-class FetchInitialBuffers(Message, frozen=True, tag=True):
+class FetchInitialBuffers(Message):
     """A worker requests the initial values of the buffers that were added last, from the server of shard 0.
 
     Attributes:
@@ -265,7 +265,7 @@ class FetchInitialBuffers(Message, frozen=True, tag=True):
 
 
 @sent("server", to="worker", forwarded=False)
-class InitialBuffers(Message, frozen=True, tag=True):
+class InitialBuffers(Message):
     """The initial values of the buffers that were added last. They are the payload, in the order of the model.
 
     Attributes:
@@ -280,7 +280,7 @@ class InitialBuffers(Message, frozen=True, tag=True):
 @sent("worker", to="server", forwarded=False)
 @sent("reader", to="server", forwarded=False)
 @sent("server", to="worker", forwarded=False)
-class FetchFrozen(Message, frozen=True, tag=True):
+class FetchFrozen(Message):
     """Request values of frozen parameters: from the server of shard 0, or by this server from a worker.
 
     The server keeps no values until they are requested. It then requests them from a worker that has them.
@@ -297,7 +297,7 @@ class FetchFrozen(Message, frozen=True, tag=True):
 @sent("worker", to="server", forwarded=False)
 @sent("server", to="reader", forwarded=False)
 @sent("server", to="worker", forwarded=False)
-class FrozenTensors(Message, frozen=True, tag=True):
+class FrozenTensors(Message):
     """Values of frozen parameters: the answer to a `FetchFrozen`. They are the payload, in the order of `digests`.
 
     Attributes:
@@ -310,7 +310,7 @@ class FrozenTensors(Message, frozen=True, tag=True):
 
 
 @sent("worker", to="server", forwarded=False)
-class KeepStates(Message, frozen=True, tag=True):
+class KeepStates(Message):
     """The states of the objects that the script tracks, to be kept by the server of shard 0. They are the payload.
 
     Attributes:
@@ -323,14 +323,14 @@ class KeepStates(Message, frozen=True, tag=True):
 
 
 @sent("reader", to="server", forwarded=False)
-class FetchStates(Message, frozen=True, tag=True):
+class FetchStates(Message):
     """Request the states that were kept last, from the server of shard 0."""
 
     shard: Literal[0]
 
 
 @sent("server", to="reader", forwarded=False)
-class KeptStates(Message, frozen=True, tag=True):
+class KeptStates(Message):
     """The states that were kept last. They are the payload.
 
     Attributes:
@@ -344,7 +344,7 @@ class KeptStates(Message, frozen=True, tag=True):
 
 @sent("coordinator", to="server", during="serving")
 @sent("reader", to="server", forwarded=False)
-class FetchSnapshot(Message, frozen=True, tag=True):
+class FetchSnapshot(Message):
     """Request the current weights of a shard. Sent by readers, and by the coordinator at the end of a run.
 
     Attributes:
@@ -359,7 +359,7 @@ class FetchSnapshot(Message, frozen=True, tag=True):
 
 @sent("server", to="coordinator", during="serving", forwarded=False)
 @sent("server", to="reader", forwarded=False)
-class Snapshot(Message, frozen=True, tag=True):
+class Snapshot(Message):
     """The current weights of a shard, with their version.
 
     The payload contains the weights and, for shard 0, the buffers of the model, pooled across workers, followed by
@@ -409,12 +409,12 @@ class ConnectionTraffic(msgspec.Struct, frozen=True, array_like=True):
 
 
 @sent("coordinator", to="server", forwarded=False)
-class FetchWaits(Message, frozen=True, tag=True):
+class FetchWaits(Message):
     """Request the list of workers that wait at a server. A server that does not answer is considered hung."""
 
 
 @sent("server", to="coordinator")
-class Waits(Message, frozen=True, tag=True):
+class Waits(Message):
     """The workers that wait at each shard of a server.
 
     Attributes:

@@ -36,7 +36,7 @@ MOST_PROCESSES = 4096
 
 
 @sent("agent", to="coordinator", during="offering", forwarded=False)
-class FetchCheckpoint(Message, frozen=True, tag=True):
+class FetchCheckpoint(Message):
     """A machine that is about to join needs a piece of the checkpoint with which the run begins, if there is any.
 
     Attributes:
@@ -49,7 +49,7 @@ class FetchCheckpoint(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="agent", during="offering", forwarded=False)
-class CheckpointPiece(Message, frozen=True, tag=True):
+class CheckpointPiece(Message):
     """A piece of the checkpoint with which the run begins. The payload is empty at the end of the file.
 
     Attributes:
@@ -62,7 +62,7 @@ class CheckpointPiece(Message, frozen=True, tag=True):
 
 
 @sent("agent", to="coordinator", during="offering joined", then="joined", forwarded=False)
-class MachineJoined(Message, frozen=True, tag=True):
+class MachineJoined(Message):
     """A machine offers to run workers and servers. Its *agent* is the process that sends this and starts them.
 
     Attributes:
@@ -79,7 +79,7 @@ class MachineJoined(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="agent", during="offering joined", then="joined", forwarded=False)
-class MachineAdmitted(Message, frozen=True, tag=True):
+class MachineAdmitted(Message):
     """A machine may start the workers and servers that it has offered.
 
     Attributes:
@@ -98,7 +98,7 @@ class MachineAdmitted(Message, frozen=True, tag=True):
 
 
 @sent("agent", to="coordinator", during="joined", forwarded=False)
-class MachineLeaving(Message, frozen=True, tag=True):
+class MachineLeaving(Message):
     """A machine that has brought servers was asked to leave.
 
     A run in progress ends, because it cannot continue without them, and its weights are saved. The servers stay until
@@ -107,7 +107,7 @@ class MachineLeaving(Message, frozen=True, tag=True):
 
 
 @sent("agent", to="coordinator", during="joined", forwarded=False)
-class ProcessEnded(Message, frozen=True, tag=True):
+class ProcessEnded(Message):
     """The process of a worker on the agent's machine has ended.
 
     Attributes:
@@ -127,7 +127,7 @@ class ProcessEnded(Message, frozen=True, tag=True):
 
 
 @sent("agent", to="coordinator", during="joined", forwarded=False)
-class ServerEnded(Message, frozen=True, tag=True):
+class ServerEnded(Message):
     """The process of a server on the agent's machine has ended.
 
     Attributes:
@@ -178,7 +178,7 @@ class ClockOffset(msgspec.Struct, frozen=True):
 
 
 @sent("agent", to="coordinator", during="joined", forwarded=False)
-class Heartbeat(Message, frozen=True, tag=True):
+class Heartbeat(Message):
     """An agent reports that its machine is alive, at regular intervals and when the state of a process changes.
 
     Attributes:
@@ -193,7 +193,7 @@ class Heartbeat(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="agent", during="joined", forwarded=False)
-class HeartbeatAnswered(Message, frozen=True, tag=True):
+class HeartbeatAnswered(Message):
     """The answer to a heartbeat, from which the agent estimates the offset between the two clocks.
 
     Attributes:
@@ -208,12 +208,12 @@ class HeartbeatAnswered(Message, frozen=True, tag=True):
 
 
 @sent("observer", to="coordinator", forwarded=False)
-class FetchStatus(Message, frozen=True, tag=True):
+class FetchStatus(Message):
     """An observer asks the coordinator for the state of the job, which is sent as a `StatusReported`."""
 
 
 @sent("coordinator", to="observer", forwarded=False)
-class StatusReported(Message, frozen=True, tag=True):
+class StatusReported(Message):
     """The answer to a `FetchStatus`.
 
     Attributes:
@@ -224,7 +224,7 @@ class StatusReported(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="agent", during="joined", forwarded=False)
-class KillOrdered(Message, frozen=True, tag=True):
+class KillOrdered(Message):
     """An agent must kill the process of a worker or server, because of the reason `why`."""
 
     role: Literal["worker", "server"]
@@ -234,7 +234,7 @@ class KillOrdered(Message, frozen=True, tag=True):
 
 @sent("coordinator", to="worker")
 @sent("coordinator", to="agent", during="joined", forwarded=False)
-class TakenOut(Message, frozen=True, tag=True):
+class TakenOut(Message):
     """A worker is no longer part of the run, although its process has not ended.
 
     This message is sent to the worker, which reads it when it runs again, and to its agent. Nothing that this
@@ -254,7 +254,7 @@ class TakenOut(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="agent", forwarded=False)
-class RunEnded(Message, frozen=True, tag=True):
+class RunEnded(Message):
     """The run is over, so the workers that are left must end. It is sent again when its results have been saved.
 
     Attributes:
@@ -267,7 +267,7 @@ class RunEnded(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="agent", during="joined", forwarded=False)
-class RunResumes(Message, frozen=True, tag=True):
+class RunResumes(Message):
     """The run has lost a server and goes on from a checkpoint. The coordinator closes all connections next.
 
     Every machine then joins the run again, with its workers and its servers.

@@ -59,7 +59,7 @@ class WorkingDirectory(msgspec.Struct, frozen=True):
 
 
 @sent("worker", to="coordinator", during="joining", then="training")
-class Register(Message, frozen=True, tag=True):
+class Register(Message):
     """A worker is about to compute its first gradient, and will train this model.
 
     Attributes:
@@ -74,7 +74,7 @@ class Register(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="server", during="starting", then="serving")
-class CreateShards(Message, frozen=True, tag=True):
+class CreateShards(Message):
     """A server must create its shards. The initializer will send the initial weights of the shards.
 
     With shared memory, the file descriptor of the memory that holds the weights is attached to this message and to
@@ -108,12 +108,12 @@ class CreateShards(Message, frozen=True, tag=True):
 
 
 @sent("server", to="coordinator", during="starting", then="serving")
-class Ready(Message, frozen=True, tag=True):
+class Ready(Message):
     """A server has received its shards, so workers may connect to the server."""
 
 
 @sent("coordinator", to="worker", during="joining", then="training")
-class Started(Message, frozen=True, tag=True):
+class Started(Message):
     """A worker may connect to the servers and begin training.
 
     Attributes:
@@ -142,13 +142,13 @@ class Started(Message, frozen=True, tag=True):
 
 
 @sent("worker", to="coordinator")
-class MainRequested(Message, frozen=True, tag=True):
+class MainRequested(Message):
     """A worker asks which worker is the main worker now, and waits for a `MainChosen`."""
 
 
 @sent("coordinator", to="worker")
 @sent("coordinator", to="agent", forwarded=False)
-class MainChosen(Message, frozen=True, tag=True):
+class MainChosen(Message):
     """The main worker (see `core.members`): the answer to a `MainRequested`, and sent to all after a
     change.
 
@@ -160,12 +160,12 @@ class MainChosen(Message, frozen=True, tag=True):
 
 
 @sent("worker", to="coordinator")
-class ModelRequested(Message, frozen=True, tag=True):
+class ModelRequested(Message):
     """A worker that has not trained yet asks for the model of the job, and waits for a `ModelDescribed`."""
 
 
 @sent("coordinator", to="worker")
-class ModelDescribed(Message, frozen=True, tag=True):
+class ModelDescribed(Message):
     """The answer to a `ModelRequested`, with which the worker can read the model from the servers.
 
     Attributes:
@@ -181,14 +181,14 @@ class ModelDescribed(Message, frozen=True, tag=True):
 
 @sent("coordinator", to="worker")
 @sent("coordinator", to="agent", forwarded=False)
-class Refused(Message, frozen=True, tag=True):
+class Refused(Message):
     """The coordinator refuses a worker, which then cannot take part in the run."""
 
     reason: str
 
 
 @sent("coordinator", to="server", during="serving")
-class JoinProposed(Message, frozen=True, tag=True):
+class JoinProposed(Message):
     """A worker is about to join a run in progress, so each server must send a `JoinOffered`. See
     `core.reconfiguration`.
 
@@ -204,7 +204,7 @@ class JoinProposed(Message, frozen=True, tag=True):
 
 
 @sent("server", to="coordinator", during="serving")
-class JoinOffered(Message, frozen=True, tag=True):
+class JoinOffered(Message):
     """A server says with which label and c_p a worker could join at its shards now.
 
     It is the answer to `JoinProposed` and, if a shard has already gone beyond the c_p in a `WorkerJoined`, to that
@@ -224,7 +224,7 @@ class JoinOffered(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="server", during="serving")
-class WorkerJoined(Message, frozen=True, tag=True):
+class WorkerJoined(Message):
     """A worker joins a run in progress. See the event of the same name.
 
     If the worker has already joined with a smaller `count`, which another server has refused, it joins again.
@@ -238,7 +238,7 @@ class WorkerJoined(Message, frozen=True, tag=True):
 
 
 @sent("server", to="coordinator", during="serving")
-class WorkerWelcomed(Message, frozen=True, tag=True):
+class WorkerWelcomed(Message):
     """A server acknowledges the `WorkerJoined` message with this `count`: the worker has joined at all its shards."""
 
     worker: int
@@ -247,7 +247,7 @@ class WorkerWelcomed(Message, frozen=True, tag=True):
 
 
 @sent("worker", to="server", forwarded=False)
-class InitialState(Message, frozen=True, tag=True):
+class InitialState(Message):
     """The optimizer state of a shard. When a run is resumed, the initializer sends this message before the weights.
 
     The payload is in safetensors format. If the model is being extended, it is the state of the new parameters.
@@ -257,7 +257,7 @@ class InitialState(Message, frozen=True, tag=True):
 
 
 @sent("worker", to="server")
-class InitialWeights(Message, frozen=True, tag=True):
+class InitialWeights(Message):
     """The initial weights of a shard, sent by the initializer.
 
     The payload contains the weights and, for shard 0, the buffers of the model. If the model is being extended,
@@ -271,7 +271,7 @@ class InitialWeights(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="server", during="serving")
-class ExtendShards(Message, frozen=True, tag=True):
+class ExtendShards(Message):
     """A server must prepare to extend its shards: the script has added parameters. See `core.reconfiguration`.
 
     With shared memory, the file descriptor of the memory for all weights of the extended model is attached to this
@@ -297,14 +297,14 @@ class ExtendShards(Message, frozen=True, tag=True):
 
 
 @sent("server", to="worker")
-class InitialWeightsRequested(Message, frozen=True, tag=True):
+class InitialWeightsRequested(Message):
     """The initializer must send the initial weights of the new parameters to a shard."""
 
     shard: int
 
 
 @sent("server", to="coordinator", during="serving")
-class ExtensionReady(Message, frozen=True, tag=True):
+class ExtensionReady(Message):
     """A server has received the initial weights of the new parameters from the initializer, for all of its shards.
 
     Attributes:
@@ -318,7 +318,7 @@ class ExtensionReady(Message, frozen=True, tag=True):
 
 @sent("coordinator", to="worker", during="training")
 @sent("coordinator", to="server", during="serving")
-class ModelExtended(Message, frozen=True, tag=True):
+class ModelExtended(Message):
     """All servers are ready, so the extension takes effect, and the workers connect to the servers again.
 
     A server may receive the greeting of a worker before this message.
@@ -338,7 +338,7 @@ class ModelExtended(Message, frozen=True, tag=True):
 
 
 @sent("worker", to="coordinator")
-class Contributed(Message, frozen=True, tag=True):
+class Contributed(Message):
     """A worker's script has called `paceline.barrier` or `paceline.reduce`, or has added parameters, and waits.
 
     See `core.joint_batch` and `core.reconfiguration`.
@@ -370,12 +370,12 @@ class Contributed(Message, frozen=True, tag=True):
 
 
 @sent("worker", to="coordinator", during="training")
-class StoodIn(Message, frozen=True, tag=True):
+class StoodIn(Message):
     """In lockstep, a worker has pushed without a gradient for the first time, while its script was not training."""
 
 
 @sent("coordinator", to="worker")
-class StandInAllowed(Message, frozen=True, tag=True):
+class StandInAllowed(Message):
     """In lockstep, a worker may push without a gradient while it waits in a barrier or a reduction.
 
     Sent once, when a worker has reported a `StoodIn`: from then on, the workers need not have the same number of
@@ -384,17 +384,17 @@ class StandInAllowed(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="worker")
-class Paused(Message, frozen=True, tag=True):
+class Paused(Message):
     """The run has too few workers. Begin no further iteration until `Resumed` arrives."""
 
 
 @sent("coordinator", to="worker")
-class Resumed(Message, frozen=True, tag=True):
+class Resumed(Message):
     """The run has enough workers again, so it continues."""
 
 
 @sent("coordinator", to="worker")
-class Combined(Message, frozen=True, tag=True):
+class Combined(Message):
     """All live workers have made a call, so the call ends.
 
     Attributes:

@@ -54,7 +54,7 @@ MOST_REPORTED_BYTES = 16 * 1024
 
 
 @sent("worker", to="server", forwarded=False)
-class Stage(Message, frozen=True, tag=True):
+class Stage(Message):
     """Pieces of a gradient, sent before the commit while other pieces are still being computed.
 
     The payload contains the pieces, in order. The pieces take effect only with the commit. If a piece is sent twice,
@@ -82,7 +82,7 @@ class Content(msgspec.Struct, frozen=True, array_like=True):
 
 
 @sent("worker", to="server")
-class Commit(PushFlags, Message, frozen=True, tag=True):
+class Commit(PushFlags, Message):
     """A worker's finished iteration, sent to one shard: a push and, usually, the pull that follows it.
 
     The payload contains the pieces of the gradient that were not staged, followed by the buffers. With shared memory,
@@ -111,7 +111,7 @@ class Commit(PushFlags, Message, frozen=True, tag=True):
 
 
 @sent("server", to="worker")
-class Committed(Message, frozen=True, tag=True):
+class Committed(Message):
     """A shard has received a push that did not include a pull."""
 
     shard: int
@@ -119,7 +119,7 @@ class Committed(Message, frozen=True, tag=True):
 
 
 @sent("worker", to="coordinator", during="training")
-class AllCommitted(Message, frozen=True, tag=True):
+class AllCommitted(Message):
     """With overlap off: every shard has received the sender's push of this iteration.
 
     Attributes:
@@ -132,14 +132,14 @@ class AllCommitted(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="worker", during="training")
-class PullAllowed(Message, frozen=True, tag=True):
+class PullAllowed(Message):
     """With overlap off: every shard has received the pushes of all workers for this round, so the worker may pull."""
 
     iteration: int
 
 
 @sent("worker", to="server")
-class PullRequested(Message, frozen=True, tag=True):
+class PullRequested(Message):
     """A pull that was not included in a commit."""
 
     shard: Number
@@ -147,14 +147,14 @@ class PullRequested(Message, frozen=True, tag=True):
 
 
 @sent("worker", to="server")
-class PullRepeated(Repeat, Message, frozen=True, tag=True):
+class PullRepeated(Repeat, Message):
     """A worker that is computing an iteration needs the current weights. See `Repeat`."""
 
     shard: Number
 
 
 @sent("server", to="worker")
-class Answer(Message, frozen=True, tag=True, omit_defaults=True):
+class Answer(Message, omit_defaults=True):
     """The answer to a pull. The payload is the shard's slice of the weights; with shared memory, it is empty.
 
     Attributes:
@@ -183,7 +183,7 @@ class Answer(Message, frozen=True, tag=True, omit_defaults=True):
 
 
 @sent("worker", to="coordinator", during="training")
-class IterationFinished(Finish, Message, frozen=True, tag=True):
+class IterationFinished(Finish, Message):
     """A worker has pushed an iteration to all shards.
 
     Workers send this if the sync model has a state machine at the coordinator, or if the push carries a change.
@@ -191,7 +191,7 @@ class IterationFinished(Finish, Message, frozen=True, tag=True):
 
 
 @sent("worker", to="coordinator", during="training")
-class IterationStarted(Message, frozen=True, tag=True):
+class IterationStarted(Message):
     """A worker has received its weights and starts to compute this iteration.
 
     Workers send this if the sync model requires such reports, and for the first iteration after a change.
@@ -201,7 +201,7 @@ class IterationStarted(Message, frozen=True, tag=True):
 
 
 @sent("worker", to="coordinator", during="training")
-class GradientHashed(Message, frozen=True, tag=True):
+class GradientHashed(Message):
     """A hash of the gradient that a worker pushes with this iteration. See `paceline.core.agreement`.
 
     Attributes:
@@ -214,7 +214,7 @@ class GradientHashed(Message, frozen=True, tag=True):
 
 
 @sent("worker", to="coordinator")
-class HyperParametersReported(Message, frozen=True, tag=True, omit_defaults=True):
+class HyperParametersReported(Message, omit_defaults=True):
     """The hyper-parameters with which a worker trains at a mark. See `paceline.core.agreement`.
 
     Attributes:
@@ -240,7 +240,7 @@ class HyperParametersReported(Message, frozen=True, tag=True, omit_defaults=True
 
 
 @sent("coordinator", to="worker")
-class PlanPublished(Message, frozen=True, tag=True):
+class PlanPublished(Message):
     """One worker's part of a plan: the worker must stop after its first push whose label is at least `iteration`."""
 
     stop: Stop
@@ -248,7 +248,7 @@ class PlanPublished(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="worker")
-class RestartOrdered(Message, frozen=True, tag=True):
+class RestartOrdered(Message):
     """A worker must abort its computation of this iteration, pull, and compute the iteration again.
 
     If the worker has already pushed the iteration, or has restarted it more than `attempt` times, the message has no
@@ -260,7 +260,7 @@ class RestartOrdered(Message, frozen=True, tag=True):
 
 
 @sent("worker", to="coordinator")
-class SyncRequested(Message, frozen=True, tag=True):
+class SyncRequested(Message):
     """A worker's schedule or script requests a change of the sync model. See the event of the same name."""
 
     source: Literal["schedule", "script"]
@@ -269,14 +269,14 @@ class SyncRequested(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="worker")
-class ChangePublished(Message, frozen=True, tag=True):
+class ChangePublished(Message):
     """A worker must flag its next push with this change. Earlier plans are no longer valid."""
 
     change: Change
 
 
 @sent("server", to="coordinator", during="serving")
-class FaultReported(Message, frozen=True, tag=True):
+class FaultReported(Message):
     """A user-defined condition has failed at a shard, which continues with the sync model `sync`."""
 
     shard: int
@@ -289,7 +289,7 @@ class FaultReported(Message, frozen=True, tag=True):
 
 
 @sent("server", to="coordinator", during="serving")
-class MeanMeasured(Message, frozen=True, tag=True):
+class MeanMeasured(Message):
     """A shard has computed a mean that must be clipped, and waits for the factor. See `core.joint_batch`.
 
     Attributes:
@@ -306,14 +306,14 @@ class MeanMeasured(Message, frozen=True, tag=True):
 
 
 @sent("coordinator", to="server", during="serving")
-class MeanClipped(JointNorm, Message, frozen=True, tag=True):
+class MeanClipped(JointNorm, Message):
     """The factor by which a shard must multiply a mean before it applies the mean."""
 
     shard: int
 
 
 @sent("coordinator", to="server", during="serving")
-class MeanAwaited(Message, frozen=True, tag=True):
+class MeanAwaited(Message):
     """A worker was lost whose push is in a mean that another shard has measured.
 
     If the shard will not measure a mean with any of these pushes, it must send a `MeanMissing`.
@@ -324,7 +324,7 @@ class MeanAwaited(Message, frozen=True, tag=True):
 
 
 @sent("server", to="coordinator", during="serving")
-class MeanMissing(Message, frozen=True, tag=True):
+class MeanMissing(Message):
     """A shard will never measure a mean with any of the pushes that a `MeanAwaited` has named."""
 
     shard: int
@@ -338,7 +338,7 @@ Cycle = tuple[Annotated[int, msgspec.Meta(ge=-1)], Annotated[float, msgspec.Meta
 
 
 @sent("server", to="coordinator", during="serving")
-class PacesObserved(Message, frozen=True, tag=True):
+class PacesObserved(Message):
     """The server of shard 0 has observed some cycles of the workers. See `core.paces`.
 
     Attributes:
@@ -390,14 +390,14 @@ class Observation(msgspec.Struct, frozen=True, array_like=True):
 
 
 @sent("worker", to="coordinator", during="training")
-class PushesObserved(Message, frozen=True, tag=True):
+class PushesObserved(Message):
     """What a worker has seen of its latest pushes, in order."""
 
     observed: Annotated[tuple[Observation, ...], msgspec.Meta(max_length=MOST_OBSERVED)]
 
 
 @sent("coordinator", to="server", during="serving")
-class RateTempered(Message, frozen=True, tag=True):
+class RateTempered(Message):
     """The factor by which all shards multiply the learning rate from now on. See the event of the same name."""
 
     factor: float
@@ -443,7 +443,7 @@ class LoggedValue(msgspec.Struct, frozen=True, array_like=True):
 
 
 @sent("worker", to="coordinator")
-class MetricsLogged(Message, frozen=True, tag=True):
+class MetricsLogged(Message):
     """What the script of a worker has logged since the worker's last report."""
 
     values: Annotated[tuple[LoggedValue, ...], msgspec.Meta(max_length=MOST_LOGGED)]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar, dataclass_transform
 
 import msgspec
 
@@ -49,8 +49,9 @@ GREETING, OPEN, LEFT = "greeting", "open", "left"
 after the last message."""
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class Message(msgspec.Struct, frozen=True, tag=True):
-    """The base class of all messages."""
+    """The base class of all messages. Its subclasses are frozen and tagged, too."""
 
 
 class MessageRow(NamedTuple):
