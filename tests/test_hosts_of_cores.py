@@ -67,7 +67,7 @@ def used_by(file: Path) -> tuple[list[tuple[str, str, str]], set[str]]:
                 source = ".".join([*base, *filter(None, [node.module])])
                 imports += [(source, alias.name, alias.asname or alias.name) for alias in node.names]
             case ast.Call(func=called):
-                used.add(ast.unparse(called))
+                used.add(ast.unparse(called).removesuffix(".of"))  # see `Event.of`
                 if ast.unparse(called) == "partial":
                     used.add(ast.unparse(node.args[0]))
             case ast.arguments():

@@ -10,27 +10,6 @@ from ...sync.events import Number, Ticks
 from ..lease import PackedPushed
 from .table import Message, sent
 
-__all__ = [
-    "MOST_LABEL",
-    "MOST_WORDS",
-    "Activity",
-    "Bell",
-    "Failed",
-    "Hello",
-    "LossSettled",
-    "MemoryAttached",
-    "MemoryPlace",
-    "PushesReported",
-    "Shutdown",
-    "Status",
-    "TimeSpent",
-    "TracePart",
-    "Warned",
-    "WorkerFinished",
-    "WorkerLost",
-]
-
-
 MOST_LABEL = 200
 """Maximum length of the name of a device."""
 

@@ -9,26 +9,6 @@ from ..layout import StateEntries
 from ..lease import PackedPushed
 from .table import Message, sent
 
-__all__ = [
-    "CheckpointRequested",
-    "CopiesReserved",
-    "CutAgreed",
-    "CutCopied",
-    "CutOffered",
-    "CutPiece",
-    "CutProposed",
-    "CutTaken",
-    "CutWritten",
-    "FetchCut",
-    "KeepWorkerState",
-    "LastPush",
-    "PushCounts",
-    "ReserveCopies",
-    "ShardState",
-    "StateWanted",
-    "WriteCut",
-]
-
 
 class ShardState(msgspec.Struct, frozen=True):
     """How far the weights of one shard have come.

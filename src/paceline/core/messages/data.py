@@ -10,40 +10,6 @@ from ...sync.events import Number
 from ..lease import DataOrder, Lease, PackedPushed
 from .table import Message, sent
 
-__all__ = [
-    "MOST_LOADERS",
-    "MOST_STATES_BYTES",
-    "MOST_TIMES",
-    "ConnectionTraffic",
-    "DataGranted",
-    "DataRequested",
-    "EntryRequested",
-    "EpochReached",
-    "FetchBuffers",
-    "FetchFrozen",
-    "FetchInitialBuffers",
-    "FetchOptimizerState",
-    "FetchSnapshot",
-    "FetchStates",
-    "FetchWaits",
-    "FrozenTensors",
-    "InitialBuffers",
-    "KeepStates",
-    "KeptStates",
-    "LoopEntered",
-    "LoopLimits",
-    "LoopPosition",
-    "OptimizerState",
-    "PooledBuffers",
-    "ShardWaits",
-    "Snapshot",
-    "StatesDecided",
-    "StopRequested",
-    "TrainingStopped",
-    "Waits",
-]
-
-
 MOST_LOADERS = 1024
 """Maximum number of loaders that a script may distribute at the same time."""
 

@@ -10,27 +10,6 @@ from ...sync.events import Number
 from .connection import MOST_WORDS
 from .table import Message, sent
 
-__all__ = [
-    "MOST_PROCESSES",
-    "CheckpointPiece",
-    "ClockOffset",
-    "FetchCheckpoint",
-    "FetchStatus",
-    "Heartbeat",
-    "HeartbeatAnswered",
-    "KillOrdered",
-    "MachineAdmitted",
-    "MachineJoined",
-    "MachineLeaving",
-    "ProcessEnded",
-    "ProcessState",
-    "RunEnded",
-    "RunResumes",
-    "ServerEnded",
-    "StatusReported",
-    "TakenOut",
-]
-
 MOST_PROCESSES = 4096
 """Maximum number of processes on a machine."""
 

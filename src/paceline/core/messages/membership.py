@@ -12,37 +12,6 @@ from .connection import MOST_WORDS
 from .cuts import ShardState
 from .table import Message, sent
 
-__all__ = [
-    "LONGEST_PATH",
-    "Combined",
-    "Contributed",
-    "CreateShards",
-    "ExtendShards",
-    "ExtensionReady",
-    "InitialState",
-    "InitialWeights",
-    "InitialWeightsRequested",
-    "JoinOffered",
-    "JoinProposed",
-    "MainChosen",
-    "MainRequested",
-    "ModelDescribed",
-    "ModelExtended",
-    "ModelRequested",
-    "Paused",
-    "Ready",
-    "Refused",
-    "Register",
-    "Resumed",
-    "StandInAllowed",
-    "Started",
-    "StoodIn",
-    "WorkerJoined",
-    "WorkerWelcomed",
-    "WorkingDirectory",
-]
-
-
 LONGEST_PATH = 4096
 
 

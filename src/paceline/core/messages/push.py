@@ -10,45 +10,6 @@ from ...sync.events import Change, Finish, JointNorm, Number, PushFlags, Repeat,
 from ..lease import PackedPushed
 from .table import Message, sent
 
-__all__ = [
-    "LONGEST_NAME",
-    "MOST_LOGGED",
-    "MOST_OBSERVED",
-    "MOST_PARAMETER",
-    "MOST_REPORTED_BYTES",
-    "AllCommitted",
-    "Answer",
-    "ChangePublished",
-    "Commit",
-    "Committed",
-    "Content",
-    "Cycle",
-    "FaultReported",
-    "GradientHashed",
-    "HyperParametersReported",
-    "IterationFinished",
-    "IterationStarted",
-    "LoggedValue",
-    "MeanAwaited",
-    "MeanClipped",
-    "MeanMeasured",
-    "MeanMissing",
-    "MetricsLogged",
-    "Observation",
-    "PacesObserved",
-    "PlanPublished",
-    "PullAllowed",
-    "PullRepeated",
-    "PullRequested",
-    "PushesObserved",
-    "RateTempered",
-    "RestartOrdered",
-    "Source",
-    "Stage",
-    "SyncRequested",
-]
-
-
 MOST_REPORTED_BYTES = 16 * 1024
 """Maximum size of the hyper-parameters in one report."""
 

@@ -25,21 +25,6 @@ import msgspec
 
 from ...errors import ProtocolError
 
-__all__ = [
-    "ROWS",
-    "Message",
-    "MessageRow",
-    "Phase",
-    "Role",
-    "expected",
-    "first_phase",
-    "greeted",
-    "phases",
-    "refusal",
-    "row_phases",
-    "sent",
-]
-
 Role = Literal["coordinator", "server", "worker", "reader", "agent", "observer"]
 """What a process is in a run: a reader reads weights, an agent starts the processes of a machine, and an observer
 shows the state of the job."""
